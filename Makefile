@@ -1,0 +1,64 @@
+# make demo     train a small model on real handwritten digits, save it and restore it
+# make test     run the tests
+# make check    lint, formatting, types, and the tests and doctests with a coverage report
+# make bench    time nnxlib beside raw JAX and its peers
+#
+# Each makes its own virtual environment under .venv/ and installs what it needs; a second call is quick. Options:
+#   PYTHON=python3.13                          another interpreter (3.11 or newer)
+#   JAX=oldest                                 the oldest supported version of each dependency
+#   JAX="jax==0.9.2 jaxlib==0.9.2"             any other version; flax, which ties the version of JAX, is then left out
+#   ARGS="-k graph"                            further arguments for pytest, the demo or the benchmark
+
+PYTHON ?= python3
+JAX ?=
+ARGS ?=
+
+.DEFAULT_GOAL := test
+.PHONY: demo test environment check bench clean
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+space := $(subst ,, )
+version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+which_jax := $(if $(JAX),-$(subst ==,,$(subst $(space),-,$(strip $(JAX)))))
+test_extra := $(if $(JAX),test-without-flax,test)
+
+lower_bounds := import tomllib; \
+	print(*(line.replace(">=", "==") for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))
+pins = $(if $(filter oldest,$(JAX)),$(shell $(PYTHON) -c '$(lower_bounds)'),$(JAX))
+
+# The virtual environment of an extra, and the stamp that says it is complete.
+env = .venv/$(version)-$(1)$(which_jax)
+export JAX_PLATFORMS ?= cpu
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.venv/$(version)-%$(which_jax)/.installed: pyproject.toml
+	@test -n "$(version)" || { echo "$(PYTHON) does not run; name another interpreter: make PYTHON=python3.13"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit("nnxlib needs Python 3.11 or newer, this is $(version): say make PYTHON=python3.13" \
+		if sys.version_info < (3, 11) else 0)'
+	@echo "making $(@D), once; this takes about a minute"
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --editable '.[$*]' $(pins)
+	@touch $@
+
+demo: $(call env,demo)/.installed
+	$(<D)/bin/python docs/examples/digits.py $(ARGS)
+
+test: $(call env,$(test_extra))/.installed
+	$(<D)/bin/python -m pytest --numprocesses=auto --maxprocesses=8 $(ARGS)
+
+# Only the environment of the tests: for a machine that wants to know whether it can be made.
+environment: $(call env,$(test_extra))/.installed
+
+check: $(call env,dev)/.installed
+	$(<D)/bin/ruff check .
+	$(<D)/bin/ruff format --check .
+	$(<D)/bin/pyright --pythonpath $(<D)/bin/python
+	$(<D)/bin/coverage run -m pytest $(ARGS)
+	$(<D)/bin/coverage report
+
+bench: $(call env,bench)/.installed
+	$(<D)/bin/python -m benchmarks.dispatch $(ARGS)
+
+clean:
+	rm -rf .venv demo_output .coverage .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,39 @@
+"""Settings and fixtures that all tests share. The tests run on the CPU; JAX reads its settings when first imported."""
+
+import os
+import pathlib
+import types
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# The first call of a jitted function compiles, so a deadline per example would measure XLA. The same examples are drawn
+# at every run, so that a failure is about the change at hand; `HYPOTHESIS_PROFILE=explore` looks for new ones.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="session")
+def load_example() -> Callable[[str, str], types.ModuleType]:
+    """Return `load(name, library_import)`: the module docs/examples/`name`, its import of nnxlib replaced by that line.
+
+    `load("digits.py", "from flax import nnx")` is the same script under flax.nnx.
+    """
+
+    def load(name: str, library_import: str = "import nnxlib as nnx") -> types.ModuleType:
+        path = ROOT / "docs" / "examples" / name
+        source = path.read_text()
+        assert source.count("\nimport nnxlib as nnx\n") == 1, f"{path} should say `import nnxlib as nnx` once"
+        source = source.replace("\nimport nnxlib as nnx\n", f"\n{library_import}\n")
+        module = types.ModuleType(path.stem)
+        module.__file__ = str(path)
+        exec(compile(source, str(path), "exec"), module.__dict__)
+        return module
+
+    return load

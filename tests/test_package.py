@@ -1,0 +1,136 @@
+"""The package as a whole: what importing it loads and costs, what its files import from each other, what is shipped."""
+
+import ast
+import importlib.metadata
+import importlib.resources
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import nnxlib
+
+PACKAGE = pathlib.Path(nnxlib.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+RUNTIME = {"jax", "jaxlib", "numpy", "treescope", "typing_extensions"}
+LAYERS = ["core", "transforms", "nn", "training"]
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Run `code` in a fresh interpreter and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded_by(imports: str) -> set[str]:
+    """The modules outside the standard library that a fresh interpreter has loaded after `imports`."""
+    loaded = run_python(
+        f"import sys; before = set(sys.modules); {imports}; print(*(set(sys.modules) - before))"
+    ).split()
+    return {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names}
+
+
+def test_importing_nnxlib_loads_no_library_besides_jax_and_numpy():
+    """`import nnxlib` loads nothing that `import jax, numpy, typing_extensions` does not: no optax, no treescope."""
+    libraries = {name.partition(".")[0] for name in loaded_by("import nnxlib")}
+    expected = {name.partition(".")[0] for name in loaded_by("import jax, jax.numpy, numpy, typing_extensions")}
+    assert "nnxlib" in libraries
+    assert libraries - expected == {"nnxlib"}
+
+
+def test_importing_nnxlib_starts_no_device():
+    """`import nnxlib` computes nothing: it works where the only platform allowed does not exist."""
+    run_python("import nnxlib", JAX_PLATFORMS="no_such_platform")
+
+
+def test_importing_nnxlib_costs_little_on_top_of_jax():
+    """`import nnxlib` makes at most a tenth of the Python calls that `import jax` makes (counted, so free of noise)."""
+    code = """
+import sys
+def count(statement):
+    calls = 0
+    def tick(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+    sys.setprofile(tick)
+    try:
+        exec(statement)
+    finally:
+        sys.setprofile(None)
+    return calls
+print(count("import jax, jax.numpy"), count("import nnxlib"))
+"""
+    run_python("import nnxlib")  # the byte code is cached before the count
+    of_jax, of_nnxlib = map(int, run_python(code).split())
+    assert of_nnxlib < of_jax / 10, f"import jax makes {of_jax} calls, import nnxlib {of_nnxlib} more"
+
+
+@pytest.fixture
+def distribution() -> importlib.metadata.Distribution:
+    """nnxlib as pip knows it."""
+    try:
+        return importlib.metadata.distribution("nnxlib")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("nnxlib is on the path but not installed; `make test` installs it")
+
+
+def test_runtime_requirements_are_exactly_five(distribution):
+    """What `pip install nnxlib` brings is jax, jaxlib, numpy, treescope and typing_extensions."""
+    required = [line for line in distribution.requires or [] if "extra ==" not in line]
+    assert {re.split(r"[<>=!~ ;\[]", line)[0].replace("-", "_") for line in required} == RUNTIME
+
+
+def test_version_is_that_of_the_distribution(distribution):
+    """`nnxlib.__version__` is the version that pip shows."""
+    assert nnxlib.__version__ == distribution.version
+
+
+def test_type_marker_is_shipped():
+    """The installed package carries `py.typed`, so that type checkers read its annotations."""
+    assert importlib.resources.files("nnxlib").joinpath("py.typed").is_file()
+
+
+def imported_modules(path: pathlib.Path) -> list[tuple[str, int]]:
+    """Each module that the file imports, absolute, with its line; imports of names count as their module's."""
+    inside = ("nnxlib", *path.relative_to(PACKAGE).with_suffix("").parts)
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(inside[: len(inside) - node.level]) if node.level else ""
+            module = ".".join(part for part in (start, node.module) if part)
+            # `from .. import core` imports nnxlib.core, not the package above.
+            found += [(module if node.module else f"{module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def layer_of(module: str) -> int | None:
+    """The height of a module's layer: 0 for core; the files at the top of the package lie above all folders."""
+    parts = module.split(".")
+    if parts[0] != "nnxlib":
+        return None
+    return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else len(LAYERS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    """A file imports from its own layer and those below it, never the top-level `nnxlib`."""
+    here = layer_of(".".join(("nnxlib", *path.relative_to(PACKAGE).with_suffix("").parts)))
+    for module, line in imported_modules(path):
+        there = layer_of(module)
+        assert module != "nnxlib", f"line {line} imports the top-level package"
+        assert there is None or there <= here, f"line {line} imports {module}, which lies above this file"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_tracing_reaches_into_jax(path):
+    """`jax._src`, which changes without notice, is imported in core/tracing.py only."""
+    private = [line for module, line in imported_modules(path) if module.startswith("jax._src")]
+    assert not private or path == PACKAGE / "core" / "tracing.py", f"lines {private} import jax._src"
