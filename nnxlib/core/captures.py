@@ -1,0 +1,120 @@
+"""Closures: live objects that a traced function uses without having been given them.
+
+``nnx.jit(lambda x: model(x))`` traces a function that refers to a live model. As a constant of the trace its weights
+would be frozen for ever, so a jitted function finds out what it captures, and takes it as a further input:
+
+1. While it traces, it *watches*. Whenever a Variable is read or a Module is called, packed or written that lives outside
+   of the trace, the object is *noticed*. A trace with noticed objects is thrown away (:class:`CapturedObjects`).
+2. The next trace *borrows* them: for its duration the very objects hold the tracers of the new inputs and belong to the
+   trace, so the function may read and write them through whatever reference it has. Afterwards, also when it fails,
+   they are exactly as before; what changed is in the Delta, and is committed as for any argument.
+
+Functions without closures pay one test of :attr:`Watch.count` per read, and only while something is being traced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import reachable
+from .tracing import TraceRef, current_trace
+
+
+class CapturedObjects(BaseException):
+    """Raised through JAX to end a trace that has captured objects; never reaches the user."""
+
+    def __init__(self, roots: Sequence[Any]):
+        super().__init__(f"{len(roots)} captured objects")
+        self.roots = list(roots)
+
+
+class _Thread(threading.local):
+    watch: Watch | None = None
+    loan: tuple[Any, Callable[[], Mapping[int, Any]]] | None = None
+    caller: TraceRef = None  # the trace from which the innermost jitted function was called
+
+
+_thread = _Thread()
+
+
+class Watch:
+    """What one trace has captured so far: objects made under a trace outside of it, with all that is below them."""
+
+    count = 0  # how many there are, in all threads
+
+    def __init__(self, outer: Watch | None):
+        self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
+        self.roots: list[Any] = []
+        self.covered: dict[int, Any] = {}  # by id; holds the objects, so that an id is not used again
+
+    def notice(self, x: Any, trace: TraceRef) -> None:
+        if id(x) not in self.covered and any(trace is outside for outside in self.outside):
+            below = {id(node): node for _, node in reachable(x, set())}
+            self.roots = [*(root for root in self.roots if id(root) not in below), x]
+            self.covered |= below
+
+
+def notice(x: Any, trace: TraceRef) -> None:
+    """Tell the innermost watch of this thread that an object is used; call it when ``Watch.count`` is not 0."""
+    if _thread.watch is not None:
+        _thread.watch.notice(x, trace)
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Watch for captured objects in the block, if it belongs to another trace than its caller (see jax.disable_jit).
+
+    Raises:
+      CapturedObjects: when the block ends, or fails, after having captured some.
+    """
+    if current_trace() is _thread.caller:
+        yield
+        return
+    outer = _thread.watch
+    watch = _thread.watch = Watch(outer)
+    Watch.count += 1
+    try:
+        yield
+    except BaseException:
+        if watch.roots:
+            raise CapturedObjects(watch.roots) from None
+        raise
+    finally:
+        Watch.count -= 1
+        _thread.watch = outer
+    if watch.roots:
+        raise CapturedObjects(watch.roots)
+
+
+@contextmanager
+def lending(crossing: Any, objects: Callable[[], Mapping[int, Any]]) -> Iterator[None]:
+    """Within the block, a trace of ``crossing`` borrows the objects, given by row."""
+    outer = _thread.loan, _thread.caller
+    _thread.loan, _thread.caller = (crossing, objects), current_trace()
+    try:
+        yield
+    finally:
+        _thread.loan, _thread.caller = outer
+
+
+def loan_for(crossing: Any) -> Mapping[int, Any]:
+    """The objects that a trace of ``crossing`` is to borrow now, by row."""
+    loan = _thread.loan
+    return loan[1]() if loan is not None and loan[0] is crossing else {}
+
+
+@contextmanager
+def borrowed(objects: Sequence[Any]) -> Iterator[None]:
+    """Make live objects belong to the running trace within the block; afterwards they are exactly as before."""
+    saved = [x._nnx_save() for x in objects]
+    trace = current_trace()
+    try:
+        for x in objects:
+            x._nnx_join(trace)
+        yield
+    finally:
+        for x, state in zip(objects, saved, strict=True):
+            x._nnx_restore(state)

@@ -1,0 +1,217 @@
+"""List and Dict: a ``list`` and a ``dict`` that are nodes of the graph.
+
+They behave as the built-in types do, and in addition report every change, refuse a change from a foreign trace, and
+turn the plain lists and dicts that are put into them into List and Dict. Assigning a plain list or dict to an
+attribute of a Module makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from .objects import CONTAINERS, SLOTS, Node, adopt, check_writable, init_slots, is_data, structure_changed
+
+A = TypeVar("A")
+
+
+def _reporting(name: str, method: Any, adopted: slice) -> Any:
+    """``method`` of the built-in type, with the trace checked before, the values adopted, the change noted after."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_writable(self, f"change the items ({name})")
+        values = [adopt(x) for x in args[adopted]]
+        start = adopted.start or 0
+        try:
+            return method(self, *args[:start], *values, *args[start + len(values) :], **kwargs)
+        finally:  # a sort whose key raises leaves another order behind
+            structure_changed(self)
+
+    wrapper.__name__, wrapper.__doc__ = name, method.__doc__
+    return wrapper
+
+
+def _set_class(node: Node, cls: type) -> None:
+    check_writable(node, "set the class")
+    object.__setattr__(node, "__class__", cls)
+    structure_changed(node)
+
+
+class List(list[A], Node):
+    """A list of Modules, Variables, arrays or static values, whose changes are seen.
+
+    >>> import nnxlib as nnx
+    >>> layers = nnx.List([nnx.Param(1.0)])
+    >>> layers.append(nnx.Param(2.0))
+    >>> nnx.to_pure_dict(nnx.state(layers))
+    {0: 1.0, 1: 2.0}
+    """
+
+    __slots__ = ("__weakref__", *SLOTS)
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        self = super().__new__(cls)
+        init_slots(self)
+        return self
+
+    def __init__(self, it: Iterable[A] | None = None, /):
+        super().__init__(() if it is None else [adopt(x) for x in it])
+
+    def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
+        return enumerate(list.__iter__(self))
+
+    def _nnx_fill(self, items: dict[int, Any]) -> None:
+        list.__setitem__(self, slice(None), items.values())
+
+    def extend(self, it: Iterable[A], /) -> None:
+        _extend(self, list(it))
+
+    def __iadd__(self, it: Iterable[A], /) -> Any:
+        self.extend(it)
+        return self
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _set_item(self, index, list(value) if isinstance(index, slice) else value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "__class__":
+            raise AttributeError(
+                f"Cannot set attribute {name!r}: a {type(self).__name__} holds nothing but its items. Make a Module "
+                "with the attribute, and a list in it."
+            )
+        _set_class(self, value)
+
+    def copy(self) -> List[A]:
+        return type(self)(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        items = list.__getitem__(self, index)
+        return type(self)(items) if isinstance(index, slice) else items
+
+    def __getstate__(self) -> Any:
+        return self._nnx_marks
+
+    def __setstate__(self, state: Any) -> None:
+        object.__setattr__(self, "_nnx_marks", state)
+
+    def __hash__(self) -> int:  # type: ignore[override]  # a node is hashed by identity
+        return id(self) >> 4
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or list.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+_set_item = _reporting("__setitem__", list.__setitem__, slice(1, 2))
+_extend = _reporting("extend", list.extend, slice(0, 1))
+for _name, _adopted in {
+    "append": slice(0, 1),
+    "insert": slice(1, 2),
+    "pop": slice(0, 0),
+    "remove": slice(0, 0),
+    "clear": slice(0, 0),
+    "reverse": slice(0, 0),
+    "sort": slice(0, 0),
+    "__delitem__": slice(0, 0),
+    "__imul__": slice(0, 0),
+}.items():
+    setattr(List, _name, _reporting(_name, getattr(list, _name), _adopted))
+
+
+class Dict(dict[str, A], Node):
+    """A dict of Modules, Variables, arrays or static values, whose changes are seen; items are attributes too.
+
+    >>> import nnxlib as nnx
+    >>> heads = nnx.Dict(policy=nnx.Param(1.0))
+    >>> heads.value_head = nnx.Param(2.0)
+    >>> sorted(heads), heads.policy.value
+    (['policy', 'value_head'], 1.0)
+    """
+
+    __slots__ = ("__weakref__", *SLOTS)
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        self = super().__new__(cls)
+        init_slots(self)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__({key: adopt(value) for key, value in dict(*args, **kwargs).items()})
+
+    def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
+        return iter(dict.items(self))
+
+    def _nnx_fill(self, items: dict[Any, Any]) -> None:
+        dict.clear(self)
+        dict.update(self, items)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return type(self)({**self, **other})
+
+    def copy(self) -> Dict[A]:
+        return type(self)(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute or key {name!r}; keys: {list(self)}"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            _set_class(self, value)
+        else:
+            self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self:
+            raise AttributeError(f"{type(self).__name__} has no key {name!r}; keys: {list(self)}")
+        del self[name]
+
+    def __getstate__(self) -> Any:
+        return self._nnx_marks
+
+    def __setstate__(self, state: Any) -> None:
+        object.__setattr__(self, "_nnx_marks", state)
+
+    def __hash__(self) -> int:  # type: ignore[override]  # a node is hashed by identity
+        return id(self) >> 4
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or dict.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+for _name, _adopted in {
+    "__setitem__": slice(1, 2),
+    "setdefault": slice(1, 2),
+    "__delitem__": slice(0, 0),
+    "pop": slice(0, 0),
+    "popitem": slice(0, 0),
+    "clear": slice(0, 0),
+}.items():
+    setattr(Dict, _name, _reporting(_name, getattr(dict, _name), _adopted))
+
+CONTAINERS[list], CONTAINERS[dict] = List, Dict
+
+
+def holds_data(container: List | Dict) -> bool:
+    """Whether there is any data in a List or Dict, at any depth."""
+    return any(
+        holds_data(value) if isinstance(value, List | Dict) else is_data(value)
+        for _, value in container._nnx_children()
+    )

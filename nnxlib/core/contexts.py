@@ -1,0 +1,402 @@
+"""Several splits and merges that belong together, and carrying changes back by hand.
+
+``nnx.split`` numbers the objects of one graph. A *context* numbers those of all that is split in it: an object that two
+of them share has one number, and its leaves are in the State of the first only. What a split gives there is a
+:class:`LinkedGraphDef`: the layout of the graph beside the number of each of its rows. A merge context keeps the object
+of each number, so what was shared is shared again::
+
+    a, b share row 2             ctx.split(a) -> numbers 0 1 2      leaves of 1, 2
+                                 ctx.split(b) -> numbers 3 4 2      leaves of 4
+
+An *update context* is the crossing of transforms/lift.py taken apart, for a JAX transformation that one calls oneself::
+
+                 (2) merge, inner=True  ->  change the objects  ->  (3) split                 inside
+    (1) split  --------------------------------------------------------------- (4) merge, inner=False
+
+The context remembers what (1) has split, by number; (2) gives its objects the same numbers, which are never given to
+another one; so (3) says of each object whose stand-in it is, and (4) writes into the very objects of (1). Objects that
+are new have negative numbers, and are made by (4).
+
+Nothing about the live objects is in a GraphDef or State, so a compiled inner function can be called with other objects
+of the same structure. Contexts are found by tag, innermost first, in a stack of each thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import jax
+
+from .errors import StateMismatchError, format_path
+from .filters import Filter
+from .graph import (
+    SAME,
+    Delta,
+    Layout,
+    NodeRow,
+    Packed,
+    Ref,
+    Row,
+    VariableRow,
+    Walk,
+    check_commit,
+    commit,
+    count_leaves,
+    pack,
+)
+from .graphdef import Aval, GraphDef, aval_of
+from .ops import merge
+from .state import FlatState, from_flat_state, split_state
+from .tracing import TraceRef, at_top_level, current_trace
+from .variables import Variable, make_variable
+
+A = TypeVar("A")
+Path = tuple[Any, ...]
+
+
+@jax.tree_util.register_static
+class LinkedGraphDef(GraphDef[A]):
+    """A GraphDef whose objects have numbers in a context."""
+
+    __slots__ = ("elsewhere", "numbers")
+
+    numbers: tuple[int, ...]  # of each row
+    elsewhere: frozenset[int]  # rows whose leaves are in the State of an earlier split of the same context
+
+    def __init__(self, layout: Layout, avals: Sequence[Aval], numbers: Sequence[int], elsewhere: Collection[int]):
+        super().__init__(layout, avals)
+        self.numbers, self.elsewhere = tuple(numbers), frozenset(elsewhere)
+
+    @property
+    def own_paths(self) -> list[Path]:
+        """The paths of the leaves that its State has."""
+        owned = zip(self.layout.leaf_paths, leaf_rows(self.layout), strict=True)
+        return [path for path, row in owned if row not in self.elsewhere]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LinkedGraphDef) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple:
+        return self.layout, self.numbers, self.elsewhere
+
+    def __reduce__(self) -> tuple:
+        return LinkedGraphDef, (self.layout, self.avals, self.numbers, self.elsewhere)
+
+
+def leaf_rows(layout: Layout) -> list[int]:
+    """The row that each leaf belongs to; -1 for those of the pytree itself."""
+    rows = list(layout.variables)
+    for i, row in enumerate(layout.rows):
+        if type(row) is NodeRow:
+            rows += [i] * sum(count_leaves(spec) for _, spec in row.fields)
+    return rows + [-1] * (len(layout.leaf_paths) - len(rows))
+
+
+# --- the two halves -------------------------------------------------------------------------------------------------
+
+
+class SplitContext:
+    """What :func:`split_context` gives; ``numbers`` are those that objects have already, ``new`` the next to give."""
+
+    def __init__(self, objects: Mapping[int, Any], new: Iterator[int]):
+        self._objects = dict(objects)
+        self._numbers = {id(x): number for number, x in objects.items()}
+        self._new = new
+        self._done: set[int] = set()  # the numbers whose leaves have been given out
+
+    def split(self, node: Any, *filters: Filter) -> tuple[Any, ...]:
+        """Split a node like :func:`nnxlib.split`; leaves of an object that was split here before are left out."""
+        graphdef, items = self._items(node)
+        state = items[0][1] if items and items[0][0] == () else from_flat_state(items)
+        if not filters:
+            return graphdef, state
+        groups = split_state(state, *filters)
+        return graphdef, *(groups if len(filters) > 1 else (groups,))
+
+    def flatten(self, node: Any, *filters: Filter, with_paths: bool = True) -> tuple[Any, ...]:
+        """Split a node into a GraphDef and FlatStates; with ``with_paths=False``, into a GraphDef and a list of values.
+
+        Raises:
+          ValueError: for filters together with ``with_paths=False``.
+        """
+        if filters and not with_paths:
+            raise ValueError("A list without paths cannot be filtered; leave out the filters or with_paths=False.")
+        graphdef, items = self._items(node)
+        flat = FlatState(items, sort=True)
+        if not with_paths:
+            return graphdef, [x._value if isinstance(x, Variable) else x for x in flat.leaves]
+        if not filters:
+            return graphdef, flat
+        groups = flat.split(*filters)
+        return graphdef, *(groups if len(filters) > 1 else (groups,))
+
+    def _items(self, node: Any) -> tuple[LinkedGraphDef, list[tuple[Path, Any]]]:
+        """The GraphDef, and the leaves with their paths; Variables as new ones."""
+        layout, leaves, objects = pack(node)
+        numbers = [self._number(x) for x in objects]
+        elsewhere = {row for row, number in enumerate(numbers) if number in self._done}
+        self._done.update(numbers)
+        whole = at_top_level()  # under a transformation a shape may be that of one example, or of a shard
+        avals = [aval_of(x) if whole else None for x in leaves]
+        variables = [objects[i] for i in layout.variables]
+        copies: list[Any] = [make_variable(type(v), v._value, v._metadata) for v in variables]
+        found = zip(layout.leaf_paths, copies + leaves[len(copies) :], leaf_rows(layout), strict=True)
+        graphdef = LinkedGraphDef(layout, avals, numbers, elsewhere)
+        return graphdef, [(path, leaf) for path, leaf, row in found if row not in elsewhere]
+
+    def _number(self, x: Any) -> int:
+        if id(x) not in self._numbers:
+            number = self._numbers[id(x)] = next(self._new)
+            self._objects[number] = x
+        return self._numbers[id(x)]
+
+
+class MergeContext:
+    """What :func:`merge_context` gives; ``objects``, by number, are written into instead of being made anew."""
+
+    def __init__(self, objects: Mapping[int, Any]):
+        self._objects = dict(objects)
+
+    def merge(self, graphdef: GraphDef[A], state: Any, /, *states: Any) -> A:
+        """Merge what a split context has split, like :func:`nnxlib.merge`.
+
+        Outside of an update (``inner=False``) the result is the object that was split, with its changes. One call
+        writes all or nothing. A GraphDef that comes from :func:`nnxlib.split` gives new objects.
+
+        Raises:
+          StateMismatchError: if the States do not fit, or leaves are in a State that is to be merged before.
+          TraceContextError: if an object that changed belongs to another trace.
+        """
+        if not isinstance(graphdef, LinkedGraphDef):
+            return merge(graphdef, state, *states)
+        layout, elsewhere = graphdef.layout, graphdef.elsewhere
+        known: list[Any] = [self._objects.get(number) for number in graphdef.numbers]
+        for row in sorted(elsewhere):
+            if known[row] is None:
+                kind, path = layout.rows[row].type.__name__, format_path(layout.paths[row])
+                raise StateMismatchError(_BEFORE.format(kind=kind, path=path))
+        if isinstance(layout.root, Ref) and layout.root.index in elsewhere:
+            return known[layout.root.index]
+        leaves = zip(layout.leaf_paths, graphdef.avals, leaf_rows(layout), strict=True)
+        placeholders = [(path, aval and jax.ShapeDtypeStruct(*aval)) for path, aval, row in leaves if row in elsewhere]
+        if placeholders:
+            states = *states, FlatState(placeholders, sort=False)
+        made = merge(GraphDef(layout, graphdef.avals), state, *states)
+        packed = pack(made)
+        if not all(x is None for x in known):
+            objects = [new if x is None else x for new, x in zip(packed.objects, known, strict=True)]
+            made = _write(packed, objects, elsewhere)
+            packed = packed._replace(objects=objects)
+        self._objects.update(zip(graphdef.numbers, packed.objects, strict=True))
+        return made
+
+    def unflatten(self, graphdef: GraphDef[A], flat_state: Any, /, *flat_states: Any) -> A:
+        """Merge FlatStates, or the list of values that ``flatten(..., with_paths=False)`` has returned."""
+        if isinstance(flat_state, list) and isinstance(graphdef, LinkedGraphDef):
+            order = FlatState([(path, None) for path in graphdef.own_paths], sort=True).paths
+            flat_state = FlatState(zip(order, flat_state, strict=True), sort=False)
+        return self.merge(graphdef, flat_state, *flat_states)
+
+
+_BEFORE = """\
+The leaves of the {kind} at {path} are in the State of an object that was split before in the same context. Merge that \
+one first, in the same `with nnx.merge_context(...)` block."""
+
+
+def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -> Any:
+    """Make ``objects``, by row, what a packed table says, except for the rows that are ``unchanged``: a commit.
+
+    Returns the pytree that was packed, with the objects in it.
+    """
+    layout = packed.layout
+    own: list[list[Any]] = [[] for _ in range(len(layout.rows) + 1)]  # the leaves by row; the last: of the pytree
+    for row, leaf in zip(leaf_rows(layout), packed.leaves, strict=True):
+        own[row].append(leaf)
+    now = Walk(objects)
+    for i, path in enumerate(layout.paths):
+        now.revisit(i, path)
+    values: list[int] = []
+    rows: dict[int, Row] = {}
+    for i, row in enumerate(layout.rows):
+        present = now.rows[i]
+        if i in unchanged:
+            continue
+        if isinstance(row, VariableRow):
+            if row != present:
+                rows[i] = row
+            elif own[i][0] is not now.values[i]:
+                values.append(i)
+        elif row != present or any(map(operator.is_not, own[i], now.arrays[i])):
+            rows[i] = _keeping_statics(row, present)
+    order = [*values, *sorted(rows, key=lambda i: (isinstance(rows[i], NodeRow), i)), -1]
+    delta = Delta(tuple(values), tuple(sorted(rows.items())), layout.root)
+    check_commit(layout, delta, objects)  # here, for its message: in the table below, not every row has a path
+    before = Layout(tuple([now.rows[i] for i in range(len(now.objects))]), layout.root)
+    return commit(before, delta, [leaf for i in order for leaf in own[i]], objects)
+
+
+def _keeping_statics(row: NodeRow, present: Row) -> NodeRow:
+    """The row with ``SAME`` for fields without leaves that are what they were."""
+    held = dict(present.fields) if isinstance(present, NodeRow) else {}
+    fields = [(name, SAME if held.get(name) == spec and not count_leaves(spec) else spec) for name, spec in row.fields]
+    return row._replace(fields=tuple(fields))
+
+
+# --- contexts by tag ------------------------------------------------------------------------------------------------
+
+
+class UpdateContext:
+    """What the steps of an update know of each other: the objects of step 1, and from step 2 to 3 their stand-ins."""
+
+    __slots__ = ("inner", "inner_trace", "outer", "outer_trace", "tag")
+
+    def __init__(self, tag: Hashable):
+        self.tag = tag
+        self.outer: dict[int, Any] | None = None
+        self.inner: dict[int, Any] | None = None
+        self.outer_trace: TraceRef = None
+        self.inner_trace: TraceRef = None
+
+    def __repr__(self) -> str:
+        return f"UpdateContext({self.tag!r})"
+
+
+class _Thread(threading.local):
+    def __init__(self):
+        self.active: list[UpdateContext] = []
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def update_context(tag: Hashable) -> Iterator[UpdateContext]:
+    """Open an update: within the block, or the decorated function, splits and merges with this tag belong together.
+
+    An update carries every change of a function (values, attributes, structure) back to the objects that it was called
+    for, through any JAX transformation: split outside, merge with ``inner=True`` inside, split again inside, merge with
+    ``inner=False`` outside. :func:`nnxlib.lift` does all four.
+
+    >>> import nnxlib as nnx, jax
+    >>> @jax.jit
+    ... def inside(graphdef, state):
+    ...   with nnx.merge_context('example', inner=True) as ctx:
+    ...     model = ctx.merge(graphdef, state)
+    ...   model.kernel *= 2
+    ...   model.calls = 1
+    ...   with nnx.split_context('example') as ctx:
+    ...     return ctx.split(model)
+    >>> @nnx.update_context('example')
+    ... def outside(model):
+    ...   with nnx.split_context('example') as ctx:
+    ...     graphdef, state = ctx.split(model)
+    ...   graphdef, state = inside(graphdef, state)
+    ...   with nnx.merge_context('example', inner=False) as ctx:
+    ...     return ctx.merge(graphdef, state)
+    >>> model = nnx.Linear(1, 1, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    >>> outside(model) is model, model.kernel.value.item(), model.calls
+    (True, 2.0, 1)
+    """
+    context = UpdateContext(tag)
+    _thread.active.append(context)
+    try:
+        yield context
+    finally:
+        _thread.active.remove(context)
+        context.outer = context.inner = None
+
+
+def current_update_context(tag: Hashable) -> UpdateContext:
+    """Return the innermost open update with this tag.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    for context in reversed(_thread.active):
+        if context.tag == tag:
+            return context
+    raise ValueError(
+        f"No update context found for tag {tag!r}. Wrap the code in `with nnx.update_context({tag!r}):`, or leave out "
+        "the tag, to split and merge without carrying changes back."
+    )
+
+
+@contextmanager
+def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
+    """Split several objects that may share parts: ``ctx.split(node, *filters)`` for each of them.
+
+    With the tag of an update, this is its first step, or inside of the transformation its third.
+
+    >>> import nnxlib as nnx
+    >>> shared = nnx.Param(1.0)
+    >>> a, b = nnx.Dict(x=shared, y=nnx.Param(2.0)), nnx.Dict(z=shared)
+    >>> with nnx.split_context() as ctx:
+    ...   (def_a, state_a), (def_b, state_b) = ctx.split(a), ctx.split(b)
+    >>> list(state_a), list(state_b)
+    (['x', 'y'], [])
+    >>> with nnx.merge_context() as ctx:
+    ...   a, b = ctx.merge(def_a, state_a), ctx.merge(def_b, state_b)
+    >>> a.x is b.z
+    True
+
+    Raises:
+      ValueError: for a tag without an open update, and for a second split inside of the transformation.
+    """
+    if ctxtag is None:
+        yield SplitContext({}, itertools.count())
+        return
+    update = current_update_context(ctxtag)
+    if update.inner is not None and update.inner_trace is current_trace():
+        inner, update.inner = update.inner, None  # not kept after this: it holds tracers
+        yield SplitContext(inner, itertools.count(min([0, *inner]) - 1, -1))
+        return
+    if update.outer is not None and not at_top_level() and update.outer_trace is not current_trace():
+        raise ValueError(_SPLIT_TWICE.format(tag=ctxtag))
+    context = SplitContext({}, itertools.count())
+    yield context
+    update.outer, update.outer_trace = context._objects, current_trace()
+
+
+_SPLIT_TWICE = """\
+Inside of the transformation, the update {tag!r} has nothing to split: a split there ends what the merge before it has \
+begun. Merge with `with nnx.merge_context({tag!r}, inner=True)` first, and split everything in a single block of \
+`with nnx.split_context({tag!r})`."""
+
+
+@contextmanager
+def merge_context(ctxtag: Hashable | None = None, inner: bool | None = None) -> Iterator[MergeContext]:
+    """Merge what was split in a :func:`split_context`, with its sharing: ``ctx.merge(graphdef, *states)`` for each.
+
+    Args:
+      ctxtag: the tag of an update; None to make new objects.
+      inner: of an update: True inside of the transformation (step 2), to make the objects that its function works on;
+        False outside (step 4), to write what it did into the objects that were split.
+
+    Raises:
+      ValueError: for a tag without an open update, or without ``inner``.
+    """
+    if ctxtag is None:
+        yield MergeContext({})
+        return
+    if inner is None:
+        raise ValueError(
+            f"Say on which side of the transformation this merge is: merge_context({ctxtag!r}, inner=True) inside, "
+            "inner=False outside."
+        )
+    update = current_update_context(ctxtag)
+    if inner:
+        context = MergeContext({})
+        yield context
+        update.inner, update.inner_trace = context._objects, current_trace()
+    else:
+        yield MergeContext(update.outer or {})
+        update.outer = None

@@ -1,0 +1,136 @@
+"""Every error that nnxlib raises on its own account.
+
+Each says what is wrong, where (the path, both paths when two clash), and what to write instead. All derive from
+:class:`NnxError` and from the built-in class that fits, so ``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+class NnxError(Exception):
+    """Base class of the errors of nnxlib."""
+
+
+class TraceContextError(NnxError, ValueError):
+    """A write to an object from inside a JAX trace that the object does not belong to."""
+
+
+class StaticValueError(NnxError, TypeError):
+    """A static attribute, argument or metadata value that cannot be compared by value."""
+
+
+class StaleLayoutError(NnxError, RuntimeError):
+    """The structure of an object was changed in a way that its cached layout could not notice."""
+
+
+class ArgumentError(NnxError, TypeError):
+    """An argument of a transform that is neither a Module, a Variable, nor something JAX can trace."""
+
+
+class OutputError(NnxError, TypeError):
+    """A value that a transformed function returns, or stores in an object, and that JAX cannot trace."""
+
+
+class StateMismatchError(NnxError, ValueError):
+    """A State that does not fit the object it is merged or written into; nothing has been changed."""
+
+
+class AliasingError(NnxError, ValueError):
+    """One shared object reached by two paths that ask for different treatment."""
+
+
+class PrefixError(NnxError, ValueError):
+    """A prefix (``in_shardings``, ``argnums``, ``StateAxes``, ...) that does not fit the arguments it describes."""
+
+
+class InvalidFilterError(NnxError, TypeError):
+    """Something that is not a filter where a filter is expected."""
+
+
+class EmptySelectionError(NnxError, ValueError):
+    """A filter that takes nothing where something is needed."""
+
+
+class FilterOrderError(InvalidFilterError, ValueError):
+    """A filter that takes everything, followed by others that would never be asked."""
+
+
+class NonExhaustiveFiltersError(NnxError, ValueError):
+    """Leaves that none of the filters of a split takes."""
+
+
+class PathError(NnxError, ValueError):
+    """A path that is empty, or is both a leaf and the beginning of another path."""
+
+
+class VariableNameError(NnxError, ValueError):
+    """A name or type that the Variable registry does not know, or knows differently."""
+
+
+def format_path(path: Iterable[Any], root: str = "") -> str:
+    """Write a path the way one would type it.
+
+    >>> format_path(('layers', 0, 'kernel'), 'model')
+    'model.layers[0].kernel'
+    """
+    parts = [f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path]
+    text = root + "".join(parts)
+    return (text if root else text.removeprefix(".")) or "<root>"
+
+
+def describe(value: Any) -> str:
+    """Write an array as ``float32[2, 3]``, anything else as its type.
+
+    >>> import numpy as np
+    >>> describe(np.zeros((2, 3), 'float32')), describe('abc')
+    ('float32[2, 3]', 'str')
+    """
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{dtype}[{', '.join(map(str, shape))}]"
+    return "None" if value is None else type(value).__name__
+
+
+def locate(target: Any, skip: int = 1) -> str | None:
+    """Find the path by which the running code reaches ``target``, for an error message.
+
+    The objects in the local variables of the calling frames, outermost first, are searched along their
+    ``_nnx_children()``. Only ever called when an error is about to be raised: it costs a walk of those objects.
+    """
+    frames = []
+    frame = sys._getframe(skip)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    found = [item for frame in reversed(frames) for item in list(frame.f_locals.items()) if item[0].isidentifier()]
+    nodes = [(name, value) for name, value in found if hasattr(type(value), "_nnx_children")]
+    containers = [(name, value) for name, value in found if type(value) in (list, tuple, dict)]
+    seen: set[int] = set()
+    for name, value in (*nodes, *containers):
+        for path, node in reachable(value, seen):
+            if node is target and (path or name != "self"):
+                return format_path(path, type(value).__name__ if name == "self" else name)
+    return None
+
+
+def reachable(root: Any, seen: set[int]) -> Iterator[tuple[tuple, Any]]:
+    """Everything below ``root`` with its first path, in the order of the walk."""
+    stack: list[tuple[tuple, Any]] = [((), root)]
+    while stack:
+        path, value = stack.pop()
+        is_node = hasattr(type(value), "_nnx_children")
+        if id(value) in seen or not (is_node or type(value) in (list, tuple, dict)):
+            continue
+        seen.add(id(value))  # a local list may contain itself
+        if is_node:
+            yield path, value
+            children = list(value._nnx_children())
+            if not isinstance(value, list):
+                children.sort(key=lambda item: str(item[0]))
+        else:
+            children = list(value.items() if type(value) is dict else enumerate(value))
+        stack.extend(((*path, key), child) for key, child in reversed(children))

@@ -1,0 +1,413 @@
+"""Filters: which leaves of a model are meant.
+
+A *predicate* is a function ``(path, value) -> bool``; ``path`` is the tuple of keys that leads to the value, such as
+``('layers', 0, 'kernel')``. A *filter* is a predicate, or a shorthand for one:
+
+    Param                 values of this type, and Variables of it        OfType(Param)
+    'head'                Variables with ``tag='head'``                   WithTag('head')
+    ... or True           everything                                      Everything()
+    None or False         nothing                                         Nothing()
+    [a, b] or (a, b)      whatever one of them takes                      Any(a, b)
+
+Filter objects form a Boolean algebra: ``a | b``, ``a & b``, ``~a`` and ``a - b`` (the same as ``a & ~b``) are filters
+again, with a shorthand allowed on one side. They are kept in one form: negation stands only before a single predicate,
+``Any`` and ``All`` are flat, without repetition, neutral or absorbing parts. So those laws that need no expansion are
+plain equalities, ``~(a | b) == ~a & ~b`` and ``~~a == a`` and ``a | b == b | a``; distributivity holds of what filters
+select. Filters compare and hash by value, and their repr reads as the expression that makes them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .errors import FilterOrderError, InvalidFilterError
+from .traversals import Key, path_sort_key
+
+PathParts = tuple[Key, ...]
+Predicate = Callable[[PathParts, typing.Any], bool]
+FilterLiteral = type | str | Predicate | bool | types.EllipsisType | None
+Filter = FilterLiteral | tuple["Filter", ...] | list["Filter"]
+
+
+def to_predicate(filter: Filter, /) -> FilterObject:
+    """Spell a filter out as a filter object, which is a predicate.
+
+    >>> import nnxlib as nnx
+    >>> nnx.filterlib.to_predicate([nnx.Param, 'head'])
+    Any(OfType(Param), WithTag('head'))
+
+    Raises:
+      InvalidFilterError: for anything that is not a filter.
+    """
+    match filter:
+        case FilterObject():
+            return filter
+        case type():
+            return OfType(filter)
+        case str():
+            return WithTag(filter)
+        case bool() | types.EllipsisType() | None:
+            return Everything() if filter else Nothing()
+        case list() | tuple():
+            return Any(*filter)
+        case types.UnionType():  # Param | BatchStat
+            return Any(*filter.__args__)
+        case _ if callable(filter) and not hasattr(type(filter), "get_metadata"):  # a Variable can be called, too
+            return Where(filter)
+    raise InvalidFilterError(
+        f"Not a filter: {reprlib.repr(filter)} of type {type(filter).__name__}. A filter is a type (nnx.Param), a tag "
+        "('head'), a function (path, value) -> bool, ... or True (everything), None or False (nothing), or a list or "
+        "tuple of filters (any of them)."
+    )
+
+
+def filters_to_predicates(filters: Sequence[Filter], /) -> tuple[FilterObject, ...]:
+    """Spell out a sequence of filters of which the first match counts.
+
+    Raises:
+      FilterOrderError: if ``...`` or ``True`` comes before a filter that would then never be asked.
+      InvalidFilterError: for anything that is not a filter.
+    """
+    total = [filter is ... or filter is True for filter in filters]
+    if True in total and not all(total[total.index(True) :]):
+        index = total.index(True)
+        shown = "..." if filters[index] is ... else "True"
+        raise FilterOrderError(
+            f"`{shown}` takes everything, so it can only come last, but it is filter {index + 1} of {len(filters)}. "
+            "Move it to the end, or remove the filters behind it."
+        )
+    return tuple([to_predicate(filter) for filter in filters])
+
+
+def group_by_filters(
+    items: Iterable[tuple[PathParts, typing.Any]], filters: Sequence[Filter], /
+) -> tuple[list[tuple[PathParts, typing.Any]], ...]:
+    """Sort ``(path, value)`` pairs into one list per filter, the first that matches, and a last list for the rest.
+
+    >>> import nnxlib as nnx
+    >>> nnx.filterlib.group_by_filters({('a',): 1, ('b',): 'x', ('c',): 2.0}.items(), [int, nnx.PathContains('b')])
+    ([(('a',), 1)], [(('b',), 'x')], [(('c',), 2.0)])
+    """
+    predicates = filters_to_predicates(filters)
+    groups: tuple[list, ...] = tuple([[] for _ in range(len(predicates) + 1)])
+    for item in items:
+        for predicate, group in zip(predicates, groups):
+            if predicate(*item):
+                group.append(item)
+                break
+        else:
+            groups[-1].append(item)
+    return groups
+
+
+def looks_at_values(filter: Filter) -> bool:
+    """Tell whether a filter may look at more of a value than its type and metadata.
+
+    False for filter objects and shorthands, true for functions, unless they have an attribute
+    ``looks_at_values = False``: a promise that the answer follows from the path, the type and the metadata.
+    """
+    return to_predicate(filter).looks_at_values
+
+
+class FilterObject:
+    """Base class of the filter objects: predicates with operators."""
+
+    __slots__ = ()
+    looks_at_values: bool = False
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        raise NotImplementedError
+
+    def __invert__(self) -> FilterObject:
+        return Not._of(self)
+
+    def __or__(self, other: Filter) -> FilterObject:
+        return Any(self, other)
+
+    def __ror__(self, other: Filter) -> FilterObject:
+        return Any(other, self)
+
+    def __and__(self, other: Filter) -> FilterObject:
+        return All(self, other)
+
+    def __rand__(self, other: Filter) -> FilterObject:
+        return All(other, self)
+
+    def __sub__(self, other: Filter) -> FilterObject:
+        return All(self, Not(other))
+
+    def __rsub__(self, other: Filter) -> FilterObject:
+        return All(other, Not(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Everything(FilterObject):
+    """Takes everything; written ``...`` or ``True``."""
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        return True
+
+    def __invert__(self) -> FilterObject:
+        return Nothing()
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing(FilterObject):
+    """Takes nothing; written ``None`` or ``False``."""
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        return False
+
+    def __invert__(self) -> FilterObject:
+        return Everything()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OfType(FilterObject):
+    """Takes instances of a type, and whatever says by its own ``.type`` that it stands for one.
+
+    >>> import nnxlib as nnx
+    >>> nnx.OfType(nnx.Variable)(('kernel',), nnx.Param(1.0))
+    True
+    """
+
+    type: builtins.type
+
+    def __post_init__(self):
+        if not isinstance(self.type, builtins.type):
+            raise InvalidFilterError(f"OfType takes a class such as nnx.Param, got {self.type!r}.")
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        if isinstance(x, self.type):
+            return True
+        kind = getattr(x, "type", None)
+        return isinstance(kind, builtins.type) and issubclass(kind, self.type)
+
+    def __repr__(self) -> str:
+        return f"OfType({self.type.__qualname__})"
+
+
+class HasTag(typing.Protocol):
+    """Something that :class:`WithTag` can select."""
+
+    tag: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class WithTag(FilterObject):
+    """Takes values whose ``tag`` is the given one.
+
+    >>> import nnxlib as nnx
+    >>> nnx.WithTag('head')(('kernel',), nnx.Param(1.0, tag='head'))
+    True
+    """
+
+    tag: str
+
+    def __post_init__(self):
+        if not isinstance(self.tag, str):
+            raise InvalidFilterError(f"A tag is a string, got {self.tag!r} of type {type(self.tag).__name__}.")
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        if hasattr(type(x), "get_metadata"):  # asking a Variable for an attribute would look at its value
+            return x.get_metadata("tag", getattr(type(x), "tag", None)) == self.tag
+        return isinstance(tag := getattr(x, "tag", None), str) and tag == self.tag
+
+    def __repr__(self) -> str:
+        return f"WithTag({self.tag!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PathContains(FilterObject):
+    """Takes values with ``key`` in their path; with ``exact=False``, also as a part of a key.
+
+    >>> import nnxlib as nnx
+    >>> nnx.PathContains('norm', exact=False)(('layers', 0, 'batch_norm', 'scale'), None)
+    True
+    """
+
+    key: Key
+    exact: bool = True
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        if self.exact:
+            return self.key in path
+        return any(str(self.key) in str(part) for part in path)
+
+    def __repr__(self) -> str:
+        return f"PathContains({self.key!r}, exact={self.exact})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Where(FilterObject):
+    """Takes what a function ``(path, value) -> bool`` says; written as that function."""
+
+    function: Predicate
+
+    @property
+    def looks_at_values(self) -> bool:
+        return getattr(self.function, "looks_at_values", True)
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        return self.function(path, x)
+
+    def __repr__(self) -> str:
+        return f"Where({getattr(self.function, '__qualname__', None) or repr(self.function)})"
+
+
+class PathIn(FilterObject):
+    """Takes the values at the given paths.
+
+    >>> import nnxlib as nnx
+    >>> nnx.filterlib.PathIn(('layers', 0, 'kernel'), ('scale',))(('scale',), None)
+    True
+    """
+
+    __slots__ = ("paths",)
+    paths: frozenset[PathParts]
+
+    def __init__(self, *paths: PathParts):
+        for path in paths:
+            if not isinstance(path, tuple):
+                raise InvalidFilterError(f"A path is a tuple such as ('layers', 0, 'kernel'), got {path!r}.")
+        self.paths = frozenset(paths)
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        return path in self.paths
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PathIn) and self.paths == other.paths
+
+    def __hash__(self) -> int:
+        return hash((PathIn, self.paths))
+
+    def __repr__(self) -> str:
+        return f"PathIn({', '.join(map(repr, sorted(self.paths, key=path_sort_key)))})"
+
+
+class Not(FilterObject):
+    """Takes what the filter does not take.
+
+    >>> import nnxlib as nnx
+    >>> nnx.Not(nnx.Any(nnx.Param, 'head'))
+    All(Not(OfType(Param)), Not(WithTag('head')))
+    """
+
+    __slots__ = ("predicate",)
+    predicate: FilterObject
+
+    def __new__(cls, filter: Filter, /) -> typing.Any:
+        return ~to_predicate(filter)
+
+    @classmethod
+    def _of(cls, predicate: FilterObject) -> Not:
+        self = object.__new__(cls)
+        self.predicate = predicate
+        return self
+
+    @property
+    def looks_at_values(self) -> bool:
+        return self.predicate.looks_at_values
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        return not self.predicate(path, x)
+
+    def __invert__(self) -> FilterObject:
+        return self.predicate
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Not) and self.predicate == other.predicate
+
+    def __hash__(self) -> int:
+        return hash((Not, self.predicate))
+
+    def __reduce__(self) -> tuple:
+        return Not, (self.predicate,)
+
+    def __repr__(self) -> str:
+        return f"Not({self.predicate!r})"
+
+
+class _Combination(FilterObject):
+    """Several predicates, flat and each once; equal to the same ones in another order."""
+
+    __slots__ = ("predicates",)
+    predicates: tuple[FilterObject, ...]
+    neutral: FilterObject  # changes nothing: what there is with no predicates at all
+    absorbing: FilterObject  # decides alone
+
+    def __new__(cls, *filters: Filter) -> typing.Any:
+        parts: list[FilterObject] = []
+        for predicate in map(to_predicate, filters):
+            for part in predicate.predicates if isinstance(predicate, cls) else (predicate,):
+                if part == cls.absorbing or ~part in parts:
+                    return cls.absorbing
+                if part != cls.neutral and part not in parts:
+                    parts.append(part)
+        if len(parts) < 2:
+            return parts[0] if parts else cls.neutral
+        self = object.__new__(cls)
+        self.predicates = tuple(parts)
+        return self
+
+    @property
+    def looks_at_values(self) -> bool:
+        return any(predicate.looks_at_values for predicate in self.predicates)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Combination)
+            and type(self) is type(other)
+            and len(self.predicates) == len(other.predicates)
+            and all(predicate in other.predicates for predicate in self.predicates)
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), frozenset(self.predicates)))
+
+    def __reduce__(self) -> tuple:
+        return type(self), self.predicates
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
+
+
+class Any(_Combination):
+    """Takes what at least one of the filters takes; ``Any()`` is ``Nothing()``.
+
+    >>> import nnxlib as nnx
+    >>> nnx.OfType(nnx.Param) | nnx.BatchStat
+    Any(OfType(Param), OfType(BatchStat))
+    """
+
+    __slots__ = ()
+    neutral, absorbing = Nothing(), Everything()
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        return any(predicate(path, x) for predicate in self.predicates)
+
+    def __invert__(self) -> FilterObject:
+        return All(*[~predicate for predicate in self.predicates])
+
+
+class All(_Combination):
+    """Takes what each of the filters takes; ``All()`` is ``Everything()``.
+
+    >>> import nnxlib as nnx
+    >>> nnx.OfType(nnx.Param) - nnx.PathContains('head')
+    All(OfType(Param), Not(PathContains('head', exact=True)))
+    """
+
+    __slots__ = ()
+    neutral, absorbing = Everything(), Nothing()
+
+    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        return all(predicate(path, x) for predicate in self.predicates)
+
+    def __invert__(self) -> FilterObject:
+        return Any(*[~predicate for predicate in self.predicates])

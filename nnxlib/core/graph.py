@@ -1,0 +1,688 @@
+"""The graph as a flat table: pack, build, diff, commit.
+
+A pytree of arguments is *packed* into a table with one *row* for each Variable and each node (Module, List, Dict)
+found in it, numbered in the order of the first visit, depth first. Edges are row numbers, so sharing and cycles need
+no special case::
+
+    model = Net(); model.tied = model.embed          row 0  Net    embed -> 1, scale = 0.5, tied -> 1
+                                                     row 1  Embed  kernel -> 2
+                                                     row 2  Param
+
+The static half of the table is a :class:`Layout`; the other half is a list of *leaves*: the values of the Variables
+in row order, then the arrays held directly by nodes, then the leaves of the pytree itself. ``build`` makes fresh
+objects from the two.
+
+After a function has run on those objects, ``diff`` packs them again **without reassigning numbers**: whatever existed
+before keeps its row, new objects get higher numbers. So "row < n" means "an object the caller owns", and the
+difference between the tables, a :class:`Delta`, says everything that happened: which Variables hold another value (by
+identity), which rows are new or have other fields, and where the objects are in what the function returned.
+
+``commit`` replays a Delta on the live objects. It is the only place where live objects are written on behalf of a
+transform, and it checks everything that can fail before the first write.
+
+What stands in a field of a row is a *spec*: ``LEAF`` (the next leaf), ``Ref(i)`` (the object of row i), a ``Const``
+(a static value) or a ``Tree`` (a pytree with specs for leaves).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.tree_util as jtu
+
+from . import errors
+from .calls import entering
+from .captures import Watch, notice
+from .objects import (
+    Node,
+    explicit_mark,
+    is_bound_method,
+    is_data_leaf,
+    is_data_part,
+    is_node,
+    new_node,
+    structure_changed,
+)
+from .static import Const
+from .tracing import current_trace
+from .traversals import sort_key
+from .variables import Variable, make_variable, set_value_slot
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+class _Leaf:
+    """The spec of a leaf: take the next one."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "*"
+
+    def __reduce__(self) -> str:
+        return "LEAF"
+
+
+LEAF = _Leaf()
+
+
+class _Same:
+    """In a row of a Delta: the field was not touched, the live node keeps what it has."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "same"
+
+    def __reduce__(self) -> str:
+        return "SAME"
+
+
+SAME = _Same()
+
+
+class Ref(NamedTuple):
+    """The spec of an object: the number of its row."""
+
+    index: int
+
+
+class Tree(NamedTuple):
+    """The spec of a pytree that holds data: how to put it together from the values of ``children``."""
+
+    treedef: Any
+    paths: tuple[tuple, ...]
+    children: tuple[Any, ...]
+
+
+class BoundMethod(NamedTuple):
+    """In place of a treedef: a method bound to the node that is its only child."""
+
+    function: Callable
+
+    def unflatten(self, children: Sequence[Any]) -> Any:
+        return types.MethodType(self.function, *children)
+
+
+Spec = _Leaf | _Same | Ref | Const | Tree
+
+
+class VariableRow(NamedTuple):
+    type: type
+    metadata: Const
+
+
+class NodeRow(NamedTuple):
+    type: type
+    names: tuple  # in insertion order, which a user can see
+    fields: tuple[tuple[Any, Spec], ...]  # in visiting order, which is the order of paths and leaves
+    marks: Const
+
+
+Row = VariableRow | NodeRow
+
+
+class Layout:
+    """The static half of a packed pytree. Interned: equal tables are the same object, so ``is`` compares them."""
+
+    __slots__ = ("__dict__", "__weakref__", "key", "root", "rows", "variables")
+
+    rows: tuple[Row, ...]
+    root: Spec
+    variables: tuple[int, ...]
+
+    _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+    def __new__(cls, rows: tuple[Row, ...], root: Spec):
+        key = (rows, root)
+        self = cls._interned.get(key)
+        if self is None:
+            self = object.__new__(cls)
+            self.key, self.rows, self.root = key, rows, root
+            self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
+            self = cls._interned.setdefault(key, self)
+        return self
+
+    def __reduce__(self):
+        return Layout, (self.rows, self.root)
+
+    @functools.cached_property
+    def is_tree(self) -> bool:
+        """Whether JAX can flatten it level by level: nothing is shared or cyclic, it is not very deep, and the pytrees
+        in it hold data only.
+        """
+        specs = [self.root, *(spec for row in self.rows if type(row) is NodeRow for _, spec in row.fields)]
+        trees = [spec for spec in specs if type(spec) is Tree]
+        references = specs + [child for tree in trees for child in tree.children]
+        return (
+            sum(type(spec) is Ref for spec in references) == len(self.rows)
+            and all(map(self._holds_data_only, trees))
+            and max(map(len, self.paths), default=0) < _DEEPEST_TREE
+        )
+
+    def _holds_data_only(self, tree: Tree) -> bool:
+        """Whether a pytree has no static value, and no List or Dict, in which there may be some."""
+        return type(tree.treedef) is not BoundMethod and all(
+            child is LEAF or (type(child) is Ref and not issubclass(self.rows[child.index].type, list | dict))
+            for child in tree.children
+        )
+
+    @property
+    def paths(self) -> tuple[tuple, ...]:
+        """The first path to each row."""
+        return self._found[0]
+
+    @property
+    def leaf_paths(self) -> tuple[tuple, ...]:
+        """The path of each leaf, in the order of the leaves."""
+        return self._found[1]
+
+    @functools.cached_property
+    def leaf_path_set(self) -> frozenset[tuple]:
+        return frozenset(self.leaf_paths)
+
+    @functools.cached_property
+    def _found(self) -> tuple[tuple, tuple]:
+        return _find_paths(self)
+
+
+_DEEPEST_TREE = 100  # JAX flattens by recursion, which Python limits to about 1,000 calls
+
+
+def _find_paths(layout: Layout) -> tuple[tuple, tuple]:
+    paths: list[Any] = [None] * len(layout.rows)
+    of_row: list[list] = [[] for _ in range(len(layout.rows) + 1)]  # the last entry: leaves of the pytree itself
+    stack: list[tuple[Spec, tuple, int]] = [(layout.root, (), -1)]
+    while stack:
+        spec, path, owner = stack.pop()
+        if spec is LEAF:
+            of_row[owner].append(path)
+        elif type(spec) is Tree:
+            stack.extend(
+                (child, (*path, *suffix), owner)
+                for suffix, child in zip(reversed(spec.paths), reversed(spec.children), strict=True)
+            )
+        elif type(spec) is Ref and paths[spec.index] is None:
+            paths[spec.index], row = path, layout.rows[spec.index]
+            if type(row) is NodeRow:
+                stack.extend((child, (*path, name), spec.index) for name, child in reversed(row.fields))
+    leaf_paths = [paths[i] for i in layout.variables] + [path for paths_ in of_row for path in paths_]
+    return tuple(paths), tuple(leaf_paths)
+
+
+# --- pack -----------------------------------------------------------------------------------------------------------
+
+
+class Packed(NamedTuple):
+    layout: Layout
+    leaves: list[Any]
+    objects: list[Any]
+
+
+def pack(tree: Any) -> Packed:
+    """Number every object in a pytree, write a row for each, and collect the leaves."""
+    walk = Walk()
+    root = walk.run(tree, None if is_node(tree) else True)
+    if Watch.count:
+        for x in walk.objects:
+            notice(x, trace_of(x))
+    layout = Layout(tuple([walk.rows[i] for i in range(len(walk.objects))]), root)
+    entering(layout, walk.objects)
+    return Packed(layout, walk.leaves(range(len(layout.rows))), walk.objects)
+
+
+class _Frame:
+    """A node or a pytree whose children are being visited; becomes a row or a Tree when all have a spec."""
+
+    __slots__ = ("build", "items", "owner", "parent", "path", "specs")
+
+    def __init__(self, items: Iterator, owner: int, path: tuple, parent: _Frame | None, build: Callable):
+        self.items, self.owner, self.path, self.parent, self.build = items, owner, path, parent, build
+        self.specs: list[Any] = []
+
+
+class Walk:
+    """Visits objects depth first, with its own stack: a chain of 10,000 nodes is as good as one.
+
+    ``known`` objects keep their numbers, and are not entered when they are met but by :meth:`revisit`.
+    """
+
+    def __init__(self, known: Sequence[Any] = (), *, hold: bool = False):
+        self.hold = hold
+        self.version = 0  # the sum of the versions, each read before the object is
+        self.exact = True  # whether versions and epoch tell of every change of what was visited
+        self.objects: list[Any] = list(known)
+        self.index = {id(x): i for i, x in enumerate(known)}
+        self.rows: dict[int, Row] = {}
+        self.paths: dict[int, tuple] = {}  # of each row, where it was met
+        self.values: dict[int, Any] = {}  # row of a Variable -> its value
+        self.arrays: dict[int, list] = {}  # row of a node, or -1 for the pytree -> the leaves it holds directly
+
+    def run(self, tree: Any, mark: bool | None, path: tuple = ()) -> Spec:
+        """Visit a pytree and everything below it, and return its spec; ``mark`` as of :func:`explicit_mark`."""
+        top = _Frame(iter(()), -1, path, None, lambda specs: None)
+        self.arrays.setdefault(-1, [])
+        self._drain(self._spec(tree, mark, top, ()))
+        return top.specs[0]
+
+    def revisit(self, number: int, path: tuple) -> None:
+        """Write the row of a known object as it is now."""
+        top = _Frame(iter(()), -1, (), None, lambda specs: None)
+        self._drain(self._enter(number, path, top))
+
+    def leaves(self, numbers: Iterable[int]) -> list[Any]:
+        """The leaves of the given rows, then those of the pytree, in the order that ``build`` takes them."""
+        numbers = list(numbers)
+        found = [self.values[i] for i in numbers if i in self.values]
+        for i in (*numbers, -1):
+            found += self.arrays.get(i, ())
+        return found
+
+    def _drain(self, frame: _Frame | None) -> None:
+        stack = [] if frame is None else [frame]
+        while stack:
+            frame = stack[-1]
+            for suffix, value, mark in frame.items:
+                child = self._spec(value, mark, frame, suffix)
+                if child is not None:
+                    stack.append(child)
+                    break
+            else:
+                stack.pop()
+                frame.build(frame.specs)
+
+    def _spec(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
+        """Append the spec of ``value`` to ``frame.specs``; return a frame when there is more below it to visit."""
+        if isinstance(value, Variable | Node):
+            number = self.index.get(id(value))
+            if number is not None:
+                frame.specs.append(Ref(number))
+                return None
+            number = self.index[id(value)] = len(self.objects)
+            self.objects.append(value)
+            frame.specs.append(Ref(number))
+            return self._enter(number, (*frame.path, *suffix), frame)
+        if type(value) in _ATOMS and mark is not True:
+            frame.specs.append(Const(value, (type(value), value)))
+            return None
+        if type(value) is StaticArgument:
+            frame.specs.append(value.frozen())
+            return None
+        if mark is False:
+            self._constant(value, frame, suffix)
+            return None
+        if is_data_leaf(value):
+            frame.specs.append(LEAF)
+            self.arrays[frame.owner].append(value)
+            return None
+        return self._tree(value, mark, frame, suffix)
+
+    def _constant(self, value: Any, frame: _Frame, suffix: tuple) -> None:
+        constant = Const.of(value, (*frame.path, *suffix))
+        self.exact = self.exact and not constant.mutable
+        frame.specs.append(constant)
+
+    def _tree(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
+        """A pytree becomes a Tree if it holds data, and is static otherwise."""
+        keys, children, treedef = flatten_once(value)
+        if len(children) == 1 and children[0] is value:  # not a pytree
+            if mark is True:
+                frame.specs.append(LEAF)
+                self.arrays[frame.owner].append(value)
+            else:
+                self._constant(value, frame, suffix)
+            return None
+        if mark is None and not any(map(is_data_part, children)):
+            self._constant(value, frame, suffix)
+            return None
+        place = len(frame.specs)
+        frame.specs.append(None)
+
+        def build(specs: list[Any]) -> None:
+            frame.specs[place] = Tree(treedef, keys, tuple(specs))
+            self.exact = self.exact and _is_fixed(value, children) and LEAF not in specs
+
+        items = ((key, child, mark) for key, child in zip(keys, children, strict=True))
+        return _Frame(items, frame.owner, (*frame.path, *suffix), frame, build)
+
+    def _enter(self, number: int, path: tuple, parent: _Frame) -> _Frame | None:
+        value = self.objects[number]
+        self.paths[number] = path
+        if isinstance(value, Variable):
+            self.version += value._version
+            metadata = _frozen_items(value._metadata, (*path, "metadata"))
+            self.exact = self.exact and not metadata.mutable
+            self.rows[number] = VariableRow(type(value), metadata)
+            self.values[number] = value._value
+            return None
+        if self.hold:
+            object.__setattr__(value, "_nnx_held", True)
+        self.version += value._nnx_version
+        self.exact = self.exact and value._nnx_guarded
+        self.arrays[number] = []
+        held = dict(value._nnx_children())
+        names = tuple(held)
+        order = names if isinstance(value, list) else sorted_keys(names)
+        marks = _frozen_items(value._nnx_marks, path)
+
+        def build(specs: list[Any]) -> None:
+            self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
+
+        items = (((name,), held[name], explicit_mark(value, name)) for name in order)
+        return _Frame(items, number, path, parent, build)
+
+
+def flatten_once(value: Any) -> tuple[tuple[tuple, ...], list[Any], Any]:
+    """The leaves and nodes in a pytree with their keys, and how to put it together."""
+    if is_bound_method(value):
+        return ((),), [value.__self__], BoundMethod(value.__func__)
+    keyed, treedef = jtu.tree_flatten_with_path(value, is_leaf=is_node)
+    return tuple([tuple(map(path_key, keys)) for keys, _ in keyed]), [child for _, child in keyed], treedef
+
+
+def _is_fixed(value: Any, children: list[Any]) -> bool:
+    """Whether the children of a pytree cannot change in place: a bound method, or tuples (named ones) in tuples."""
+    if type(value) is types.MethodType:
+        return True
+    items = list(_tuple_items(value)) if isinstance(value, tuple) else []
+    return len(items) == len(children) and all(map(operator.is_, items, children))
+
+
+def _tuple_items(value: Any) -> Iterator[Any]:
+    for item in value:
+        if isinstance(item, tuple):
+            yield from _tuple_items(item)
+        elif item is not None:
+            yield item
+
+
+_ATOMS = frozenset({int, str, bool, type(None), type, bytes})
+
+
+def _frozen_items(items: dict[Any, Any] | None, path: tuple) -> Const:
+    return Const.of_items(items, path) if items else _NO_ITEMS
+
+
+_NO_ITEMS = Const.of_items({}, ())
+
+
+def sorted_keys(names: Iterable[Any]) -> tuple:
+    """Attribute names or keys in the order of paths, also when their types are mixed."""
+    try:
+        return tuple(sorted(names))
+    except TypeError:
+        return tuple(sorted(names, key=sort_key))
+
+
+def path_key(entry: Any) -> Any:
+    """The plain key of an entry of a JAX key path."""
+    for name in ("key", "idx", "name"):
+        if hasattr(entry, name):
+            return getattr(entry, name)
+    return entry
+
+
+class StaticArgument:
+    """Marks an argument that is part of the program (``static_argnums``); it becomes a Const."""
+
+    __slots__ = ("path", "value")
+
+    def __init__(self, value: Any, path: tuple = ()):
+        self.value, self.path = value, path
+
+    def frozen(self) -> Const:
+        return Const.of(self.value, self.path)
+
+
+# --- build ----------------------------------------------------------------------------------------------------------
+
+
+def build(layout: Layout, leaves: Sequence[Any], given: Mapping[int, Any] | None = None) -> tuple[Any, list[Any]]:
+    """Make fresh objects of the running trace from a table; returns the pytree and the objects by row.
+
+    Objects in ``given``, by row, are used as they are in place of new ones.
+    """
+    objects = [_shell(row) for row in layout.rows]
+    remaining = iter(leaves)
+    for i in layout.variables:
+        set_value_slot(objects[i], next(remaining))
+    for i, x in (given or {}).items():
+        objects[i] = x
+    for i, row in enumerate(layout.rows):
+        if type(row) is NodeRow:
+            values = {name: value_of(spec, objects, remaining) for name, spec in row.fields}
+            objects[i]._nnx_fill({name: values[name] for name in row.names})
+    return value_of(layout.root, objects, remaining), objects
+
+
+def _shell(row: Row) -> Any:
+    if type(row) is VariableRow:
+        return make_variable(row.type, None, row.metadata.fresh())
+    return new_node(row.type, row.marks.value)
+
+
+def value_of(spec: Spec, objects: Sequence[Any], leaves: Iterator[Any]) -> Any:
+    """The value that a spec stands for, given the objects by row and the leaves still to be used."""
+    if spec is LEAF:
+        return next(leaves)
+    if type(spec) is Ref:
+        return objects[spec.index]
+    if type(spec) is Const:
+        return spec.fresh()
+    return spec.treedef.unflatten([value_of(child, objects, leaves) for child in spec.children])
+
+
+# --- diff -----------------------------------------------------------------------------------------------------------
+
+
+class Delta(NamedTuple):
+    """What a function did to the objects of a layout, and where they are in its output. Static."""
+
+    values: tuple[int, ...]  # rows of Variables that were given another value
+    rows: tuple[tuple[int, Row], ...]  # new rows, and rows that hold something else than before
+    root: Spec  # the output
+
+
+class After(NamedTuple):
+    """The table after a call, and what is different in it from the one before."""
+
+    rows: list[Row]  # of every object, old and new
+    root: Spec  # of the output
+    delta: Delta
+    leaves: list[Any]  # of the Delta, in the order that ``commit`` takes them
+    owners: list[tuple[int, int]]  # of each of these leaves: its row, -1 for the output, and which leaf of it
+    walk: Walk
+
+    def values_of(self, row: int) -> Sequence[Any]:
+        """What filters see of a row: the Variable itself, or the arrays that a node holds."""
+        return (self.walk.objects[row],) if row in self.walk.values else self.walk.arrays[row]
+
+    @property
+    def paths(self) -> tuple[tuple, ...]:
+        """The path of each of the leaves."""
+        return tuple([self.walk.paths[i] if i >= 0 else ("<output>",) for i, _ in self.owners])
+
+    @property
+    def own(self) -> list[Any]:
+        """The leaves of the output itself."""
+        return self.walk.arrays[-1]
+
+
+def diff(
+    layout: Layout, before: Sequence[Any], objects: Sequence[Any], out: Any, forced: Collection[int] = ()
+) -> After:
+    """Compare ``objects``, built from ``layout`` and the leaves ``before``, with what they are now.
+
+    ``out`` is the value that the function returned. A leaf counts as changed when another object is in its place than
+    the one that went in, or when its position in the layout is in ``forced``.
+    """
+    walk = Walk(objects)
+    for i, path in enumerate(layout.paths):
+        walk.revisit(i, path)
+    root = walk.run(out, None if is_node(out) else True, ("<output>",))
+    if Watch.count:  # objects from outside of the trace that the function returned or attached
+        for x in walk.objects[len(objects) :]:
+            notice(x, trace_of(x))
+    n, positions = len(layout.rows), iter(range(len(before)))
+    values, rows, kept = [], {}, {}  # kept: which of the arrays that a node holds are returned
+    for i, position in zip(layout.variables, positions, strict=False):
+        if walk.rows[i] != layout.rows[i]:
+            rows[i] = walk.rows[i]
+        elif walk.values[i] is not before[position] or position in forced:
+            values.append(i)
+    for i, row in enumerate(layout.rows):
+        if type(row) is NodeRow:
+            changed = _changed_fields(row, walk.rows[i], before, positions, forced, walk.arrays[i])
+            if changed is not None:
+                rows[i], kept[i] = changed
+    rows |= {i: walk.rows[i] for i in range(n, len(walk.objects))}
+    numbers = [*values, *sorted(rows)]
+    owners = [(i, 0) for i in numbers if i in walk.values]
+    owners += [(i, k) for i in (*numbers, -1) for k in kept.get(i, range(len(walk.arrays.get(i, ()))))]
+    leaves = [walk.values[i] if i in walk.values else walk.arrays[i][k] for i, k in owners]
+    delta = Delta(tuple(values), tuple(sorted(rows.items())), root)
+    return After([walk.rows[i] for i in range(len(walk.objects))], root, delta, leaves, owners, walk)
+
+
+def _changed_fields(
+    old: NodeRow, new: Row, before: Sequence[Any], positions: Iterator[int], forced: Collection[int], arrays: list
+) -> tuple[NodeRow, list[int]] | None:
+    """The row with ``SAME`` in the fields that did not change, and which arrays the others hold; None if none did."""
+    assert isinstance(new, NodeRow)
+    was = {name: (spec, [next(positions) for _ in range(count_leaves(spec))]) for name, spec in old.fields}
+    fields, kept, used = [], [], 0
+    for name, spec in new.fields:
+        now = range(used, used + count_leaves(spec))
+        used = now.stop
+        old_spec, old_positions = was.get(name, (None, ()))
+        if spec == old_spec and all(
+            arrays[k] is before[p] and p not in forced for k, p in zip(now, old_positions, strict=True)
+        ):
+            fields.append((name, SAME))
+        else:
+            fields.append((name, spec))
+            kept += now
+    if new[:2] == old[:2] and new.marks == old.marks and all(spec is SAME for _, spec in fields):
+        return None
+    return NodeRow(new.type, new.names, tuple(fields), new.marks), kept
+
+
+def has_refs(spec: Spec) -> bool:
+    return type(spec) is Ref or (type(spec) is Tree and any(map(has_refs, spec.children)))
+
+
+def count_leaves(spec: Spec) -> int:
+    if type(spec) is Tree:
+        return sum(map(count_leaves, spec.children))
+    return int(spec is LEAF)
+
+
+# --- commit ---------------------------------------------------------------------------------------------------------
+
+
+def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[Any]) -> Any:
+    """Write a Delta into the live objects and return the output of the function.
+
+    ``leaves`` are those of ``delta.values``, then of ``delta.rows`` (Variables first), then of the output.
+
+    Raises:
+      TraceContextError: if a live object that changed belongs to another trace; nothing has been written then.
+    """
+    check_commit(layout, delta, live)
+    n = len(layout.rows)
+    remaining = iter(leaves)
+    objects = [*live, *(_shell(row) for i, row in delta.rows if i >= n)]
+    targets = [objects[i] for i in delta.values]
+    values = [next(remaining) for _ in targets]
+    restructured = []
+    for i, row in delta.rows:
+        if type(row) is VariableRow:
+            targets.append(objects[i])
+            values.append(next(remaining))
+    for i, row in delta.rows:
+        if type(row) is NodeRow:
+            restructured.append((i, row, _contents(objects[i], row, objects, remaining)))
+        elif i < n:
+            restructured.append((i, row, None))
+    out = value_of(delta.root, objects, remaining)
+    # From here on nothing can fail; the values are written within one C call, which no interrupt can split.
+    deque(map(set_value_slot, targets, values), maxlen=0)
+    for i, row, contents in restructured:
+        if contents is None:
+            _restructure_variable(objects[i], row)
+        else:
+            _restructure_node(objects[i], layout.rows[i] if i < n else None, row, contents)
+    return out
+
+
+def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
+    """Raise :class:`TraceContextError` if any live object that ``delta`` changes belongs to another trace."""
+    trace, n = current_trace(), len(layout.rows)
+    for i in delta.values:
+        if live[i]._trace is not trace:
+            raise _refusal(layout, live[i], i, "the new value")
+    for i, row in delta.rows:
+        if i < n and trace_of(live[i]) is not trace:
+            raise _refusal(layout, live[i], i, _what_changed(row))
+
+
+def trace_of(x: Any) -> Any:
+    """The trace that a node or Variable was made under."""
+    return x._trace if isinstance(x, Variable) else x._nnx_trace
+
+
+def _refusal(layout: Layout, node: Any, row: int, what: str) -> errors.TraceContextError:
+    reached = errors.locate(node, skip=4)
+    where = errors.format_path(layout.paths[row]) + (f", which is {reached}" if reached else "")
+    return errors.TraceContextError(_REFUSED.format(what=what, kind=type(node).__name__, where=where))
+
+
+_REFUSED = """\
+Cannot write {what} of the {kind} at {where}: the object was made outside of the JAX transformation that is running, \
+so a traced value would outlive its trace. Nothing has been written.
+Pass the outer object as an argument through an nnxlib transform all the way (nnx.jit instead of jax.jit), or make the \
+call read-only (for example `model.eval()`)."""
+
+
+def _what_changed(row: Row) -> str:
+    if type(row) is VariableRow:
+        return "the metadata"
+    names = [name for name, spec in row.fields if spec is not SAME]
+    return f"attribute {', '.join(map(repr, names))}" if names else "the attributes"
+
+
+def _contents(node: Any, row: NodeRow, objects: Sequence[Any], leaves: Iterator[Any]) -> dict[Any, Any]:
+    """What a node is to hold; a field that did not change keeps the very object that the live node has."""
+    held = dict(node._nnx_children())
+    values = {name: held[name] if spec is SAME else value_of(spec, objects, leaves) for name, spec in row.fields}
+    return {name: values[name] for name in row.names}
+
+
+def _restructure_node(node: Any, before: Row | None, row: NodeRow, contents: dict[Any, Any]) -> None:
+    if type(node) is not row.type:
+        object.__setattr__(node, "__class__", row.type)
+    node._nnx_fill(contents)
+    if not _same_structure(before, row):
+        object.__setattr__(node, "_nnx_marks", dict(row.marks.value) or None)
+        structure_changed(node)
+
+
+def _same_structure(before: Row | None, row: NodeRow) -> bool:
+    """Whether a node with the row ``before`` gets nothing but other arrays where it held arrays."""
+    if not isinstance(before, NodeRow) or row._replace(fields=before.fields) != before:
+        return False
+    specs = dict(before.fields)
+    return all(spec is SAME or spec == specs[name] for name, spec in row.fields)
+
+
+def _restructure_variable(variable: Variable, row: VariableRow) -> None:
+    if type(variable) is not row.type:
+        object.__setattr__(variable, "__class__", row.type)
+    object.__setattr__(variable, "_metadata", row.metadata.fresh())
+    variable._structure_changed()

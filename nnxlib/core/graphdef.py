@@ -1,0 +1,170 @@
+"""GraphDef: the static half of a model, as a value that can be compared, hashed, printed, pickled and diffed.
+
+It wraps an interned :class:`~nnxlib.core.graph.Layout`. Beside it stand the shapes and dtypes that the leaves had when
+the model was split; they are no part of its identity (a model cast to bfloat16 has an equal GraphDef), and only serve
+to refuse a State that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from .errors import format_path
+from .graph import LEAF, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
+from .reprs import static_repr
+from .static import Const
+
+A = TypeVar("A")
+
+Aval = tuple[tuple[int, ...], Any] | None
+
+
+@jax.tree_util.register_static
+class GraphDef(Generic[A]):
+    """The structure of an object graph: classes, static values, sharing, and the metadata of Variables.
+
+    >>> import nnxlib as nnx, jax
+    >>> layer = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    >>> graphdef, state = nnx.split(layer)
+    >>> graphdef == nnx.graphdef(nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(1)))
+    True
+    """
+
+    __slots__ = ("__weakref__", "avals", "layout")
+
+    layout: Layout
+    avals: tuple[Aval, ...]  # the (shape, dtype) of each leaf when the model was split, None if it had none
+
+    def __init__(self, layout: Layout, avals: Sequence[Aval]):
+        self.layout, self.avals = layout, tuple(avals)
+
+    @property
+    def type(self) -> type:
+        """The class of the object that this describes."""
+        spec = self.layout.root
+        return self.layout.rows[spec.index].type if isinstance(spec, Ref) else type(self.layout.root)
+
+    @property
+    def num_leaves(self) -> int:
+        return len(self.layout.leaf_paths)
+
+    def unflatten(self, leaves: Sequence[Any]) -> A:
+        """Make the object anew from its leaves, in the order of ``layout.leaf_paths``."""
+        return build(self.layout, leaves)[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GraphDef) and self.layout is other.layout
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+    def __reduce__(self) -> tuple:
+        return GraphDef, (self.layout, self.avals)
+
+    def __repr__(self) -> str:
+        return f"GraphDef(\n{render(self.layout)}\n)"
+
+
+def aval_of(value: Any) -> Aval:
+    """The shape and dtype of an array, None for anything else."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return (tuple(shape), dtype) if isinstance(shape, tuple) and dtype is not None else None
+
+
+def render(layout: Layout) -> str:
+    """Write a layout as an indented outline; an object that occurs again is written as the path where it is shown.
+
+    One line per attribute, in the order in which the attributes were set.
+    """
+    lines: list[str] = []
+    shown: dict[int, tuple] = {}
+    stack: list[tuple[str, Spec, int, tuple]] = [("", layout.root, 1, ())]
+    while stack:
+        label, spec, depth, path = stack.pop()
+        indent = "  " * depth
+        if isinstance(spec, Ref) and spec.index in shown:
+            lines.append(f"{indent}{label}same as {format_path(shown[spec.index])}")
+        elif isinstance(spec, Ref):
+            shown[spec.index] = path
+            row = layout.rows[spec.index]
+            lines.append(f"{indent}{label}{_head(row)}")
+            if isinstance(row, NodeRow):
+                fields = dict(row.fields)
+                stack.extend((_label(name), fields[name], depth + 1, (*path, name)) for name in reversed(row.names))
+        elif isinstance(spec, Tree):
+            lines.append(f"{indent}{label}{_head(spec)}")
+            children = [
+                (format_path(keys) + ": ", child, depth + 1, (*path, *keys))
+                for keys, child in zip(spec.paths, spec.children, strict=True)
+            ]
+            stack.extend(reversed(children))
+        else:
+            lines.append(f"{indent}{label}{_head(spec)}")
+    return "\n".join(lines)
+
+
+def _label(name: Any) -> str:
+    return f"{name}: " if isinstance(name, str) else f"[{name!r}]: "
+
+
+def _head(item: Row | Spec) -> str:
+    if isinstance(item, VariableRow):
+        metadata = ", ".join(f"{k}={static_repr(v)}" for k, v in item.metadata.value.items())
+        return f"{item.type.__name__}({metadata})"
+    if isinstance(item, NodeRow):
+        return item.type.__name__
+    if isinstance(item, Tree):
+        return f"pytree {item.treedef}"
+    return "array" if item is LEAF else static_repr(item.value) if isinstance(item, Const) else repr(item)
+
+
+def differences(a: Layout, b: Layout) -> Iterator[tuple[tuple, str, str]]:
+    """Yield (path, what a has, what b has) for each place where two layouts differ."""
+    seen: set[tuple[int, int]] = set()
+    stack: list[tuple[tuple, Any, Any]] = [((), a.root, b.root)]
+    while stack:
+        path, x, y = stack.pop()
+        if x is None or y is None:
+            yield path, *("nothing" if z is None else _describe(z, of) for z, of in ((x, a), (y, b)))
+            continue
+        if isinstance(x, Ref) and isinstance(y, Ref):
+            if (x.index, y.index) in seen:
+                continue
+            if a.paths[x.index] != b.paths[y.index]:  # not the same as what they are shared with
+                yield path, _describe(x, a), _describe(y, b)
+                continue
+            seen.add((x.index, y.index))
+            p, q = a.rows[x.index], b.rows[y.index]
+            if p.type is not q.type:
+                yield path, p.type.__name__, q.type.__name__
+            elif isinstance(p, VariableRow) and isinstance(q, VariableRow):
+                if p.metadata != q.metadata:
+                    yield path, _head(p), _head(q)
+            elif isinstance(p, NodeRow) and isinstance(q, NodeRow):
+                f, g = dict(p.fields), dict(q.fields)
+                stack.extend(((*path, name), f.get(name), g.get(name)) for name in reversed({**f, **g}))
+                if p.marks != q.marks:
+                    yield path, f"declarations {p.marks}", f"declarations {q.marks}"
+                if p.names != q.names and set(p.names) == set(q.names):
+                    yield path, f"attributes in the order {list(p.names)}", f"in the order {list(q.names)}"
+        elif isinstance(x, Tree) and isinstance(y, Tree) and x.treedef == y.treedef:
+            stack.extend(((*path, *key), c, d) for key, c, d in zip(x.paths, x.children, y.children, strict=True))
+        elif x != y:
+            yield path, _describe(x, a), _describe(y, b)
+
+
+def describe_spec(spec: Spec) -> str:
+    """Write a spec by itself, for a message."""
+    return "an object" if isinstance(spec, Ref) else _describe(spec, None)
+
+
+def _describe(spec: Spec, layout: Layout | None) -> str:
+    if isinstance(spec, Ref) and layout is not None:
+        row, first = layout.rows[spec.index], format_path(layout.paths[spec.index])
+        return f"{row.type.__name__} ({first})"
+    if isinstance(spec, Const):
+        return f"{spec.value!r} ({type(spec.value).__name__})"
+    return _head(spec)

@@ -1,0 +1,351 @@
+"""Module: the base class of layers and models; Sequential; and views of a Module with other settings.
+
+A Module is a Pytree with the manners of a layer: it switches between training and evaluation, records intermediate
+values, and lists its submodules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .calls import captured_types, observed
+from .containers import Dict, List
+from .filters import Filter, to_predicate
+from .objects import MISSING, Node, Pytree
+from .ops import clone, iter_children, iter_graph
+from .variables import Perturbation, Variable, variable_type_from_name
+
+A = TypeVar("A")
+Path = tuple[Any, ...]
+
+M = TypeVar("M", bound="Module")
+
+_EVALUATION = {"deterministic": True, "use_running_average": True}
+
+
+class Module(Pytree):
+    """Base class of neural network layers and models.
+
+    Attributes hold parameters (Variables), submodules, arrays, lists and dicts of these, and static values.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> class Block(nnx.Module):
+    ...   def __init__(self, features, *, rngs):
+    ...     self.linears = [nnx.Linear(features, features, rngs=rngs) for _ in range(2)]
+    ...     self.dropout = nnx.Dropout(0.1, rngs=rngs)
+    ...   def __call__(self, x):
+    ...     for linear in self.linears:
+    ...       x = self.dropout(nnx.relu(linear(x)))
+    ...     return x
+    >>> block = Block(4, rngs=nnx.Rngs(0))
+    >>> block.eval()
+    >>> block(jnp.ones((1, 4))).shape
+    (1, 4)
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name, method in list(cls.__dict__.items()):
+            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
+                setattr(cls, name, observed(method, name))
+
+    # --- training and evaluation ---
+
+    def train(self, **attributes: Any) -> None:
+        """Switch to training: ``deterministic`` and ``use_running_average`` go back to the user's own setting.
+
+        An attribute that :meth:`eval` has overridden gets back the value it had before; one that the user has set
+        (such as ``use_running_average=True`` on a BatchNorm that is to stay frozen) is left alone; one that was never
+        set (``None``) becomes False. ``**attributes`` are set on all Modules that have them.
+
+        >>> import nnxlib as nnx
+        >>> frozen = nnx.BatchNorm(2, use_running_average=True, rngs=nnx.Rngs(0))
+        >>> frozen.train()
+        >>> frozen.use_running_average
+        True
+        """
+        for module, name in self._with_mode():
+            own = (module._nnx_marks or {}).get((name,), MISSING)
+            if own is not MISSING or getattr(module, name) is None:
+                setattr(module, name, False if own is MISSING or own is None else own)
+        if attributes:
+            self.set_attributes(raise_if_not_found=False, **attributes)
+
+    def eval(self, **attributes: Any) -> None:
+        """Switch to evaluation: ``deterministic`` and ``use_running_average`` become True, to be undone by train."""
+        for module, name in self._with_mode():
+            own = getattr(module, name)
+            if own is not True:
+                setattr(module, name, True)
+                module._nnx_mark((name,), own)
+        if attributes:
+            self.set_attributes(raise_if_not_found=False, **attributes)
+
+    def _with_mode(self) -> Iterator[tuple[Any, str]]:
+        for _, module in list(iter_modules(self)):
+            for name in _EVALUATION:
+                if isinstance(module, Pytree) and _has_attribute(module, name):
+                    yield module, name
+
+    def set_attributes(self, *filters: Filter, raise_if_not_found: bool = True, **attributes: Any) -> None:
+        """Set attributes on every Module below this one that has them (and that one of the filters takes).
+
+        >>> import nnxlib as nnx
+        >>> model = nnx.Sequential(nnx.Dropout(0.5), nnx.Dropout(0.2))
+        >>> model.set_attributes(rate=0.0)
+        >>> [layer.rate for layer in model.layers]
+        [0.0, 0.0]
+
+        Raises:
+          ValueError: naming the attributes that no Module has, unless ``raise_if_not_found`` is False.
+        """
+        missing = _set_where_found(self, filters or (...,), attributes)
+        if raise_if_not_found and missing:
+            raise ValueError(
+                f"No Module in {type(self).__name__} has the attributes {sorted(missing)}; pass "
+                "raise_if_not_found=False to set those that exist."
+            )
+
+    # --- recording ---
+
+    def sow(
+        self,
+        variable_type: type[Variable] | str,
+        name: str,
+        value: Any,
+        reduce_fn: Callable[[Any, Any], Any] = lambda old, new: (*old, new),
+        init_fn: Callable[[], Any] = lambda: (),
+        capture_noop: bool | None = None,
+    ) -> bool:
+        """Record a value under ``name``, in a Variable of ``variable_type``; by default a tuple of all recorded.
+
+        Take them out with ``nnx.pop(model, nnx.Intermediate)`` or run the model under ``nnx.capture``. Within a
+        ``capture`` only what has one of its types is recorded; with ``capture_noop=True`` nothing is outside of one.
+        Returns whether the value was recorded.
+
+        Raises:
+          ValueError: when the attribute exists and is something else.
+        """
+        kind = _variable_type(variable_type)
+        if not _records(kind, capture_noop):
+            return False
+        found = self._recorded(name, kind)
+        if found is None:
+            record(self, name, kind(reduce_fn(init_fn(), value)))
+        else:
+            found.set_value(reduce_fn(found.get_value(), value))
+        return True
+
+    def perturb(
+        self,
+        name: str,
+        value: Any,
+        variable_type: type[Variable] | str = Perturbation,
+        capture_noop: bool | None = None,
+    ) -> Any:
+        """Add a Variable of zeros to ``value``: its gradient is the gradient of ``value``.
+
+        Within a ``capture`` of other types, and where the Variable does not exist yet, ``value`` is returned as it is;
+        ``capture_noop`` as of :meth:`sow`.
+
+        Raises:
+          ValueError: when the attribute exists and is something else.
+        """
+        kind = _variable_type(variable_type)
+        found = self._recorded(name, kind)
+        if found is None and not _records(kind, capture_noop):
+            return value
+        if found is None:
+            found = kind(jax.tree.map(jnp.zeros_like, value))
+            record(self, name, found)
+        return jax.tree.map(jnp.add, value, found.get_value())
+
+    def _recorded(self, name: str, kind: type[Variable]) -> Variable | None:
+        found = dict(self._nnx_children()).get(name)
+        if found is not None and type(found) is not kind:
+            raise ValueError(
+                f"{type(self).__name__} has an attribute {name!r} already, a {type(found).__name__} and not a "
+                f"{kind.__name__}; choose another name to record under."
+            )
+        return found
+
+    # --- submodules ---
+
+    def iter_modules(self) -> Iterator[tuple[Path, Any]]:
+        """Yield (path, module) for this Module and all below it, children before parents."""
+        return iter_modules(self)
+
+    def iter_children(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (key, child) for the Modules and Variables directly in this one."""
+        return iter_children(self)
+
+
+_RECORDED = "recorded"  # the mark of an attribute that sow or perturb has made has the key (name, _RECORDED)
+
+
+def record(module: Module, name: str, variable: Variable) -> None:
+    """Set an attribute as sow and perturb do: it can be told from what the user has set."""
+    setattr(module, name, variable)
+    module._nnx_mark((name, _RECORDED), True)
+
+
+def recorded_in(node: Node) -> list[str]:
+    """The attributes of a node that sow or perturb has made."""
+    marks = node._nnx_marks or {}
+    return [name for name, _ in node._nnx_children() if (name, _RECORDED) in marks]
+
+
+def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:
+    if isinstance(name_or_type, str):
+        return variable_type_from_name(name_or_type, allow_register=True)
+    return name_or_type
+
+
+def _records(kind: type[Variable], only_captured: bool | None) -> bool:
+    """Whether to record a Variable of this very type, given what the ``nnx.capture`` around the call takes out."""
+    captured = captured_types()
+    return not only_captured if captured is None else kind in captured
+
+
+def _has_attribute(module: Any, name: str) -> bool:
+    return any(key == name for key, _ in module._nnx_children())
+
+
+def _set_where_found(node: Any, filters: Iterable[Filter], attributes: dict[str, Any]) -> set[str]:
+    """Set the attributes where they exist; returns those that exist nowhere."""
+    predicates = [to_predicate(f) for f in filters]
+    missing = set(attributes)
+    for path, module in list(iter_graph(node)):
+        if isinstance(module, Pytree) and any(p(path, module) for p in predicates):
+            for name, value in attributes.items():
+                if _has_attribute(module, name):
+                    setattr(module, name, value)
+                    missing.discard(name)
+    return missing
+
+
+def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, module) for each Module in a graph, children before parents; List and Dict count as Modules.
+
+    >>> import nnxlib as nnx
+    >>> [path for path, _ in nnx.iter_modules(nnx.Sequential(nnx.Dropout(0.5)))]
+    [('layers', 0), ('layers',), ()]
+    """
+    return ((path, x) for path, x in iter_graph(module) if isinstance(x, Module | List | Dict))
+
+
+def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
+    """Yield (key, child) for the Modules that are attributes or items of ``node``."""
+    return ((key, child) for key, child in iter_children(node) if isinstance(child, Module | List | Dict))
+
+
+class Sequential(Module):
+    """Layers, or any functions, applied one after the other.
+
+    A tuple returned by one is passed on as several arguments, a dict as keyword arguments.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> model(jnp.ones((1, 2))).shape, len(model), model[1] is nnx.relu
+    ((1, 3), 2, True)
+
+    Raises:
+      TypeError: for an item that cannot be called, naming it.
+    """
+
+    def __init__(self, *fns: Callable[..., Any]):
+        self.layers = List(fns)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.layers:
+            return args[0] if len(args) == 1 else args
+        output: Any = None
+        for i, layer in enumerate(self.layers):
+            if not callable(layer):
+                raise TypeError(f"Sequential.layers[{i}] is a {type(layer).__name__}, which cannot be called.")
+            if i > 0:
+                args, kwargs = (
+                    (output, {})
+                    if isinstance(output, tuple)
+                    else ((), output)
+                    if isinstance(output, dict)
+                    else ((output,), {})
+                )
+            output = layer(*args, **kwargs)
+        return output
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return type(self)(*self.layers[index]) if isinstance(index, slice) else self.layers[index]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.layers)
+
+
+# --- views ----------------------------------------------------------------------------------------------------------
+
+
+def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **attributes: Any) -> A:
+    """Return new nodes around the *same* Variables, with attributes set where they exist.
+
+    >>> import nnxlib as nnx
+    >>> dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    >>> nnx.with_attributes(dropout, rate=0.1).rate, dropout.rate
+    (0.1, 0.5)
+
+    Raises:
+      ValueError: naming the attributes that no node has, unless ``raise_if_not_found`` is False.
+    """
+    made = clone(node, variables=False)
+    missing = _set_where_found(made, (only,), attributes)
+    if raise_if_not_found and missing:
+        raise ValueError(f"No Module has the attributes {sorted(missing)}; pass raise_if_not_found=False to go on.")
+    return made
+
+
+def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **settings: Any) -> A:
+    """Return new nodes around the *same* Variables, with settings made through each Module's ``set_view``.
+
+    >>> import nnxlib as nnx
+    >>> model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    >>> nnx.view(model, deterministic=True)[0].deterministic, model[0].deterministic
+    (True, False)
+
+    Raises:
+      ValueError: naming the settings that no Module takes, unless ``raise_if_not_found`` is False.
+    """
+    made, predicate, missing = clone(node, variables=False), to_predicate(only), set(settings)
+    for path, module in list(iter_graph(made)):
+        if isinstance(module, Node) and hasattr(type(module), "set_view") and predicate(path, module):
+            accepted = set(_view_parameters(module))
+            module.set_view(**{name: value for name, value in settings.items() if name in accepted})
+            missing -= accepted
+    if raise_if_not_found and missing:
+        raise ValueError(f"No Module has a view setting {sorted(missing)}; nnx.view_info(model) lists them.")
+    return made
+
+
+def view_info(node: Any, /, *, only: Filter = ...) -> str:
+    """Describe the settings that ``nnx.view`` can make on the Modules of ``node``, class by class."""
+    predicate, lines = to_predicate(only), {}
+    for path, module in iter_graph(node):
+        if isinstance(module, Node) and hasattr(type(module), "set_view") and predicate(path, module):
+            lines[type(module).__name__] = "\n".join(
+                f"  {name}: {parameter.annotation} = {parameter.default}"
+                for name, parameter in _view_parameters(module).items()
+            )
+    return "\n".join(f"{name}:\n{text}" for name, text in sorted(lines.items()))
+
+
+def _view_parameters(module: Any) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(type(module).set_view).parameters
+    return {name: p for name, p in parameters.items() if name != "self" and p.kind is not p.VAR_KEYWORD}

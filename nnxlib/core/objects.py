@@ -1,0 +1,552 @@
+"""Nodes: the plain mutable Python objects of the graph.
+
+A *node* is an object whose attributes (or items) nnxlib can see: a :class:`Pytree` (and so every Module), and the
+containers :class:`~nnxlib.core.containers.List` and :class:`~nnxlib.core.containers.Dict`. Each node carries hidden
+slots:
+
+- ``_nnx_trace``: the trace it was made under; a write from another trace raises ``TraceContextError``.
+- ``_nnx_version``: a number redrawn at each structural change, so that a cached layout can tell that it is stale.
+- ``_nnx_held``: whether any cached layout describes the node; only then does a change advance the global epoch.
+- ``_nnx_record``: the cached layout of the graph below this node, when it was the root of one.
+- ``_nnx_tree``: the epoch in which the graph below the node was last seen to be a tree, for raw JAX.
+- ``_nnx_marks``: what was said explicitly about attributes: ``nnx.data`` / ``nnx.static``, and the user's own setting
+  of an attribute that ``train()`` / ``eval()`` has overridden. Replaced and never edited: layouts refer to it.
+
+Which attributes are *data* (traced) and which *static* (part of the program) is decided by value: arrays, Variables,
+nodes, and pytrees that hold any of them are data. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` /
+``nnx.static(x)`` at assignment or as a dataclass field, overrules the value. A plain list or dict becomes a List or
+Dict on assignment, so that a later ``append`` is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Annotated, Any, TypeVar
+
+import jax
+import numpy as np
+
+from . import errors
+from . import pickling as pickling  # for its effect: models that hold jax.nn.relu can be pickled and copied
+from .captures import Watch, notice
+from .reprs import node_repr
+from .tracing import current_trace
+from .variables import MISSING, VERSIONS, Clock, Variable
+
+A = TypeVar("A")
+T = TypeVar("T", bound=type)
+
+SLOTS = ("_nnx_held", "_nnx_marks", "_nnx_record", "_nnx_trace", "_nnx_tree", "_nnx_version")
+
+PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # what pytrees.py does with each class of nodes
+
+_set = object.__setattr__
+
+
+class Node:
+    """What Pytree, List and Dict share; the slots themselves are declared by each, as ``SLOTS``."""
+
+    __slots__ = ()
+
+    _nnx_held: bool
+    _nnx_marks: dict[Any, Any] | None
+    _nnx_record: Any
+    _nnx_trace: Any
+    _nnx_tree: object
+    _nnx_version: int
+    _nnx_guarded: bool = True  # False for a class whose instances can be changed unseen
+
+    def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for register in PYTREE_REGISTRARS if pytree else ():
+            register(cls)
+
+    def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each (key, value) this node holds, static ones too, in insertion order."""
+        raise TypeError(f"{type(self).__name__} does not say what it holds.")
+
+    def _nnx_fill(self, items: dict[Any, Any]) -> None:
+        """Replace the whole contents, unchecked: for a node that no user has seen yet, and for commit."""
+        raise TypeError(f"{type(self).__name__} does not say how to fill it.")
+
+    # --- on loan to a trace that captured it: see captures.py ---
+
+    def _nnx_save(self) -> tuple:
+        return type(self), dict(self._nnx_children()), self._nnx_marks, self._nnx_trace, self._nnx_version
+
+    def _nnx_join(self, trace: Any) -> None:
+        _set(self, "_nnx_trace", trace)
+
+    def _nnx_restore(self, state: tuple) -> None:
+        kind, items, marks, trace, version = state
+        if type(self) is not kind:
+            _set(self, "__class__", kind)
+        self._nnx_fill(items)
+        for name, before in {"_nnx_marks": marks, "_nnx_trace": trace, "_nnx_version": version}.items():
+            _set(self, name, before)
+
+    def __repr__(self) -> str:
+        return node_repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Iterative, so that a chain of 10,000 nodes is no deeper than one: all shells first, then their contents.
+        originals, stack = [], [self]
+        while stack:
+            node = stack.pop()
+            if id(node) in memo or type(node).__deepcopy__ is not Node.__deepcopy__:
+                continue
+            memo[id(node)] = new_node(type(node), node._nnx_marks)
+            originals.append(node)
+            stack.extend(_nodes_in([value for _, value in node._nnx_children()]))
+        for node in originals:
+            node._nnx_copy_into(memo[id(node)], memo)
+        return memo[id(self)]
+
+    def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
+        """Give a shell deep copies of what this node holds."""
+        held = dict(self._nnx_children())
+        memo |= {id(value): value for value in held.values() if isinstance(value, _FUNCTIONS)}
+        shell._nnx_fill({key: copy.deepcopy(value, memo) for key, value in held.items()})
+
+
+# Functions that deepcopy would take for objects; the copy of one is not equal to it, and would be traced anew.
+_FUNCTIONS = (type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp)
+
+
+def _nodes_in(values: Any) -> Iterator[Node]:
+    for value in values:
+        if isinstance(value, Node):
+            yield value
+        elif type(value) in (tuple, list):
+            yield from _nodes_in(value)
+        elif type(value) is dict:
+            yield from _nodes_in(value.values())
+
+
+def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
+    """Make an empty node of the running trace without calling its ``__init__``."""
+    base: Any = list if issubclass(kind, list) else dict if issubclass(kind, dict) else object
+    self = base.__new__(kind)
+    init_slots(self)
+    if marks:
+        _set(self, "_nnx_marks", dict(marks))
+    return self
+
+
+def init_slots(self: Any) -> None:
+    _set(self, "_nnx_trace", current_trace())
+    _set(self, "_nnx_version", next(VERSIONS))
+    _set(self, "_nnx_held", False)
+    _set(self, "_nnx_record", None)
+    _set(self, "_nnx_marks", None)
+    _set(self, "_nnx_tree", None)
+
+
+def structure_changed(node: Any) -> None:
+    """Note that attributes were added, removed or replaced by something that is not just a new array value."""
+    _set(node, "_nnx_version", next(VERSIONS))
+    if node._nnx_held:
+        Clock.epoch = object()
+
+
+def check_writable(node: Any, what: str) -> None:
+    """Raise :class:`TraceContextError` unless ``node`` belongs to the running trace."""
+    if node._nnx_trace is not current_trace():
+        if Watch.count:
+            notice(node, node._nnx_trace)
+        path = errors.locate(node, skip=3)
+        where = f"{type(node).__name__} at {path}" if path else f"a {type(node).__name__}"
+        raise errors.TraceContextError(_CROSS_TRACE.format(what=what, where=where))
+
+
+_CROSS_TRACE = """\
+Cannot {what} of {where} from inside a JAX transformation that the object was not passed to: a traced value would \
+outlive its trace.
+Pass the object as an argument of the transformed function and use the nnxlib transform (nnx.jit(lambda model, x: \
+model(x))(model, x)), which carries changes out; or make the object inside the function."""
+
+# --- data or static -------------------------------------------------------------------------------------------------
+
+_MARK = "nnxlib_data"
+_VALUE = "nnxlib_value"
+
+Data = Annotated[A, _MARK, True]
+Static = Annotated[A, _MARK, False]
+
+_DATA_TYPES: set[type] = set()
+
+
+def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
+    """Declare an attribute, or a dataclass field, to be data whatever its value.
+
+    >>> import nnxlib as nnx
+    >>> class Counter(nnx.Module):
+    ...   def __init__(self):
+    ...     self.steps = nnx.data(0)
+    >>> nnx.state(Counter())
+    State({'steps': 0})
+
+    ``**kwargs`` are those of :func:`dataclasses.field`.
+    """
+    return _field(True, value, kwargs)
+
+
+def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
+    """Declare an attribute, or a dataclass field, to be static whatever its value; see :func:`data`."""
+    return _field(False, value, kwargs)
+
+
+def _field(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
+    metadata = {**(kwargs.pop("metadata", None) or {}), _MARK: is_data, _VALUE: value}
+    if value is not MISSING and not kwargs.keys() & {"default", "default_factory"} and type(value).__hash__:
+        kwargs["default"] = value
+    return dataclasses.field(metadata=metadata, **kwargs)
+
+
+def register_data_type(type_: T, /) -> T:
+    """Declare that values of a class are data wherever they are found; usable as a decorator."""
+    _DATA_TYPES.add(type_)
+    return type_
+
+
+def is_array(value: Any) -> bool:
+    """Whether ``value`` is something JAX can trace: a JAX or NumPy array, a tracer, or an abstract array."""
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
+
+
+_IDENTIFIED = (Node, Variable)
+
+
+def is_node(value: Any) -> bool:
+    """Whether ``value`` is a node or a Variable: something that has an identity in the graph."""
+    return isinstance(value, _IDENTIFIED)
+
+
+def is_data(value: Any, /) -> bool:
+    """Whether an attribute with this value is data: an array, Variable, node, registered data type, or holds one.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.is_data(jnp.zeros(2)), nnx.is_data((nnx.Param(1), 2)), nnx.is_data([1, 2]), nnx.is_data('relu')
+    (True, True, False, False)
+    """
+    if isinstance(value, Node):
+        return True
+    return is_data_leaf(value) or (type(value) not in _PLAIN and any(map(is_data_part, _leaves(value))))
+
+
+_PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, complex}
+
+
+def is_data_part(value: Any) -> bool:
+    """Whether a leaf of a pytree makes it data; a method bound to a node does, for it holds the node."""
+    return is_data_leaf(value) or is_bound_method(value)
+
+
+def is_bound_method(value: Any) -> bool:
+    return type(value) is types.MethodType and isinstance(value.__self__, Node)
+
+
+def is_data_leaf(value: Any) -> bool:
+    return is_node(value) or is_array(value) or type(value) in _DATA_TYPES
+
+
+def _leaves(value: Any) -> list[Any]:
+    return jax.tree.leaves(value, is_leaf=lambda x: is_node(x) and x is not value)
+
+
+def has_data(value: Any, /) -> list[Any]:
+    """Return the data found in ``value``: its arrays, Variables and nodes."""
+    return [leaf for leaf in _leaves(value) if is_data_leaf(leaf)]
+
+
+def check_pytree(pytree: Any) -> None:
+    """Check that each explicitly static attribute of a Pytree holds no data.
+
+    Raises:
+      StaticValueError: naming the attribute.
+    """
+    for name, value in pytree._nnx_children():
+        if explicit_mark(pytree, name) is False and is_data(value):
+            raise errors.StaticValueError(
+                f"Attribute {name!r} of {type(pytree).__name__} is declared static but holds data: "
+                f"{', '.join(map(errors.describe, has_data(value)))}. Remove the declaration."
+            )
+
+
+def explicit_mark(node: Any, name: Any) -> bool | None:
+    """Whether the attribute was declared data (True), static (False), or left to its value (None)."""
+    marks = node._nnx_marks
+    if marks is not None and name in marks:
+        return marks[name]
+    return class_marks(type(node)).get(name)
+
+
+def class_marks(cls: type) -> dict[str, bool]:
+    """What the annotations and dataclass fields of a class declare; computed once per class."""
+    marks = cls.__dict__.get("_nnx_class_marks")
+    if marks is None:
+        marks = {}
+        for base in reversed(cls.__mro__):
+            found = {name: _annotated(annotation) for name, annotation in inspect.get_annotations(base).items()}
+            marks |= {name: mark for name, mark in found.items() if mark is not None}
+        for name, field in getattr(cls, "__dataclass_fields__", {}).items():
+            if _MARK in field.metadata:
+                marks[name] = field.metadata[_MARK]
+        type.__setattr__(cls, "_nnx_class_marks", marks)
+    return marks
+
+
+def _annotated(annotation: Any) -> bool | None:
+    if isinstance(annotation, str):
+        match = re.match(r"(?:\w+\.)*(Data|Static)\[", annotation)
+        return (match and match.group(1) == "Data") or (None if not match else False)
+    metadata: Any = getattr(annotation, "__metadata__", ())
+    if typing.get_origin(annotation) is Annotated and metadata[:1] == (_MARK,):
+        return metadata[1]
+    return None
+
+
+CONTAINERS: dict[type, Callable[[Any], Any]] = {}  # list -> List, dict -> Dict; filled by containers.py
+
+
+def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Turn plain lists and dicts, also inside tuples, into List and Dict, which report their changes."""
+    kind = type(value)
+    if kind is tuple:
+        items = tuple([adopt(x, memo) for x in value])
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    if kind in CONTAINERS:
+        memo = {} if memo is None else memo
+        if id(value) not in memo:
+            memo[id(value)] = made = CONTAINERS[kind]()
+            keys = range(len(value)) if kind is list else value
+            made._nnx_fill({k: adopt(value[k], memo) for k in keys})
+        return memo[id(value)]
+    if kind is dataclasses.Field and _MARK in value.metadata:
+        return adopt(_declared_item(value), memo)
+    return value
+
+
+def _declared_item(field: dataclasses.Field) -> Any:
+    """The value that ``nnx.data`` or ``nnx.static`` wrapped; what an item is goes by its value alone."""
+    value, mark = field.metadata[_VALUE], field.metadata[_MARK]
+    if mark is not is_data(value):
+        raise TypeError(
+            f"nnx.{'data' if mark else 'static'}({value!r}) is put into a list or dict, whose items are data or static "
+            "by their values. Make it a Variable (nnx.Variable(...)) or an array to have it traced, or an attribute of "
+            "a Module to declare it."
+        )
+    return value
+
+
+# --- Pytree ---------------------------------------------------------------------------------------------------------
+
+
+class _HasDict:
+    """Owns the real ``__dict__``, so that Pytree can put a checked view over it under that name."""
+
+    __slots__ = ("__dict__", "__weakref__")
+
+
+attributes_of: Any = vars(_HasDict)["__dict__"].__get__  # (node) -> its attributes
+
+
+class AttributeView(MutableMapping):
+    """What ``vars(module)`` returns: reads go to the attributes, writes through ``setattr``, so they are seen."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: Pytree):
+        self._node = node
+
+    def __getitem__(self, name: str) -> Any:
+        return attributes_of(self._node)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        Pytree.__setattr__(self._node, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name not in attributes_of(self._node):
+            raise KeyError(name)
+        Pytree.__delattr__(self._node, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(attributes_of(self._node))
+
+    def __len__(self) -> int:
+        return len(attributes_of(self._node))
+
+    def copy(self) -> dict[str, Any]:
+        return dict(attributes_of(self._node))
+
+    def __or__(self, other: Any) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Any) -> dict[str, Any]:
+        return {**other, **self}
+
+    def __repr__(self) -> str:
+        return repr(attributes_of(self._node))
+
+
+class Pytree(Node, _HasDict):
+    """Base class of objects that live in the graph: mutable, traced through their attributes, JAX pytrees.
+
+    ``class Config(nnx.Pytree, pytree=False)`` makes a class that nnxlib transforms carry but raw JAX does not flatten.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> class Point(nnx.Pytree):
+    ...   def __init__(self, x):
+    ...     self.x, self.name = jnp.asarray(x), 'p'
+    >>> nnx.jit(lambda p: p.x * 2)(Point(1.5)).item()
+    3.0
+    """
+
+    __slots__ = SLOTS
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?")
+        self = super().__new__(cls)
+        init_slots(self)
+        return self
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name in ("__setattr__", "__delattr__"):
+            if name in vars(cls):
+                setattr(cls, name, _watched(vars(cls)[name], name))
+        # A plain class before Module among the bases has a `__dict__` of its own, which hides the checked view.
+        cls._nnx_guarded = _lookup(cls, "__dict__") is vars(Pytree)["__dict__"]
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
+        return AttributeView(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._nnx_trace is not current_trace():
+            check_writable(self, f"set attribute {name!r}")
+        if type(value) is dataclasses.Field and _MARK in value.metadata:
+            self._nnx_mark(name, value.metadata[_MARK])
+            value = value.metadata[_VALUE]
+        kind = type(value)
+        if kind is list or kind is dict or kind is tuple:
+            value = adopt(value)
+        old = attributes_of(self).get(name, MISSING)
+        _set(self, name, value)
+        if self._nnx_marks is not None and (name,) in self._nnx_marks:
+            self._nnx_unmark((name,))  # the user's own choice ends what eval() remembers
+        if old is not value and not (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
+            structure_changed(self)
+
+    def __delattr__(self, name: str) -> None:
+        check_writable(self, f"delete attribute {name!r}")
+        object.__delattr__(self, name)
+        if self._nnx_marks:  # what was said about an attribute goes with it
+            kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
+            _set(self, "_nnx_marks", kept or None)
+        structure_changed(self)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *attributes_of(self)})
+
+    def _nnx_mark(self, name: Any, mark: Any) -> None:
+        _set(self, "_nnx_marks", {**(self._nnx_marks or {}), name: mark})
+        structure_changed(self)
+
+    def _nnx_unmark(self, name: Any) -> None:
+        _set(self, "_nnx_marks", {key: mark for key, mark in (self._nnx_marks or {}).items() if key != name} or None)
+        structure_changed(self)
+
+    def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
+        yield from attributes_of(self).items()
+        for name in slot_names(type(self)):
+            value = getattr(self, name, MISSING)
+            if value is not MISSING:
+                yield name, value
+
+    def _nnx_fill(self, items: dict[str, Any]) -> None:
+        attributes, slots = attributes_of(self), slot_names(type(self))
+        attributes.clear()
+        attributes.update(items)
+        for name in slots:
+            if name in attributes:
+                _set(self, name, attributes.pop(name))
+            elif getattr(self, name, MISSING) is not MISSING:
+                object.__delattr__(self, name)
+
+    def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
+        if type(self).__getstate__ is Pytree.__getstate__:
+            super()._nnx_copy_into(shell, memo)
+        else:
+            shell.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+
+    def __getstate__(self) -> Any:
+        return dict(self._nnx_children()), self._nnx_marks
+
+    def __setstate__(self, state: Any) -> None:
+        items, marks = state if type(state) is tuple else (state, None)  # a subclass may have a __getstate__ of its own
+        self._nnx_fill(items)
+        _set(self, "_nnx_marks", dict(marks) if marks else None)
+
+
+Object = Pytree
+
+
+def _lookup(cls: type, name: str) -> Any:
+    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+
+
+def slot_names(cls: type) -> tuple[str, ...]:
+    """The attributes that a class of the user declares in ``__slots__``; computed once per class."""
+    names = cls.__dict__.get("_nnx_slot_names")
+    if names is None:
+        found: list[str] = []
+        for base in cls.__mro__:
+            if base not in (Pytree, _HasDict, Node, object):
+                slots = base.__dict__.get("__slots__", ())
+                found += [slots] if isinstance(slots, str) else list(slots)
+        names = tuple(n for n in found if n not in ("__dict__", "__weakref__"))
+        type.__setattr__(cls, "_nnx_slot_names", names)
+    return names
+
+
+def _watched(method: Callable, name: str) -> Callable:
+    """A user's ``__setattr__`` / ``__delattr__`` with the check before it, and its change noted after it."""
+
+    def wrapper(self: Any, attribute: str, *value: Any) -> None:
+        check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
+        version = self._nnx_version
+        method(self, attribute, *value)
+        if self._nnx_version == version:
+            structure_changed(self)
+
+    wrapper.__name__, wrapper.__qualname__ = name, method.__qualname__
+    return wrapper
+
+
+def dataclass(cls: Any = None, /, **options: Any) -> Any:
+    """Make a dataclass of a Pytree or Module; options as :func:`dataclasses.dataclass`. The hash stays the identity.
+
+    >>> import nnxlib as nnx
+    >>> @nnx.dataclass
+    ... class Scale(nnx.Module):
+    ...   factor: nnx.Param
+    ...   name: str = 'scale'
+    >>> Scale(nnx.Param(2.0)).name
+    'scale'
+    """
+    if cls is None:
+        return lambda cls: dataclass(cls, **options)
+    made = dataclasses.dataclass(**{"repr": False, **options})(cls)
+    if made.__hash__ is None:
+        made.__hash__ = Pytree.__hash__
+    return made

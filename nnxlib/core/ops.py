@@ -1,0 +1,667 @@
+"""The functions on graphs: split, merge, state, update, clone, pop, and ways to look at and map over a graph.
+
+All take a *node* in the wide sense: a Module, a List or Dict, a Variable, or any pytree of these. Leaves are known by
+their path, the first path in the order of the walk; a State never aliases the live model, it holds new Variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from . import errors
+from .captures import Watch, notice
+from .errors import describe, format_path
+from .filters import Filter, to_predicate
+from .graph import SAME, Delta, Layout, NodeRow, Ref, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
+from .graphdef import Aval, GraphDef, aval_of
+from .objects import Node, Pytree, is_data_leaf, is_node, new_node
+from .records import record_of
+from .state import FlatState, State, filter_state, from_flat_state, split_state
+from .static import Const, same_items
+from .tracing import Tracer, at_top_level
+from .traversals import sorted_keys
+from .variables import Variable, make_variable, unshared
+
+A = TypeVar("A")
+Path = tuple[Any, ...]
+
+PureState = tuple[GraphDef[A], State]
+
+# --- split and merge ------------------------------------------------------------------------------------------------
+
+
+def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
+    """(layout, leaves, objects) of a node, from its record where it has one."""
+    if isinstance(node, Node):
+        if Watch.count:
+            notice(node, node._nnx_trace)
+        record = record_of(node)
+        return record.layout, record.leaves(), record.rows(node)
+    if isinstance(node, State | GraphDef):
+        raise TypeError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
+    return pack(node)
+
+
+def _snapshot(layout: Any, leaves: list[Any], objects: list[Any]) -> list[tuple[Path, Any]]:
+    """Each leaf with its path; Variables as new ones."""
+    variables = [objects[i] for i in layout.variables]
+    copies: list[Any] = [make_variable(type(v), unshared(v._value), v._metadata) for v in variables]
+    return list(zip(layout.leaf_paths, copies + leaves[len(copies) :], strict=True))
+
+
+def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
+    """With the shapes of the leaves at top level; under a trace they are views, of one example or one shard."""
+    return GraphDef(layout, [aval_of(x) for x in leaves] if at_top_level() else [None] * len(leaves))
+
+
+def _to_state(items: list[tuple[Path, Any]]) -> Any:
+    if len(items) == 1 and items[0][0] == ():  # a Variable by itself
+        return items[0][1]
+    return from_flat_state(items)
+
+
+def _filtered(state: Any, filters: Sequence[Filter], group: Callable) -> Sequence[Any]:
+    if not filters:
+        return (state,)
+    groups = group(state, *filters)
+    return groups if len(filters) > 1 else (groups,)
+
+
+def split(node: A, *filters: Filter) -> tuple[Any, ...]:
+    """Split a node into its structure and its State, or one State for each filter.
+
+    Args:
+      node: a Module, or a pytree of Modules and arrays.
+      *filters: groups of leaves, by type, tag or path; the first that fits takes the leaf. Use ``...`` last for the
+        rest.
+
+    Returns:
+      ``(graphdef, state, *states)``; the States hold new Variables with the present values.
+
+    >>> import nnxlib as nnx
+    >>> graphdef, params, rest = nnx.split(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    >>> list(params), list(rest)
+    (['bias', 'scale'], ['mean', 'var'])
+
+    Raises:
+      NonExhaustiveFiltersError: when no filter takes some leaf; names the paths.
+    """
+    layout, leaves, objects = _packed(node)
+    graphdef = _graphdef(layout, leaves)
+    return graphdef, *_filtered(_to_state(_snapshot(layout, leaves, objects)), filters, split_state)
+
+
+def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = False) -> A:
+    """Make a new object from a GraphDef and the States it was split into; the inverse of :func:`split`.
+
+    Args:
+      graphdef: the structure; or a :class:`GraphState`, then without states.
+      *states: States, FlatStates or nested dicts with a leaf for each path, in any order. Keys of ints may be strings.
+        A leaf is a Variable, or its bare value.
+      copy: accepted for compatibility: the object always has Variables of its own.
+
+    >>> import nnxlib as nnx
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.merge(*nnx.split(model)).kernel.shape
+    (2, 3)
+
+    Raises:
+      StateMismatchError: for missing and unexpected paths, and where type, shape or kind of dtype is not what it was
+        when the model was split (traced values are views, per example or per shard, and not compared).
+    """
+    if isinstance(graphdef, GraphState):
+        graphdef, states = graphdef._graphdef, (graphdef._state, *states)
+    if not isinstance(graphdef, GraphDef):
+        raise TypeError(
+            f"nnx.merge takes a GraphDef first, got {type(graphdef).__name__}; write merge(graphdef, state)."
+        )
+    layout = graphdef.layout
+    given = _flat_leaves(states, layout.leaf_path_set)
+    rows = [layout.rows[i] for i in layout.variables] + [None] * (len(layout.leaf_paths) - len(layout.variables))
+    problems = [
+        f"  {format_path(path)}: missing, expected {_expected(row, aval)}"
+        for path, row, aval in zip(layout.leaf_paths, rows, graphdef.avals, strict=True)
+        if path not in given
+    ]
+    problems += [
+        f"  {format_path(p)}: unexpected {_leaf(x)}" for p, x in given.items() if p not in layout.leaf_path_set
+    ]
+    leaves, metadata = [], {}
+    for position, (path, row, aval) in enumerate(zip(layout.leaf_paths, rows, graphdef.avals, strict=True)):
+        leaf = given.get(path, None)
+        if isinstance(leaf, Variable) and row is not None:
+            if type(leaf) is not row.type:
+                problems.append(f"  {format_path(path)}: expected a {row.type.__name__}, got a {type(leaf).__name__}")
+            if not same_items(leaf._metadata, row.metadata.value):  # type: ignore[union-attr]  # a VariableRow
+                metadata[position] = leaf._metadata
+            leaf = unshared(leaf._value)
+        if path in given and (problem := _misfit(aval, leaf)):
+            problems.append(f"  {format_path(path)}: {problem}")
+        leaves.append(leaf)
+    if problems:
+        raise errors.StateMismatchError(_listed("The State does not fit the GraphDef; nothing was made.", problems))
+    tree, objects = build(layout, leaves)
+    for position, found in metadata.items():
+        object.__setattr__(objects[layout.variables[position]], "_metadata", found)
+    return tree
+
+
+def _flat_leaves(states: tuple[Any, ...], known: Collection[Path]) -> dict[Path, Any]:
+    """Path -> leaf of several States; a path with ``'0'`` for ``0`` is understood when that is a known path."""
+    by_string: dict[Path, Path] | None = None
+    flat: dict[Path, Any] = {}
+    for number, state in enumerate(states):
+        for path, leaf in _items(state, number, known):
+            if path not in known:
+                if by_string is None:
+                    by_string = {tuple([str(k) for k in p]): p for p in known}
+                path = by_string.get(tuple([str(k) for k in path]), path)
+            flat[path] = leaf
+    return flat
+
+
+def _items(state: Any, number: int, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a State; a mapping at a known path is the value of a Variable, and no level."""
+    if isinstance(state, Variable) or () in known:
+        yield (), state
+    elif isinstance(state, FlatState):
+        yield from state
+    elif isinstance(state, Mapping):
+        stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
+        while stack:
+            path, value = stack.pop()
+            if isinstance(value, Mapping) and not isinstance(value, Node) and path not in known:
+                stack.extend(((*path, key), child) for key, child in reversed(list(value.items())))
+            else:
+                yield path, value
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from _items(item, number, known)
+    else:
+        raise errors.StateMismatchError(
+            f"Expected a State, a FlatState or a nested dict as state number {number}, got {describe(state)}; nothing "
+            "was changed. Pass what nnx.split or nnx.state returned."
+        )
+
+
+def _misfit(aval: Any, value: Any) -> str | None:
+    """Why a value cannot stand where an array of this shape and dtype was; None if it can.
+
+    Casting within a kind (float32 to bfloat16) is how precision is changed, and is no misfit.
+    """
+    if aval is None or isinstance(value, Tracer):
+        return None
+    new = aval_of(value)
+    if new is None:
+        return f"expected {aval[1]}{list(aval[0])}, got None" if value is None else None
+    if new[0] != aval[0]:
+        return f"expected shape {aval[0]}, got {new[0]}"
+    if _kind(new[1]) is not _kind(aval[1]):
+        return f"expected dtype {aval[1]}, got {new[1]}"
+    return None
+
+
+def _kind(dtype: Any) -> type:
+    for kind in (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(dtype, kind):
+            return kind
+    return type(dtype)
+
+
+def _expected(row: Row | None, aval: Aval) -> str:
+    array = describe(jax.ShapeDtypeStruct(*aval)) if aval else "any value"
+    return f"{row.type.__name__} ({array})" if row else array
+
+
+def _leaf(x: Any) -> str:
+    return f"{type(x).__name__} ({describe(x._value)})" if isinstance(x, Variable) else describe(x)
+
+
+def _listed(head: str, problems: list[str], tail: str = "") -> str:
+    more = [f"  ... and {len(problems) - 20} more"] if len(problems) > 20 else []
+    return "\n".join([head, *problems[:20], *more, *([tail] if tail else [])])
+
+
+# --- state, update, pop ---------------------------------------------------------------------------------------------
+
+
+def state(node: Any, *filters: Filter) -> Any:
+    """Return the State of a node, or of those leaves that each filter takes.
+
+    >>> import nnxlib as nnx
+    >>> list(nnx.state(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.BatchStat))
+    ['mean', 'var']
+    """
+    groups = _filtered(_to_state(_snapshot(*_packed(node))), filters, filter_state)
+    return tuple(groups) if len(groups) > 1 else groups[0]
+
+
+def variables(node: Any, *filters: Filter) -> Any:
+    """Return the State of a node with its Variables only, without the arrays that are plain attributes."""
+    layout, leaves, objects = _packed(node)
+    found = _to_state(_snapshot(layout, leaves, objects)[: len(layout.variables)])
+    groups = _filtered(found, filters, filter_state)
+    return tuple(groups) if len(groups) > 1 else groups[0]
+
+
+def graphdef(node: A, /) -> GraphDef[A]:
+    """Return the structure of a node, the first of what :func:`split` returns."""
+    layout, leaves, _ = _packed(node)
+    return _graphdef(layout, leaves)
+
+
+def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
+    """Write the leaves of States into a live node, by path.
+
+    Args:
+      node: a Module, or a pytree of Modules.
+      state: a State, FlatState or nested dict, of all or some of the leaves. Keys of ints may be strings. A leaf is a
+        Variable, whose metadata is taken over too, or a bare value.
+      *states: more of these.
+      strict: with False, leaves that do not fit are skipped instead of refused.
+
+    >>> import nnxlib as nnx
+    >>> model, other = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    >>> nnx.update(model, nnx.state(other, nnx.Param))
+    >>> bool((model.kernel == other.kernel).all())
+    True
+
+    Raises:
+      StateMismatchError: for paths that the node does not have, and leaves of another type, shape or kind of dtype;
+        nothing has been written then.
+      TraceContextError: under another trace than the node was made under; nothing has been written then.
+    """
+    layout, leaves, objects = _packed(node)
+    position = {path: i for i, path in enumerate(layout.leaf_paths)}
+    n = len(layout.variables)
+    problems, writes = [], []
+    for path, leaf in _flat_leaves((state, *states), position).items():
+        i = position.get(path)
+        problem = None
+        if i is None:
+            problem = f"unexpected {_leaf(leaf)}"
+        else:
+            problem = _misfit_in_place(objects[layout.variables[i]] if i < n else leaves[i], leaf)
+        if problem:
+            problems.append(f"  {format_path(path)}: {problem}")
+        else:
+            writes.append((i, leaf))
+    if problems and strict:
+        hint = "Pass strict=False to skip these."
+        raise errors.StateMismatchError(
+            _listed("The State does not fit the object; nothing was written.", problems, hint)
+        )
+    _write(layout, leaves, objects, dict(writes))
+
+
+def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int, Any]) -> None:
+    """Write leaves, given by position, into the live objects: a commit of what they change."""
+    n = len(layout.variables)
+    values: dict[int, Any] = {}
+    rows: dict[int, Row] = {}
+    for k, leaf in new.items():
+        if k < n:
+            i = layout.variables[k]
+            if isinstance(leaf, Variable) and not same_items(leaf._metadata, objects[i]._metadata):
+                rows[i] = VariableRow(type(objects[i]), Const.of_items(leaf._metadata))
+            values[i] = unshared(leaf._value if isinstance(leaf, Variable) else leaf)
+    positions, arrays = iter(range(n, len(leaves))), []
+    for i, row in enumerate(layout.rows):
+        if isinstance(row, NodeRow):
+            fields = []
+            for name, spec in row.fields:
+                held = [next(positions) for _ in range(count_leaves(spec))]
+                touched = not new.keys().isdisjoint(held)
+                fields.append((name, spec if touched else SAME))
+                arrays += [new.get(k, leaves[k]) for k in held if touched]
+            if any(spec is not SAME for _, spec in fields):
+                rows[i] = row._replace(fields=tuple(fields))
+    plain = [i for i in values if i not in rows]
+    delta = Delta(tuple(plain), tuple(sorted(rows.items())), Const.of(None))
+    commit(
+        layout,
+        delta,
+        [*(values[i] for i in plain), *(values[i] for i in sorted(rows) if i in values), *arrays],
+        objects,
+    )
+
+
+def _misfit_in_place(present: Any, leaf: Any) -> str | None:
+    if isinstance(present, Variable):
+        if isinstance(leaf, Variable):
+            if type(leaf) is not type(present):
+                return f"expected a {type(present).__name__}, got a {type(leaf).__name__}"
+            leaf = leaf._value
+        present = present._value
+    if isinstance(present, Tracer):
+        return None
+    return _misfit(aval_of(present), leaf)
+
+
+def _delete(node: Any, name: Any) -> None:
+    if isinstance(node, Pytree):
+        delattr(node, name)
+    else:
+        del node[name]
+
+
+def pop(node: Any, *filters: Filter) -> Any:
+    """Remove the Variables that the filters take from a node and return them as a State, one for each filter.
+
+    >>> import nnxlib as nnx
+    >>> norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    >>> list(nnx.pop(norm, nnx.BatchStat)), hasattr(norm, 'mean')
+    (['mean', 'var'], False)
+
+    Raises:
+      ValueError: without a filter, or when a Variable to be removed is not an attribute or item of a node.
+    """
+    if not filters:
+        raise ValueError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
+    predicates = [to_predicate(f) for f in filters]
+    layout, leaves, objects = _packed(node)
+    snapshot = _snapshot(layout, leaves, objects)
+    taken: list[list[tuple[Path, Any]]] = [[] for _ in predicates]
+    removed: set[int] = set()
+    for i, (path, copied) in zip(layout.variables, snapshot, strict=False):
+        for group, predicate in zip(taken, predicates, strict=True):
+            if predicate(path, copied):
+                group.append((path, copied))
+                removed.add(i)
+                break
+    places = [
+        (objects[owner], name, spec.index)
+        for owner, row in enumerate(layout.rows)
+        if isinstance(row, NodeRow)
+        for name, spec in row.fields
+        if isinstance(spec, Ref) and spec.index in removed
+    ]
+    for i in removed - {i for _, _, i in places}:
+        raise ValueError(
+            f"Cannot pop {format_path(layout.paths[i])}: it is inside a tuple or another pytree, which cannot lose an "
+            "item. Keep it in an attribute, a list or a dict."
+        )
+    for x, name, _ in reversed(places):  # items of a list from the last to the first
+        _delete(x, name)
+    states: Sequence[Any] = [_to_state(group) for group in taken]
+    return tuple(states) if len(states) > 1 else states[0]
+
+
+def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
+    """Return a deep copy of a node: same structure, Variables and buffers of its own.
+
+    Args:
+      node: a Module, or a pytree of Modules.
+      variables: with False, the copy shares the Variables (and so their values) with the original.
+      arrays: with False, the new Variables share their immutable buffers with the original; then donating one of the
+        two to a jitted function deletes the buffers of both.
+
+    >>> import nnxlib as nnx
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> target = nnx.clone(model)
+    >>> model.kernel[...] = 0.0
+    >>> bool((target.kernel == 0).all())
+    False
+    """
+    layout, leaves, objects = _packed(node)
+    if not variables:
+        return build(layout, leaves, {i: objects[i] for i in layout.variables})[0]
+    return build(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)[0]
+
+
+def _copy_array(x: Any) -> Any:
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        return x.copy()
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
+# --- looking --------------------------------------------------------------------------------------------------------
+
+
+def _children(value: Any) -> list[tuple[Path, Any]]:
+    """What stands directly below a value: the attributes of a node, the items of a pytree that is one."""
+    if isinstance(value, Variable):
+        return []
+    if isinstance(value, Node):
+        held = dict(value._nnx_children())
+        return [((name,), held[name]) for name in (held if isinstance(value, list) else sorted_keys(held))]
+    if is_data_leaf(value) or isinstance(value, State | str):
+        return []
+    keys, leaves, _ = flatten_once(value)
+    return [] if len(leaves) == 1 and leaves[0] is value else list(zip(keys, leaves, strict=True))
+
+
+def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, value) for everything in a graph, children before parents; objects once, at their first path.
+
+    >>> import nnxlib as nnx
+    >>> [path for path, x in nnx.iter_graph(nnx.Linear(1, 1, rngs=nnx.Rngs(0))) if isinstance(x, nnx.Variable)]
+    [('bias',), ('kernel',)]
+    """
+    seen: set[int] = set()
+    stack: list[tuple[Path, Any, bool]] = [((), node, False)]
+    while stack:
+        path, value, entered = stack.pop()
+        if entered:
+            yield path, value
+            continue
+        if is_node(value):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        stack.append((path, value, True))
+        stack.extend(((*path, *key), child, False) for key, child in reversed(_children(value)))
+
+
+def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
+    """Yield (key, child) for the nodes and Variables that are attributes or items of ``node``."""
+    return ((key[0] if len(key) == 1 else key, child) for key, child in _children(node) if is_node(child))
+
+
+def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
+    """Return the paths of each Variable or node that is reached by more than one path, first path first.
+
+    >>> import nnxlib as nnx
+    >>> shared = nnx.Param(1.0)
+    >>> nnx.find_duplicates(nnx.Dict(a=shared, b=shared))
+    [[('a',), ('b',)]]
+    """
+    predicate = to_predicate(only)
+    paths: dict[int, list[Path]] = {}
+    keep = []
+    stack: list[tuple[Path, Any]] = [((), node)]
+    while stack:
+        path, value = stack.pop()
+        if is_node(value):
+            known = id(value) in paths
+            if predicate(path, value) or known:
+                keep.append(value)
+                paths.setdefault(id(value), []).append(path)
+            elif not known:
+                paths[id(value)] = []
+            if known:
+                continue
+        stack.extend(((*path, *key), child) for key, child in reversed(_children(value)))
+    return [found for found in paths.values() if len(found) > 1]
+
+
+# --- mapping --------------------------------------------------------------------------------------------------------
+
+
+def map(f: Callable[[Path, Any], Any], node: A, /) -> A:  # the name of the field
+    """Return a copy of a node with ``f(path, leaf)`` for each leaf; leaves are Variables and arrays.
+
+    What ``f`` returns for a Variable is the new Variable, or else its value.
+
+    >>> import nnxlib as nnx
+    >>> nnx.map(lambda path, v: v * 2, nnx.Dict(a=nnx.Param(1.0))).a
+    Param(2.0)
+    """
+    layout, leaves, objects = pack(node) if isinstance(node, State) else _packed(node)
+    new = [_result(leaf, f(path, leaf)) for path, leaf in _snapshot(layout, leaves, objects)]
+    return build(layout, new, dict(zip(layout.variables, new, strict=False)))[0]
+
+
+def _result(leaf: Any, new: Any) -> Any:
+    return leaf.replace(new) if isinstance(leaf, Variable) and not isinstance(new, Variable) else new
+
+
+def recursive_map(f: Callable[[Path, Any], Any], node: Any, /) -> Any:
+    """Return a copy of a graph in which each leaf and then each node has been replaced by ``f(path, it)``.
+
+    Children come before their parents; an object that is reached twice is mapped once, at its first path.
+    """
+    copies: dict[int, Any] = {}
+    for path, value in iter_graph(node):
+        if isinstance(value, Variable):
+            copies[id(value)] = f(path, value)
+        elif isinstance(value, Node):
+            copied = new_node(type(value), value._nnx_marks)
+            copied._nnx_fill({k: _mapped(f, (*path, k), child, copies) for k, child in value._nnx_children()})
+            copies[id(value)] = f(path, copied)
+    return _mapped(f, (), node, copies)
+
+
+def _mapped(f: Callable, path: Path, value: Any, copies: dict[int, Any]) -> Any:
+    if is_node(value):
+        return copies.get(id(value), value)
+    children = _children(value)
+    if not children:
+        return f(path, value)
+    _, _, treedef = flatten_once(value)
+    return f(path, treedef.unflatten([_mapped(f, (*path, *key), child, copies) for key, child in children]))
+
+
+def pure(tree: A) -> Any:
+    """Return a pytree with each Variable replaced by its value.
+
+    >>> import nnxlib as nnx
+    >>> nnx.pure(nnx.State({'a': nnx.Param(1.0)}))
+    State({'a': 1.0})
+    """
+    return jax.tree.map(
+        lambda x: x._value if isinstance(x, Variable) else x, tree, is_leaf=lambda x: isinstance(x, Variable)
+    )
+
+
+as_pure = pure
+
+
+# --- flat and packaged forms ----------------------------------------------------------------------------------------
+
+
+def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
+    """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of its leaves)."""
+    layout, leaves, objects = _packed(node)
+    flat = FlatState(_snapshot(layout, leaves, objects), sort=True)
+    return _graphdef(layout, leaves), flat if with_paths else flat.leaves
+
+
+def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
+    """Merge a GraphDef with a State, a FlatState, or the list of leaves that :func:`flatten` returned."""
+    if isinstance(state, list):
+        order = FlatState([(path, None) for path in graphdef.layout.leaf_paths], sort=True).paths
+        state = dict(zip(order, state, strict=True))
+        return merge(graphdef, FlatState(state.items(), sort=False))
+    return merge(graphdef, state)
+
+
+class GraphState(MutableMapping, Generic[A]):
+    """A GraphDef together with its State, as one pytree; reads and writes like the State."""
+
+    __slots__ = ("_graphdef", "_state")
+
+    def __init__(self, _graphdef: GraphDef[A], _state: State):
+        self._graphdef, self._state = _graphdef, _state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._state[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._state[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __repr__(self) -> str:
+        return f"GraphState({self._graphdef!r}, {self._state!r})"
+
+
+jtu.register_pytree_with_keys(
+    GraphState,
+    lambda x: (((jtu.GetAttrKey("_state"), x._state),), x._graphdef),
+    lambda graphdef, children: GraphState(graphdef, *children),
+    lambda x: ((x._state,), x._graphdef),
+)
+
+
+def unpack(node: A, *filters: Filter) -> Any:
+    """Return a :class:`GraphState`, or one for each filter; ``nnx.merge`` takes it alone."""
+    graphdef, *states = split(node, *filters)
+    found: Sequence[Any] = [GraphState(graphdef, state) for state in states]
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+class CallProxy:
+    """Reaches a method by attributes and items; calling it returns ``(output, (graphdef, state))``."""
+
+    __slots__ = ("_make", "_path")
+
+    def __init__(self, make: Callable[[], Any], path: tuple[tuple[bool, Any], ...] = ()):
+        self._make, self._path = make, path
+
+    def __getattr__(self, name: str) -> CallProxy:
+        return CallProxy(self._make, (*self._path, (False, name)))
+
+    def __getitem__(self, key: Any) -> CallProxy:
+        return CallProxy(self._make, (*self._path, (True, key)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[GraphDef, Any]]:
+        node = self._make()
+        method = node
+        for is_item, key in self._path:
+            method = method[key] if is_item else getattr(method, key)
+        out = method(*args, **kwargs)
+        return out, split(node)
+
+
+def call(graphdef_state: tuple[GraphDef[A], Any], /) -> Any:
+    """Call a method of a split object: ``nnx.call((graphdef, state)).method(x)``.
+
+    Returns what the method returned and the new ``(graphdef, state)``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> pair = nnx.split(nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+    >>> y, (graphdef, state) = nnx.call(pair)(jnp.ones((4, 2)))
+    >>> state['mean'].value.tolist()
+    [0.009999999776482582, 0.009999999776482582]
+    """
+    return CallProxy(lambda: merge(*graphdef_state))
+
+
+def _apply(self: GraphDef, state: Any, *states: Any) -> Any:
+    """Call a method of the object that this GraphDef and the States make; see :func:`call`."""
+    return CallProxy(lambda: merge(self, state, *states))
+
+
+GraphDef.apply = _apply  # type: ignore[attr-defined]  # merge is defined here, above GraphDef
+
+
+def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> None:
+    """Set metadata on each Variable of a node that the filter takes."""
+    predicate = to_predicate(only)
+    for path, x in iter_graph(node):
+        if isinstance(x, Variable) and predicate(path, x):
+            x.set_metadata(**metadata)

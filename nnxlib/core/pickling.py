@@ -1,0 +1,30 @@
+"""Pickles and copies of jitted functions that have a name, such as ``jax.nn.relu``, which models hold as activations.
+
+Python pickles a function as its name and copies it as itself. JAX's jitted functions and those with custom derivatives
+do neither: pickling them fails, and ``copy.deepcopy`` makes another function, so the copy of a model would have another
+structure than the model. Importing this module teaches them the manners of a function, if they are found under their
+name; others are left as they were.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import operator
+import sys
+from typing import Any
+
+import jax
+
+
+def _by_name(function: Any) -> Any:
+    try:
+        name = function.__qualname__
+        if operator.attrgetter(name)(sys.modules[function.__module__]) is function:
+            return name  # pickle and copy take a string for the name of a global
+    except (AttributeError, KeyError):  # a local function, or one without a name
+        pass
+    return function.__reduce_ex__(4)
+
+
+for _kind in (type(jax.jit(_by_name)), jax.custom_jvp, jax.custom_vjp):
+    copyreg.pickle(_kind, _by_name)  # type: ignore[arg-type]

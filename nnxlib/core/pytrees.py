@@ -1,0 +1,157 @@
+"""Nodes as JAX pytrees: so that a Module can be an argument of plain ``jax.jit``, ``jax.grad``, ``jax.tree.map``.
+
+A node without sharing below it is a tree, and flattens as one: one level of JAX's tree for each node, with the names
+of attributes and the indices of items for keys, static values in the treedef. A node whose graph has sharing or
+cycles (or is very deep, or mixes arrays and static values in a tuple) flattens at once into its table, with the
+Variables and arrays for children, each once, keyed by their whole path. So tied weights stay tied in ``jax.grad``, and
+a cycle ends.
+
+Which of the two it is, is known from the layout of the outermost node, and noted on the nodes below it for as long as
+nothing structural changes (``_nnx_tree``): flattening a model is linear in its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.tree_util as jtu
+
+from .containers import Dict, List, holds_data
+from .graph import Layout, build, sorted_keys
+from .objects import PYTREE_REGISTRARS, Pytree, explicit_mark, is_data, is_node, new_node
+from .records import record_of
+from .static import Const
+from .variables import Clock, Variable
+
+_set = object.__setattr__
+
+
+class PathKey:
+    """The key of a leaf of a shared graph: its whole path in one entry."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: tuple):
+        self.path = path
+
+    def __str__(self) -> str:
+        return "".join(f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in self.path)
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PathKey) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+class NodeShape:
+    """The static half of a tree-like node: its class, its static values, and where its children go."""
+
+    __slots__ = ("_key", "children", "kind", "marks", "names", "statics")
+
+    def __init__(self, kind: type, names: tuple, statics: dict[Any, Const], children: tuple, marks: dict | None):
+        self.kind, self.names, self.statics, self.children, self.marks = kind, names, statics, children, marks
+        self._key: Any = None
+
+    @property
+    def key(self) -> Any:  # only needed when JAX compares or hashes a treedef
+        if self._key is None:
+            marks = Const.of_items(self.marks or {})
+            self._key = self.kind, self.names, tuple(self.statics.items()), self.children, marks
+        return self._key
+
+    def unflatten(self, children: Iterable[Any]) -> Any:
+        node, values = new_node(self.kind, self.marks), dict(zip(self.children, children, strict=True))
+        values |= {name: value.fresh() for name, value in self.statics.items()}
+        node._nnx_fill({name: values[name] for name in self.names})
+        return node
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is NodeShape and (self is other or self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return self.kind.__name__
+
+
+class GraphShape:
+    """The static half of a node whose graph has sharing: its layout."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+    def unflatten(self, children: Iterable[Any]) -> Any:
+        variables, children = self.layout.variables, list(children)
+        n = len(variables)
+        return build(self.layout, [None] * n + children[n:], dict(zip(variables, children, strict=False)))[0]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is GraphShape and self.layout is other.layout
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+    def __repr__(self) -> str:
+        root = self.layout.rows[0]
+        return f"{root.type.__name__} with shared parts"
+
+
+def _flatten(node: Any) -> tuple[list[Any], NodeShape | GraphShape]:
+    keyed, shape = _flatten_with_keys(node)
+    return [child for _, child in keyed], shape
+
+
+def _flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], NodeShape | GraphShape]:
+    if node._nnx_tree is not Clock.epoch:
+        record = record_of(node)
+        layout = record.layout
+        if not layout.is_tree:
+            variables = [x for x in record.rows(node) if isinstance(x, Variable)]
+            leaves = [*variables, *record.leaves()[len(variables) :]]
+            return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
+        if record.exact:
+            _set(node, "_nnx_tree", Clock.epoch)
+        for x in record.nodes:
+            _set(x, "_nnx_tree", Clock.epoch)
+    return _flatten_level(node)
+
+
+def _flatten_level(node: Any) -> tuple[list[tuple[Any, Any]], NodeShape]:
+    held = dict(node._nnx_children())
+    is_list = issubclass(type(node), list)
+    make_key = jtu.SequenceKey if is_list else _name_key
+    only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it is like a plain list or dict
+    names = tuple(held) if is_list else sorted_keys(held)
+    is_child = {name: only_static or _is_child(held[name], explicit_mark(node, name)) for name in names}
+    chosen = tuple([name for name, chosen in is_child.items() if chosen])
+    statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
+    children = [(make_key(name), held[name]) for name in chosen]
+    return children, NodeShape(type(node), tuple(held), statics, chosen, node._nnx_marks)
+
+
+def _is_child(value: Any, mark: bool | None) -> bool:
+    """Whether an attribute or item of a node is data for JAX to flatten."""
+    if isinstance(value, List | Dict):
+        return bool(mark) or holds_data(value)
+    return is_data(value) if mark is None or is_node(value) else mark
+
+
+def _name_key(name: Any) -> Any:
+    return jtu.GetAttrKey(name) if isinstance(name, str) else jtu.DictKey(name)
+
+
+def register_pytree(cls: type) -> None:
+    """Register a class of nodes with JAX."""
+    jtu.register_pytree_with_keys(cls, _flatten_with_keys, lambda shape, children: shape.unflatten(children), _flatten)
+
+
+PYTREE_REGISTRARS.append(register_pytree)
+for _cls in (Pytree, List, Dict):
+    register_pytree(_cls)

@@ -1,0 +1,145 @@
+"""The layout of a live object, kept on the object: what makes a call cheap.
+
+Packing a model walks all of it; a training loop packs the same model at every step. So the root of each packed graph
+keeps a :class:`Record`: its interned layout, and the Variables and arrays to gather the leaves from. A record is
+reused only when nothing structural can have changed since it was made:
+
+1. ``record.epoch is Clock.epoch``: nothing that any record describes has changed (a single comparison).
+2. Otherwise the sum of the versions of its nodes and Variables is the one it was made with. Versions only grow, so
+   equal sums mean equal versions.
+3. Otherwise the object is walked again. Layouts are interned, so a flag that was toggled and toggled back leads to the
+   same layout, and so to the same compiled functions.
+
+A graph with parts that can change unseen (a mutable static value, an array inside a tuple or a foreign pytree) is
+walked at every call. As a guard against writes that go around every check (``object.__setattr__`` from outside), uses
+number 2, 4, 8, ... of a record, and all of them when the environment variable ``NNXLIB_CHECK`` is set, walk anyway and
+raise :class:`~nnxlib.core.errors.StaleLayoutError` if the record does not describe the object any more.
+
+A record does not refer to its root, so a dropped model is freed at once; copies and pickles of a model have none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+from typing import Any
+
+from . import errors
+from .graph import LEAF, Layout, NodeRow, Walk, pack
+from .objects import Node, Pytree, attributes_of
+from .variables import Clock, Variable, get_value_slot
+
+CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
+
+_version_of_node = operator.attrgetter("_nnx_version")
+_version_of_variable = operator.attrgetter("_version")
+_serials = itertools.count()
+
+
+class Record:
+    """A layout, and where the leaves of one live object with this layout are."""
+
+    __slots__ = (
+        "array_rows", "arrays", "epoch", "exact", "layout", "nodes", "objects", "pairs", "serial", "snapshot", "uses",
+        "variables", "version",
+    )  # fmt: skip
+
+    layout: Layout
+    epoch: object
+    version: int
+    exact: bool
+    objects: list[Any]  # by row; None in place of the root
+    nodes: list[Node]  # those of the objects that are nodes
+    variables: list[Variable]
+    arrays: list[tuple[Any, Any]]  # (container, key) of each array held by a node
+    array_rows: list[int]  # the row of that node
+    snapshot: list[Any] | None  # the leaves, of a record that is not exact and so used once
+    serial: int  # never reused
+    pairs: dict[tuple[int, ...], Any]  # what was found out about this record together with others, by their serials
+
+    def leaves(self) -> list[Any]:
+        """The leaves of the object, as ``pack`` would collect them."""
+        if self.snapshot is not None:
+            return self.snapshot
+        values = list(map(get_value_slot, self.variables))
+        return values + [container[key] for container, key in self.arrays] if self.arrays else values
+
+    def rows(self, root: Any) -> list[Any]:
+        """The objects by row."""
+        return [root, *self.objects[1:]]
+
+
+def record_of(root: Any) -> Record:
+    """Return a record that describes a live node or Variable as it is now."""
+    if isinstance(root, Variable):
+        return _make(root)
+    record = root._nnx_record
+    if record is None:
+        return _make(root)
+    epoch = Clock.epoch
+    if record.epoch is not epoch:
+        if _version(record, root) != record.version:
+            return _make(root)
+        record.epoch = epoch
+    record.uses += 1
+    if CHECK_ALWAYS or record.uses & (record.uses - 1) == 0:
+        _check(record, root)
+    return record
+
+
+def layout_of(root: Any) -> Layout:
+    """Return the layout of a live node or Variable."""
+    return record_of(root).layout
+
+
+def _version(record: Record, root: Node) -> int:
+    return (
+        root._nnx_version + sum(map(_version_of_node, record.nodes)) + sum(map(_version_of_variable, record.variables))
+    )
+
+
+def _make(root: Any) -> Record:
+    record = Record()
+    record.epoch = Clock.epoch  # before the walk: a change by another thread while walking makes the record stale
+    walk = Walk(hold=True)
+    spec = walk.run(root, None)
+    rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
+    record.layout = Layout(rows, spec)
+    record.version, record.exact = walk.version, walk.exact
+    record.objects = [None, *walk.objects[1:]]
+    record.nodes = [x for x in record.objects[1:] if not isinstance(x, Variable)]
+    record.variables = [walk.objects[i] for i in record.layout.variables]
+    record.arrays, record.array_rows = [], []
+    record.serial, record.uses, record.pairs = next(_serials), 0, {}
+    for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
+        if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
+            container = attributes_of(x) if isinstance(x, Pytree) else x
+            names = [name for name, field in row.fields if field is LEAF]
+            record.arrays += [(container, name) for name in names]
+            record.array_rows += [i] * len(names)
+            in_slots = isinstance(x, Pytree) and not container.keys() >= set(names)
+            record.exact = record.exact and not in_slots and container is not root
+    record.snapshot = None if record.exact else walk.leaves(range(len(rows)))
+    if record.exact and not isinstance(root, Variable):
+        object.__setattr__(root, "_nnx_record", record)
+    return record
+
+
+def _check(record: Record, root: Any) -> None:
+    """Walk anyway, and compare.
+
+    Raises:
+      StaleLayoutError: if the object was changed in a way that its record has not noticed.
+    """
+    packed = pack(root)
+    same = packed.layout is record.layout and all(map(operator.is_, packed.objects[1:], record.objects[1:]))
+    if not same:
+        object.__setattr__(root, "_nnx_record", None)
+        raise errors.StaleLayoutError(_STALE.format(kind=type(root).__name__))
+
+
+_STALE = """\
+The structure of this {kind} was changed behind nnxlib's back, so earlier calls may have used what it was before. \
+Attributes are to be set with `setattr` (or through `vars(module)`), not with `object.__setattr__`. The next call sees \
+the object as it is now."""

@@ -1,0 +1,595 @@
+"""State: the leaves of a model as a nested mapping, and the same as a flat sequence.
+
+A :class:`State` maps ``str`` and ``int`` keys to further levels and to leaves: Variables, or whatever a function put
+in their place. It is a snapshot of structure: making one, or assigning a mapping into one, copies the levels and keeps
+the leaves. Inside, the levels are plain dicts that hold each other, so JAX flattens all but the first in C++; asking
+for a level gives a State that is a view of it, and writes through.
+
+A :class:`FlatState` is the same as a sequence of ``(path, leaf)``, sorted by path. What selects or combines leaves goes
+through pairs ``(path, leaf)`` in a loop, so the depth of a State is not limited by Python's recursion limit. Empty
+levels have no pair: they survive ``jax.tree.map``, copies and pickling, and vanish in the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import reduce
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from .errors import NonExhaustiveFiltersError, StateMismatchError, format_path
+from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
+from .traversals import build, empty_node, flatten_mapping, insert, path_sort_key, sorted_keys, walk
+from .variables import Variable
+
+K = TypeVar("K")
+V = TypeVar("V")
+S = TypeVar("S", bound="State")
+
+Pairs = Iterable[tuple[PathParts, Any]]
+Flat = Mapping[PathParts, Any] | Pairs
+
+
+class State(MutableMapping[K, V]):
+    """A nested mapping with attribute access, and a JAX pytree.
+
+    >>> import nnxlib as nnx
+    >>> state = nnx.State({'layers': {0: {'kernel': nnx.Param(1.0)}}, 'step': 3})
+    >>> state.layers[0].kernel is state['layers'][0]['kernel']
+    True
+    >>> state.layers[0].bias = nnx.Param(0.0)
+    >>> state.filter(nnx.Param).flat_state().paths
+    (('layers', 0, 'bias'), ('layers', 0, 'kernel'))
+
+    A key that is also the name of a method, such as ``'split'``, is reached by ``state['split']`` only.
+    """
+
+    __slots__ = ("__weakref__", "_mapping")
+    _mapping: dict[K, Any]
+
+    def __init__(self, mapping: Mapping[K, Any] | Iterable[tuple[K, Any]], /):
+        _set_mapping(self, _copy_levels(mapping if isinstance(mapping, Mapping) else dict(mapping)))
+
+    @classmethod
+    def _view(cls: type[S], mapping: dict) -> S:
+        """Wrap levels as they are, without a copy."""
+        self = object.__new__(cls)
+        _set_mapping(self, mapping)
+        return self
+
+    @property
+    def raw_mapping(self) -> dict[K, Any]:
+        """The levels themselves, as nested dicts."""
+        return self._mapping
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        _register(cls)
+
+    # --- a mapping, by key and by attribute ---
+
+    def __getitem__(self, key: K) -> Any:
+        value = self._mapping[key]
+        return self._view(value) if type(value) is dict else value
+
+    def __setitem__(self, key: K, value: Any) -> None:
+        insert(self._mapping, key, _copy_levels(value) if isinstance(value, Mapping) else value)
+
+    def __delitem__(self, key: K) -> None:
+        del self._mapping[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._mapping
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in State.__slots__ or name not in self._mapping:
+            raise self._no_attribute(name)
+        return self[name]  # type: ignore[index]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):  # typing and other libraries mark objects with such attributes
+            raise AttributeError(f"State takes no attribute {name!r}; to set a key write state[{name!r}] = ...")
+        self[name] = value  # type: ignore[index]
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._mapping:
+            raise self._no_attribute(name)
+        del self._mapping[name]  # type: ignore[arg-type]
+
+    def _no_attribute(self, name: str) -> AttributeError:
+        keys = ", ".join(map(repr, itertools.islice(self._mapping, 8))) if name not in State.__slots__ else ""
+        return AttributeError(f"State has no key {name!r}; its keys begin with: {keys or 'none'}", name=name, obj=self)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(key for key in self._mapping if isinstance(key, str))]
+
+    # --- by path and by filter ---
+
+    def flat_state(self) -> FlatState[V]:
+        """Return the leaves as a :class:`FlatState`."""
+        return to_flat_state(self)
+
+    @classmethod
+    def from_flat_path(cls: type[S], flat_state: Flat, /) -> S:
+        """Make a State from a mapping, or pairs, of path and leaf."""
+        return from_flat_state(flat_state, cls=cls)
+
+    def split(self, first: Filter, /, *filters: Filter) -> Any:
+        """See :func:`split_state`."""
+        return split_state(self, first, *filters)
+
+    def filter(self, first: Filter, /, *filters: Filter) -> Any:
+        """See :func:`filter_state`."""
+        return filter_state(self, first, *filters)
+
+    @classmethod
+    def merge(cls: type[S], state: Mapping[K, V], /, *states: Mapping[K, V]) -> S:
+        """See :func:`merge_state`."""
+        return merge_state(state, *states, cls=cls)
+
+    def map(self, f: Callable[[tuple, V], Any]) -> State[K, Any]:
+        """See :func:`map_state`."""
+        return map_state(f, self)
+
+    def to_pure_dict(self, extract_fn: Callable[[Any], Any] | None = None) -> dict[Any, Any]:
+        """See :func:`to_pure_dict`."""
+        return to_pure_dict(self, extract_fn)
+
+    def replace_by_pure_dict(
+        self, pure_dict: Mapping[Any, Any], replace_fn: Callable[[Any, Any], Any] | None = None
+    ) -> None:
+        """See :func:`replace_by_pure_dict`."""
+        replace_by_pure_dict(self, pure_dict, replace_fn)
+
+    def __or__(self, other: Mapping[K, V]) -> State[K, V]:
+        return merge_state(self, other) if isinstance(other, Mapping) else NotImplemented
+
+    def __ror__(self, other: Mapping[K, V]) -> State[K, V]:
+        return merge_state(other, self) if isinstance(other, Mapping) else NotImplemented
+
+    def __sub__(self, other: Mapping[K, V]) -> State[K, V]:
+        return diff(self, other) if isinstance(other, Mapping) else NotImplemented
+
+    # --- comparing, copying, looking ---
+
+    def __eq__(self, other: object) -> bool:
+        """Same paths, same types and metadata of Variables, same values; ``other`` may be any nested mapping."""
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        mine, others = flatten_mapping(self, keep_empty_nodes=True), flatten_mapping(other, keep_empty_nodes=True)
+        return mine.keys() == others.keys() and all(_same(leaf, others[path]) for path, leaf in mine.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple:
+        return type(self).from_flat_path, (flatten_mapping(self, keep_empty_nodes=True),)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_nested_repr(self._mapping)})"
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        from treescope import repr_lib  # only when first displayed: the import takes longer than that of nnxlib
+
+        mapping: Any = self._mapping
+        return repr_lib.render_dictionary_wrapper(
+            object_type=type(self), wrapped_dict=mapping, path=path, subtree_renderer=subtree_renderer
+        )
+
+
+_set_mapping = State._mapping.__set__  # type: ignore[attr-defined]
+
+
+class FlatState(Sequence[tuple[PathParts, V]]):
+    """The leaves of a State as a sequence of ``(path, leaf)``, and a JAX pytree.
+
+    Args:
+      items: pairs, or a mapping, of path and leaf.
+      sort: whether to sort by path; False if the items are sorted already.
+
+    >>> import nnxlib as nnx
+    >>> nnx.FlatState([(('b', 'x'), 1), (('a',), 2)], sort=True)
+    FlatState([
+      (('a',), 2),
+      (('b', 'x'), 1),
+    ])
+    """
+
+    __slots__ = ("__weakref__", "_leaves", "_paths")
+    _paths: tuple[PathParts, ...]
+    _leaves: list[V]
+
+    def __init__(self, items: Flat, /, *, sort: bool = True):
+        pairs = list(_as_pairs(items))
+        if sort:
+            pairs.sort(key=lambda pair: path_sort_key(pair[0]))
+        self._paths, self._leaves = tuple([path for path, _ in pairs]), [leaf for _, leaf in pairs]
+
+    @classmethod
+    def from_sorted_keys_values(cls, keys: tuple[PathParts, ...], values: Iterable[V], /) -> FlatState[V]:
+        """Make a FlatState of paths that are sorted already, and a leaf for each."""
+        self = object.__new__(cls)
+        self._paths, self._leaves = tuple(keys), list(values)
+        if len(self._paths) != len(self._leaves):
+            raise ValueError(f"A FlatState of {len(self._paths)} paths was given {len(self._leaves)} leaves.")
+        return self
+
+    @property
+    def paths(self) -> tuple[PathParts, ...]:
+        """The paths, in order."""
+        return self._paths
+
+    @property
+    def leaves(self) -> list[V]:
+        """The leaves, in the order of their paths."""
+        return self._leaves
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return FlatState.from_sorted_keys_values(self._paths[index], self._leaves[index])
+        return self._paths[index], self._leaves[index]
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __iter__(self) -> Iterator[tuple[PathParts, V]]:
+        return zip(self._paths, self._leaves)
+
+    def to_nested_state(self) -> State[Any, V]:
+        """Return the same leaves as a :class:`State`."""
+        return from_flat_state(self)
+
+    def split(self, first: Filter, /, *filters: Filter) -> Any:
+        """See :func:`split_state`."""
+        return _split(self, (first, *filters), _flat)
+
+    def filter(self, first: Filter, /, *filters: Filter) -> Any:
+        """See :func:`filter_state`."""
+        return _group(self, (first, *filters), _flat)[0]
+
+    @classmethod
+    def merge(cls, flat_state: Flat, /, *flat_states: Flat) -> FlatState:
+        """Return all leaves, sorted; of two at one path the later."""
+        return cls(dict(itertools.chain.from_iterable(map(_as_pairs, (flat_state, *flat_states)))))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FlatState):
+            return NotImplemented
+        return self._paths == other._paths and all(map(_same, self._leaves, other._leaves))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        lines = [f"{_entry(f'  ({path!r}, ', leaf)})," for path, leaf in self]
+        return "\n".join(["FlatState([", *lines, "])"]) if lines else "FlatState([])"
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        from treescope import repr_lib
+
+        return repr_lib.render_list_wrapper(
+            object_type=type(self), wrapped_sequence=list(self), path=path, subtree_renderer=subtree_renderer
+        )
+
+
+# --- nested and flat ----------------------------------------------------------------------------------------------
+
+
+def to_flat_state(state: Mapping[Any, Any]) -> FlatState[Any]:
+    """Return the leaves of a State (or of any nested mapping) with their paths, sorted by path.
+
+    >>> import nnxlib as nnx
+    >>> nnx.to_flat_state(nnx.State({'b': {'x': 1}, 'a': 2})).paths
+    (('a',), ('b', 'x'))
+    """
+    return _flat(_pairs(state))
+
+
+def from_flat_state(flat_state: Flat, *, cls: type = State) -> Any:
+    """Make a State, or another mapping class, from a FlatState, a mapping or pairs of path and leaf.
+
+    >>> import nnxlib as nnx
+    >>> nnx.from_flat_state({('a', 0): 1, ('a', 1): 2})
+    State({'a': {0: 1, 1: 2}})
+
+    Raises:
+      PathError: when a path is empty, or is the beginning of another.
+    """
+    mapping = build(_as_pairs(flat_state))
+    return cls._view(mapping) if issubclass(cls, State) else cls(mapping)
+
+
+def to_pure_dict(state: Mapping[Any, Any], extract_fn: Callable[[Any], Any] | None = None) -> dict[Any, Any]:
+    """Return nested dicts with ``extract_fn(leaf)`` in place of each leaf.
+
+    The default is the raw value of a Variable, without hooks, so that :func:`replace_by_pure_dict` restores the same.
+
+    >>> import nnxlib as nnx
+    >>> nnx.to_pure_dict(nnx.State({'a': {'b': nnx.Param(1.0)}}))
+    {'a': {'b': 1.0}}
+    """
+    extract = extract_fn or _raw_value
+    return build((path, extract(leaf)) for path, leaf in _pairs(state))
+
+
+def replace_by_pure_dict(
+    state: MutableMapping[Any, Any],
+    pure_dict: Mapping[Any, Any],
+    replace_fn: Callable[[Any, Any], Any] | None = None,
+) -> None:
+    """Replace leaves of ``state`` by those of ``pure_dict``; its keys may be the string forms of int keys.
+
+    Args:
+      state: written in place; a Variable is replaced by a new one of the same type and metadata.
+      pure_dict: nested values, for all or some of the leaves.
+      replace_fn: ``(leaf, value) -> leaf``, in place of that.
+
+    >>> import nnxlib as nnx
+    >>> state = nnx.State({'layers': {0: {'scale': nnx.Param(1.0)}}})
+    >>> nnx.replace_by_pure_dict(state, {'layers': {'0': {'scale': 2.0}}})
+    >>> state.layers[0].scale
+    Param(2.0)
+
+    Raises:
+      StateMismatchError: for paths that the State does not have; it is left as it was.
+    """
+    leaves = dict(_pairs(state))
+    by_name = {tuple(map(str, path)): path for path in leaves}
+
+    def find(path: PathParts) -> PathParts | None:
+        return path if path in leaves else by_name.get(tuple(map(str, path)))
+
+    def children(path: PathParts, node: Any) -> Any:
+        """The items of a level; a mapping that is to be the value of a leaf holding one is none."""
+        if isinstance(node, Mapping) and not isinstance(_raw_value(leaves.get(find(path) or ())), Mapping):
+            return node.items()
+        return None
+
+    found = [(path, find(path), value) for path, value in walk(pure_dict, children) if value is not empty_node]
+    if unknown := {path: value for path, target, value in found if target is None}:
+        raise StateMismatchError(
+            f"The dict has values where the State has no leaf:\n{_listing(unknown)}\nThe State has leaves at:\n"
+            f"{_listing(leaves)}\nRemove or rename those of the dict. Nothing was replaced."
+        )
+    replace = replace_fn or _replace_value
+    new = [(target, replace(leaves[target], value)) for _, target, value in found if target is not None]
+    for path, leaf in new:
+        reduce(operator.getitem, path[:-1], state)[path[-1]] = leaf
+
+
+def restore_int_paths(pure_dict: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Turn keys that are ints written as strings, as some file formats store them, back into ints.
+
+    >>> import nnxlib as nnx
+    >>> nnx.restore_int_paths({'layers': {'0': 1.0, '10': 2.0}, '01': 3.0})
+    {'layers': {0: 1.0, 10: 2.0}, '01': 3.0}
+    """
+    flat = flatten_mapping(pure_dict, keep_empty_nodes=True)
+    return build((tuple(map(_restore_int, path)), leaf) for path, leaf in flat.items())
+
+
+# --- selecting and combining --------------------------------------------------------------------------------------
+
+
+def split_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -> Any:
+    """Split the leaves among the filters; each goes to the first that takes it.
+
+    Returns one State for each filter: by itself if there is one filter, else a tuple.
+
+    >>> import nnxlib as nnx
+    >>> state = nnx.State({'scale': nnx.Param(1.0), 'mean': nnx.BatchStat(0.0)})
+    >>> params, rest = nnx.split_state(state, nnx.Param, ...)
+    >>> list(params), list(rest)
+    (['scale'], ['mean'])
+
+    Raises:
+      NonExhaustiveFiltersError: if leaves are left over.
+    """
+    return _split(_pairs(state), (first, *filters), from_flat_state)
+
+
+def filter_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -> Any:
+    """Select leaves: like :func:`split_state`, but leaves that no filter takes are left out."""
+    return _group(_pairs(state), (first, *filters), from_flat_state)[0]
+
+
+def merge_state(state: Mapping[Any, Any], /, *states: Mapping[Any, Any], cls: type = State) -> Any:
+    """Return a State with the leaves of all; of two at one path the later.
+
+    >>> import nnxlib as nnx
+    >>> nnx.merge_state({'a': {'x': 1, 'y': 2}}, {'a': {'y': 3}, 'b': 4})
+    State({'a': {'x': 1, 'y': 3}, 'b': 4})
+
+    Raises:
+      PathError: when a leaf of one is at the path of a level of another.
+    """
+    return from_flat_state(dict(itertools.chain.from_iterable(map(_pairs, (state, *states)))), cls=cls)
+
+
+def diff(state: Mapping[Any, Any], other: Mapping[Any, Any]) -> State:
+    """Return the leaves of ``state`` whose paths ``other`` does not have; written ``state - other``."""
+    others = {path for path, _ in _pairs(other)}
+    return from_flat_state((path, leaf) for path, leaf in _pairs(state) if path not in others)
+
+
+def map_state(f: Callable[[tuple, Any], Any], state: Mapping[Any, Any]) -> State:
+    """Return a State with ``f(path, leaf)`` in place of each leaf.
+
+    >>> import nnxlib as nnx
+    >>> nnx.map_state(lambda path, x: f'{path[-1]}={x}', nnx.State({'a': {'b': 1}}))
+    State({'a': {'b': 'b=1'}})
+    """
+    return from_flat_state((path, f(path, leaf)) for path, leaf in _pairs(state))
+
+
+def create_path_filters(state: Mapping[Any, Any]) -> dict[PathIn, Any]:
+    """Turn a State of hashable values into a mapping from filters to values, one for each distinct value."""
+    paths: dict[Any, list[PathParts]] = {}
+    for path, leaf in _pairs(state):
+        paths.setdefault(_raw_value(leaf), []).append(path)
+    return {PathIn(*those): value for value, those in paths.items()}
+
+
+# --- helpers --------------------------------------------------------------------------------------------------------
+
+
+def _copy_levels(mapping: Mapping[Any, Any]) -> dict:
+    root: dict = {}
+    stack = [(root, mapping)]
+    while stack:
+        level, source = stack.pop()
+        for key, value in source.items():
+            if isinstance(value, Mapping):
+                stack.append(({}, value))
+                value = stack[-1][0]
+            insert(level, key, value)
+    return root
+
+
+def _pairs(state: Mapping[Any, Any]) -> list[tuple[PathParts, Any]]:
+    """List the leaves with their paths, sorted by path."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"Expected a State or another nested mapping, got {type(state).__name__}.")
+    pairs, stack = [], [((), state._mapping if isinstance(state, State) else state)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, Mapping):
+            stack += [((*path, key), node[key]) for key in reversed(sorted_keys(node))]
+        else:
+            pairs.append((path, node))
+    return pairs
+
+
+def _as_pairs(flat: Flat) -> Pairs:
+    return flat.items() if isinstance(flat, Mapping) else flat  # type: ignore[return-value]  # a Mapping of these
+
+
+def _flat(pairs: Pairs) -> FlatState[Any]:
+    return FlatState(pairs, sort=False)
+
+
+def _group(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]) -> tuple[Any, list]:
+    """The groups, a single one by itself, and what is left over."""
+    *groups, rest = group_by_filters(pairs, filters)
+    made = tuple(map(make, groups))
+    return (made[0] if len(made) == 1 else made), rest
+
+
+def _split(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]) -> Any:
+    groups, rest = _group(pairs, filters, make)
+    if rest:
+        raise NonExhaustiveFiltersError(
+            f"None of the filters {', '.join(map(repr, filters_to_predicates(filters)))} takes these leaves:\n"
+            f"{_listing(dict(rest))}\n"
+            "Add `...` as the last filter to get them too, or use `filter` to leave them out."
+        )
+    return groups
+
+
+def _listing(leaves: Mapping[PathParts, Any]) -> str:
+    """The first ten leaves, one on a line."""
+    lines = [f"  {format_path(path)}: {type(leaf).__name__}" for path, leaf in itertools.islice(leaves.items(), 10)]
+    return "\n".join([*lines, f"  ... and {len(leaves) - 10} more"] if len(leaves) > 10 else lines)
+
+
+def _raw_value(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
+
+
+def _replace_value(leaf: Any, value: Any) -> Any:
+    return leaf.replace(value) if isinstance(leaf, Variable) else value
+
+
+_INT = re.compile(r"0|-?[1-9][0-9]*")
+
+
+def _restore_int(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and _INT.fullmatch(key) else key
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal: as arrays, and for Variables also in type and metadata."""
+    if a is b:
+        return True
+    (xs, structure), (ys, other) = jax.tree.flatten(a), jax.tree.flatten(b)
+    return structure == other and all(np.shape(x) == np.shape(y) and bool(np.all(x == y)) for x, y in zip(xs, ys))
+
+
+def _entry(label: str, value: Any) -> str:
+    return label + repr(value).replace("\n", "\n" + " " * len(label))
+
+
+def _nested_repr(mapping: Mapping[Any, Any]) -> str:
+    """Write a level on one line where it fits into 100 columns, else one line for each key."""
+    if text := _one_line(mapping, 90):
+        return text
+    lines, stack = ["{"], [iter(mapping.items())]
+    while stack:
+        indent = "  " * len(stack)
+        for key, value in stack[-1]:
+            label = f"{indent}{key!r}: "
+            if not isinstance(value, Mapping):
+                lines.append(_entry(label, value) + ",")
+            elif text := _one_line(value, 99 - len(label)):
+                lines.append(f"{label}{text},")
+            else:
+                lines.append(label + "{")
+                stack.append(iter(value.items()))
+                break
+        else:
+            stack.pop()
+            lines.append("  " * len(stack) + ("}," if stack else "}"))
+    return "\n".join(lines)
+
+
+def _one_line(level: Mapping[Any, Any], width: int) -> str | None:
+    """The level on one line, or None if that takes more columns; the width limits the recursion."""
+    parts, width = [], width - len("{}")
+    for key, value in level.items():
+        label = f"{key!r}: "
+        width -= len(label)
+        text = repr(value) if not isinstance(value, Mapping) else _one_line(value, width) if width > 0 else None
+        if text is None or len(text) > width or "\n" in text:
+            return None
+        parts.append(label + text)
+        width -= len(text) + len(", ")
+    return "{" + ", ".join(parts) + "}"
+
+
+# --- as pytrees -----------------------------------------------------------------------------------------------------
+
+
+def _flatten(state: State) -> tuple[list[Any], tuple]:
+    mapping = state._mapping
+    keys = sorted(mapping)
+    return [mapping[key] for key in keys], tuple(keys)
+
+
+def _flatten_with_keys(state: State) -> tuple[list[tuple[Any, Any]], tuple]:
+    children, keys = _flatten(state)
+    return [(jax.tree_util.DictKey(key), child) for key, child in zip(keys, children)], keys
+
+
+def _register(cls: type[State]) -> None:
+    def unflatten(keys: tuple, children: Iterable[Any]) -> State:
+        return cls._view(dict(zip(keys, children)))
+
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+
+
+_register(State)
+jax.tree_util.register_pytree_with_keys(
+    FlatState,
+    lambda flat: ([(jax.tree_util.DictKey(path), leaf) for path, leaf in flat], flat.paths),
+    FlatState.from_sorted_keys_values,
+    lambda flat: (flat.leaves, flat.paths),
+)

@@ -1,0 +1,275 @@
+"""Static values: what is part of the program rather than of the data, compared by value.
+
+Two models share a compiled function when their static values are equal, so equality must mean "JAX would trace the
+same program". Python's ``==`` is too coarse for that (``1 == True == 1.0``, ``0.0 == -0.0``) and too fine (two
+lambdas from the same line differ, a list has no hash). :func:`freeze` maps a value to a hashable *key* that has the
+right equality: exact types, containers item by item, functions without closures by their code.
+
+A :class:`Const` is a value with its key. If anything in the value can be changed in place, the Const holds a copy of
+its own, so that it goes on being what its key says, gives every trace another copy, and is compared again at every
+call. A copy has the very same hashable parts (functions, meshes, Modules): only what is compared item by item is
+copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .errors import StaticValueError, describe, format_path
+
+_ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
+
+
+class _Identity:
+    """Holds an object and compares by its identity; holding it keeps the identity from being reused."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __reduce__(self):
+        return _Identity, (self.value,)
+
+
+class Const:
+    """A static value and its key; equal to another one when both would trace to the same program."""
+
+    __slots__ = ("__weakref__", "_hash", "_parts", "_remake", "key", "value")
+
+    def __init__(self, value: Any, key: Hashable, parts: tuple[Any, ...] | None = None, remake: Callable | None = None):
+        self.value, self.key, self._hash = value, key, hash(key)
+        self._parts = parts  # of a value that can be changed in place: what its copies have in common
+        self._remake = remake
+
+    @property
+    def mutable(self) -> bool:
+        """Whether anything in the value can be changed in place."""
+        return self._parts is not None
+
+    @classmethod
+    def of(cls, value: Any, path: tuple = ()) -> Const:
+        """Freeze ``value``; ``path`` is where it was found, for the message of :class:`StaticValueError`."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return cls(value, (kind, value))
+        freezer = _Freezer(path)
+        return freezer.const(value, freezer.freeze, cls.of)
+
+    @classmethod
+    def of_items(cls, items: Mapping[Any, Any], path: tuple = ()) -> Const:
+        """Freeze a mapping that is itself replaced and never edited, such as metadata; its values may be mutable."""
+        freezer = _Freezer(path)
+        return freezer.const(items, freezer.named_items, cls.of_items)
+
+    def fresh(self) -> Any:
+        """Return the value, or a copy of it when it could be changed in place."""
+        return self.value if self._parts is None else _copy(self.value, self._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Const and self.key == other.key)
+
+    def __reduce__(self):
+        return self._remake or Const.of, (self.value,)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+_EDITABLE: weakref.WeakValueDictionary[Hashable, Const] = weakref.WeakValueDictionary()  # mutable ones, by key
+
+
+def _copy(value: Any, parts: tuple[Any, ...]) -> Any:
+    return copy.deepcopy(value, {id(part): part for part in parts})
+
+
+def freeze(value: Any, path: tuple = ()) -> Hashable:
+    """Return a hashable key that is equal for values that trace to the same program.
+
+    >>> from nnxlib.core.static import freeze
+    >>> freeze([1, {'a': 2}]) == freeze([1, {'a': 2}]), freeze(1) == freeze(True)
+    (True, False)
+
+    Raises:
+      StaticValueError: for arrays, and for objects that have neither a hash nor attributes to compare.
+    """
+    return Const.of(value, path).key
+
+
+def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
+    """Whether two mappings, such as metadata, are equal as static values (``==`` would fail on an array in them)."""
+    return a is b or Const.of_items(a) == Const.of_items(b)
+
+
+class _Freezer:
+    """One walk over a static value; notes on the way whether anything in it is mutable, and its hashable parts."""
+
+    def __init__(self, path: tuple):
+        self.path, self.mutable = path, False
+        self.parts: list[Any] = []
+
+    def const(self, value: Any, freeze: Callable[[Any], Hashable], remake: Callable) -> Const:
+        try:
+            key = freeze(value)
+        except RecursionError:
+            raise StaticValueError(f"The static value at {format_path(self.path)} contains itself.") from None
+        if not self.mutable:
+            return Const(value, key, None, remake)
+        const = _EDITABLE.get(key)
+        if const is None:
+            parts = tuple(self.parts)
+            const = _EDITABLE[key] = Const(_copy(value, parts), key, parts, remake)
+        return const
+
+    def freeze(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in _ATOMS:
+            return kind, value
+        rule = _RULES.get(kind)
+        if rule is not None:
+            return kind, rule(self, value)
+        if isinstance(value, jax.Array):
+            raise StaticValueError(
+                f"The array {describe(value)} at {format_path(self.path)} is declared static, but a static value must "
+                "be known while compiling. Remove nnx.static / nnx.Static / static_argnums, or pass a NumPy array."
+            )
+        if isinstance(value, np.generic):
+            return kind, (value.dtype.str, value.tobytes())
+        if isinstance(value, tuple):
+            return kind, self.items(value)
+        if _hash_can_change(kind):
+            return kind, self.attributes(value)
+        if isinstance(value, list):
+            return kind, self.mutable_items(value)
+        if isinstance(value, dict) or (isinstance(value, Mapping) and kind.__hash__ is None):
+            return kind, self.mapping(value)
+        try:
+            hash(value)
+        except TypeError:
+            return kind, self.attributes(value)
+        return kind, self.hashable(value)
+
+    def items(self, values: Any) -> Hashable:
+        return tuple([self.freeze(v) for v in values])
+
+    def mutable_items(self, values: Any) -> Hashable:
+        self.mutable = True
+        return self.items(values)
+
+    def named_items(self, values: Mapping) -> Hashable:
+        return tuple([(name, self.freeze(value)) for name, value in values.items()])
+
+    def mapping(self, values: Mapping) -> Hashable:
+        self.mutable = True
+        return tuple([(self.freeze(k), self.freeze(v)) for k, v in values.items()])
+
+    def view(self, values: Mapping) -> Hashable:
+        self.parts.append(values)  # it cannot be copied
+        return self.mapping(values)
+
+    def set(self, values: Any) -> Hashable:
+        self.mutable = self.mutable or not isinstance(values, frozenset)
+        return frozenset(map(self.freeze, values))
+
+    def float(self, value: float) -> Hashable:
+        return value.hex()  # tells 0.0 from -0.0, and nan equals itself
+
+    def array(self, value: np.ndarray) -> Hashable:
+        self.mutable = True
+        content = self.items(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
+        return value.shape, value.dtype.str, content
+
+    def function(self, value: types.FunctionType) -> Hashable:
+        if value.__closure__:  # its cells can be rebound, and hold anything
+            return self.identity(value)
+        content = self.content(value, (value.__defaults__, tuple((value.__kwdefaults__ or {}).items())))
+        return value.__code__, _Identity(value.__globals__), content
+
+    def partial(self, value: functools.partial) -> Hashable:
+        return self.content(value, (value.func, value.args, tuple(value.keywords.items())))
+
+    def content(self, value: Any, parts: tuple[Any, ...]) -> Hashable:
+        """A function or partial by what it is made of, or by identity if that cannot be compared (an array in it)."""
+        inner = _Freezer(self.path)
+        try:
+            key = inner.items(parts)
+        except StaticValueError:
+            return self.identity(value)
+        self.mutable = self.mutable or inner.mutable
+        self.parts += inner.parts
+        return key
+
+    def identity(self, value: Any) -> Hashable:
+        self.parts.append(value)
+        return _Identity(value)
+
+    def hashable(self, value: Any) -> Hashable:
+        if hasattr(type(value), "_nnx_children"):  # a node or Variable in a container that nnxlib cannot see into
+            return self.identity(value)
+        self.parts.append(value)
+        if not dataclasses.is_dataclass(value):
+            return value
+        inner = _Freezer(self.path)
+        try:  # its own == takes 1 for True and 0.0 for -0.0
+            return value, inner.items([getattr(value, f.name) for f in dataclasses.fields(value) if f.compare])
+        except (StaticValueError, AttributeError):
+            return value
+
+    def attributes(self, value: Any) -> Hashable:
+        """An object without a hash, a mutable dataclass or namespace: compared attribute by attribute."""
+        self.mutable = True
+        if dataclasses.is_dataclass(value):
+            fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        elif hasattr(value, "__dict__"):
+            fields = vars(value)
+        else:
+            raise StaticValueError(
+                f"The static value at {format_path(self.path)} of type {type(value).__name__} has no hash and no "
+                "attributes to compare. Give its class __eq__ and __hash__, or mark the attribute with nnx.data(...) "
+                "if it holds arrays."
+            )
+        return self.mapping(fields)
+
+
+def _hash_can_change(kind: type) -> bool:
+    """Whether values of a class are hashed by fields that can be set, ``@dataclass(unsafe_hash=True)``."""
+    options = getattr(kind, "__dataclass_params__", None)
+    return options is not None and options.unsafe_hash and not options.frozen
+
+
+_RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
+    float: _Freezer.float,
+    complex: lambda self, value: (value.real.hex(), value.imag.hex()),
+    slice: lambda self, value: self.items((value.start, value.stop, value.step)),
+    tuple: _Freezer.items,
+    list: _Freezer.mutable_items,
+    deque: lambda self, value: (value.maxlen, self.mutable_items(value)),
+    dict: _Freezer.mapping,
+    types.MappingProxyType: _Freezer.view,
+    set: _Freezer.set,
+    frozenset: _Freezer.set,
+    bytearray: lambda self, value: self.mutable_items(bytes(value)),
+    np.ndarray: _Freezer.array,
+    types.FunctionType: _Freezer.function,
+    functools.partial: _Freezer.partial,
+    jax.tree_util.Partial: _Freezer.partial,
+}

@@ -1,0 +1,214 @@
+"""Nested mappings as flat ones, and back.
+
+A *level* is a mapping from keys (``str`` or ``int``) to leaves and further levels; a *path* is the tuple of keys that
+leads to a leaf. Both directions are loops, not recursions: a mapping may be thousands of levels deep.
+
+Keys of one level have one order everywhere, ints before strings (:func:`sort_key`). JAX sorts the keys of a dict by
+``<``, which Python does not define between ``int`` and ``str``; :func:`insert` therefore stores the ints of a mixed
+level as :class:`IntKey`, an int in every other respect. No other level pays for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .errors import PathError, format_path
+
+Key = str | int
+Path = tuple[Key, ...]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _EmptyNode:
+    """What a flat mapping has at the path of an empty level; a pytree without leaves."""
+
+    def __repr__(self) -> str:
+        return "empty_node"
+
+    def __reduce__(self) -> str:  # there is one, and it is compared by identity
+        return "empty_node"
+
+
+empty_node = _EmptyNode()
+
+
+class IntKey(int):
+    """An int that sorts before every string.
+
+    >>> sorted(['b', IntKey(10), 'a', IntKey(2)])
+    [2, 10, 'a', 'b']
+    """
+
+    __slots__ = ()
+
+    def __lt__(self, other: Any) -> bool:
+        return isinstance(other, str) or int.__lt__(self, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return not isinstance(other, str) and int.__gt__(self, other)
+
+
+def sort_key(key: Any) -> tuple[str, Any]:
+    """Order keys by type, then by value, so that mixed ones can be sorted.
+
+    >>> sorted(['b', 10, 'a', 2], key=sort_key)
+    [2, 10, 'a', 'b']
+    """
+    return ("int" if isinstance(key, int) else type(key).__name__), key
+
+
+def path_sort_key(path: Path) -> list[tuple[str, Any]]:
+    """Order paths key by key, as :func:`sort_key` orders keys."""
+    return [sort_key(key) for key in path]
+
+
+def sorted_keys(level: Mapping[Any, Any]) -> list[Any]:
+    """List the keys of a level in their order."""
+    try:
+        return sorted(level)
+    except TypeError:
+        return sorted(level, key=sort_key)
+
+
+def insert(level: dict, key: Any, value: Any) -> None:
+    """Set ``level[key] = value`` and keep the keys of the level sortable by ``<``."""
+    first = next(iter(level), key)
+    if type(first) is not type(key):
+        if type(key) is int:
+            key = IntKey(key)
+        elif type(first) is int:
+            items = [(IntKey(k) if type(k) is int else k, v) for k, v in level.items()]
+            level.clear()
+            level.update(items)
+    level[key] = value
+
+
+def walk(root: Any, children: Callable[[Path, Any], Collection[tuple[Any, Any]] | None]) -> Iterator[tuple[Path, Any]]:
+    """Yield ``(path, leaf)``, depth first; an empty level below the root is the leaf :data:`empty_node`.
+
+    ``children(path, node)`` returns the ``(key, child)`` pairs of a level, and None for a leaf.
+    """
+    stack = [((), root)]
+    while stack:
+        path, node = stack.pop()
+        pairs = children(path, node)
+        if pairs is None:
+            yield path, node
+        elif pairs:
+            stack += [((*path, key), child) for key, child in pairs][::-1]
+        elif path:
+            yield path, empty_node
+
+
+def build(items: Iterable[tuple[Path, Any]]) -> dict:
+    """Make nested dicts out of ``(path, leaf)`` pairs; a leaf that is :data:`empty_node` becomes an empty level.
+
+    Raises:
+      PathError: for an empty path, and for a path that is a leaf and also the beginning of another path.
+    """
+    root: dict = {}
+    levels: dict[Path, dict] = {(): root}
+    parent, level = (), root
+    for path, leaf in items:
+        if not path:
+            raise PathError("The path () is empty: a leaf needs a key, such as ('kernel',).")
+        if leaf is empty_node:
+            _level(levels, path)
+            continue
+        if path[:-1] != parent:  # sorted paths seldom change their level
+            parent = path[:-1]
+            level = _level(levels, parent)
+        if path[-1] in level and path in levels:
+            raise _clash(path)
+        insert(level, path[-1], leaf)
+    return root
+
+
+def _level(levels: dict[Path, dict], path: Path) -> dict:
+    """Return the level at ``path``, made with those above it where missing."""
+    missing = []
+    while (level := levels.get(path)) is None:
+        missing.append(path)
+        path = path[:-1]
+    for path in reversed(missing):
+        if path[-1] in level:
+            raise _clash(path)
+        levels[path] = {}
+        insert(level, path[-1], levels[path])
+        level = levels[path]
+    return level
+
+
+def _clash(path: Path) -> PathError:
+    return PathError(f"{format_path(path)} is given a value, but also values below it. Remove one, or rename it.")
+
+
+def flatten_to_sequence(
+    xs: Mapping[Any, Any], /, *, is_leaf: Callable[[Path, Any], bool] | None = None
+) -> list[tuple[Path, Any]]:
+    """List the ``(path, leaf)`` pairs of a nested mapping; empty levels vanish.
+
+    >>> from nnxlib import traversals
+    >>> traversals.flatten_to_sequence({'a': {'b': 1, 'c': {}}, 'd': 2})
+    [(('a', 'b'), 1), (('d',), 2)]
+    """
+    return [pair for pair in _flatten(xs, is_leaf) if pair[1] is not empty_node]
+
+
+def flatten_mapping(
+    xs: Mapping[Any, Any],
+    /,
+    *,
+    keep_empty_nodes: bool = False,
+    is_leaf: Callable[[Path, Any], bool] | None = None,
+    sep: str | None = None,
+) -> dict[Any, Any]:
+    """Flatten a nested mapping to a dict from path to leaf.
+
+    Args:
+      xs: the nested mapping; lists and everything else that is not a mapping are leaves.
+      keep_empty_nodes: keep an empty level below the top, as ``empty_node``.
+      is_leaf: ``(path, mapping) -> bool``, true for a level that is to stay whole.
+      sep: join the keys with this instead of making tuples.
+
+    >>> from nnxlib import traversals
+    >>> traversals.flatten_mapping({'a': {'b': 1, 'c': {}}, 'd': 2})
+    {('a', 'b'): 1, ('d',): 2}
+    >>> traversals.flatten_mapping({'a': {'b': 1, 'c': {}}, 'd': 2}, sep='/', keep_empty_nodes=True)
+    {'a/b': 1, 'a/c': empty_node, 'd': 2}
+    """
+    pairs = [pair for pair in _flatten(xs, is_leaf) if keep_empty_nodes or pair[1] is not empty_node]
+    return dict(pairs) if sep is None else {sep.join(map(str, path)): leaf for path, leaf in pairs}
+
+
+def _flatten(xs: Mapping[Any, Any], is_leaf: Callable[[Path, Any], bool] | None) -> Iterator[tuple[Path, Any]]:
+    if not isinstance(xs, Mapping):
+        raise TypeError(f"Expected a mapping such as {{'layer': {{'kernel': ...}}}}, got {type(xs).__name__}.")
+
+    def children(path: Path, node: Any) -> Collection[tuple[Any, Any]] | None:
+        if not isinstance(node, Mapping) or (is_leaf is not None and is_leaf(path, node)):
+            return None
+        return node.items()
+
+    return walk(xs, children)
+
+
+def unflatten_mapping(xs: Any, /, *, sep: str | None = None) -> dict[Any, Any]:
+    """Nest a mapping (or pairs) from path to leaf: the inverse of :func:`flatten_mapping`.
+
+    >>> from nnxlib import traversals
+    >>> traversals.unflatten_mapping({('a', 'b'): 1, ('d',): 2})
+    {'a': {'b': 1}, 'd': 2}
+    >>> traversals.unflatten_mapping({'a/b': 1, 'd': 2}, sep='/')
+    {'a': {'b': 1}, 'd': 2}
+
+    Raises:
+      PathError: when one path is the beginning of another.
+    """
+    items = xs.items() if isinstance(xs, Mapping) else xs
+    return build(items if sep is None else [(tuple(path.split(sep)), leaf) for path, leaf in items])

@@ -1,0 +1,656 @@
+"""Variables: typed, mutable boxes around a value, the leaves of the object graph.
+
+A Variable holds one *value* (an array, or any pytree; nnxlib never looks inside), its *metadata* (static: part of
+the program, replaced and never edited in place), and the trace it was made under. Its class says what the value is
+for: ``Param``, ``BatchStat``, ``Cache``... and is what filters select by.
+
+Contract:
+
+- A Variable behaves like the array it holds wherever an array is expected. Its hash is its identity.
+- Reading is legal everywhere. Writing is legal only under the trace that made the Variable; anything else raises
+  :class:`~nnxlib.core.errors.TraceContextError`, which names the path, and writes nothing.
+- Hooks run at the user's own reads and writes, never when a transform carries values in and out.
+- As a JAX pytree a Variable has one child, its value, under the key ``value``.
+"""
+
+from __future__ import annotations
+
+import copy as copy_lib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import errors
+from .captures import Watch, notice
+from .static import freeze, same_items
+from .tracing import Tracer, TraceRef, current_trace
+
+A = TypeVar("A")
+V = TypeVar("V", bound="Variable")
+F = TypeVar("F", bound=Callable)
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slots__": ()})()
+
+# --- versions: how a cached layout learns that structure changed ------------------------------------------------
+
+VERSIONS = itertools.count(1)  # each structural change of a node or Variable draws a new number
+
+
+class Clock:
+    """``Clock.epoch`` is replaced at each structural change of anything that a cached layout describes."""
+
+    epoch: object = object()
+
+
+_NO_METADATA: dict[str, Any] = {}
+HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
+
+
+class VariableMetadata(Generic[A]):
+    """A value on its way into a Variable, with the metadata and hooks that an initializer attached to it."""
+
+    __slots__ = (*HOOKS, "metadata", "raw_value")
+
+    def __init__(self, raw_value: A, *, metadata: Mapping[str, Any] | None = None, **hooks: Any):
+        self.raw_value, self.metadata = raw_value, dict(metadata or {})
+        for name in HOOKS:
+            setattr(self, name, _as_hooks(hooks.pop(name, ())))
+        if hooks:
+            raise TypeError(f"VariableMetadata got unexpected hooks {sorted(hooks)}; it takes {HOOKS}.")
+
+    def all_metadata(self) -> dict[str, Any]:
+        hooks = {name: getattr(self, name) for name in HOOKS if getattr(self, name)}
+        return {**self.metadata, **hooks}
+
+    def __repr__(self) -> str:
+        return f"VariableMetadata({self.raw_value!r}, {self.all_metadata()!r})"
+
+
+def with_metadata(initializer: F, **metadata: Any) -> F:
+    """Wrap an initializer so that the Variable made from its value gets ``metadata`` and hooks.
+
+    >>> import nnxlib as nnx, jax
+    >>> init = nnx.with_metadata(nnx.initializers.ones, sharding=(None, 'model'))
+    >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding
+    (None, 'model')
+    """
+    hooks = {name: metadata.pop(name) for name in HOOKS if name in metadata}
+
+    @functools.wraps(initializer)
+    def wrapped(*args: Any, **kwargs: Any) -> VariableMetadata:
+        return VariableMetadata(initializer(*args, **kwargs), metadata=metadata, **hooks)
+
+    return wrapped  # type: ignore[return-value]  # an initializer still, of a boxed value
+
+
+def _as_hooks(hooks: Any) -> tuple[Callable, ...]:
+    return (hooks,) if callable(hooks) else tuple(hooks)
+
+
+def _unwrap(x: Any) -> Any:
+    return x.get_value() if isinstance(x, Variable) else x
+
+
+class Variable(Generic[A]):
+    """A mutable box with a value of type ``A`` and static metadata.
+
+    Args:
+      value: an array or any pytree; or a :class:`VariableMetadata`, whose metadata is merged in.
+      **metadata: static values, readable as attributes; ``on_get_value(variable, value)``, ``on_set_value``,
+        ``on_create_value``, ``on_add_axis(variable, index, name)`` and ``on_remove_axis`` are hooks (a function or a
+        sequence of them), which a subclass may also define as methods.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> v = nnx.Param(jnp.zeros(3), layer='first')
+    >>> v[0] = 2.0
+    >>> v += 1
+    >>> v.layer, v.sum().item(), v.value.shape
+    ('first', 5.0, (3,))
+
+    Raises:
+      TraceContextError: when written under another trace than the one it was made under.
+    """
+
+    __slots__ = ("__weakref__", "_metadata", "_trace", "_value", "_version")
+    __array_priority__ = 200  # ndarray + Variable asks the Variable
+
+    _value: A
+    _metadata: dict[str, Any]
+    _trace: TraceRef
+    _version: int
+
+    def __init__(self, value: A | VariableMetadata[A], **metadata: Any):
+        if isinstance(value, VariableMetadata):
+            metadata = {**value.all_metadata(), **metadata}
+            value = value.raw_value
+        class_hooks = type(self)._class_hooks
+        if class_hooks:
+            metadata = {**class_hooks, **metadata}
+        _set(self, "_trace", current_trace())
+        _set(self, "_version", next(VERSIONS))
+        _set(self, "_metadata", metadata or _NO_METADATA)
+        for hook in _as_hooks(metadata.get("on_create_value", ())):
+            value = hook(self, value)
+        _set(self, "_value", value._value if isinstance(value, Variable) else value)
+
+    _class_hooks: Mapping[str, Callable] = {}
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        hooks = {name: getattr(cls, name) for name in HOOKS if callable(getattr(cls, name, None))}
+        cls._class_hooks = hooks
+        if vars(cls).keys() & {"get_value", "set_value"} and "value" not in vars(cls):
+            cls.value = property(cls.get_value, cls.set_value, doc=Variable.value.__doc__)
+        _register(cls)
+
+    # --- the value ---
+
+    def get_value(self, *, index: Any = MISSING) -> A:
+        """Return the value, through the ``on_get_value`` hooks; with ``index``, ``value[index]``."""
+        if Watch.count:
+            notice(self, self._trace)
+        value: Any = self._value
+        if self._metadata:
+            for hook in _as_hooks(self._metadata.get("on_get_value", ())):
+                value = hook(self, value)
+        return value if index is MISSING else value[index]
+
+    def set_value(self, value: A | Variable[A], *, index: Any = MISSING) -> None:
+        """Replace the value, through the ``on_set_value`` hooks; with ``index``, only ``value[index]``.
+
+        With an index the array keeps its shape and dtype, as in NumPy, and the hooks see only what is assigned.
+
+        Raises:
+          TraceContextError: under another trace than the one this Variable was made under.
+        """
+        self.check_writable()
+        new: Any = _unwrap(value)
+        if self._metadata:
+            for hook in _as_hooks(self._metadata.get("on_set_value", ())):
+                new = hook(self, new)
+        _set(self, "_value", new if index is MISSING else _with_item(self._value, index, new))
+
+    value = property(get_value, set_value, doc="The value; reading and writing run the hooks.")
+
+    def get_raw_value(self) -> A:
+        """Return the value as stored, without hooks."""
+        if Watch.count:
+            notice(self, self._trace)
+        return self._value
+
+    def set_raw_value(self, value: A) -> None:
+        """Replace the value without hooks.
+
+        Raises:
+          TraceContextError: under another trace than the one this Variable was made under.
+        """
+        self.check_writable()
+        _set(self, "_value", value._value if isinstance(value, Variable) else value)
+
+    raw_value = property(get_raw_value, doc="The value as stored, without hooks.")
+
+    def check_writable(self) -> None:
+        """Raise :class:`TraceContextError` unless this Variable belongs to the running trace."""
+        if self._trace is not current_trace():
+            if Watch.count:
+                notice(self, self._trace)
+            raise errors.TraceContextError(_CROSS_TRACE.format(where=self._where(), kind=type(self).__name__))
+
+    # --- on loan to a trace that captured it: see captures.py ---
+
+    def _nnx_save(self) -> tuple:
+        return type(self), self._value, self._metadata, self._trace, self._version
+
+    def _nnx_join(self, trace: TraceRef) -> None:
+        _set(self, "_trace", trace)
+
+    def _nnx_restore(self, state: tuple) -> None:
+        kind, value, metadata, trace, version = state
+        if type(self) is not kind:
+            _set(self, "__class__", kind)
+        for name, before in {"_value": value, "_metadata": metadata, "_trace": trace, "_version": version}.items():
+            _set(self, name, before)
+
+    def _where(self) -> str:
+        path = errors.locate(self, skip=3)
+        name = f"{type(self).__name__} ({errors.describe(self._value)})"
+        return f"{name} at {path}" if path else name
+
+    # --- metadata ---
+
+    @property
+    def type(self) -> type[Variable[A]]:
+        """The class of this Variable."""
+        return type(self)
+
+    var_type = type
+
+    def get_metadata(self, name: str | None = None, default: Any = MISSING) -> Any:
+        """Return a copy of all metadata, or the entry ``name`` (``default`` when there is none, else KeyError)."""
+        if name is None:
+            return dict(self._metadata)
+        if name in self._metadata or default is MISSING:
+            return self._metadata[name]
+        return default
+
+    def set_metadata(self, *args: Any, **metadata: Any) -> None:
+        """Set metadata: ``set_metadata(name, value)`` or by keyword; with one mapping, replace all of it."""
+        if len(args) == 2:
+            metadata = {args[0]: args[1], **metadata}
+        replace = len(args) == 1
+        self._replace_metadata({**(args[0] if replace else self._metadata), **metadata})
+
+    def has_metadata(self, name: str) -> bool:
+        return name in self._metadata
+
+    def del_metadata(self, name: str) -> None:
+        if name not in self._metadata:
+            raise KeyError(name)
+        self._replace_metadata({k: v for k, v in self._metadata.items() if k != name})
+
+    def _replace_metadata(self, metadata: dict[str, Any]) -> None:
+        self.check_writable()
+        _set(self, "_metadata", metadata or _NO_METADATA)
+        self._structure_changed()
+
+    def _structure_changed(self) -> None:
+        _set(self, "_version", next(VERSIONS))
+        Clock.epoch = object()
+
+    def add_axis(self, axis_index: int, axis_name: str | None = None) -> None:
+        """Tell the ``on_add_axis`` hooks that a transform stacked the value along a new axis."""
+        for hook in _as_hooks(self._metadata.get("on_add_axis", ())):
+            hook(self, axis_index, axis_name)
+
+    def remove_axis(self, axis_index: int, axis_name: str | None = None) -> None:
+        """Tell the ``on_remove_axis`` hooks that a transform takes one slice along an axis of the value."""
+        for hook in _as_hooks(self._metadata.get("on_remove_axis", ())):
+            hook(self, axis_index, axis_name)
+
+    # --- copies ---
+
+    def copy(self: V, value: Any = MISSING, **metadata: Any) -> V:
+        """Return a new Variable of the same class, with the value and metadata replaced where given."""
+        raw = self._value if value is MISSING else value
+        if isinstance(raw, Variable):
+            raw = raw._value
+        return make_variable(type(self), unshared(raw), {**self._metadata, **metadata} if metadata else self._metadata)
+
+    replace = copy
+    to_state = copy
+
+    def copy_from(self, other: Variable[A]) -> None:
+        """Take value and metadata of another Variable of the same class."""
+        if type(other) is not type(self):
+            raise ValueError(f"Cannot copy a {type(other).__name__} into a {type(self).__name__}: the types differ.")
+        self.update_from_state(other)
+
+    def update_from_state(self, variable_state: Variable[A]) -> None:
+        """Take the value and metadata of ``variable_state``, without hooks."""
+        self.check_writable()
+        _set(self, "_value", unshared(variable_state._value))
+        if not same_items(variable_state._metadata, self._metadata):
+            self._replace_metadata(dict(variable_state._metadata))
+
+    @classmethod
+    def from_metadata(cls: type[V], value: Any, attributes: Mapping[str, Any]) -> V:
+        """Make a Variable from a raw value and its metadata, without hooks."""
+        return make_variable(cls, value, dict(attributes))
+
+    def __copy__(self: V) -> V:
+        return self.copy()
+
+    def __deepcopy__(self: V, memo: dict) -> V:
+        new = make_variable(type(self), None, _NO_METADATA)
+        memo[id(self)] = new
+        _set(new, "_value", copy_lib.deepcopy(self._value, memo))
+        if self._metadata:
+            _set(new, "_metadata", copy_lib.deepcopy(self._metadata, memo))
+        return new
+
+    def __reduce__(self) -> tuple:
+        return make_variable, (type(self), None, _NO_METADATA), (self._value, self._metadata)
+
+    def __setstate__(self, state: tuple) -> None:
+        _set(self, "_value", state[0])
+        _set(self, "_metadata", state[1] or _NO_METADATA)
+
+    # --- attributes: metadata first, then those of the value ---
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in Variable.__slots__:  # protocols are asked of the class, slots may be unset
+            raise AttributeError(name)
+        metadata = self._metadata
+        if name in metadata:
+            return metadata[name]
+        try:
+            return getattr(self.get_value(), name)
+        except AttributeError:
+            raise AttributeError(
+                f"{type(self).__name__} has no metadata {name!r}, and its value ({errors.describe(self._value)}) has "
+                "no such attribute."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "value":
+            self.set_value(value)
+        elif name == "raw_value":
+            self.set_raw_value(value)
+        elif name == "__class__":
+            self.check_writable()
+            _set(self, name, value)
+            self._structure_changed()
+        elif isinstance(getattr(type(self), name, None), property):
+            _set(self, name, value)
+        else:
+            raise AttributeError(
+                f"Cannot set attribute {name!r} of a {type(self).__name__}. To set metadata write "
+                f"`variable.set_metadata({name}=...)`; to set the value write `variable.value = ...`."
+            )
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._metadata:
+            raise AttributeError(f"{type(self).__name__} has no metadata {name!r} to delete.")
+        self.del_metadata(name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._metadata, *dir(self._value)})
+
+    def _nnx_children(self):
+        return ()
+
+    # --- an array everywhere ---
+
+    def __jax_array__(self) -> Any:
+        return self.get_value()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.get_value(), dtype=dtype) if not copy else np.array(self.get_value(), dtype=dtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        value = self.get_value()
+        return value if key is ... else value[_unwrap(key)]  # type: ignore[index]
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self.set_value(item, index=key)
+
+    def __delitem__(self, key: Any) -> None:
+        value: Any = copy_lib.copy(self._value)
+        del value[key]
+        self.set_raw_value(value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_value()(*args, **kwargs)  # type: ignore[operator]
+
+    def __len__(self) -> int:
+        return len(self.get_value())  # type: ignore[arg-type]
+
+    def __iter__(self):
+        return iter(self.get_value())  # type: ignore[call-overload]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.get_value()  # type: ignore[operator]
+
+    def __bool__(self) -> bool:
+        return bool(self.get_value())
+
+    def __hash__(self) -> int:
+        return id(self) >> 4
+
+    def __format__(self, spec: str) -> str:
+        return format(self.get_value(), spec) if spec else repr(self)
+
+    def __repr__(self) -> str:
+        return variable_repr(self)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        import treescope.repr_lib
+
+        return treescope.repr_lib.render_object_constructor(
+            object_type=type(self),
+            attributes={"value": self._value, **self._metadata},
+            path=path,
+            subtree_renderer=subtree_renderer,
+        )
+
+
+_set = object.__setattr__
+set_value_slot = Variable._value.__set__  # type: ignore[attr-defined]
+get_value_slot = operator.attrgetter("_value")
+
+
+def make_variable(kind: type[V], value: Any, metadata: dict[str, Any]) -> V:
+    """Make a Variable of the running trace directly, without hooks; ``metadata`` is shared, not copied."""
+    self = object.__new__(kind)
+    _set(self, "_trace", current_trace())
+    _set(self, "_version", next(VERSIONS))
+    _set(self, "_value", value)
+    _set(self, "_metadata", metadata)
+    return self
+
+
+def unshared(value: Any) -> Any:
+    """A value with dicts and lists of its own, so that editing it in place is seen by one Variable only."""
+    kind = type(value)
+    if kind is dict:
+        return {key: unshared(item) for key, item in value.items()}
+    return kind([unshared(item) for item in value]) if kind is list or kind is tuple else value
+
+
+def _with_item(value: Any, index: Any, item: Any) -> Any:
+    """``value`` with ``value[index] = item``: a new array; other containers are shallow copies."""
+    if index is ... and not isinstance(value, jax.Array | np.ndarray):
+        return item
+    if index is ... and isinstance(value, jax.Array):
+        fits = isinstance(item, jax.Array) and jax.typeof(item) == jax.typeof(value)
+        return item if fits else jnp.broadcast_to(jnp.asarray(item, value.dtype), value.shape)
+    if isinstance(value, jax.Array):
+        return value.at[_unwrap(index)].set(item)
+    new = copy_lib.copy(value)
+    new[_unwrap(index)] = item
+    return new
+
+
+def variable_repr(variable: Variable) -> str:
+    """Write a Variable with its size: ``Param(float32[2, 3], sharding=(None, 'model'))``; never raises."""
+    value = variable._value
+    shown = errors.describe(value) if hasattr(value, "shape") else repr(value)
+    if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, Tracer) and value.size <= 16:
+        shown = repr(value)
+    metadata = "".join(f", {k}={v!r}" for k, v in variable._metadata.items())
+    return f"{type(variable).__name__}({shown}{metadata})"
+
+
+def _add_operators() -> None:
+    """Give Variable every operator of an array: ``v + x``, ``x + v``, ``v += x``, ``v < x``, ``-v``, ``int(v)``."""
+    binary = "add sub mul matmul truediv floordiv mod pow lshift rshift and_ xor or_".split()
+
+    def forward(op: Callable) -> Callable:
+        return lambda self, other: op(self.get_value(), _unwrap(other))
+
+    def reflected(op: Callable) -> Callable:
+        return lambda self, other: op(_unwrap(other), self.get_value())
+
+    def in_place(op: Callable) -> Callable:
+        def method(self: Variable, other: Any) -> Variable:
+            self.set_value(op(self.get_value(), _unwrap(other)))
+            return self
+
+        return method
+
+    def unary(op: Callable) -> Callable:
+        return lambda self, *args: op(self.get_value(), *args)
+
+    methods: dict[str, Callable] = {}
+    for name in binary:
+        op, stem = getattr(operator, name), name.rstrip("_")
+        methods |= {f"__{stem}__": forward(op), f"__r{stem}__": reflected(op), f"__i{stem}__": in_place(op)}
+    methods |= {"__divmod__": forward(divmod), "__rdivmod__": reflected(divmod)}
+    methods |= {f"__{name}__": forward(getattr(operator, name)) for name in "lt le eq ne gt ge".split()}
+    methods |= {f"__{name}__": unary(getattr(operator, name)) for name in "neg pos abs invert index".split()}
+    methods |= {f"__{op.__name__}__": unary(op) for op in (int, float, complex, round)}
+    for name, method in methods.items():
+        method.__name__, method.__qualname__ = name, f"Variable.{name}"
+        setattr(Variable, name, method)
+
+
+_add_operators()
+
+_CROSS_TRACE = """\
+Cannot write to {where} from inside a JAX transformation that it was not passed to: the new value would outlive its \
+trace.
+Pass the object that holds this {kind} as an argument of the transformed function and use the nnxlib transform, which \
+carries changes out:
+
+    jax.jit(lambda x: model(x))(x)            # writes to a closed-over model: refused
+    nnx.jit(lambda model, x: model(x))(model, x)    # the change is part of the result
+
+or make the computation read-only (for example `model.eval()`), or split it: `nnx.merge` inside makes a fresh object."""
+
+# --- pytree registration ------------------------------------------------------------------------------------------
+
+_VALUE_KEY = jax.tree_util.GetAttrKey("value")
+
+
+class _Metadata:
+    """The static half of a Variable as a pytree node: compared by value, computed only when compared."""
+
+    __slots__ = ("key", "metadata")
+
+    def __init__(self, metadata: dict[str, Any]):
+        self.metadata, self.key = metadata, None
+
+    def frozen(self):
+        if self.key is None:
+            self.key = freeze(self.metadata)
+        return self.key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Metadata) and (self.metadata is other.metadata or self.frozen() == other.frozen())
+
+    def __hash__(self) -> int:
+        return hash(self.frozen())
+
+    def __repr__(self) -> str:
+        return repr(self.metadata)
+
+
+_EMPTY = _Metadata(_NO_METADATA)
+
+
+def _static_half(v: Variable) -> _Metadata:
+    return _Metadata(v._metadata) if v._metadata else _EMPTY
+
+
+def _register(kind: type[Variable]) -> None:
+    jax.tree_util.register_pytree_with_keys(
+        kind,
+        lambda v: (((_VALUE_KEY, v._value),), _static_half(v)),
+        lambda static, children: make_variable(kind, next(iter(children)), static.metadata),
+        lambda v: ((v._value,), _static_half(v)),
+    )
+
+
+_register(Variable)
+
+# --- the types ------------------------------------------------------------------------------------------------------
+
+
+class Param(Variable[A]):
+    """A learnable parameter."""
+
+
+class BatchStat(Variable[A]):
+    """A running statistic, such as the mean of a BatchNorm."""
+
+
+class Cache(Variable[A]):
+    """State kept between calls of a decoder, such as the keys and values of attention."""
+
+
+class Intermediate(Variable[A]):
+    """A value recorded on the way by :meth:`Module.sow`."""
+
+
+class Perturbation(Intermediate[A]):
+    """A zero added to an intermediate value, whose gradient is the gradient of that value."""
+
+
+class RngState(Variable[A]):
+    """State of a random stream."""
+
+
+class RngCount(RngState[A]):
+    """How many keys a random stream has given out."""
+
+
+class RngKey(RngState[A]):
+    """The key of a random stream."""
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+_TYPE_OF_NAME: dict[str, type[Variable]] = {}
+_NAME_OF_TYPE: dict[type[Variable], str] = {}
+
+
+def register_variable_name(name: str, typ: Any = MISSING, *, overwrite: bool = False) -> Any:
+    """Register the collection name of a Variable class, as Linen calls it; usable as a decorator.
+
+    >>> import nnxlib as nnx
+    >>> @nnx.register_variable_name('memory')
+    ... class Memory(nnx.Variable): ...
+    >>> nnx.variable_type_from_name('memory') is Memory
+    True
+
+    Raises:
+      VariableNameError: if the name belongs to another class and ``overwrite`` is not set.
+    """
+    if typ is MISSING:
+        return functools.partial(register_variable_name, name, overwrite=overwrite)
+    if _TYPE_OF_NAME.get(name, typ) is not typ and not overwrite:
+        raise errors.VariableNameError(
+            f"The name {name!r} belongs to {_TYPE_OF_NAME[name].__name__}; pass overwrite=True to give it to "
+            f"{typ.__name__}."
+        )
+    _TYPE_OF_NAME[name], _NAME_OF_TYPE[typ] = typ, name
+    return typ
+
+
+def variable_type_from_name(name: str, /, *, base: type[Variable] = Variable, allow_register: bool = False) -> Any:
+    """Return the Variable class of a collection name; with ``allow_register``, make a subclass of ``base`` for it."""
+    if name not in _TYPE_OF_NAME:
+        if not allow_register:
+            raise errors.VariableNameError(
+                f"No Variable type is registered under {name!r}; known names: {sorted(_TYPE_OF_NAME)}. Use "
+                "nnx.register_variable_name, or allow_register=True."
+            )
+        register_variable_name(name, type(name, (base,), {"__slots__": ()}))
+    return _TYPE_OF_NAME[name]
+
+
+def variable_name_from_type(typ: type[Variable], /, *, allow_register: bool = False) -> str:
+    """Return the collection name of a Variable class; with ``allow_register``, make one from the class name."""
+    if typ not in _NAME_OF_TYPE:
+        if not allow_register:
+            raise errors.VariableNameError(
+                f"{typ.__name__} has no registered name; use nnx.register_variable_name, or allow_register=True."
+            )
+        register_variable_name(typ.__name__, typ)
+    return _NAME_OF_TYPE[typ]
+
+
+for _name, _type in {
+    "params": Param,
+    "batch_stats": BatchStat,
+    "cache": Cache,
+    "intermediates": Intermediate,
+    "perturbations": Perturbation,
+}.items():
+    register_variable_name(_name, _type)

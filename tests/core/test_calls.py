@@ -1,0 +1,339 @@
+"""The calls of Modules while a transform traces: name scopes by path, notes on errors, outputs of methods."""
+
+import functools
+import inspect
+import pickle
+import re
+import threading
+
+import jax.numpy as jnp
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import calls
+
+X = jnp.ones((1, 2))
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+
+    def __call__(self, x):
+        return jnp.sin(self.w * x)
+
+    def helper(self, x):
+        return jnp.cos(x)
+
+    def _private(self, x):
+        return jnp.tan(x)
+
+
+class Block(nnx.Module):
+    def __init__(self):
+        self.layers = [Layer(), Layer()]
+        self.heads = {"a": Layer()}
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.heads["a"](x)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.block = Block()
+
+    def __call__(self, x):
+        return self.block(x)
+
+
+def scopes(f, *args, **kwargs):
+    """The name scope of each primitive that a jitted function traces, in order: {'sin': [scope, ...]}."""
+    text = nnx.jit(f).lower(*args, **kwargs).compile().as_text()
+    names = re.findall(r'op_name="(jit\(.*?)"', text)
+    found = {}
+    for name in names:
+        *scope, primitive = name.split("/")
+        scope = "/".join(part for part in scope if not re.fullmatch(r"jit\(.*\)|checkpoint|rematted_computation", part))
+        if scope not in found.setdefault(primitive, []):
+            found[primitive].append(scope)
+    return found
+
+
+# --- name scopes ----------------------------------------------------------------------------------------------------
+
+
+def test_scopes_are_paths():
+    """Each operation is under the class of the outermost Module and the path of the innermost."""
+    found = scopes(lambda m, x: m(x), Net(), X)
+    assert sorted(found["sin"]) == ["Net/block/heads/a", "Net/block/layers/0", "Net/block/layers/1"]
+
+
+def test_scopes_in_compiled_programs():
+    """They arrive in the HLO that profilers show."""
+    text = nnx.jit(lambda m, x: m(x)).lower(Net(), X).compile().as_text()
+    assert "Net/block/layers/1/sin" in text
+
+
+def test_paths_start_at_the_argument():
+    """Modules in containers of the arguments, by keyword and bound ones have the path from there."""
+    for f, args, kwargs, expected in (
+        (lambda t, x: t["m"][0](x), ({"m": [Layer()]}, X), {}, "m/0"),
+        (lambda x, *, m: m(x), (X,), {"m": Layer()}, "Layer"),
+        (Layer(), (X,), {}, "Layer"),
+        (Net().block.layers[0], (X,), {}, "Layer"),
+        (lambda ms, x: ms[1](x), (nnx.List([1, Layer()]), X), {}, "1"),
+    ):
+        assert scopes(f, *args, **kwargs)["sin"] == [expected]
+
+
+def test_methods_add_their_name():
+    """A method other than __call__ is named; private ones are part of their caller."""
+
+    class WithMethods(Layer):
+        def run(self, x):
+            return self.helper(self._private(x))
+
+    assert scopes(lambda m, x: m.helper(x), Layer(), X)["cos"] == ["Layer.helper"]
+    found = scopes(lambda m, x: m.run(x), WithMethods(), X)
+    assert (found["cos"], found["tan"]) == (["WithMethods.run"], ["WithMethods.run"])
+    assert scopes(lambda m, x: m.layers[1].helper(x), Block(), X)["cos"] == ["layers/1.helper"]
+
+
+def test_super_and_recursion():
+    """super() and a Module that calls itself add no level; a parent called by its child is named by its path."""
+
+    class Derived(Layer):
+        def __call__(self, x):
+            return super().__call__(jnp.cos(x))
+
+    found = scopes(lambda m, x: m.heads(x), nnx.Dict(heads=Derived()), X)
+    assert (found["cos"], found["sin"]) == (["heads"], ["heads"])
+
+
+def test_a_shared_module_has_its_first_path():
+    """Wherever it is called from, a shared Module is called by its first path."""
+    net = Net()
+    net.tied, net.first = net.block.layers[1], Layer()
+    net.a_first = net.first
+
+    def f(m, x):
+        return m.tied(m.first(m.block.layers[1](x)))
+
+    assert scopes(f, net, X)["sin"] == ["block/layers/1", "a_first"]
+    assert scopes(lambda a, b, x: b["k"](x), net, {"k": net.first}, X)["sin"] == ["a_first"]
+
+
+def test_modules_made_inside():
+    """A Module that is made in the trace is known by the attribute it is set to, and by its class before."""
+
+    class Lazy(nnx.Module):
+        def __call__(self, x):
+            self.made = Layer()
+            return self.made(x) + Layer()(2 * x)
+
+    assert scopes(lambda m, x: m.lazy(x), nnx.Dict(lazy=Lazy()), X)["sin"] == ["lazy/made", "lazy/Layer"]
+
+
+def test_a_module_called_twice():
+    """The same path at each call."""
+    assert scopes(lambda m, x: m.block(m.block(x)), Net(), X)["sin"] == [
+        "block/layers/0", "block/layers/1", "block/heads/a"
+    ]  # fmt: skip
+
+
+INSIDE = {
+    "grad": lambda f, m, x: nnx.grad(lambda m, x: f(m, x).sum(), argnums=1)(m, x),
+    "jit": lambda f, m, x: nnx.jit(f)(m, x),
+    "remat": lambda f, m, x: nnx.remat(f)(m, x),
+    "cond": lambda f, m, x: nnx.cond(True, f, f, m, x),
+    "vmap": lambda f, m, x: nnx.vmap(f, in_axes=(None, 0))(m, x),
+    "fori_loop": lambda f, m, x: nnx.fori_loop(0, 2, lambda i, c: (c[0], f(*c)), (m, x))[1],
+    "capture": lambda f, m, x: nnx.capture(f, nnx.Intermediate)(m, x)[0],
+    "grad in jit in remat": lambda f, m, x: nnx.remat(
+        lambda m, x: nnx.jit(lambda m, x: nnx.grad(lambda m, x: f(m, x).sum(), argnums=1)(m, x))(m, x)
+    )(m, x),
+}
+
+
+_ADDED = {"cond", "while", "body", "closed_call", "eval_jaxpr", "branch_0_fun", "branch_1_fun"}
+
+
+def plain(scope):
+    """A scope without what JAX adds for its transforms."""
+    scope = re.sub(r"(?:transpose|jvp|vmap|rematted_computation|checkpoint)\(([^()]*)\)", r"\1", scope)
+    scope = re.sub(r"(?:transpose|jvp|vmap)\(([^()]*)\)", r"\1", scope)
+    return "/".join(p for p in scope.split("/") if p and p not in _ADDED)
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_paths_inside_transforms(inside):
+    """Inside any transform, called by a Module on itself, a part, a part of a part: the path in the whole model."""
+
+    class Outer(nnx.Module):
+        def __init__(self, choose):
+            self.net, self.choose = Net(), choose
+
+        def __call__(self, x):
+            return INSIDE[inside](lambda m, x: m(x), self.choose(self), x)
+
+    for choose, expected in (
+        (lambda m: m.net, {"model/net/block/layers/0", "model/net/block/layers/1", "model/net/block/heads/a"}),
+        (lambda m: m.net.block.layers[1], {"model/net/block/layers/1"}),
+    ):
+        found = scopes(lambda d, x: d["model"](x), {"model": Outer(choose)}, X)
+        assert {plain(s) for s in (*found.get("sin", ()), *found.get("cos", ()))} == expected
+
+
+def test_paths_inside_a_transform_of_a_method():
+    """A Module that transforms one of its own methods adds no level."""
+
+    class Own(Layer):
+        def __call__(self, x):
+            return nnx.remat(Layer.__call__)(self, x)
+
+    assert {plain(s) for s in scopes(lambda d, x: d["own"](x), {"own": Own()}, X)["sin"]} == {"own"}
+
+
+# --- notes ----------------------------------------------------------------------------------------------------------
+
+
+def notes(call):
+    with pytest.raises(Exception) as caught:  # which error it is, is not the point
+        call()
+    return [note for note in caught.value.__notes__ if note.startswith("in ")]
+
+
+def test_notes_name_path_class_and_input():
+    """One note per call that the error leaves, from the inside out."""
+
+    class Failing(Layer):
+        def __call__(self, x, y=None, *, z=1):
+            raise ValueError("no")
+
+    net = Net()
+    net.block.layers[1] = Failing()
+    assert notes(lambda: nnx.jit(lambda m, x: m(x))(net, X)) == [
+        "in block.layers[1] (Failing), input float32[1, 2]",
+        "in block (Block), input float32[1, 2]",
+        "in <root> (Net), input float32[1, 2]",
+    ]
+    found = notes(lambda: nnx.jit(lambda m, x: m.layers[1](x, None))(net.block, X))
+    assert found == ["in layers[1] (Failing), input float32[1, 2], None"]
+
+
+def test_notes_of_methods_and_super():
+    """A method is named; an error that goes through super() has one note for it."""
+
+    class Failing(Layer):
+        def __call__(self, x):
+            return super().__call__(x) + jnp.ones(7)
+
+        def run(self, x):
+            return self(x)
+
+    assert notes(lambda: nnx.jit(lambda m, x: m.run(x))(Failing(), X)) == [
+        "in <root> (Failing), input float32[1, 2]",
+        "in <root>.run (Failing), input float32[1, 2]",
+    ]
+
+
+@pytest.mark.parametrize("inside", [name for name in INSIDE if name != "grad in jit in remat"])
+def test_notes_inside_transforms(inside):
+    """The path in the whole model, once for each call."""
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.net = Net()
+
+        def __call__(self, x):
+            return INSIDE[inside](lambda m, x: m(x), self.net.block, x)
+
+    outer = Outer()
+    outer.net.block.layers[1].w.value = jnp.ones(3)
+    found = [note.rpartition("[")[0] for note in notes(lambda: nnx.jit(lambda m, x: m(x))(outer, X))]
+    assert found == [
+        "in net.block.layers[1] (Layer), input float32",
+        "in net.block (Block), input float32",
+        "in <root> (Outer), input float32",
+    ]
+
+
+def test_eager_errors_have_no_notes():
+    """Outside of transforms a call is a plain call: the traceback says where it was."""
+    with pytest.raises(TypeError) as caught:
+        Layer()(jnp.ones(3))
+    assert not [note for note in getattr(caught.value, "__notes__", ()) if note.startswith("in ")]
+
+
+# --- the wrapper ----------------------------------------------------------------------------------------------------
+
+
+def test_methods_look_as_written():
+    """Signature, name and docstring of a method are the user's; another callable stays as it is."""
+
+    class Documented(nnx.Module):
+        attribute = functools.partial(max, 1)
+
+        def __call__(self, x, *, y=2):
+            """Doc."""
+
+        @property
+        def size(self):
+            return 3
+
+        @staticmethod
+        def static(x):
+            return x
+
+        @classmethod
+        def make(cls):
+            return cls()
+
+    assert str(inspect.signature(Documented.__call__)) == "(self, x, *, y=2)"
+    assert (Documented.__call__.__doc__, Documented.__call__.__name__) == ("Doc.", "__call__")
+    assert (Documented().size, Documented.static(1), type(Documented.make())) == (3, 1, Documented)
+    assert Documented.attribute(0) == 1
+
+
+def test_nothing_listens_after_a_call():
+    """After a transform, and after one that failed, calls are plain again; other threads never hear of it."""
+    nnx.jit(lambda m, x: m(x))(Net(), X)
+    assert calls._active.listener is None
+    with pytest.raises(TypeError):
+        nnx.jit(lambda m, x: m(x))(Net(), jnp.ones(3))
+    assert calls._active.listener is None
+    elsewhere = []
+
+    def look(m, x):
+        thread = threading.Thread(target=lambda: elsewhere.append(calls._active.listener))
+        thread.start()
+        thread.join()
+        return m(x)
+
+    nnx.jit(look)(Net(), X)
+    assert elsewhere == [None]
+
+
+def test_modules_are_pickled_with_their_class_by_reference():
+    """The wrapper does not stand in the way of pickle."""
+    assert pickle.loads(pickle.dumps(Net().block.layers[0].__call__)).__func__ is Layer.__call__
+
+
+def test_outputs_of_methods_are_handed_on():
+    """A listener's on_output sees each output once, also through super() and transforms inside."""
+    seen = []
+
+    class Derived(Layer):
+        def __call__(self, x):
+            return super().__call__(x)
+
+    model = nnx.List([Derived(), Layer()])
+    listener = calls.Listener(
+        [model[0], model[1]], [(0,), (1,)], lambda m, name, out: seen.append((type(m).__name__, name))
+    )
+    with calls.listening(listener):
+        model[1].helper(model[0](X))
+        nnx.remat(lambda m, x: m(x))(model[1], X)
+    assert seen == [("Derived", "__call__"), ("Layer", "helper"), ("Layer", "__call__")]

@@ -1,0 +1,299 @@
+"""Closures (promise 6): what a jitted function refers to is seen as it is now, and its changes come out."""
+
+import functools
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+
+X = jnp.ones((1, 2))
+
+
+class Layer(nnx.Module):
+    def __init__(self, value=1.0):
+        self.w = nnx.Param(jnp.full((2, 2), value))
+        self.calls = nnx.BatchStat(jnp.array(0))
+        self.scale = 2
+
+    def __call__(self, x):
+        self.calls += 1
+        return x @ self.w * self.scale
+
+
+def expected(layer, x=X):
+    return x @ layer.w.value * layer.scale
+
+
+def check(f, layer, times=1):
+    """The call gives what the present weights give, counts, and leaves no trace on the layer."""
+    before = int(layer.calls)
+    np.testing.assert_allclose(f(X), times * expected(layer))
+    assert int(layer.calls) == before + times
+    assert layer._nnx_trace is None
+    assert layer.w._trace is None
+    assert not isinstance(layer.w.value, jax.core.Tracer)
+
+
+def forms(layer):
+    default = lambda x, m=layer: m(x)
+    holder = {"deep": [layer]}
+    return {
+        "closure": nnx.jit(lambda x: layer(x)),
+        "default": nnx.jit(default),
+        "container": nnx.jit(lambda x: holder["deep"][0](x)),
+        "bound method": nnx.jit(layer.__call__),
+        "module": nnx.jit(layer),
+        "partial": nnx.jit(functools.partial(lambda m, x: m(x), layer)),
+        "inner jit": nnx.jit(lambda x: nnx.jit(lambda x: layer(x))(x)),
+        "donating": nnx.jit(lambda x: layer(x)),
+    }
+
+
+@pytest.mark.parametrize("form", list(forms(Layer())))
+def test_every_change_of_a_captured_module_is_seen(form):
+    """Values, static attributes, structure and sharing: each call computes with the module as it is."""
+    layer = Layer()
+    f = forms(layer)[form]
+    for _ in range(3):
+        check(f, layer)
+    layer.w.value = layer.w.value * 3
+    check(f, layer)
+    layer.scale = 5
+    check(f, layer)
+    layer.w = nnx.Param(jnp.zeros((2, 2)))
+    check(f, layer)
+    layer.extra = [nnx.Param(jnp.ones(1)), layer]
+    check(f, layer)
+    del layer.extra
+    check(f, layer)
+
+
+def test_traces_are_made_again_once():
+    """A function with a closure is traced twice at first, then never again; one without is traced once."""
+    layer, traces = Layer(), []
+    with_closure = nnx.jit(lambda x: (traces.append(1), layer(x))[1])
+    for _ in range(4):
+        with_closure(X)
+        layer.w.value += 1
+    assert len(traces) == 2
+    traces.clear()
+    without = nnx.jit(lambda layer, x: (traces.append(1), layer(x))[1])
+    for _ in range(4):
+        without(layer, X)
+    assert len(traces) == 1
+
+
+def test_a_variable_by_itself():
+    """A captured Variable is read and written like a captured Module."""
+    total = nnx.Variable(jnp.array(1.0))
+
+    @nnx.jit
+    def add(x):
+        total.value += x
+        return total.value
+
+    assert [add(2.0).item(), add(2.0).item()] == [3, 5]
+    total.value = jnp.array(10.0)
+    assert add(1.0).item() == 11 == total.value.item()
+
+
+def test_an_argument_that_is_captured_too():
+    """The same object as argument and in the closure is one object inside."""
+    layer = Layer()
+    seen = []
+
+    @nnx.jit
+    def f(m, x):
+        seen.append(m is layer)
+        return m(x) + layer(x)
+
+    check(lambda x: f(layer, x), layer, times=2)
+    assert seen[-1]
+    other = Layer(7.0)
+    np.testing.assert_allclose(f(other, X), expected(other) + expected(layer))
+    assert (int(other.calls), int(layer.calls)) == (1, 3)
+
+
+def test_captured_and_passed_objects_that_share():
+    """A Variable shared between an argument and a captured module is one Variable inside."""
+    layer, other = Layer(), Layer()
+    other.w = layer.w
+
+    @nnx.jit
+    def f(m):
+        m.w.value = m.w.value + 1
+        return layer.w.value
+
+    np.testing.assert_array_equal(f(other), jnp.full((2, 2), 2.0))
+    np.testing.assert_array_equal(layer.w.value, jnp.full((2, 2), 2.0))
+    assert other.w is layer.w
+
+
+def test_a_global_that_is_rebound():
+    """When the name refers to another module, that one is used, also while the first is alive."""
+    first, second = Layer(1.0), Layer(2.0)
+    layer = first
+    f = nnx.jit(lambda x: layer(x))
+    check(f, first)
+    layer = second
+    check(f, second)
+    layer = first
+    check(f, first)
+
+
+def test_structure_changed_inside():
+    """Attributes attached to and deleted from a captured module inside are so afterwards."""
+    layer = Layer()
+
+    @nnx.jit
+    def f():
+        layer.extra = nnx.Param(layer.w.value + 1)
+        layer.tied = layer.extra
+        del layer.scale
+
+    f()
+    assert layer.tied is layer.extra
+    assert not hasattr(layer, "scale")
+    assert layer.extra.value.tolist() == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failing_call_leaves_captured_objects_as_they_were(error):
+    """Whatever was written before an exception, first call or later, is undone: same values, same attributes."""
+    layer = Layer()
+
+    @nnx.jit
+    def f(x, fail):
+        y = layer(x)
+        layer.debris = y
+        layer.w.value = layer.w.value * 2
+        if fail.shape:
+            raise error("halfway")
+        return y
+
+    value, calls = layer.w.value, layer.calls.value
+    for _ in range(2):
+        with pytest.raises(error, match="halfway"):
+            f(X, jnp.ones(1))
+        assert layer.w.value is value
+        assert layer.calls.value is calls
+        assert list(vars(layer)) == ["w", "calls", "scale"]
+        assert layer._nnx_trace is None
+    f(X, jnp.array(0))
+    assert layer.w.value.tolist() == [[2, 2], [2, 2]]
+
+
+def test_gradients_of_a_captured_module():
+    """nnx.grad inside, of a captured module as its argument, and jax.grad of a function that reads one."""
+    layer = Layer()
+
+    @nnx.jit
+    def step():
+        grads = nnx.grad(lambda m: m(X).sum())(layer)
+        layer.w.value = layer.w.value - grads.w.value
+        return jax.grad(lambda x: (x * layer.w.value).sum())(jnp.ones((2, 2)))
+
+    assert step().tolist() == [[-1, -1], [-1, -1]]
+    assert step().tolist() == [[-3, -3], [-3, -3]]
+    assert int(layer.calls) == 2
+
+
+def test_split_inside_of_a_captured_module():
+    """split and state of a captured module inside see present values."""
+    layer = Layer()
+    f = nnx.jit(lambda: nnx.merge(*nnx.split(layer)).w.value.sum())
+    assert f().item() == 4
+    layer.w.value *= 2
+    assert f().item() == 8
+
+
+def test_nested_jits():
+    """A captured module is found through jitted functions called from jitted functions, each kept and called alone."""
+    layer = Layer()
+    inner = nnx.jit(lambda x: layer(x))
+    outer = nnx.jit(lambda x: inner(x) + inner(x) + layer(x))
+    check(inner, layer)
+    check(outer, layer, times=3)
+    layer.w.value *= 2
+    check(outer, layer, times=3)
+    check(inner, layer)
+
+
+def test_under_raw_jax():
+    """Under raw jax.jit a captured module may be read; a write is refused, and leaves it concrete."""
+    layer = Layer()
+    read = nnx.jit(lambda x: x @ layer.w.value)
+    np.testing.assert_allclose(jax.jit(read)(X), X @ layer.w.value)
+    layer.w.value *= 2
+    np.testing.assert_allclose(jax.jit(lambda x: read(x))(X), X @ layer.w.value)
+    with pytest.raises(nnx.TraceContextError, match="calls"):
+        jax.jit(nnx.jit(lambda x: layer(x)))(X)
+    assert int(layer.calls) == 0
+
+
+def test_without_jit():
+    """Under jax.disable_jit a closure is what it is in Python."""
+    layer = Layer()
+    f = nnx.jit(lambda x: layer(x))
+    with jax.disable_jit():
+        check(f, layer)
+
+
+def test_ahead_of_time():
+    """A lowered and compiled function takes captured modules as they are at the call."""
+    layer = Layer()
+    compiled = nnx.jit(lambda x: layer(x)).lower(X).compile()
+    check(compiled, layer)
+    layer.w.value *= 2
+    check(compiled, layer)
+
+
+def test_a_captured_module_is_freed():
+    """A jitted function holds captured modules no longer than its own closure does."""
+    layers = [Layer()]
+    f = nnx.jit(lambda x: layers[0](x))
+    f(X)
+    f(X)
+    reference = weakref.ref(layers.pop())
+    gc.collect()
+    assert reference() is None
+    layers.append(Layer(3.0))
+    check(f, layers[0])
+
+
+def test_weights_are_inputs_and_not_constants():
+    """Nothing of a captured module is baked into the program."""
+    layer = Layer(12345.0)
+    f = nnx.jit(lambda x: x @ layer.w.value)
+    assert "12345" not in f.lower(X).as_text()
+
+
+def test_another_thread_is_not_watched():
+    """Reads in one thread are not taken for captures of what another thread traces."""
+    layer, bystander = Layer(), Layer()
+    started, done = threading.Event(), threading.Event()
+
+    def read():
+        started.wait(10)
+        bystander(X)
+        done.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+
+    @nnx.jit
+    def f(x):
+        started.set()
+        assert done.wait(10)
+        return layer(x)
+
+    f(X)
+    thread.join()
+    assert [reference() is layer for reference in f._captures.references] == [True]
+    assert int(bystander.calls) == 1

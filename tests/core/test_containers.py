@@ -1,0 +1,488 @@
+"""List and Dict: a list and a dict whose changes are seen, that refuse foreign traces, and adopt what is put in."""
+
+import copy
+import json
+import operator
+import pickle
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+
+
+def param(x=0.0):
+    return nnx.Param(jnp.asarray(x))
+
+
+def structure(node):
+    return nnx.graphdef(node)
+
+
+# --- List: behaves as list does ---
+
+LIST_METHODS = {
+    "append": lambda x: x.append(9),
+    "append a list": lambda x: x.append([1, {"a": 2}]),
+    "extend": lambda x: x.extend(i for i in (7, 8)),
+    "insert": lambda x: x.insert(1, 9),
+    "insert at the end": lambda x: x.insert(-1, [9]),
+    "pop": lambda x: x.pop(),
+    "pop first": lambda x: x.pop(0),
+    "remove": lambda x: x.remove(2),
+    "clear": lambda x: x.clear(),
+    "reverse": lambda x: x.reverse(),
+    "sort": lambda x: x.sort(key=lambda i: -i, reverse=False),
+    "set item": lambda x: operator.setitem(x, 0, 9),
+    "set last": lambda x: operator.setitem(x, -1, [9]),
+    "set slice": lambda x: operator.setitem(x, slice(0, 2), [7, [8], 9]),
+    "set extended slice": lambda x: operator.setitem(x, slice(0, None, 2), iter([7, 8])),
+    "delete item": lambda x: operator.delitem(x, 1),
+    "delete slice": lambda x: operator.delitem(x, slice(1, None)),
+    "+=": lambda x: operator.iadd(x, (4, 5)) is x,
+    "*=": lambda x: operator.imul(x, 2) is x,
+}
+
+
+@pytest.mark.parametrize("method", LIST_METHODS.values(), ids=LIST_METHODS.keys())
+def test_list_methods_do_what_those_of_list_do_and_are_seen(method):
+    """Result and contents are those of a plain list; a jitted function sees the change."""
+    plain, ours = [3, 1, 2], nnx.List([3, 1, 2])
+    before = structure(ours)
+    total = nnx.jit(lambda x: jnp.asarray(len(x)))
+    assert total(ours).item() == 3
+    assert method(ours) == method(plain)
+    assert (list(ours), type(ours)) == (plain, nnx.List)
+    assert structure(ours) != before
+    assert total(ours).item() == len(plain)
+
+
+def test_every_mutating_method_of_list_is_covered():
+    """No way to change a list goes unnoticed: the methods of list that List does not override are read-only."""
+    read_only = (
+        "index count __contains__ __len__ __iter__ __reversed__ __add__ __mul__ __rmul__ __lt__ __le__ __gt__ __ge__ "
+        "__sizeof__ __class_getitem__ __getattribute__ __doc__ __new__ __init__ __repr__ copy __getitem__ __hash__ "
+        "__eq__ __ne__"
+    )
+    assert {name for name in vars(list) if getattr(nnx.List, name) is getattr(list, name)} <= set(read_only.split())
+
+
+def test_every_mutating_method_of_dict_is_covered():
+    """The same for dict."""
+    read_only = (
+        "get keys items values __contains__ __len__ __iter__ __reversed__ __ror__ __lt__ __le__ __gt__ __ge__ "
+        "__sizeof__ __class_getitem__ __getattribute__ __doc__ __new__ __init__ __repr__ copy __getitem__ __hash__ "
+        "fromkeys"
+    )
+    assert {name for name in vars(dict) if getattr(nnx.Dict, name) == getattr(dict, name)} <= set(read_only.split())
+
+
+def test_reading_a_list():
+    """Indexing, slices, iteration, membership, arithmetic and comparison are those of list."""
+    x = nnx.List([1, 2, 3])
+    assert (x[0], x[-1], x[1:], type(x[1:]), len(x), 2 in x, x.index(3), x.count(1)) == (
+        1,
+        3,
+        [2, 3],
+        nnx.List,
+        3,
+        True,
+        2,
+        1,
+    )
+    assert (x + [4], [0] + x, x * 2, list(reversed(x)), x == [1, 2, 3], x != [1], x < [2]) == (
+        [1, 2, 3, 4],
+        [0, 1, 2, 3],
+        [1, 2, 3, 1, 2, 3],
+        [3, 2, 1],
+        True,
+        True,
+        True,
+    )
+    assert (isinstance(x, list), bool(nnx.List()), nnx.List() == []) == (True, False, True)
+    a, *rest = x
+    assert (a, rest) == (1, [2, 3])
+
+
+def test_lists_are_sequences_to_jax_numpy_and_json():
+    """jnp, np and json take a List where they take a list."""
+    x = nnx.List([1, 2])
+    assert jnp.zeros(x).shape == (1, 2)
+    assert np.array(x).tolist() == [1, 2]
+    assert jnp.array(x).tolist() == [1, 2]
+    assert jnp.stack(nnx.List([jnp.ones(2), jnp.zeros(2)])).shape == (2, 2)
+    assert json.dumps(nnx.Dict(a=x)) == '{"a": [1, 2]}'
+
+
+def test_a_list_is_hashed_by_identity():
+    """A node may be a key, though it compares as a list."""
+    a, b = nnx.List([1]), nnx.List([1])
+    assert a == b
+    assert len({id(a): 1, id(b): 2}) == len({a: 1}) + 1
+
+
+# --- Dict: behaves as dict does ---
+
+DICT_METHODS = {
+    "set item": lambda x: operator.setitem(x, "c", [1]),
+    "replace item": lambda x: operator.setitem(x, "a", 9),
+    "delete item": lambda x: operator.delitem(x, "a"),
+    "pop": lambda x: x.pop("a"),
+    "pop default": lambda x: (x.pop("zzz", 5), x.pop("b")),
+    "popitem": lambda x: x.popitem(),
+    "clear": lambda x: x.clear(),
+    "setdefault": lambda x: x.setdefault("c", [1]),
+    "update": lambda x: x.update({"a": 7}, d=[8]),
+    "update with pairs": lambda x: x.update([("e", 1)]),
+    "|=": lambda x: operator.ior(x, {"f": 1}) is x,
+    "int key": lambda x: operator.setitem(x, 3, 1),
+}
+
+
+@pytest.mark.parametrize("method", DICT_METHODS.values(), ids=DICT_METHODS.keys())
+def test_dict_methods_do_what_those_of_dict_do_and_are_seen(method):
+    """Result, contents and order are those of a plain dict; a jitted function sees the change."""
+    plain, ours = {"a": 1, "b": 2}, nnx.Dict(a=1, b=2)
+    before = structure(ours)
+    assert method(ours) == method(plain)
+    assert list(ours.items()) == list(plain.items())
+    assert structure(ours) != before
+    assert nnx.jit(lambda x: len(x))(ours).item() == len(plain)
+
+
+def test_setdefault_of_a_present_key_and_without_default():
+    """setdefault returns the adopted List that is stored, so that changes to it are seen."""
+    x = nnx.Dict()
+    x.setdefault("a", []).append(param())
+    assert x.setdefault("a", []) is x["a"]
+    assert (len(x["a"]), x.setdefault("b")) == (1, None)
+
+
+def test_reading_a_dict():
+    """Lookup, views, merging, comparison and order are those of dict; items are attributes too."""
+    x = nnx.Dict({"b": 1, "a": 2}, c=3)
+    assert (x["a"], x.b, x.get("z"), x.get("z", 0), list(x), "a" in x, len(x)) == (
+        2,
+        1,
+        None,
+        0,
+        ["b", "a", "c"],
+        True,
+        3,
+    )
+    assert (x | {"d": 4}, type(x | {}), {"d": 4, "a": 0} | x) == (
+        {"b": 1, "a": 2, "c": 3, "d": 4},
+        nnx.Dict,
+        {"d": 4, "a": 2, "b": 1, "c": 3},
+    )
+    assert (x == {"a": 2, "b": 1, "c": 3}, x != {}, isinstance(x, dict), {**x}) == (True, True, True, dict(x))
+    assert list(reversed(x)) == ["c", "a", "b"]
+
+
+def test_attributes_of_a_dict_are_its_items():
+    """Setting and deleting attributes does so with items; a missing one lists the keys."""
+    x = nnx.Dict(a=1)
+    x.layers = [param()]
+    assert type(x["layers"]) is nnx.List
+    del x.a
+    with pytest.raises(AttributeError, match=r"no attribute or key 'a'; keys: \['layers'\]"):
+        x.a
+    with pytest.raises(AttributeError, match="'b'"):
+        del x.b
+    assert not hasattr(x, "a")
+
+
+def test_mixed_int_and_str_keys():
+    """Keys of several types have paths, States, and a stable order; they go through jit and back."""
+    x = nnx.Dict({10: param(1), "a": param(2), 2: param(3), "1": param(4)})
+    assert list(nnx.state(x)) == [2, 10, "1", "a"]
+    assert [path for path, _ in nnx.iter_graph(x)][:-1] == [(2,), (10,), ("1",), ("a",)]
+
+    def double(x):
+        for v in x.values():
+            v *= 2
+
+    nnx.jit(double)(x)
+    assert [v.value.item() for v in x.values()] == [2, 4, 6, 8]
+    assert list(nnx.merge(*nnx.split(x))) == [10, "a", 2, "1"]
+
+
+def test_insertion_order_survives():
+    """Order is part of what a user can see: it comes back from merge, jit, copies, and differs in the GraphDef."""
+    a, b = nnx.Dict(x=param(), y=param()), nnx.Dict(y=param(), x=param())
+    assert structure(a) != structure(b)
+    for made in (nnx.merge(*nnx.split(b)), copy.deepcopy(b), nnx.clone(b), nnx.jit(lambda b: nnx.clone(b))(b)):
+        assert list(made) == ["y", "x"]
+
+
+# --- adopting ---
+
+
+def test_plain_containers_are_adopted_by_every_way_in():
+    """Whatever way a plain list or dict comes in, at any depth, it becomes List or Dict."""
+    x = nnx.List([[1], ({"a": [2]},)])
+    x.append([1])
+    x.insert(0, {"a": 1})
+    x.extend([[1]])
+    x += [[1]]
+    x[0:1] = [[1], [2]]
+    x[1] = {"b": [1]}
+    d = nnx.Dict({"a": [1]}, b={"c": []})
+    d["d"], d.e = [1], [2]
+    d.update(f=[1])
+    d |= {"g": [1]}
+    d.setdefault("h", [1])
+
+    def plain(node, path=()):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in items:
+            if type(value) in (list, dict):
+                yield (*path, key)
+            if isinstance(value, list | dict | tuple):
+                yield from plain(value, (*path, key))
+
+    assert list(plain(x)) == []
+    assert list(plain(d)) == []
+
+
+def test_a_container_that_is_a_node_already_is_kept():
+    """Assigning a List keeps that very List, so two attributes may share one."""
+    shared = nnx.List([param()])
+    m = nnx.Dict(a=shared, b=shared)
+    assert m.a is m.b is shared
+    assert len(jax.tree.leaves(nnx.state(m))) == 1
+
+
+def test_a_list_that_contains_itself():
+    """A cycle in a plain list becomes a cycle of Lists."""
+    x = [1]
+    x.append(x)
+    m = nnx.Dict(x=x)
+    assert m.x[1] is m.x
+    assert nnx.merge(*nnx.split(m)).x[1][1][0] == 1
+
+
+@pytest.mark.parametrize("make", [lambda x: nnx.List([x]), lambda x: nnx.Dict(a=x)])
+def test_explicit_declarations_are_unwrapped_in_containers(make):
+    """`nnx.List([nnx.data(x)])` and `nnx.Dict(a=nnx.static(x))` hold the value itself."""
+    array = jnp.ones(2)
+    (value,) = (x for _, x in make(nnx.data(array))._nnx_children())
+    assert value is array
+    (value,) = (x for _, x in make(nnx.static("a"))._nnx_children())
+    assert value == "a"
+
+
+def test_a_declaration_against_the_value_of_an_item_is_refused():
+    """Items move, so what they are goes by their value; a declaration that says otherwise raises with the remedy."""
+    d, m = nnx.Dict(), nnx.Dict()
+    for put in (
+        lambda: nnx.List([nnx.data(0)]),
+        lambda: nnx.List([1]).append(nnx.data(0)),
+        lambda: d.update(a=nnx.data(0)),
+        lambda: setattr(m, "x", [1, (nnx.data(0),)]),
+    ):
+        with pytest.raises(TypeError, match=r"nnx.data\(0\) is put into a list or dict.*nnx.Variable"):
+            put()
+    with pytest.raises(TypeError, match=r"nnx\.static"):
+        d.a = nnx.static(jnp.ones(1))
+    assert (dict(d), dict(m)) == ({}, {})
+
+
+# --- in a graph ---
+
+
+def test_lists_of_lists_change_over_time():
+    """Layers appended, removed and moved at any depth are seen by one jitted function, in and out."""
+    m = nnx.Dict(grid=[[param(1), param(2)], [param(3)]])
+    total = nnx.jit(lambda m: sum(v.value for row in m.grid for v in row))
+    assert total(m).item() == 6
+    m.grid[1].append(param(4))
+    m.grid.append([param(5)])
+    assert total(m).item() == 15
+    m.grid[0].pop()
+    moved = m.grid.pop(0)
+    m.grid[-1] += moved
+    assert total(m).item() == 13
+
+    def inside(m):
+        m.grid[0].reverse()
+        m.grid.append([m.grid[0].pop(), param(10)])
+
+    kept = m.grid[0]
+    first, last = kept
+    nnx.jit(inside)(m)
+    assert (m.grid[0] is kept, next(iter(kept)) is last, m.grid[-1][0] is first, total(m).item()) == (
+        True,
+        True,
+        True,
+        23,
+    )
+
+
+def test_a_list_holds_anything():
+    """Variables, arrays, Modules, None, numbers, functions and nested containers side by side."""
+    x = nnx.List([param(), jnp.ones(2), nnx.Dict(a=param()), None, 3, jnp.tanh, ("a", jnp.ones(1)), {"b": [None]}])
+    graphdef, state = nnx.split(x)
+    back = nnx.merge(graphdef, state)
+    assert nnx.graphdef(back) == graphdef
+    assert [path for path, _ in state.flat_state()] == [(0,), (1,), (2, "a"), (6, 1)]
+    assert back[3:6] == [None, 3, jnp.tanh]
+
+
+def test_list_paths_are_in_numerical_order():
+    """Item 10 comes after item 2, in states, iteration and leaves."""
+    x = nnx.List([param(i) for i in range(12)])
+    assert list(nnx.state(x)) == list(range(12))
+    assert [leaf.item() for leaf in jax.tree.leaves(x)] == list(range(12))
+    assert [key for key, _ in nnx.iter_children(x)] == list(range(12))
+
+
+# --- traces ---
+
+
+@pytest.mark.parametrize("method", [*LIST_METHODS.values()], ids=LIST_METHODS.keys())
+def test_a_list_refuses_changes_from_another_trace(method):
+    """Each method raises under a raw transform, naming the path, and the list stays as it is."""
+    model = nnx.Dict(sub=nnx.Dict(x=[3, 1, 2]))
+    with pytest.raises(nnx.TraceContextError, match=r"change the items \(\w+\) of List at model\.sub\.x"):
+        jax.jit(lambda _: method(model.sub.x))(1.0)
+    assert model.sub.x == [3, 1, 2]
+
+
+@pytest.mark.parametrize("method", [*DICT_METHODS.values()], ids=DICT_METHODS.keys())
+def test_a_dict_refuses_changes_from_another_trace(method):
+    """The same for Dict."""
+    model = nnx.List([nnx.Dict(a=1, b=2)])
+    with pytest.raises(nnx.TraceContextError, match=r"change the items \(\w+\) of Dict at model\[0\]"):
+        jax.jit(lambda _: method(model[0]))(1.0)
+    assert list(model[0].items()) == [("a", 1), ("b", 2)]
+
+
+def test_a_change_that_raises_changes_nothing():
+    """pop of an empty List, a missing key, a slice of the wrong size: the error of the built-in type."""
+    x, d = nnx.List(), nnx.Dict(a=1)
+    for bad, error in [
+        (x.pop, IndexError),
+        (lambda: x.remove(1), ValueError),
+        (lambda: operator.setitem(x, slice(0, 2, 2), [1, 2]), ValueError),
+        (lambda: d.pop("b"), KeyError),
+        (lambda: operator.delitem(d, "b"), KeyError),
+    ]:
+        with pytest.raises(error):
+            bad()
+    assert (list(x), dict(d)) == ([], {"a": 1})
+
+
+def test_a_sort_that_raises_halfway_is_seen():
+    """Whatever order list.sort leaves behind is the one that a jitted function sees."""
+
+    class Odd(int):
+        def __lt__(self, other):
+            if other == 1:
+                raise RuntimeError("no")
+            return int(self) < int(other)
+
+    x = nnx.List([Odd(3), Odd(2), Odd(1), Odd(0)])
+    weigh = nnx.jit(lambda x: sum(i * 10**k for k, i in enumerate(x)))
+    assert weigh(x).item() == 123
+    with pytest.raises(RuntimeError):
+        x.sort()
+    assert weigh(x).item() == sum(i * 10**k for k, i in enumerate(x))
+
+
+# --- copies ---
+
+
+@pytest.mark.parametrize(
+    "copier",
+    [
+        copy.deepcopy,
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: cloudpickle.loads(cloudpickle.dumps(x)),
+        nnx.clone,
+    ],
+    ids=["deepcopy", "pickle", "cloudpickle", "clone"],
+)
+def test_deep_copies(copier):
+    """Contents, nesting, sharing and cycles survive; the copy is apart."""
+    shared = param(1)
+    x = nnx.List([nnx.Dict(a=shared), shared, [1, 2]])
+    x.append(x)
+    y = copier(x)
+    assert (type(y), type(y[0]), type(y[2]), y[0].a is y[1], y[3] is y) == (nnx.List, nnx.Dict, nnx.List, True, True)
+    y[1].value = jnp.zeros(())
+    y[2].append(3)
+    assert (x[1].value.item(), x[2], structure(y) == structure(x)) == (1, [1, 2], False)
+
+
+def test_shallow_copies():
+    """copy.copy and .copy() make another List or Dict with the same items."""
+    x, d = nnx.List([param()]), nnx.Dict(a=param())
+    for made in (copy.copy(x), x.copy(), x[:]):
+        assert (type(made), made is not x, made[0] is x[0]) == (nnx.List, True, True)
+    for made in (copy.copy(d), d.copy()):
+        assert (type(made), made is not d, made["a"] is d["a"]) == (nnx.Dict, True, True)
+
+
+def test_subclasses():
+    """A subclass of List or Dict keeps its class and methods through merge, jit and copies."""
+
+    class Stack(nnx.List):
+        def __call__(self, x):
+            for layer in self:
+                x = x * layer
+            return x
+
+    m = nnx.Dict(stack=Stack([param(2), param(3)]))
+    assert nnx.jit(lambda m, x: m.stack(x))(m, 1.0).item() == 6
+    assert type(nnx.merge(*nnx.split(m)).stack) is Stack
+    assert type(copy.deepcopy(m).stack) is Stack
+
+
+def test_a_list_has_no_attributes():
+    """A subclass of List cannot keep attributes beside its items, which would be lost; the error says what to do."""
+
+    class Named(nnx.List):
+        pass
+
+    for kind in (nnx.List, Named):
+        with pytest.raises(AttributeError, match=r"Make a Module"):
+            kind().name = "x"
+
+
+def test_class_can_be_changed():
+    """`x.__class__ = Subclass` is a change of structure that a jitted function sees, and no item."""
+
+    class Stack(nnx.List):
+        __slots__ = ()
+        height = 5
+
+    class Table(nnx.Dict):
+        __slots__ = ()
+        height = 6
+
+    height = nnx.jit(lambda x: getattr(x, "height", 0))
+    for node, kind, expected in [(nnx.List([1]), Stack, 5), (nnx.Dict(a=1), Table, 6)]:
+        assert height(node).item() == 0
+        node.__class__ = kind
+        assert (type(node), len(node), height(node).item()) == (kind, 1, expected)
+
+
+def test_subscripted_in_annotations():
+    """`nnx.List[Layer]` and `nnx.Dict[Layer]` are annotations, and make containers when called."""
+
+    @nnx.dataclass
+    class Holder(nnx.Module):
+        layers: nnx.List[nnx.Param]
+        heads: nnx.Dict[nnx.Param]
+
+    m = Holder(nnx.List[nnx.Param]([param()]), {"a": param()})
+    assert (type(m.layers), type(m.heads), len(jax.tree.leaves(m))) == (nnx.List, nnx.Dict, 2)
+
+
+def test_repr_is_that_of_the_built_in_type():
+    """Settings held in a List or Dict print as they would in a plain list or dict."""
+    assert (repr(nnx.List([1, "a"])), str(nnx.Dict(a=[1, None]))) == ("[1, 'a']", "{'a': [1, None]}")

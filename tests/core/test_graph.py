@@ -1,0 +1,334 @@
+"""The graph as a table: pack, build, diff, commit."""
+
+import gc
+import pickle
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.graph import (
+    LEAF,
+    SAME,
+    Delta,
+    Layout,
+    NodeRow,
+    Ref,
+    StaticArgument,
+    Tree,
+    VariableRow,
+    build,
+    check_commit,
+    commit,
+    diff,
+    flatten_once,
+    pack,
+)
+from nnxlib.core.static import Const
+
+
+class Embed(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones(2))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.embed = Embed()
+        self.scale = 0.5
+        self.tied = self.embed
+        self.table = jnp.zeros(3)
+
+
+def run(f, m):
+    """Call f on fresh objects and commit what it did to the live ones, as a transform does."""
+    packed = pack(m)
+    tree, objects = build(packed.layout, packed.leaves)
+    after = diff(packed.layout, packed.leaves, objects, f(tree))
+    return commit(packed.layout, after.delta, after.leaves, packed.objects), after.delta
+
+
+# --- pack ---
+
+
+def test_the_table_of_the_docstring():
+    """One row for each node and Variable, numbered depth first in the order of paths; edges are row numbers."""
+    m = Net()
+    layout, leaves, objects = pack(m)
+    assert layout.rows == (
+        NodeRow(
+            Net,
+            ("embed", "scale", "tied", "table"),
+            (("embed", Ref(1)), ("scale", Const.of(0.5)), ("table", LEAF), ("tied", Ref(1))),
+            Const.of_items({}),
+        ),
+        NodeRow(Embed, ("kernel",), (("kernel", Ref(2)),), Const.of_items({})),
+        VariableRow(nnx.Param, Const.of_items({})),
+    )
+    assert (layout.root, layout.variables) == (Ref(0), (2,))
+    assert leaves[0] is m.embed.kernel.value
+    assert leaves[1] is m.table
+    assert objects == [m, m.embed, m.embed.kernel]
+    assert (layout.paths, layout.leaf_paths) == (
+        ((), ("embed",), ("embed", "kernel")),
+        (("embed", "kernel"), ("table",)),
+    )
+
+
+def test_leaves_are_variables_then_arrays_then_those_of_the_pytree():
+    """The order in which build takes them."""
+    v, a, b = nnx.Param(1.0), jnp.ones(1), jnp.ones(2)
+    packed = pack((b, nnx.Dict(a=a, v=v)))
+    assert [x is y for x, y in zip(packed.leaves, (1.0, a, b), strict=True)] == [True] * 3
+    assert packed.layout.leaf_paths == ((1, "v"), (1, "a"), (0,))
+
+
+def test_equal_layouts_are_one_object():
+    """Layouts are interned, so that `is` compares them, and go when nobody needs them."""
+    layout = pack(Net()).layout
+    assert pack(Net()).layout is layout
+    assert pickle.loads(pickle.dumps(layout)) is layout
+    other = Net()
+    other.tied = Embed()
+    assert pack(other).layout is not layout
+    m = Net()
+    m.odd = "only here"
+    ref = weakref.ref(pack(m).layout)
+    del m
+    gc.collect()
+    assert ref() is None
+
+
+def test_trees_and_graphs_are_told_apart():
+    """is_tree: nothing is reached twice."""
+    m = Net()
+    assert not pack(m).layout.is_tree
+    m.tied = None
+    assert pack(m).layout.is_tree
+    m.pair = (m.embed, 1)
+    assert not pack(m).layout.is_tree
+
+
+def test_sharing_across_arguments():
+    """Rows are numbered over the whole pytree, so an object in two arguments is one row."""
+    m = Embed()
+    packed = pack((m, [m.kernel, m]))
+    assert (len(packed.objects), packed.layout.leaf_paths) == (2, ((0, "kernel"),))
+    (a, (v, b)), _ = build(packed.layout, packed.leaves)
+    assert (a is b, a.kernel is v) == (True, True)
+
+
+def test_what_pytrees_become():
+    """An attribute that is a pytree of data is a Tree, one without data a constant; arguments are always data."""
+    fields = dict(pack(nnx.Dict(a=(nnx.Param(1.0), "x"), b=(1, "x"))).layout.rows[0].fields)
+    assert isinstance(fields["a"], Tree)
+    assert (fields["a"].children, fields["b"]) == ((Ref(1), Const.of("x")), Const.of((1, "x")))
+    assert pack((1, 2.0)).leaves == [1, 2.0]
+    assert pack((StaticArgument("x"), 2.0)).leaves == [2.0]
+
+
+def test_flatten_once_stops_at_nodes():
+    """Keys, children and how to put them together; a method keeps its Module."""
+    m = Embed()
+    keys, children, treedef = flatten_once({"b": m, "a": [1, nnx.Param(2.0)]})
+    assert (keys, children[0], children[2] is m) == ((("a", 0), ("a", 1), ("b",)), 1, True)
+    assert treedef.unflatten(children)["b"] is m
+    keys, children, method = flatten_once(m.__repr__)
+    assert (keys, children[0] is m, method.unflatten([m])()) == (((),), True, repr(m))
+
+
+# --- build ---
+
+
+def test_build_makes_fresh_objects():
+    """Same structure, order of attributes and values; all objects new; static values that may be edited are copies."""
+    m = Net()
+    m.config = nnx.static((bytearray(b"a"),))
+    packed = pack(m)
+    made, objects = build(packed.layout, packed.leaves)
+    assert (list(vars(made)), made.tied is made.embed, made.table is m.table) == (list(vars(m)), True, True)
+    assert not {id(x) for x in objects} & {id(x) for x in packed.objects}
+    made.config[0].append(1)
+    assert (m.config[0], build(packed.layout, packed.leaves)[0].config[0]) == (b"a", b"a")
+
+
+def test_build_around_given_objects():
+    """Rows that are given are used as they are."""
+    m = Net()
+    packed = pack(m)
+    v = nnx.Param(5.0)
+    made, _ = build(packed.layout, packed.leaves, {2: v})
+    assert made.embed.kernel is v
+
+
+# --- diff ---
+
+
+def test_no_change_is_an_empty_delta():
+    """Reading, and writing back the very same value, is nothing."""
+
+    def f(m):
+        m.embed.kernel.value = m.embed.kernel.value
+        m.table, m.tied = m.table, m.tied
+        m.scale = 0.5
+
+    _, delta = run(f, Net())
+    assert (delta.values, delta.rows) == ((), ())
+
+
+def test_a_value_is_changed_by_identity():
+    """Another object counts as changed, also when it is equal."""
+    _, delta = run(lambda m: setattr(m.embed.kernel, "value", jnp.ones(2)), Net())
+    assert (delta.values, delta.rows) == ((2,), ())
+
+
+def test_only_changed_fields_are_in_a_row():
+    """The others are marked SAME, and their arrays are not returned."""
+    m = Net()
+    m.other = jnp.ones(100)
+    packed = pack(m)
+    fresh, objects = build(packed.layout, packed.leaves)
+    fresh.table = jnp.ones(3)
+    after = diff(packed.layout, packed.leaves, objects, None)
+    ((number, row),) = after.delta.rows
+    assert (number, {name for name, spec in row.fields if spec is not SAME}) == (0, {"table"})
+    assert (len(after.leaves), after.owners) == (1, [(0, 1)])
+
+
+def test_rows_are_never_reassigned():
+    """Old objects keep their numbers, new ones get higher, whatever moves where."""
+
+    def f(m):
+        m.new, m.tied = Embed(), None
+        m.embed, m.new.old = m.new, m.embed
+        return m.new.old, m.new
+
+    m = Net()
+    embed = m.embed
+    (old, new), delta = run(f, m)
+    assert [i for i, _ in delta.rows] == [0, 3, 4]
+    assert (old is embed, new is m.embed, m.new.old is embed, m.tied) == (True, True, True, None)
+
+
+def test_forced_leaves_count_as_changed():
+    """Donated leaves come back also when unchanged."""
+    packed = pack(Net())
+    _, objects = build(packed.layout, packed.leaves)
+    after = diff(packed.layout, packed.leaves, objects, None, forced=(0, 1))
+    assert (after.delta.values, [i for i, _ in after.delta.rows], len(after.leaves)) == ((2,), [0], 2)
+
+
+def test_deltas_compare_and_hash_by_value():
+    """They are static data in the output of a JAX function."""
+    deltas = [run(lambda m: setattr(m, "scale", 2.0), Net())[1] for _ in range(2)]
+    assert deltas[0] == deltas[1]
+    assert len(set(deltas)) == 1
+    assert deltas[0] != run(lambda m: setattr(m, "scale", 3.0), Net())[1]
+
+
+# --- commit ---
+
+PROGRAMS = {
+    "value": lambda m: setattr(m.embed.kernel, "value", jnp.full(2, 5.0)),
+    "array": lambda m: setattr(m, "table", jnp.ones(7)),
+    "static": lambda m: setattr(m, "scale", "x"),
+    "attach": lambda m: setattr(m, "more", [Embed(), {"a": nnx.Param(1.0)}]),
+    "detach": lambda m: delattr(m, "tied"),
+    "swap": lambda m: setattr(m, "embed", Embed()),
+    "share": lambda m: setattr(m, "third", m.embed.kernel),
+    "cycle": lambda m: setattr(m.embed, "parent", m),
+    "class": lambda m: setattr(m.embed, "__class__", Net),
+    "Variable class": lambda m: setattr(m.embed.kernel, "__class__", nnx.Cache),
+    "metadata": lambda m: m.embed.kernel.set_metadata(a=[1]),
+    "order": lambda m: (delattr(m, "embed"), setattr(m, "embed", m.tied)),
+    "tuple": lambda m: setattr(m, "pair", (m.table, nnx.Param(2.0), {"k": m.embed})),
+    "mode": lambda m: m.eval(),
+    "declared": lambda m: setattr(m, "scale", nnx.data(3)),
+    "move": lambda m: (setattr(m, "kernel", m.embed.kernel), delattr(m.embed, "kernel")),
+    "pytree value": lambda m: setattr(m.embed.kernel, "value", {"a": jnp.ones(1), "b": (jnp.zeros(2),)}),
+    "None": lambda m: setattr(m, "embed", None),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
+def test_commit_does_to_live_objects_what_was_done_to_fresh_ones(program):
+    """The graph afterwards is that of a direct run, and objects that stay are the very same."""
+    live, direct = Net(), Net()
+    live.deterministic = direct.deterministic = False
+    old, old_direct = pack(live).objects, pack(direct).objects
+    run(program, live)
+    program(direct)
+    a, b = pack(live), pack(direct)
+    assert a.layout is b.layout
+    assert all(map(np.array_equal, jax.tree.leaves(a.leaves), jax.tree.leaves(b.leaves)))
+    assert a.objects[0] is live
+    place = lambda x, objects: [k for k, y in enumerate(objects) if x is y]
+    assert [place(x, old) for x in a.objects] == [place(y, old_direct) for y in b.objects]
+    assert list(vars(live)) == list(vars(direct))
+
+
+def test_untouched_fields_keep_the_very_objects():
+    """Committing one field leaves the others what they are, by identity."""
+    m = Net()
+    m.config, m.name = [1, 2], object()
+    before = dict(vars(m))
+    run(lambda m: setattr(m, "scale", 2.0), m)
+    after = dict(vars(m))
+    assert [name for name in before if before[name] is not after[name]] == ["scale"]
+
+
+def test_outputs_refer_to_live_objects():
+    """What a function returns of its inputs is the caller's object, wherever it stands in the output."""
+    m = Net()
+    out, _ = run(lambda m: {"a": [m.embed, (m, 3)], "k": m.embed.kernel}, m)
+    assert (out["a"][0] is m.embed, out["a"][1][0] is m, out["k"] is m.embed.kernel) == (True, True, True)
+
+
+def test_commit_checks_before_the_first_write():
+    """A Delta that touches an object of another trace is refused as a whole, naming path and attribute."""
+    model = Net()
+    before = dict(vars(model)), model.embed.kernel.value
+
+    @jax.jit
+    def f(x):
+        inside = nnx.Dict(v=nnx.Param(x), model=model)
+        packed = pack(inside)
+        fresh, objects = build(packed.layout, packed.leaves)
+        fresh.v.value, fresh.model.embed.kernel.value, fresh.model.scale = x + 1, x, 7
+        after = diff(packed.layout, packed.leaves, objects, None)
+        with pytest.raises(
+            nnx.TraceContextError, match=r"the new value of the Param at model\.embed\.kernel, which is "
+        ):
+            commit(packed.layout, after.delta, after.leaves, packed.objects)
+        with pytest.raises(nnx.TraceContextError, match=r"attribute 'scale' of the Net at model\b"):
+            check_commit(packed.layout, Delta((), after.delta.rows, after.delta.root), packed.objects)
+        assert inside.v.value is x
+        return x
+
+    f(1.0)
+    assert (dict(vars(model)), model.embed.kernel.value) == before
+
+
+def test_large_tables():
+    """10,000 nodes in a chain and 10,000 Variables side by side pack, build and compare without recursion."""
+    node = None
+    for _ in range(10_000):
+        node = nnx.Dict(next=node)
+    wide = nnx.List([nnx.Param(1.0) for _ in range(10_000)])
+    for m in (node, wide):
+        packed = pack(m)
+        _, objects = build(packed.layout, packed.leaves)
+        after = diff(packed.layout, packed.leaves, objects, None)
+        assert (len(packed.objects) >= 10_000, after.delta.values, after.delta.rows) == (True, (), ())
+    while node is not None:  # a chain this long is taken apart by hand: Python frees it recursively
+        node = node.pop("next")
+
+
+def test_layouts_print_and_pickle():
+    """The marks in a table have readable reprs and keep their identity through pickle."""
+    assert (repr(LEAF), repr(SAME), pickle.loads(pickle.dumps((LEAF, SAME)))) == ("*", "same", (LEAF, SAME))
+    assert pickle.loads(pickle.dumps(LEAF)) is LEAF
+    assert isinstance(pack(Net()).layout, Layout)

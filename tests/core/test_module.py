@@ -1,0 +1,380 @@
+"""Module: training and evaluation, recording, submodules, views; Sequential."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nnxlib as nnx
+
+
+class Drop(nnx.Module):
+    """Something with a mode: as a Dropout has."""
+
+    def __init__(self, deterministic=False, rate=0.5):
+        self.deterministic = deterministic
+        self.rate = rate
+
+    def set_view(self, deterministic: bool | None = None, rate: float | None = None):
+        """Settings of a view."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if rate is not None:
+            self.rate = rate
+
+
+class Norm(nnx.Module):
+    def __init__(self, use_running_average=False):
+        self.mean = nnx.BatchStat(jnp.zeros(2))
+        self.use_running_average = use_running_average
+
+    def set_view(self, use_running_average: bool | None = None, **kwargs):
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+    def __call__(self, x):
+        return x - self.mean if self.use_running_average else x
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+        self.drop = Drop()
+        self.blocks = [nnx.Dict(norm=Norm()), Norm(use_running_average=True)]
+
+
+def modes(m):
+    return m.drop.deterministic, m.blocks[0].norm.use_running_average, m.blocks[1].use_running_average
+
+
+# --- training and evaluation ---
+
+
+def test_eval_and_train_switch_every_module_below():
+    """eval makes all deterministic; train gives each the user's own setting back."""
+    m = Net()
+    m.eval()
+    assert modes(m) == (True, True, True)
+    m.train()
+    assert modes(m) == (False, False, True)
+
+
+def test_a_frozen_module_stays_frozen():
+    """A BatchNorm that the user froze, before or between switches, is not thawed by train()."""
+    m = Net()
+    m.train()
+    assert m.blocks[1].use_running_average is True
+    m.blocks[0].norm.use_running_average = True
+    m.eval()
+    m.train()
+    assert modes(m) == (False, True, True)
+
+
+def test_a_setting_made_during_evaluation_is_the_users_own():
+    """What the user sets after eval() is no longer undone by train()."""
+    m = Net()
+    m.eval()
+    m.drop.deterministic = False
+    m.blocks[0].norm.use_running_average = True
+    m.train()
+    assert modes(m) == (False, True, True)
+
+
+def test_eval_twice_remembers_the_first():
+    """eval(); eval(); train() restores what was there before the first."""
+    m = Net()
+    m.drop.deterministic = None
+    m.eval()
+    m.eval()
+    m.train()
+    assert m.drop.deterministic is False
+
+
+def test_a_mode_that_was_never_set():
+    """None means: as the call says; train() makes it False and eval() True."""
+    m = Drop(deterministic=None)
+    m.train()
+    assert m.deterministic is False
+    m = Drop(deterministic=None)
+    m.eval()
+    assert m.deterministic is True
+
+
+def test_train_and_eval_set_further_attributes():
+    """Keyword arguments are set on all Modules that have them; unknown ones are ignored, as in flax."""
+    m = Net()
+    m.eval(rate=0.1, unknown=1)
+    assert (m.drop.rate, m.drop.deterministic, hasattr(m, "unknown")) == (0.1, True, False)
+    m.train(deterministic=True)
+    assert m.drop.deterministic is True
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m))])
+def test_the_users_own_setting_survives_copies(copier):
+    """A copy of a model in evaluation goes back to training as the original would."""
+    m = Net()
+    m.eval()
+    c = copier(m)
+    c.train()
+    assert (modes(c), modes(m)) == ((False, False, True), (True, True, True))
+
+
+def test_switching_back_finds_the_compiled_function():
+    """Structure is compared by value: train, eval, train traces twice, not three times."""
+    traces = []
+
+    @nnx.jit
+    def f(m):
+        traces.append(1)
+        return m.w.sum()
+
+    m = Net()
+    f(m)
+    m.eval()
+    f(m)
+    m.train()
+    f(m)
+    m.eval()
+    f(m)
+    assert len(traces) == 2
+
+
+def test_eval_inside_jit_comes_out():
+    """Mode is an attribute like any other: switched inside a jitted function, it is switched outside."""
+    m = Net()
+    nnx.jit(lambda m: m.eval())(m)
+    assert modes(m) == (True, True, True)
+    nnx.jit(lambda m: m.train())(m)
+    assert modes(m) == (False, False, True)
+
+
+def test_eval_of_a_closed_over_model_is_refused():
+    """Under a raw transform the switch is a write."""
+    m = Net()
+    with pytest.raises(nnx.TraceContextError):
+        jax.jit(lambda x: (m.eval(), x)[1])(1.0)
+    assert modes(m) == (False, False, True)
+
+
+# --- attributes ---
+
+
+def test_set_attributes_where_they_exist():
+    """Each Module that has the attribute gets it; filters choose Modules by type or path."""
+    m = nnx.List([Drop(), Drop(), Norm()])
+    model = nnx.Sequential(*m)
+    model.set_attributes(rate=0.1)
+    assert [x.rate for x in model.layers[:2]] == [0.1, 0.1]
+    model.set_attributes(nnx.PathContains(0), rate=0.9)
+    assert [x.rate for x in model.layers[:2]] == [0.9, 0.1]
+    model.set_attributes(Norm, use_running_average=True)
+    assert model.layers[2].use_running_average is True
+    assert not hasattr(model.layers[2], "rate")
+
+
+def test_set_attributes_that_exist_nowhere():
+    """A misspelt attribute is named; raise_if_not_found=False lets it pass, and sets the others."""
+    m = Net()
+    with pytest.raises(ValueError, match=r"No Module in Net has the attributes \['rte'\]"):
+        m.set_attributes(rte=0.1)
+    m.set_attributes(rte=0.1, rate=0.2, raise_if_not_found=False)
+    assert m.drop.rate == 0.2
+
+
+# --- recording ---
+
+
+def test_sow_appends_to_a_tuple():
+    """By default a Variable of the type collects what is recorded, and pop takes it out."""
+    m = Net()
+    assert m.sow(nnx.Intermediate, "h", 1.0)
+    assert m.sow(nnx.Intermediate, "h", 2.0)
+    assert (type(m.h), m.h.value) == (nnx.Intermediate, (1.0, 2.0))
+    assert nnx.pop(m, nnx.Intermediate).h.value == (1.0, 2.0)
+    assert not hasattr(m, "h")
+
+
+def test_sow_with_a_reduction_and_a_named_collection():
+    """reduce_fn and init_fn make sums; a collection may be given by name, and is made if it is new."""
+    m = Net()
+    for x in (1, 2, 3):
+        m.sow("test_sums", "total", x, reduce_fn=lambda a, b: a + b, init_fn=lambda: 0)
+    assert (m.total.value, m.total.type) == (6, nnx.variable_type_from_name("test_sums"))
+
+
+def test_sow_under_a_name_that_is_taken():
+    """An attribute of another kind is not overwritten; the message names both."""
+    m = Net()
+    for name, kind in [("w", "Param"), ("drop", "Drop")]:
+        with pytest.raises(ValueError, match=rf"{name!r} already, a {kind} and not a Intermediate"):
+            m.sow(nnx.Intermediate, name, 1.0)
+
+
+def test_sow_inside_jit_comes_out():
+    """What is recorded in a jitted call is on the live Module afterwards."""
+    m = Net()
+
+    def f(m, x):
+        m.sow(nnx.Intermediate, "h", x * 2)
+        return x
+
+    nnx.jit(f)(m, jnp.ones(2))
+    assert m.h.value[0].tolist() == [2, 2]
+
+
+def test_perturb_gives_the_gradient_of_an_intermediate():
+    """The gradient of the Perturbation is that of the value it was added to."""
+    m = Net()
+
+    def loss(m, x):
+        h = m.perturb("p", x * m.w)
+        return (h**2).sum()
+
+    x = jnp.array([1.0, 2.0])
+    assert (loss(m, x).item(), type(m.p), m.p.value.tolist()) == (5, nnx.Perturbation, [0, 0])
+    grads = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Perturbation))(m, x)
+    assert grads.p.value.tolist() == [2, 4]
+
+
+# --- submodules ---
+
+
+def test_iterating_over_modules():
+    """Methods and functions agree: children before parents, each shared one once, containers included."""
+    m = Net()
+    m.again = m.drop
+    paths = [path for path, _ in m.iter_modules()]
+    assert paths == [("again",), ("blocks", 0, "norm"), ("blocks", 0), ("blocks", 1), ("blocks",), ()]
+    assert [(p, x) for p, x in nnx.iter_modules(m)] == list(m.iter_modules())
+    assert [key for key, _ in m.iter_children()] == ["again", "blocks", "drop", "w"]
+    assert [key for key, _ in nnx.iter_module_children(m)] == ["again", "blocks", "drop"]
+    assert dict(nnx.iter_module_children(m))["drop"] is m.drop
+
+
+# --- views ---
+
+
+def test_view_shares_variables_and_leaves_the_original():
+    """A view is made of new Modules around the same Variables, with settings made by set_view."""
+    m = Net()
+    v = nnx.view(m, deterministic=True, use_running_average=True)
+    assert (modes(v), modes(m)) == ((True, True, True), (False, False, True))
+    assert v.w is m.w
+    assert v.blocks[0].norm.mean is m.blocks[0].norm.mean
+    assert v.blocks is not m.blocks
+    v.w.value = jnp.zeros(2)
+    assert m.w.value.tolist() == [0, 0]
+
+
+def test_view_with_a_filter_and_unknown_settings():
+    """`only` chooses Modules; a setting that no Module takes is named."""
+    m = nnx.List([Drop(), Drop()])
+    v = nnx.view(m, only=nnx.PathContains(1), deterministic=True)
+    assert [x.deterministic for x in v] == [False, True]
+    with pytest.raises(ValueError, match=r"setting \['deterministc'\]"):
+        nnx.view(m, deterministc=True)
+    assert nnx.view(m, deterministc=True, raise_if_not_found=False)[0].deterministic is False
+
+
+def test_view_keeps_sharing():
+    """A Module under two names is one Module in the view."""
+    m = Net()
+    m.again = m.drop
+    v = nnx.view(m, deterministic=True)
+    assert v.again is v.drop
+
+
+def test_view_info_lists_the_settings():
+    """Each class that has set_view, with its parameters."""
+    assert nnx.view_info(Net()).splitlines() == [
+        "Drop:",
+        "  deterministic: bool | None = None",
+        "  rate: float | None = None",
+        "Norm:",
+        "  use_running_average: bool | None = None",
+    ]
+    assert "Drop" not in nnx.view_info(Net(), only=Norm)
+
+
+def test_with_attributes_shares_variables():
+    """Like view, by plain attributes."""
+    m = Net()
+    v = nnx.with_attributes(m, rate=0.1)
+    assert (v.drop.rate, m.drop.rate, v.w is m.w) == (0.1, 0.5, True)
+    assert nnx.with_attributes(m, only=Norm, rate=0.1, raise_if_not_found=False).drop.rate == 0.5
+    with pytest.raises(ValueError, match=r"\['rte'\]"):
+        nnx.with_attributes(m, rte=0.1)
+
+
+def test_set_metadata_on_chosen_variables():
+    """nnx.set_metadata sets metadata on each Variable that the filter takes."""
+    m = Net()
+    nnx.set_metadata(m, layer="x")
+    nnx.set_metadata(m, only=nnx.BatchStat, kind="stat")
+    assert (m.w.layer, m.blocks[1].mean.kind, m.w.has_metadata("kind")) == ("x", "stat", False)
+
+
+# --- Sequential ---
+
+
+def test_sequential_passes_tuples_and_dicts_on():
+    """A tuple becomes arguments, a dict keyword arguments; without layers the input comes out."""
+    model = nnx.Sequential(lambda x: (x, x), lambda a, b: a + b, lambda x: {"a": x, "b": 1}, lambda a, b: a * 10 + b)
+    assert (model(3), nnx.Sequential()(3), nnx.Sequential()(3, 4)) == (61, 3, (3, 4))
+    assert nnx.Sequential(lambda *, x: x + 1)(x=3) == 4
+
+
+def test_sequential_as_a_sequence():
+    """Length, items, slices and iteration; layers may be added."""
+    a, b = Drop(), Norm()
+    model = nnx.Sequential(a, b, jnp.tanh)
+    assert (len(model), model[0] is a, list(model)[1] is b, type(model[1:]), len(model[1:])) == (
+        3,
+        True,
+        True,
+        nnx.Sequential,
+        2,
+    )
+    model.layers.append(Drop())
+    assert nnx.jit(lambda m: len(m))(model) == 4
+
+
+def test_sequential_with_something_that_cannot_be_called():
+    """The error names the item."""
+    with pytest.raises(TypeError, match=r"Sequential\.layers\[1\] is a int"):
+        nnx.Sequential(jnp.tanh, 3)(1.0)
+
+
+def test_a_subclass_of_a_library_module():
+    """A subclass of Sequential with attributes of its own."""
+
+    class Scaled(nnx.Sequential):
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.scale = nnx.Param(jnp.array(2.0))
+
+        def __call__(self, x):
+            return super().__call__(x) * self.scale
+
+    assert nnx.jit(lambda m, x: m(x))(Scaled(lambda x: x + 1), 1.0).item() == 4
+
+
+# --- empty ---
+
+
+def test_an_empty_module():
+    """A Module without attributes goes through everything."""
+
+    class Empty(nnx.Module):
+        pass
+
+    m = Empty()
+    graphdef, state = nnx.split(m)
+    assert (type(nnx.merge(graphdef, state)), len(state), jax.tree.leaves(m)) == (Empty, 0, [])
+    m.train()
+    m.eval()
+    nnx.update(m, state)
+    assert nnx.jit(lambda m: m)(m) is m
+    assert (list(nnx.iter_graph(m)), nnx.pop(m, ...), nnx.find_duplicates(m)) == ([((), m)], nnx.State({}), [])
+    assert (type(copy.deepcopy(m)), repr(m), list(m.iter_modules())) == (Empty, "Empty()", [((), m)])

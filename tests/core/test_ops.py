@@ -1,0 +1,825 @@
+"""The functions on graphs: split, merge, state, update, pop, clone, looking at and mapping over a graph."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.errors import NonExhaustiveFiltersError, StateMismatchError
+
+
+class Layer(nnx.Module):
+    def __init__(self, n=2):
+        self.w = nnx.Param(jnp.ones(n))
+        self.mean = nnx.BatchStat(jnp.zeros(n))
+
+    def __call__(self, x):
+        self.mean.value = self.mean + x
+        return x * self.w
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.first = Layer()
+        self.layers = [Layer(), Layer(3)]
+        self.scale = jnp.ones(())
+        self.pair = (nnx.Param(jnp.zeros(1)), jnp.ones(1))
+        self.name = "net"
+
+    def run(self, x):
+        return self.first(x) * self.scale
+
+
+PATHS = [
+    ("first", "mean"),
+    ("first", "w"),
+    ("layers", 0, "mean"),
+    ("layers", 0, "w"),
+    ("layers", 1, "mean"),
+    ("layers", 1, "w"),
+    ("pair", 0),
+    ("pair", 1),
+    ("scale",),
+]
+
+
+def paths(state):
+    return [path for path, _ in state.flat_state()]
+
+
+def snapshot(node):
+    """Every object and value in a graph, by path; two equal snapshots mean that nothing has changed."""
+    return [(path, x, x.raw_value if isinstance(x, nnx.Variable) else None) for path, x in nnx.iter_graph(node)]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(p == q and x is y and v is w for (p, x, v), (q, y, w) in zip(a, b))
+
+
+# --- split and merge ---
+
+
+def test_split_and_merge_are_inverse():
+    """Merging what split returned gives an equal model made of new objects."""
+    m = Net()
+    graphdef, state = nnx.split(m)
+    back = nnx.merge(graphdef, state)
+    assert (type(back), back.name, paths(state), nnx.graphdef(back) == graphdef) == (Net, "net", PATHS, True)
+    assert nnx.state(back) == state
+    assert not {id(x) for _, x, _ in snapshot(m) if isinstance(x, nnx.Variable | nnx.Module)} & {
+        id(x) for _, x, _ in snapshot(back)
+    }
+
+
+def test_split_by_filters():
+    """One State for each filter; the first that fits takes the leaf; the States may be merged in any order."""
+    m = Net()
+    graphdef, params, stats, rest = nnx.split(m, nnx.Param, nnx.BatchStat, ...)
+    assert (len(paths(params)), len(paths(stats)), paths(rest)) == (4, 3, [("pair", 1), ("scale",)])
+    assert nnx.state(nnx.merge(graphdef, rest, params, stats)) == nnx.state(m)
+    graphdef, empty, all_ = nnx.split(m, nnx.Cache, ...)
+    assert (len(empty), paths(all_)) == (0, PATHS)
+    assert nnx.state(nnx.merge(graphdef, empty, all_)) == nnx.state(m)
+
+
+def test_split_that_leaves_something_out():
+    """A leaf that no filter takes is an error that names its path."""
+    with pytest.raises(NonExhaustiveFiltersError, match=r"(?s)first\.mean.*scale"):
+        nnx.split(Net(), nnx.Param)
+
+
+def test_a_state_is_a_snapshot():
+    """Writing to the model does not change a State, and writing to a State does not change the model."""
+    m = Net()
+    for state in (nnx.state(m), nnx.split(m)[1], nnx.variables(m), nnx.flatten(m)[1].to_nested_state()):
+        m.first.w.value = jnp.full(2, 5.0)
+        m.scale = jnp.zeros(())
+        assert state.first.w.value.tolist() != [5, 5]
+        state.first.w.value = jnp.zeros(2)
+        state.first.mean.set_metadata(a=1)
+        assert (m.first.w.value.tolist(), m.first.mean.get_metadata()) == ([5, 5], {})
+        m.first.w.value = jnp.ones(2)
+
+
+def test_merge_makes_new_variables_each_time():
+    """Two models merged from one State are apart from each other and from the State."""
+    graphdef, state = nnx.split(Net())
+    a, b = nnx.merge(graphdef, state), nnx.merge(graphdef, state, copy=True)
+    a.first.w += 1
+    assert (b.first.w.value.tolist(), state.first.w.value.tolist()) == ([1, 1], [1, 1])
+
+
+def test_merge_inside_any_raw_transform():
+    """A model merged in a trace belongs to it: statistics may be updated, and come out through split."""
+    graphdef, state = nnx.split(Layer())
+
+    def forward(state, x):
+        m = nnx.merge(graphdef, state)
+        y = m(x)
+        return y.sum(), nnx.state(m)
+
+    x = jnp.ones(2)
+    y, new = jax.jit(forward)(state, x)
+    assert (y.item(), new.mean.value.tolist()) == (2, [1, 1])
+    assert jax.grad(forward, has_aux=True)(state, x)[0].w.value.tolist() == [1, 1]
+    assert jax.vmap(forward, (None, 0))(state, jnp.ones((4, 2)))[0].shape == (4,)
+    stacked = jax.vmap(lambda state, x: forward(state, x)[1], (0, None))(
+        jax.tree.map(lambda x: jnp.stack([x] * 3), state), x
+    )
+    assert stacked.mean.shape == (3, 2)
+    assert jax.eval_shape(forward, state, x)[0].shape == ()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nnx.Param(jnp.ones(2)),
+        lambda: [Layer(), {"a": jnp.ones(2), "b": nnx.Param(1.0)}],
+        lambda: (Layer(), 3, None),
+        lambda: jnp.ones(2),
+        lambda: {"x": nnx.List()},
+        lambda: nnx.Dict({1: nnx.Param(1.0), "1": nnx.Param(2.0)}),
+    ],
+    ids=["Variable", "list", "tuple", "array", "empty", "int and str keys"],
+)
+def test_split_and_merge_of_any_pytree(make):
+    """Variables, arrays and pytrees of Modules split and merge as Modules do."""
+    tree = make()
+    graphdef, state = nnx.split(tree)
+    back = nnx.merge(graphdef, state)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    assert nnx.graphdef(back) == graphdef
+    assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(tree)))
+
+
+def test_merge_takes_states_in_every_form():
+    """State, FlatState, nested dict, several of them, bare values, int keys as strings."""
+    m = Net()
+    graphdef, state = nnx.split(m)
+    pure = nnx.to_pure_dict(state)
+    as_strings = {**pure, "layers": {str(k): v for k, v in pure["layers"].items()}}
+    for given in (
+        [state],
+        [state.flat_state()],
+        [pure],
+        [as_strings],
+        [list(nnx.split_state(state, nnx.Param, ...))],
+        nnx.split_state(state, nnx.Param, ...),
+    ):
+        back = nnx.merge(graphdef, *given)
+        assert nnx.state(back) == state
+
+
+def test_a_variable_that_holds_a_dict_goes_through_pure_dicts():
+    """A value that is a mapping is not mistaken for a level of paths."""
+    m = nnx.Dict(a=nnx.Param({"x": jnp.ones(1), "y": jnp.zeros(1)}))
+    graphdef, state = nnx.split(m)
+    pure = nnx.to_pure_dict(state)
+    assert nnx.merge(graphdef, pure).a.value["x"].tolist() == [1]
+    pure["a"] = {"x": jnp.full(1, 5.0), "y": jnp.zeros(1)}
+    nnx.update(m, pure)
+    assert m.a.value["x"].tolist() == [5]
+
+
+def test_merge_takes_over_metadata():
+    """Metadata of a Variable in the State wins over that of the GraphDef."""
+    graphdef, state = nnx.split(nnx.Dict(a=nnx.Param(1.0, layer=1)))
+    state.a.set_metadata(layer=2)
+    assert nnx.merge(graphdef, state).a.layer == 2
+
+
+def test_merge_casts_nothing_and_accepts_another_precision():
+    """A model restored in bfloat16 has bfloat16 values; its GraphDef is equal."""
+    graphdef, state = nnx.split(Net())
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+    back = nnx.merge(graphdef, half)
+    assert (back.first.w.dtype, nnx.graphdef(back) == graphdef) == (jnp.bfloat16, True)
+
+
+def test_split_and_merge_refuse_other_things():
+    """Swapped arguments and States in place of Modules get an error that says what is expected."""
+    graphdef, state = nnx.split(Net())
+    with pytest.raises(TypeError, match=r"takes a GraphDef first, got State; write merge\(graphdef, state\)"):
+        nnx.merge(state, graphdef)
+    with pytest.raises(TypeError, match="Expected a Module or a pytree of Modules, got a State"):
+        nnx.split(state)
+    with pytest.raises(TypeError, match="got a GraphDef"):
+        nnx.state(graphdef)
+
+
+# --- merge and update with a wrong state ---
+
+
+def without(state, *path):
+    state = copy.copy(state)
+    return nnx.from_flat_state([(p, x) for p, x in state.flat_state() if p != path])
+
+
+def with_leaf(state, leaf, *path):
+    return nnx.from_flat_state([*((p, x) for p, x in state.flat_state() if p != path), (path, leaf)])
+
+
+W = ("first", "w")
+WRONG = {  # a State made from a right one, and what the message says about it
+    "unexpected": (
+        lambda s: with_leaf(s, nnx.Param(jnp.ones(4)), "first", "b"),
+        r"first\.b: unexpected Param \(float32\[4\]\)",
+    ),
+    "shape": (
+        lambda s: with_leaf(s, nnx.Param(jnp.ones((2, 5))), "layers", 1, "w"),
+        r"layers\[1\]\.w: expected shape \(3,\), got \(2, 5\)",
+    ),
+    "rank": (lambda s: with_leaf(s, nnx.Param(jnp.ones(())), *W), r"first\.w: expected shape \(2,\), got \(\)"),
+    "kind of dtype": (
+        lambda s: with_leaf(s, nnx.Param(jnp.ones(2, jnp.int32)), *W),
+        r"first\.w: expected dtype float32, got int32",
+    ),
+    "random key": (
+        lambda s: with_leaf(s, nnx.Param(jax.random.split(jax.random.key(0))), *W),
+        r"first\.w: expected dtype float32, got key",
+    ),
+    "Variable type": (
+        lambda s: with_leaf(s, nnx.BatchStat(jnp.ones(2)), *W),
+        r"first\.w: expected a Param, got a BatchStat",
+    ),
+    "None as a value": (lambda s: with_leaf(s, nnx.Param(None), *W), r"first\.w: expected float32\[2\], got None"),
+    "None as a leaf": (lambda s: with_leaf(s, None, *W), r"first\.w: expected float32\[2\], got None"),
+    "array shape": (lambda s: with_leaf(s, jnp.ones(7), "scale"), r"scale: expected shape \(\), got \(7,\)"),
+    "another model": (lambda s: nnx.state(nnx.Dict(other=nnx.Param(1.0))), r"other: unexpected Param \(float\)"),
+    "None": (lambda s: None, r"Expected a State.*got None"),
+    "a Module": (lambda s: Net(), r"Expected a State.*got Net"),
+    "a GraphDef": (lambda s: nnx.graphdef(Net()), r"Expected a State.*got GraphDef"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG.keys())
+def test_merge_with_a_wrong_state(make, message):
+    """The error names the path and both sides, and the State is left as it is."""
+    graphdef, state = nnx.split(Net())
+    wrong = make(state)
+    with pytest.raises(StateMismatchError, match=message):
+        nnx.merge(graphdef, wrong)
+    assert issubclass(StateMismatchError, ValueError)
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG.keys())
+def test_update_with_a_wrong_state(make, message):
+    """The same for update; nothing in the model has changed, also what did fit."""
+    m = Net()
+    wrong = make(jax.tree.map(lambda x: x + 1, nnx.state(m)))
+    before = snapshot(m)
+    with pytest.raises(StateMismatchError, match=message):
+        nnx.update(m, wrong)
+    assert same(snapshot(m), before)
+
+
+def test_merge_with_missing_leaves():
+    """Missing paths are listed with what was expected there, beside the unexpected ones."""
+    graphdef, state = nnx.split(Net())
+    wrong = with_leaf(without(state, "first", "w"), nnx.Param(1.0), "first", "weight")
+    with pytest.raises(
+        StateMismatchError, match=r"first\.w: missing, expected Param \(float32\[2\]\)\n  first\.weight: unexpected"
+    ):
+        nnx.merge(graphdef, wrong)
+    with pytest.raises(StateMismatchError, match=r"scale: missing, expected float32\[\]"):
+        nnx.merge(graphdef, without(state, "scale"))
+    with pytest.raises(StateMismatchError, match=r"(?s)first\.mean: missing.*scale: missing"):
+        nnx.merge(graphdef)
+
+
+def test_long_lists_of_problems_are_cut():
+    """Twenty are shown, the others counted."""
+    graphdef = nnx.graphdef(nnx.List([nnx.Param(float(i)) for i in range(50)]))
+    with pytest.raises(StateMismatchError, match=r"(?s)\[19\]: missing.*\.\.\. and 30 more"):
+        nnx.merge(graphdef, nnx.State({}))
+
+
+# --- update ---
+
+
+def test_update_writes_in_place():
+    """Variables keep their identity and get the very values; arrays and arrays in tuples are replaced."""
+    m, other = Net(), Net()
+    state = jax.tree.map(lambda x: x + 5, nnx.state(other))
+    before = snapshot(m)
+    nnx.update(m, state)
+    assert [(p, x) for p, x, _ in snapshot(m) if isinstance(x, nnx.Variable | nnx.Module)] == [
+        (p, x) for p, x, _ in before if isinstance(x, nnx.Variable | nnx.Module)
+    ]
+    assert nnx.state(m) == state
+    assert m.first.w.value is state.first.w.value
+    assert (m.scale.item(), m.pair[1].tolist(), m.pair[0].value.tolist()) == (6, [6], [5])
+
+
+def test_update_with_a_part_of_the_state():
+    """Leaves that the State does not have stay; several States may be given."""
+    m = Net()
+    kept = m.layers[0].w.value
+    params, stats = nnx.split_state(jax.tree.map(lambda x: x + 1, nnx.state(m, nnx.Variable)), nnx.Param, ...)
+    nnx.update(m, without(params, "layers", 0, "w"), stats)
+    assert m.layers[0].w.value is kept
+    assert (m.first.w.value.tolist(), m.first.mean.value.tolist()) == ([2, 2], [1, 1])
+
+
+def test_update_takes_every_form_and_string_keys():
+    """FlatState, nested dicts, bare values, and int keys that a file format turned into strings."""
+    m = Net()
+    nnx.update(m, {"layers": {"1": {"w": jnp.full(3, 2.0)}}}, nnx.state(m, nnx.BatchStat).flat_state())
+    nnx.update(m, [nnx.State({"layers": {0: {"w": nnx.Param(jnp.full(2, 3.0))}}})])
+    assert (m.layers[1].w.value.tolist(), m.layers[0].w.value.tolist()) == ([2, 2, 2], [3, 3])
+
+
+def test_update_not_strict():
+    """strict=False writes what fits, and skips the rest."""
+    m = Net()
+    state = nnx.State({"first": {"w": nnx.Param(jnp.zeros(2)), "nonsense": 1, "mean": nnx.BatchStat(jnp.zeros(9))}})
+    nnx.update(m, state, strict=False)
+    assert (m.first.w.value.tolist(), m.first.mean.shape, hasattr(m.first, "nonsense")) == ([0, 0], (2,), False)
+
+
+def test_update_takes_metadata_of_variables_only():
+    """A Variable brings its metadata, a bare value leaves it."""
+    m = nnx.Dict(a=nnx.Param(1.0, layer=1), b=nnx.Param(1.0, layer=1))
+    nnx.update(m, {"a": nnx.Param(2.0, layer=2), "b": 2.0})
+    assert (m.a.layer, m.b.layer) == (2, 1)
+
+
+def test_update_restores_into_an_abstract_model():
+    """A model made by eval_shape takes concrete arrays, and refuses those of another shape."""
+    abstract = nnx.eval_shape(Net)
+    nnx.update(abstract, nnx.state(Net()))
+    assert isinstance(abstract.first.w.value, jax.Array)
+    assert isinstance(abstract.scale, jax.Array)
+    assert abstract.run(jnp.ones(2)).tolist() == [1, 1]
+    with pytest.raises(StateMismatchError, match=r"first\.w: expected shape \(2,\)"):
+        nnx.update(nnx.eval_shape(Net), {"first": {"w": jnp.ones(3)}})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"first": {"w": 1}}, {"scale": 1}, {"pair": {1: 1}}, {"first": {"w": 1}, "scale": 1}],
+    ids=["Variable", "array", "array in a tuple", "both"],
+)
+def test_update_of_a_closed_over_model_is_refused(state):
+    """Under a raw transform update raises, naming the place, and writes nothing."""
+    model = Net()
+    before = snapshot(model)
+
+    def f(x):
+        nnx.update(model, jax.tree.map(lambda _: x, state))
+        return x
+
+    with pytest.raises(nnx.TraceContextError, match=r"model\b"):
+        jax.jit(f)(jnp.ones(2))
+    assert same(snapshot(model), before)
+
+
+def test_update_inside_vmap_sees_one_example():
+    """A traced value is a view, so its shape is not compared with that of the GraphDef."""
+    graphdef, state = nnx.split(jax.tree.map(lambda x: jnp.stack([x] * 3), Layer()))
+
+    def one(state):
+        m = nnx.merge(graphdef, state)
+        nnx.update(m, jax.tree.map(lambda x: x * 2, nnx.state(m, nnx.Param)))
+        return nnx.state(m)
+
+    assert jax.vmap(one)(state).w.value.tolist() == [[2, 2]] * 3
+
+
+def test_update_is_seen_by_a_jitted_function():
+    """Values, and metadata, which is structure."""
+    m = nnx.Dict(a=nnx.Param(jnp.ones(()), layer=1), arr=jnp.ones(()))
+    f = nnx.jit(lambda m: m.a.value * m.a.layer * m.arr)
+    assert f(m).item() == 1
+    nnx.update(m, {"a": nnx.Param(jnp.array(2.0), layer=3), "arr": jnp.array(10.0)})
+    assert f(m).item() == 60
+
+
+# --- pop ---
+
+
+def test_pop_removes_what_filters_take():
+    """One State for each filter; a Variable that sits in two places is removed from both."""
+    m = Net()
+    m.again = m.first.mean
+    stats, params = nnx.pop(m, nnx.BatchStat, nnx.PathContains("layers"))
+    assert paths(stats) == [("again",), ("layers", 0, "mean"), ("layers", 1, "mean")]
+    assert paths(params) == [("layers", 0, "w"), ("layers", 1, "w")]
+    assert (list(vars(m.first)), hasattr(m, "again"), list(vars(m.layers[0]))) == (["w"], False, [])
+    assert nnx.pop(m, nnx.BatchStat) == {}
+
+
+def test_pop_from_lists_and_dicts():
+    """Items of a list are removed together, the others move up."""
+    m = nnx.Dict(
+        x=[nnx.Param(0.0), nnx.Intermediate(1.0), nnx.Param(2.0), nnx.Intermediate(3.0)], y={"a": nnx.Intermediate(4.0)}
+    )
+    popped = nnx.pop(m, nnx.Intermediate)
+    assert nnx.to_pure_dict(popped) == {"x": {1: 1.0, 3: 3.0}, "y": {"a": 4.0}}
+    assert ([v.value for v in m.x], dict(m.y)) == ([0.0, 2.0], {})
+    assert nnx.jit(lambda m: len(m.x))(m) == 2
+
+
+def test_pop_that_cannot_be_done_changes_nothing():
+    """Without a filter, and for a Variable inside a tuple: an error, and everything stays."""
+    m = Net()
+    before = snapshot(m)
+    with pytest.raises(ValueError, match="at least one filter"):
+        nnx.pop(m)
+    with pytest.raises(ValueError, match=r"Cannot pop pair\[0\]: it is inside a tuple"):
+        nnx.pop(m, nnx.Param)
+    assert same(snapshot(m), before)
+
+
+def test_pop_from_a_closed_over_model_is_refused_and_changes_nothing():
+    """Also when a part of the graph was made inside of the trace."""
+    model = Net()
+    before = snapshot(model)
+
+    @jax.jit
+    def f(x):
+        inner = nnx.Dict(a=nnx.BatchStat(x), b=model)
+        with pytest.raises(nnx.TraceContextError):
+            nnx.pop(inner, nnx.BatchStat)
+        return len(inner)
+
+    assert f(1.0).item() == 2
+    assert same(snapshot(model), before)
+
+
+# --- clone ---
+
+
+def test_clone_owns_its_buffers():
+    """Donating the original leaves the clone alone; sharing, cycles and static values are those of the original."""
+    m = Net()
+    m.tied, m.itself = m.first, m
+    target = nnx.clone(m)
+    assert (target.itself is target, target.tied is target.first, nnx.graphdef(target) == nnx.graphdef(m)) == (
+        True,
+    ) * 3
+    donate = jax.jit(lambda leaves: [x + 1 for x in leaves], donate_argnums=0)
+    donate([x.value for _, x in nnx.iter_graph(m) if isinstance(x, nnx.Variable)])
+    assert m.first.w.value.is_deleted()
+    assert (target.first.w.value.tolist(), target.scale.item()) == ([1, 1], 1)
+
+
+def test_clone_of_numpy_arrays_and_keys():
+    """NumPy arrays are copied, random keys stay usable."""
+    m = nnx.Dict(a=np.zeros(2), k=nnx.RngKey(jax.random.key(0)))
+    c = nnx.clone(m)
+    m.a[0] = 5
+    assert c.a.tolist() == [0, 0]
+    assert jax.random.uniform(c.k.value).item() == jax.random.uniform(m.k.value).item()
+
+
+def test_clone_around_the_same_variables_or_buffers():
+    """variables=False shares the Variables, arrays=False only their buffers; nodes are new."""
+    m = Net()
+    shared = nnx.clone(m, variables=False)
+    assert (shared.first.w is m.first.w, shared.pair[0] is m.pair[0], shared.layers is m.layers) == (True, True, False)
+    cheap = nnx.clone(m, arrays=False)
+    assert (cheap.first.w is m.first.w, cheap.first.w.value is m.first.w.value) == (False, True)
+
+
+def test_clone_inside_a_trace():
+    """A closed-over model is cloned in a trace, and the clone may be written there."""
+    model = Net()
+
+    @jax.jit
+    def f(x):
+        m = nnx.clone(model)
+        m.first.w.value = x
+        return m.run(x)
+
+    assert f(jnp.full(2, 3.0)).tolist() == [9, 9]
+    assert model.first.w.value.tolist() == [1, 1]
+
+
+# --- looking ---
+
+
+def test_iter_graph():
+    """Everything with its path: children before parents, sorted, objects once at their first path."""
+    m = nnx.Dict(b=nnx.Param(1.0), a=[nnx.Param(2.0), 3, (nnx.Param(4.0), "x")])
+    m.c = m.a
+    m.self = m
+    found = list(nnx.iter_graph(m))
+    assert [path for path, _ in found] == [("a", 0), ("a", 1), ("a", 2, 0), ("a", 2, 1), ("a", 2), ("a",), ("b",), ()]
+    assert found[0][1] is m.a[0]
+    assert found[-1][1] is m
+
+
+def test_iter_graph_of_pytrees():
+    """A list of Modules is walked like a Module that holds them."""
+    a = Layer()
+    assert [path for path, _ in nnx.iter_graph([a, {"x": a}])] == [(0, "mean"), (0, "w"), (0,), ()]
+
+
+def test_iter_children():
+    """Nodes and Variables that are attributes, with their names; shared ones each time, those in a tuple not."""
+    m = Net()
+    m.again = m.first
+    assert [key for key, _ in nnx.iter_children(m)] == ["again", "first", "layers"]
+
+
+def test_find_duplicates():
+    """Paths of what is reached more than once, the first first; `only` chooses."""
+    m = Net()
+    assert nnx.find_duplicates(m) == []
+    m.again, m.layers[0].w = m.layers, m.first.w
+    assert nnx.find_duplicates(m) == [[("again",), ("layers",)], [("again", 0, "w"), ("first", "w")]]
+    assert nnx.find_duplicates(m, only=nnx.Param) == [[("again", 0, "w"), ("first", "w")]]
+    m.self = m
+    assert nnx.find_duplicates(m)[0] == [(), ("self",)]
+
+
+# --- mapping ---
+
+
+def test_map():
+    """A copy with f(path, leaf) for each leaf; sharing stays, the original too; a bare result becomes the value."""
+    m = Net()
+    m.tied = m.first
+    seen = []
+
+    def f(path, x):
+        seen.append(path)
+        return x.replace(x * 2) if isinstance(x, nnx.Param) else x + 1
+
+    doubled = nnx.map(f, m)
+    assert sorted(map(str, seen)) == sorted(map(str, PATHS))
+    assert (type(doubled.first.mean), doubled.first.mean.value.tolist(), doubled.first.w.value.tolist()) == (
+        nnx.BatchStat,
+        [1, 1],
+        [2, 2],
+    )
+    assert (doubled.tied is doubled.first, doubled.scale.item(), m.first.w.value.tolist()) == (True, 2, [1, 1])
+
+
+def test_map_over_a_state():
+    """A State is mapped like the node it came from."""
+    state = nnx.state(Net())
+    assert nnx.map(lambda path, x: x * 2, state) == jax.tree.map(lambda x: x * 2, state)
+
+
+def test_recursive_map():
+    """Leaves first, then the node that holds them; an object is mapped once, and sharing stays."""
+    m = Net()
+    m.tied = m.first
+    calls = []
+
+    def f(path, x):
+        calls.append(path)
+        if isinstance(x, Layer):
+            x.seen = path
+        return x.replace(x * 3) if isinstance(x, nnx.Param) else x
+
+    made = nnx.recursive_map(f, m)
+    assert (made is m, made.tied is made.first, made.first.seen, hasattr(m.first, "seen")) == (
+        False,
+        True,
+        ("first",),
+        False,
+    )
+    assert (made.first.w.value.tolist(), made.pair[0].value.tolist(), m.first.w.value.tolist()) == ([3, 3], [0], [1, 1])
+    assert calls.index(("first", "w")) < calls.index(("first",)) < calls.index(())
+    assert len(calls) == len(set(calls))
+
+
+def test_recursive_map_replaces_modules():
+    """Surgery: each Layer becomes something else, in lists, tuples and pytrees."""
+    swap = lambda path, x: nnx.Dict(at=str(path)) if isinstance(x, Layer) else x
+    assert nnx.recursive_map(swap, Net()).layers[1].at == "('layers', 1)"
+    assert [x.at for x in nnx.recursive_map(swap, [Layer(), Layer()])] == ["(0,)", "(1,)"]
+
+
+def test_pure():
+    """Variables become their values, in States, Modules and pytrees."""
+    m = Net()
+    assert nnx.pure(nnx.state(m)) == nnx.to_pure_dict(nnx.state(m))
+    assert nnx.pure(m).first.w is m.first.w.value
+    assert nnx.as_pure([nnx.Param(1.0), 2]) == [1.0, 2]
+
+
+def test_variables_leaves_out_arrays():
+    """variables(m) is the State without arrays that are plain attributes; filters as for state."""
+    assert paths(nnx.variables(Net())) == [p for p in PATHS if p not in [("scale",), ("pair", 1)]]
+    params, stats = nnx.variables(Net(), nnx.Param, nnx.BatchStat)
+    assert (len(paths(params)), len(paths(stats))) == (4, 3)
+
+
+# --- flat and packaged forms ---
+
+
+def test_flatten_and_unflatten():
+    """A GraphDef with a FlatState, or with the list of leaves."""
+    m = Net()
+    graphdef, flat = nnx.flatten(m)
+    assert (list(flat.paths), nnx.state(nnx.unflatten(graphdef, flat)) == nnx.state(m)) == (PATHS, True)
+    graphdef, leaves = nnx.flatten(m, with_paths=False)
+    assert nnx.state(nnx.unflatten(graphdef, leaves)) == nnx.state(m)
+    assert nnx.state(nnx.unflatten(graphdef, nnx.state(m))) == nnx.state(m)
+
+
+def test_unpack():
+    """A GraphState is a pytree and a mapping; merge takes it alone, or with others."""
+    m = Net()
+    packed = nnx.unpack(m)
+    assert isinstance(packed, nnx.GraphState)
+    doubled = jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s))(packed)
+    assert nnx.merge(doubled).first.w.value.tolist() == [2, 2]
+    assert (list(packed), packed["scale"].item(), len(packed)) == (["first", "layers", "pair", "scale"], 1, 4)
+    packed["scale"] = jnp.zeros(())
+    assert nnx.merge(packed).scale.item() == 0
+    params, rest = nnx.unpack(m, nnx.Param, ...)
+    assert nnx.state(nnx.merge(params, *nnx.split(m, nnx.Param, ...)[2:])) == nnx.state(m)
+    assert len(nnx.to_flat_state(rest)) == 5
+
+
+def test_call():
+    """A method of a split model is called by attribute and item, and gives output and new (graphdef, state)."""
+    pair = nnx.split(Net())
+    y, (graphdef, state) = nnx.call(pair).run(jnp.ones(2))
+    assert (y.tolist(), state.first.mean.value.tolist(), pair[1].first.mean.value.tolist()) == ([1, 1], [1, 1], [0, 0])
+    y, (graphdef, state) = graphdef.apply(state).layers[0](jnp.ones(2))
+    assert (y.tolist(), state.layers[0].mean.value.tolist()) == ([1, 1], [1, 1])
+    y, _ = nnx.call(nnx.split(Layer()))(jnp.ones(2))
+    assert y.tolist() == [1, 1]
+
+
+# --- what published code leans on ---
+
+
+def test_tags_select_variables():
+    """Any metadata `tag=` is a filter, alone and in combinations."""
+    m = nnx.Dict(a=nnx.Param(1.0, tag="slow"), b=nnx.Param(2.0), c=nnx.BatchStat(3.0, tag="slow"))
+    assert list(nnx.state(m, "slow")) == ["a", "c"]
+    assert list(nnx.state(m, nnx.All(nnx.Param, nnx.Not(nnx.WithTag("slow"))))) == ["b"]
+
+
+def test_metadata_survives_every_crossing():
+    """Extra metadata by keyword is on the Variable after split, merge, clone, jit, tree.map and replace."""
+    loader = lambda x: x
+    m = nnx.Dict(w=nnx.Param(jnp.ones(2), sharding=("model", None), weight_loader=loader))
+    made = [
+        nnx.merge(*nnx.split(m)),
+        nnx.clone(m),
+        nnx.jit(lambda m: nnx.clone(m))(m),
+        jax.jit(lambda m: m)(m),
+        jax.tree.map(lambda x: x + 1, m),
+        nnx.map(lambda path, v: v + 1, m),
+        nnx.state(m),
+    ]
+    for x in made:
+        assert (x["w"].sharding, x["w"].weight_loader is loader) == (("model", None), True)
+
+
+def test_states_of_lists_by_attribute_and_item():
+    """`state.layers[0].w`, as code for flax writes it."""
+    state = nnx.state(Net())
+    assert state.layers[0].w.value.tolist() == state["layers"][0]["w"].value.tolist() == [1, 1]
+
+
+def test_a_split_model_is_an_argument_of_raw_jit():
+    """(graphdef, state, x) are ordinary arguments, none of them static; an equal GraphDef does not trace again."""
+    traces = []
+
+    @jax.jit
+    def step(graphdef, state, x):
+        traces.append(1)
+        m = nnx.merge(graphdef, state)
+        return m(x), nnx.state(m)
+
+    for _ in range(3):
+        graphdef, state = nnx.split(Layer())
+        y, state = step(graphdef, state, jnp.ones(2))
+    assert (y.tolist(), state.mean.value.tolist(), len(traces)) == ([1, 1], [1, 1], 1)
+
+
+def test_states_with_is_leaf_on_variables():
+    """`jax.tree.map(f, state, is_leaf=lambda x: isinstance(x, nnx.Variable))` sees Variables."""
+    state = nnx.state(Net(), nnx.Variable)
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    kinds = jax.tree.map(lambda v: type(v).__name__, state, is_leaf=is_variable)
+    assert (kinds.first.w, kinds.first.mean) == ("Param", "BatchStat")
+
+
+def test_an_annotated_model_needs_no_mesh():
+    """Sharding metadata is kept and nothing is sharded, in eager code, jit and split."""
+    m = nnx.Dict(w=nnx.Param(jnp.ones((2, 2)), sharding=("data", "model")))
+    assert nnx.jit(lambda m: m.w.sum())(m).item() == 4
+    assert nnx.merge(*nnx.split(m)).w.sharding == ("data", "model")
+
+
+# --- large graphs ---
+
+LEVELS, WIDTH = 1000, 10_000
+
+
+class Link(nnx.Module):
+    def __init__(self, next):
+        self.w, self.next = nnx.Param(np.ones((), np.float32)), next
+
+
+def chain():
+    node = None
+    for _ in range(LEVELS):
+        node = Link(node)
+    return node
+
+
+def nested_lists():
+    node = nnx.List([nnx.Param(np.ones((), np.float32))])
+    for _ in range(LEVELS - 1):
+        node = nnx.List([node, nnx.Param(np.ones((), np.float32))])
+    return node
+
+
+def wide():
+    return nnx.List([nnx.Param(np.ones((), np.float32)) for _ in range(WIDTH)])
+
+
+@pytest.fixture(params=[chain, nested_lists, wide], ids=lambda f: f.__name__, scope="module")
+def large(request):
+    return request.param(), WIDTH if request.param is wide else LEVELS
+
+
+def test_large_graphs_split_and_merge(large):
+    """1,000 levels or 10,000 Variables: no recursion error, every leaf there and back."""
+    m, n = large
+    graphdef, params, rest = nnx.split(m, nnx.Param, ...)
+    assert (len(nnx.to_flat_state(params)), len(rest)) == (n, 0)
+    back = nnx.merge(graphdef, params, rest)
+    assert nnx.graphdef(back) is graphdef or nnx.graphdef(back) == graphdef
+    assert len(nnx.to_flat_state(nnx.state(back, nnx.Param))) == n
+
+
+def test_large_graphs_update_pop_and_clone(large):
+    """update, clone, deepcopy, map and pop on the same."""
+    m, n = large
+    zeros = nnx.map_state(lambda path, v: v.replace(np.zeros((), np.float32)), nnx.state(m))
+    for made in (nnx.clone(m), copy.deepcopy(m), nnx.map(lambda path, v: v, m)):
+        nnx.update(made, zeros)
+        assert sum(float(v.value) for _, v in nnx.to_flat_state(nnx.state(made))) == 0
+    assert sum(float(v.value) for _, v in nnx.to_flat_state(nnx.state(m))) == n
+    assert len(nnx.to_flat_state(nnx.pop(made, nnx.Param))) == n
+    assert len(nnx.to_flat_state(nnx.state(made))) == 0
+
+
+def test_large_graphs_are_walked(large):
+    """iter_graph, iter_modules, recursive_map, find_duplicates, repr and locating for a message."""
+    m, n = large
+    assert sum(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(m)) == n
+    assert len(list(nnx.iter_modules(m))) in (1, n)
+    assert nnx.find_duplicates(m) == []
+    made = nnx.recursive_map(lambda path, x: x.replace(5.0) if isinstance(x, nnx.Param) else x, m)
+    assert {v.value for _, v in nnx.to_flat_state(nnx.state(made))} == {5.0}
+    deepest = next(x for _, x in nnx.iter_graph(m) if isinstance(x, nnx.Variable))
+    with pytest.raises(nnx.TraceContextError, match=r"Param .* at "):
+        jax.jit(lambda x: deepest.set_value(x))(1.0)
+
+
+def test_large_graphs_as_graphdefs(large):
+    """Hash, equality, repr, pickle."""
+    m, n = large
+    graphdef = nnx.graphdef(m)
+    assert hash(graphdef) == hash(nnx.graphdef(nnx.clone(m)))
+    assert repr(graphdef).count("Param") == n
+    assert pickle.loads(pickle.dumps(graphdef)) == graphdef
+
+
+def test_large_graphs_cross_into_jit(large):
+    """A jitted function finds and writes the deepest Variable, at each of several calls."""
+    m, n = large
+    m = nnx.clone(m)
+
+    def deepest(m):
+        return next(v for _, v in nnx.iter_graph(m) if isinstance(v, nnx.Variable))
+
+    def step(m):
+        deepest(m).value = deepest(m) + 1
+
+    nnx.jit(step)(m)
+    nnx.jit(step)(m)
+    assert deepest(m).value.item() == 3
+
+
+def test_large_wide_state_operations(large):
+    """filter, split, map, pickle and the pytree of the State of a large graph."""
+    m, n = large
+    state = nnx.state(m)
+    assert len(nnx.to_flat_state(pickle.loads(pickle.dumps(state)))) == n
+    assert len(nnx.to_flat_state(nnx.filter_state(state, nnx.Param))) == n
+
+
+def test_wide_graph_as_a_raw_pytree():
+    """10,000 Variables flatten and unflatten under raw JAX."""
+    m = wide()
+    leaves, treedef = jax.tree.flatten(m)
+    assert len(leaves) == WIDTH
+    assert nnx.graphdef(treedef.unflatten(leaves)) == nnx.graphdef(m)

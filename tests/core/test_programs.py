@@ -1,0 +1,91 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnxlib.core.programs import formula, step
+
+
+@step("axis")
+def total(x, axis):
+    return jnp.sum(x, axis)
+
+
+@step()
+def square(x):
+    return x * x
+
+
+@formula("axis")
+def sum_of_squares(x, axis):
+    return total(square(x), axis)
+
+
+def primitives(f, *args):
+    return [str(equation.primitive) for equation in jax.make_jaxpr(f)(*args).jaxpr.eqns]
+
+
+def test_steps_and_formulas_are_inlined():
+    """The jaxpr of whatever calls them holds their operations and no calls, on every version of JAX."""
+    x = jnp.ones((2, 3))
+    assert primitives(lambda x: square(x), x) == ["mul"]
+    assert primitives(lambda x: sum_of_squares(x, axis=1) + 1.0, x) == ["mul", "reduce_sum", "add"]
+    assert primitives(jax.jit(lambda x: sum_of_squares(x, axis=0)), x)[0] in ("jit", "pjit")
+
+
+def test_a_formula_is_traced_once_per_shape():
+    """The second trace with the same shapes does not run the Python function again."""
+    runs = []
+
+    @formula("axis")
+    def counted(x, axis):
+        runs.append(axis)
+        return total(x, axis)
+
+    for _ in range(3):
+        jax.make_jaxpr(lambda x: counted(x, axis=0))(jnp.ones(3))
+    assert runs == [0]
+    jax.make_jaxpr(lambda x: counted(x, axis=0))(jnp.ones(4))
+    assert runs == [0, 0]
+
+
+def test_an_eager_formula_rounds_like_its_operations_one_by_one():
+    """A product and a sum in different steps are not contracted: the result is that of jax.numpy, to the last bit."""
+
+    @step()
+    def times(x, y):
+        return x * y
+
+    @step()
+    def plus(x, y):
+        return x + y
+
+    @formula()
+    def affine(x, y, z):
+        return plus(times(x, y), z)
+
+    x, y, z = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1000)), jnp.float32)
+    np.testing.assert_array_equal(affine(x, y, z), jnp.add(jnp.multiply(x, y), z))
+
+
+def test_name_scopes_of_the_caller_are_kept():
+    """Operations carry the scope they were called under, also when the trace was cached under another one."""
+
+    def f(x):
+        with jax.named_scope("first"):
+            y = sum_of_squares(x, axis=1)
+        with jax.named_scope("second"):
+            return sum_of_squares(y[None], axis=1)
+
+    text = jax.jit(f).lower(jnp.ones((3, 3))).as_text(debug_info=True)
+    assert "first/mul" in text
+    assert "second/mul" in text
+
+
+def test_transformations_go_through():
+    """Gradients, vmap and abstract evaluation of a formula are those of its operations."""
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_allclose(jax.grad(lambda x: sum_of_squares(x, axis=(0, 1)))(x), 2 * x)
+    np.testing.assert_allclose(jax.vmap(lambda x: sum_of_squares(x, axis=0))(x), (x * x).sum(1))
+    assert jax.eval_shape(lambda x: sum_of_squares(x, axis=1), x).shape == (2,)
+    with jax.disable_jit():
+        np.testing.assert_allclose(sum_of_squares(x, axis=1), (x * x).sum(1))

@@ -1,0 +1,366 @@
+"""Modules, Lists and Dicts under raw JAX: ordinary pytrees, in which sharing and cycles survive."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import nnxlib as nnx
+
+is_variable = lambda x: isinstance(x, nnx.Variable)
+
+
+class Layer(nnx.Module):
+    def __init__(self, n=2):
+        self.w = nnx.Param(jnp.ones(n), layer="x")
+        self.n = n
+
+    def __call__(self, x):
+        return x * self.w
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.zeta = Layer()
+        self.layers = [Layer(), None, {"a": Layer(), "sizes": [1, 2]}]
+        self.scale = jnp.full((), 2.0)
+        self.pair = (nnx.Param(jnp.ones(1)), nnx.Param(jnp.ones(1)))
+        self.config = {"sizes": [1, 2]}
+        self.act = nnx.relu
+
+    def __call__(self, x):
+        return self.act(self.zeta(x) + self.layers[0](x) * self.scale)
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.encode = Layer()
+        self.decode = self.encode
+        self.bias = nnx.Param(jnp.zeros(2))
+
+    def __call__(self, x):
+        return self.decode(self.encode(x)) + self.bias
+
+
+def keys(tree, **kwargs):
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree, **kwargs)[0]]
+
+
+# --- flattening ---
+
+
+def test_leaves_and_keys():
+    """One leaf for each Variable and array, in the order of paths, under keys that one could type."""
+    m = Net()
+    assert keys(m) == [
+        ".layers[0].w.value",
+        ".layers[2].a.w.value",
+        ".pair[0].value",
+        ".pair[1].value",
+        ".scale",
+        ".zeta.w.value",
+    ]
+    assert jax.tree.leaves(m)[-1] is m.zeta.w.value
+
+
+def test_keys_and_paths_agree():
+    """The leaves of a Module under JAX are those of its State, in the same order."""
+    m = Net()
+    assert all(a is b for a, b in zip(jax.tree.leaves(m), jax.tree.leaves(nnx.state(m)), strict=True))
+
+
+@pytest.mark.parametrize(
+    "make", [Net, Tied, nnx.List, nnx.Dict, lambda: nnx.List([1, "a"]), lambda: nnx.Dict({1: jnp.ones(1), "b": None})]
+)
+def test_unflatten_is_the_inverse(make):
+    """Flatten and unflatten give an equal graph of new objects with the very same values."""
+    m = make()
+    leaves, treedef = jax.tree.flatten(m)
+    back = treedef.unflatten(leaves)
+    assert nnx.graphdef(back) == nnx.graphdef(m)
+    assert back is not m
+    assert jax.tree.structure(back) == treedef
+    assert all(a is b for a, b in zip(jax.tree.leaves(back), leaves, strict=True))
+
+
+def test_tree_map_keeps_everything_but_the_values():
+    """jax.tree.map gives a Module with metadata, static values and order of attributes; the original stays."""
+    m = Net()
+    doubled = jax.tree.map(lambda x: x * 2, m)
+    assert (type(doubled), doubled.zeta.w.layer, doubled.zeta.n, list(vars(doubled))) == (Net, "x", 2, list(vars(m)))
+    assert (doubled.zeta.w.value.tolist(), doubled.scale.item(), m.zeta.w.value.tolist()) == ([2, 2], 4, [1, 1])
+    assert jax.tree.map(lambda x, y: x + y, m, doubled).scale.item() == 6
+
+
+def test_static_containers_of_a_copy_are_its_own():
+    """Editing a static list of a mapped Module leaves the original alone."""
+    m = Net()
+    jax.tree.map(lambda x: x, m).config["sizes"].append(3)
+    assert m.config == {"sizes": [1, 2]}
+
+
+def test_is_leaf_on_variables_and_modules():
+    """`is_leaf` may stop at Variables or at submodules."""
+    m = Net()
+    found = jax.tree.leaves(m, is_leaf=is_variable)
+    assert [is_variable(x) for x in found] == [True, True, True, True, False, True]
+    assert found[-1] is m.zeta.w
+    assert keys(m, is_leaf=lambda x: isinstance(x, Layer)) == [
+        ".layers[0]",
+        ".layers[2].a",
+        ".pair[0].value",
+        ".pair[1].value",
+        ".scale",
+        ".zeta",
+    ]
+    replaced = jax.tree.map(lambda v: v.replace(0.0) if is_variable(v) else v, m, is_leaf=is_variable)
+    assert (replaced.zeta.w.value, type(replaced.pair[0])) == (0.0, nnx.Param)
+
+
+def test_tree_map_with_path():
+    """Paths are seen by the function."""
+    named = jax.tree_util.tree_map_with_path(lambda path, x: jax.tree_util.keystr(path), Net())
+    assert (named.zeta.w.value, named.scale) == (".zeta.w.value", ".scale")
+
+
+def test_treedefs_compare_structure():
+    """Equal for Modules made alike; different after any static change, also one inside a static dict."""
+    structure = jax.tree.structure
+    assert structure(Net()) == structure(Net())
+    assert hash(structure(Net())) == hash(structure(Net()))
+    for change in (
+        lambda m: setattr(m, "act", nnx.silu),
+        lambda m: setattr(m.zeta, "n", 3),
+        lambda m: m.config["sizes"].append(3),
+        lambda m: m.layers.append(None),
+        lambda m: m.zeta.w.set_metadata(layer="y"),
+        lambda m: setattr(m, "scale", nnx.Param(1.0)),
+        lambda m: setattr(m.zeta, "n", nnx.data(2)),
+    ):
+        m = Net()
+        change(m)
+        assert structure(m) != structure(Net())
+
+
+def test_a_treedef_does_not_follow_later_changes():
+    """A treedef is a value: editing the live model, static lists included, does not edit it."""
+    m = Net()
+    leaves, treedef = jax.tree.flatten(m)
+    m.config["sizes"].append(3)
+    m.layers.append(Layer())
+    m.zeta.n = 7
+    assert treedef == jax.tree.structure(Net())
+    assert treedef.unflatten(leaves).config == {"sizes": [1, 2]}
+    assert treedef != jax.tree.structure(m)
+
+
+# --- raw transforms ---
+
+
+def test_raw_jit():
+    """Modules are arguments and results of jax.jit; an equal structure is not traced again."""
+    traces = []
+
+    @jax.jit
+    def f(m, x):
+        traces.append(1)
+        m.zeta.w += 1
+        return m, m(x)
+
+    for _ in range(2):
+        m = Net()
+        new, y = f(m, jnp.ones(2))
+        assert (y.tolist(), new.zeta.w.value.tolist(), m.zeta.w.value.tolist()) == ([4, 4], [2, 2], [1, 1])
+    assert len(traces) == 1
+    new.zeta.w.value = jnp.zeros(2)
+    assert new.zeta.w.value.tolist() == [0, 0]
+
+
+def test_raw_grad_is_shaped_like_the_module():
+    """jax.grad gives a Module of gradients, which jax.tree.map and optax take."""
+    m = Net()
+    loss = lambda m, x: (m(x) ** 2).sum()
+    grads = jax.grad(loss)(m, jnp.ones(2))
+    assert (type(grads), grads.zeta.w.value.tolist(), grads.scale.item()) == (Net, [6, 6], 12)
+    tx = optax.sgd(0.1)
+    updates, _ = tx.update(grads, tx.init(m))
+    assert loss(optax.apply_updates(m, updates), jnp.ones(2)) < loss(m, jnp.ones(2))
+
+
+def test_tied_weights_stay_tied():
+    """A shared Module has one gradient, the sum over its uses, and stays shared in results."""
+    m = Tied()
+    x = jnp.full(2, 3.0)
+    assert keys(m) == [".bias.value", ".decode.w.value"]
+    grads = jax.grad(lambda m: m(x).sum())(m)
+    assert grads.encode is grads.decode
+    assert grads.encode.w.value.tolist() == [6, 6]
+    assert [g.tolist() for g in jax.tree.leaves(nnx.grad(lambda m: m(x).sum())(m))] == [
+        g.tolist() for g in jax.tree.leaves(grads)
+    ]
+    new = jax.jit(lambda m: jax.tree.map(lambda x: x + 1, m))(m)
+    assert new.encode is new.decode
+    assert new.encode.w.value.tolist() == [2, 2]
+
+
+def test_tied_variables_and_arrays():
+    """One Variable in two places; is_leaf still finds it, once."""
+    w = nnx.Param(jnp.ones(2))
+    m = nnx.Dict(a=[w, jnp.ones(1)], b=w)
+    found = jax.tree.leaves(m, is_leaf=is_variable)
+    assert (found[0] is w, len(found)) == (True, 2)
+    new = jax.tree.map(lambda x: x * 2, m)
+    assert (new.a[0] is new.b, new.b.value.tolist(), new.a[1].tolist()) == (True, [2, 2], [2])
+
+
+def test_cycles_end():
+    """A Module that refers to itself flattens, maps and jits."""
+    m = Layer()
+    m.itself, m.child = m, nnx.Dict(parent=m)
+    new = jax.jit(lambda m: jax.tree.map(lambda x: x * 2, m))(m)
+    assert (new.itself is new, new.child.parent is new, new.w.value.tolist()) == (True, True, [2, 2])
+
+
+def test_sharing_that_appears_and_goes():
+    """Whether a graph is a tree is known anew after each change, from whichever Module one starts."""
+    m = nnx.Dict(a=Layer(), b=[Layer()])
+    count = lambda: len(jax.tree.leaves(m))
+    assert count() == 2
+    m.b[0] = m.a
+    assert (count(), len(jax.tree.leaves(m.b))) == (1, 1)
+    m.b[0] = Layer()
+    assert count() == 2
+    m.b[0].w = m.a.w
+    assert (count(), len(jax.tree.leaves(m.a))) == (1, 1)
+    m.b.append(m.b)
+    assert (count(), len(jax.tree.leaves(m.b))) == (1, 1)
+
+
+def test_an_rngs_in_raw_jit():
+    """Random streams are pytrees too: keys drawn inside, and the count comes out with the result."""
+    f = jax.jit(lambda rngs: (jax.random.uniform(rngs.params()), rngs))
+    x, rngs = f(nnx.Rngs(0))
+    y, rngs = f(rngs)
+    assert (x != y, rngs.params.count.value.item()) == (True, 2)
+
+
+def test_lists_of_caches_and_models_together():
+    """A model with a list of cache Modules goes in and out of raw jit."""
+    caches = [nnx.Dict(k=nnx.Cache(jnp.zeros(2))) for _ in range(2)]
+
+    @jax.jit
+    def decode(m, caches, x):
+        for cache in caches:
+            cache.k.value = cache.k + m.zeta(x)
+        return caches
+
+    caches = decode(Net(), caches, jnp.ones(2))
+    assert [c.k.value.tolist() for c in decode(Net(), caches, jnp.ones(2))] == [[2, 2], [2, 2]]
+
+
+def test_other_raw_transforms():
+    """vmap over a stacked Module, scan with a Module as carry, remat, eval_shape, checkpointed grad."""
+    stacked = jax.vmap(lambda k: Layer())(jnp.arange(3))
+    assert stacked.w.shape == (3, 2)
+    assert jax.vmap(lambda m, x: m(x), (0, None))(stacked, jnp.ones(2)).shape == (3, 2)
+
+    def body(m, x):
+        m.w += x
+        return m, m.w.sum()
+
+    final, ys = jax.lax.scan(body, Layer(), jnp.ones(3))
+    assert (final.w.value.tolist(), ys.tolist()) == ([4, 4], [4, 6, 8])
+    assert jax.lax.scan(lambda x, m: (m(x), None), jnp.ones(2), stacked)[0].tolist() == [1, 1]
+    assert jax.eval_shape(lambda m: m, Layer()).w.value == jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert jax.grad(jax.checkpoint(lambda m: (m(1.0) ** 2).sum()))(Layer()).w.value.tolist() == [2, 2]
+    assert jax.lax.cond(True, lambda m: m.w.value, lambda m: -m.w.value, Layer()).tolist() == [1, 1]
+
+
+def test_lists_of_modules_and_registered_dataclasses():
+    """Modules inside ordinary containers and registered dataclasses are arguments and results."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class State:
+        model: Layer
+        step: jax.Array
+
+    def step(state, extra):
+        state.model.w += len(extra)
+        return State(state.model, state.step + 1), extra[::-1]
+
+    a, b = Layer(), Layer(3)
+    state, (first, _) = jax.jit(step)(State(Layer(), jnp.zeros(())), [a, b])
+    assert (state.model.w.value.tolist(), state.step.item(), first.n) == ([3, 3], 1, 3)
+
+
+def test_a_variable_holding_a_pytree():
+    """Its value is flattened by JAX like any pytree."""
+    m = nnx.Dict(a=nnx.Param({"x": jnp.ones(2), "y": jnp.zeros(1)}))
+    assert keys(m) == [".a.value['x']", ".a.value['y']"]
+
+
+def test_static_and_mixed_lists():
+    """A list of plain numbers is one static value of a Module; by itself it flattens as a list does."""
+    m = nnx.Dict(sizes=[1, 2], mixed=[jnp.ones(1), 3])
+    assert len(jax.tree.leaves(m)) == 1
+    assert jax.tree.leaves(nnx.List([1, 2])) == [1, 2]
+    assert jax.tree.map(lambda x: x * 2, m).mixed[1] == 3
+
+
+def test_numpy_arrays_and_declared_data_are_leaves():
+    """np.ndarray attributes and numbers declared data are traced."""
+    m = nnx.Dict(a=np.ones(2))
+    m2 = Layer()
+    m2.steps = nnx.data(3)
+    assert jax.jit(lambda m: m.a * 2)(m).tolist() == [2, 2]
+    assert jax.tree.leaves(m2)[0] == 3
+    assert jax.tree.map(lambda x: x, m2).steps == 3
+
+
+def test_none_leaves_may_stand_in():
+    """Unflattening with None or other objects in place of arrays works, as JAX itself does."""
+    m = Net()
+    leaves, treedef = jax.tree.flatten(m)
+    assert treedef.unflatten([None] * len(leaves)).zeta.w.value is None
+    tied = jax.tree.map(lambda x: None, Tied())
+    assert tied.encode.w.value is None
+    assert jax.tree.map(lambda x: x, m, is_leaf=lambda x: x is None).layers[1] is None
+
+
+def test_reading_from_many_places_leaves_no_trace_behind():
+    """Flattening under a trace does not change the live objects."""
+    model = Net()
+    before = {id(x): x for x in jax.tree.leaves(model)}
+    jax.jit(lambda x: sum(leaf.sum() for leaf in jax.tree.leaves(model)) + x)(1.0)
+    assert {id(x): x for x in jax.tree.leaves(model)}.keys() == before.keys()
+
+
+def test_deep_and_tied_chains():
+    """1,000 levels flatten and unflatten without a recursion error, tied at the end or not."""
+
+    def chain(tied):
+        node = Layer()
+        end = node.w
+        for _ in range(1000):
+            node = nnx.Dict(next=node)
+        if tied:
+            node.w = end
+        return node
+
+    for tied in (False, True):
+        m = chain(tied)
+        leaves, treedef = jax.tree.flatten(m)
+        assert len(leaves) == 1
+        assert nnx.graphdef(treedef.unflatten(leaves)) == nnx.graphdef(m)
+        assert jax.jit(lambda m: jax.tree.leaves(m)[0] * 2)(m).tolist() == [2, 2]
+
+
+def test_copies_of_treedefs():
+    """A treedef of a Module may be deep-copied."""
+    treedef = jax.tree.structure(Net())
+    assert copy.deepcopy(treedef) == treedef

@@ -1,0 +1,210 @@
+"""Static values: keys that are equal when the program is the same, and constants that nobody can edit."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+import types
+from collections import OrderedDict, deque
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnxlib.core.errors import StaticValueError
+from nnxlib.core.static import Const, freeze, same_items
+
+
+@dataclasses.dataclass
+class Open:
+    n: int
+    names: list
+
+
+@dataclasses.dataclass(frozen=True)
+class Closed:
+    n: int
+
+
+class Plain:
+    pass
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __init__(self, n):
+        self.n = n
+
+
+def relu(x):
+    return max(x, 0)
+
+
+SAME = {
+    "list": lambda: [1, {"a": [2]}],
+    "dict": lambda: {"a": 1, "b": {}},
+    "set": lambda: {1, 2, "a"},
+    "nan": lambda: float("nan"),
+    "array": lambda: np.arange(3),
+    "array of objects": lambda: np.array([1, "a", None], dtype=object),
+    "NumPy scalar": lambda: np.float32("nan"),
+    "lambda": lambda: lambda x: x + 1,
+    "partial": lambda: functools.partial(relu, [1]),
+    "mutable dataclass": lambda: Open(1, ["a"]),
+    "frozen dataclass": lambda: Closed(1),
+    "namespace": lambda: types.SimpleNamespace(a=[1]),
+    "object without a hash": lambda: Unhashable(1),
+    "bytearray": lambda: bytearray(b"ab"),
+    "slice": lambda: slice(1, None, 2),
+    "deque": lambda: deque([1, 2], maxlen=3),
+    "ordered dict": lambda: OrderedDict(b=1, a=2),
+    "dtype": lambda: np.dtype("float32"),
+    "partition spec": lambda: jax.sharding.PartitionSpec("a", None),
+}
+
+
+@pytest.mark.parametrize("make", SAME.values(), ids=SAME.keys())
+def test_equal_values_have_equal_keys(make):
+    """Two values made alike freeze to equal, hashable keys, and their constants are equal."""
+    a, b = make(), make()
+    assert freeze(a) == freeze(b)
+    assert hash(freeze(a)) == hash(freeze(b))
+    assert Const.of(a) == Const.of(b)
+    assert hash(Const.of(a)) == hash(Const.of(b))
+
+
+def closure(n):
+    return lambda x: x + n
+
+
+DIFFERENT = {
+    "int and bool": (1, True),
+    "int and float": (1, 1.0),
+    "zeros": (0.0, -0.0),
+    "complex zeros": (complex(0.0, 0.0), complex(-0.0, 0.0)),
+    "zeros in a tuple": ((1, (0.0,)), (1, (-0.0,))),
+    "NumPy zeros": (np.float32(0.0), np.float32(-0.0)),
+    "NumPy and Python": (np.float64(1.0), 1.0),
+    "list and tuple": ([1], (1,)),
+    "order of a dict": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    "key type": ({1: "a"}, {True: "a"}),
+    "array dtype": (np.zeros(2, "int32"), np.zeros(2, "float32")),
+    "array shape": (np.zeros((2, 1)), np.zeros((1, 2))),
+    "array values": (np.array([1, 2]), np.array([2, 1])),
+    "lambda": (lambda x: x + 1, lambda x: x + 2),
+    "default": (lambda x, n=1: x, lambda x, n=2: x),
+    "keyword default": (lambda x, *, n=1: x, lambda x, *, n=True: x),
+    "closure": (closure(1), closure(1)),
+    "partial": (functools.partial(relu, 1), functools.partial(relu, 2)),
+    "partial keyword": (functools.partial(relu, x=1), functools.partial(relu, x=True)),
+    "dataclass": (Open(1, []), Open(1, [1])),
+    "frozen dataclass": (Closed(1), Closed(True)),
+    "objects": (Plain(), Plain()),
+    "classes": (Open, Closed),
+}
+
+
+@pytest.mark.parametrize(("a", "b"), DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_values_of_other_programs_have_other_keys(a, b):
+    """Exact types, signs, order, code: what Python takes for equal may still be another program."""
+    assert freeze(a) != freeze(b)
+    assert Const.of(a) != Const.of(b)
+
+
+def test_keys_that_differ_by_a_function_of_another_module():
+    """Equal code over other globals is another function."""
+    source = "f = lambda x: x + n"
+    one, two = {"n": 1}, {"n": 2}
+    exec(source, one)
+    exec(source, two)
+    assert freeze(one["f"]) != freeze(two["f"])
+    assert freeze(one["f"]) == freeze(one["f"])
+
+
+def test_mutability_is_found_at_any_depth():
+    """Only what can be edited in place is copied and compared again."""
+    for value in (1, "a", (1, ("b", None)), relu, Closed(1), frozenset([1]), np.float32(1)):
+        assert not Const.of(value).mutable
+    for value in (
+        [1],
+        (1, [2]),
+        {"a": 1},
+        np.zeros(1),
+        Open(1, []),
+        types.SimpleNamespace(),
+        {1},
+        functools.partial(relu, []),
+    ):
+        assert Const.of(value).mutable
+
+
+def test_a_constant_is_not_edited_with_its_value():
+    """A Const holds a copy, and gives out further ones."""
+    value = {"a": [1]}
+    const = Const.of(value)
+    value["a"].append(2)
+    assert const.fresh() == {"a": [1]}
+    const.fresh()["a"].append(3)
+    assert const.fresh() == {"a": [1]}
+    assert const != Const.of(value)
+
+
+def test_copies_share_the_parts_that_are_compared_by_identity():
+    """A function, mesh or object inside a list is the very same in each copy."""
+    plain, inner = Plain(), closure(1)
+    fresh = Const.of([plain, {"f": inner}, jnp.tanh]).fresh()
+    assert (fresh[0] is plain, fresh[1]["f"] is inner, fresh[2] is jnp.tanh) == (True, True, True)
+
+
+def test_immutable_values_are_not_copied():
+    """fresh() of a hashable value is the value."""
+    value = (1, Plain())
+    assert Const.of(value).fresh() is value
+
+
+def test_arrays_are_refused():
+    """A JAX array cannot be static; the message names its place and the ways out."""
+    with pytest.raises(StaticValueError, match=r"float32\[2\] at layers\[0\]\.table .*nnx\.static.*NumPy"):
+        Const.of([jnp.ones(2)], ("layers", 0, "table"))
+
+
+def test_objects_that_cannot_be_compared_are_refused():
+    """Neither a hash nor attributes: the message names type, place and remedy."""
+
+    class Slotted:
+        __slots__ = ()
+        __hash__ = None
+
+    with pytest.raises(StaticValueError, match=r"at a\.b of type Slotted .*__eq__ and __hash__"):
+        Const.of([Slotted()], ("a", "b"))
+
+
+def test_values_that_contain_themselves_are_refused():
+    """Recursion ends in an error that names the place."""
+    value = [1]
+    value.append(value)
+    with pytest.raises(StaticValueError, match=r"at a contains itself"):
+        Const.of(value, ("a",))
+    assert issubclass(StaticValueError, TypeError)
+
+
+CONSTANTS = [1, [1, {"a": 2}], Closed(2), relu, np.arange(2), Open(1, ["a"]), (0.0, -0.0)]
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("value", CONSTANTS, ids=lambda x: getattr(x, "__name__", repr(x)))
+def test_constants_can_be_copied_and_pickled(value, copier):
+    """The copy is equal, with an equal hash."""
+    const = Const.of(value)
+    assert (copier(const) == const, hash(copier(const)) == hash(const)) == (True, True)
+
+
+def test_mappings_of_items():
+    """of_items freezes metadata; same_items compares two mappings where == would fail on an array."""
+    assert Const.of_items({"a": [1]}) == Const.of_items({"a": [1]})
+    assert Const.of_items({"a": 1}) != Const.of_items({"a": True})
+    assert same_items({"a": np.arange(2)}, {"a": np.arange(2)})
+    assert not same_items({"a": np.arange(2)}, {"a": np.arange(3)})
+    assert repr(Const.of([1])) == "[1]"

@@ -1,0 +1,160 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.streams import fork_rngs, reseed, restore_rngs, split_rngs
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Dropout(0.5, rngs=rngs)
+        self.second = nnx.Dropout(0.5, rngs=rngs)
+        self.rngs = rngs
+        self.alias = nnx.Rngs(rngs.params)  # the same root and count under another name
+
+
+def model():
+    return Model(nnx.Rngs(0, params=1, dropout=2))
+
+
+def bits(key):
+    return np.asarray(jax.random.key_data(key)).tobytes()
+
+
+def facts(m):
+    streams = (m.first.rngs, m.second.rngs, m.rngs.params, m.rngs.dropout, m.rngs.default, m.alias.default)
+    return [(bits(s.key.value), s.key.shape, np.asarray(s.count.value).tolist()) for s in streams]
+
+
+@pytest.mark.parametrize("act", [lambda m: split_rngs(m, splits=2), lambda m: fork_rngs(m)])
+def test_streams_are_put_back_further_along(act):
+    """After the block each stream has its root again, and one more key is used up."""
+    m = model()
+    before = facts(m)
+    with act(m) as backups:
+        assert len(backups) == 5  # a stream that is reached under two names is changed once
+        assert all(a != b for a, b in zip(facts(m), before))
+    for (root, shape, count), (old_root, old_shape, old_count) in zip(facts(m), before):
+        assert (root, shape, count) == (old_root, old_shape, old_count + 1)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_no_key_comes_twice(impl):
+    """Lanes, forks, reseeded streams and what is drawn afterwards: all keys differ."""
+    m = Model(nnx.Rngs(jax.random.key(0, impl=impl), params=jax.random.key(1, impl=impl)))
+    streams = [m.first.rngs, m.second.rngs, m.rngs.params, m.rngs.default]
+    keys = [stream() for stream in streams]
+    for act in (lambda: split_rngs(m, splits=2), lambda: fork_rngs(m), lambda: split_rngs(m, splits=2)):
+        with act():
+            for stream in streams:
+                roots = stream.key.value.reshape(-1)
+                keys += [jax.random.fold_in(root, n) for root in roots for n in range(2)]
+        keys += [stream() for stream in streams]
+    reseed(m, default=jax.random.key(7, impl=impl))
+    keys += [stream() for stream in (m.first.rngs, m.second.rngs, m.rngs.default) for _ in range(2)]
+    assert len({bits(k) for k in keys}) == len(keys)
+
+
+def test_filters_choose_the_streams():
+    """`only` of split_rngs, and the mapping of fork_rngs, of which the first match counts."""
+    m = model()
+    with split_rngs(m, splits=(2, 3), only=["params", nnx.PathContains("second")]):
+        shapes = [shape for _, shape, _ in facts(m)]
+        assert shapes == [(), (2, 3), (2, 3), (), (), (2, 3)]
+    default = facts(m)[4]
+    with fork_rngs(m, split={"params": None, "dropout": 4}):
+        assert [shape for _, shape, _ in facts(m)] == [(4,), (4,), (), (4,), (), ()]
+        assert facts(m)[4] == default
+        assert int(m.rngs.params.count.value) == 0
+    with fork_rngs(m, split=2):
+        assert {shape for _, shape, _ in facts(m)} == {(2,)}
+
+
+def test_as_decorators_they_serve_the_arguments_of_a_call():
+    """Wherever in the arguments the streams are; they are put back also when the function raises."""
+
+    @split_rngs(splits=2, only="params")
+    @fork_rngs(split={"dropout": None})
+    def function(first, *, second):
+        """Look at the streams."""
+        assert first["rngs"].params.key.shape == second.rngs.params.key.shape == (2,)
+        assert int(second.first.rngs.count.value) == 0
+        raise KeyError("looked")
+
+    a, b = nnx.Rngs(params=0), model()
+    b.first(jnp.ones(3))
+    assert (function.__name__, function.__doc__) == ("function", "Look at the streams.")
+    with pytest.raises(KeyError, match="looked"):
+        function({"rngs": a}, second=b)
+    assert (a.params.key.shape, int(a.params.count.value)) == ((), 1)
+    assert (b.first.rngs.key.shape, int(b.first.rngs.count.value)) == ((), 2)
+
+
+def test_squeeze_leaves_the_axis_out():
+    """One lane without its axis, for code that maps over an axis of any size."""
+    rngs = nnx.Rngs(0)
+    backups = split_rngs(rngs, splits=1, squeeze=True)
+    assert rngs.default.key.shape == ()
+    assert bits(rngs.default.key.value) == bits(nnx.Rngs(0).split(1).default.key.value[0])
+    restore_rngs(backups)
+    assert int(rngs.default.count.value) == 1
+    with pytest.raises(ValueError, match="only supported for splits=1"):
+        split_rngs(rngs, splits=2, squeeze=True)
+
+
+def test_a_stream_that_is_split_already_stops_all():
+    """The error names its path, and nothing is changed."""
+    m = model()
+    m.second.rngs = m.second.rngs.split(3)
+    before = facts(m)
+    for act in (lambda: split_rngs(m, splits=2), lambda: fork_rngs(m)):
+        with pytest.raises(ValueError, match=r"second.rngs is split into lanes of shape \(3,\)"):
+            act()
+    assert facts(m) == before
+
+
+def test_reseeding_makes_a_model_repeatable():
+    """Streams of a tag start anew from the seed, each from a key of its own; others are left alone."""
+    m, other = model(), Model(nnx.Rngs(9, params=8, dropout=7))
+    m.first(jnp.ones(3))
+    for each in (m, other):
+        reseed(each, dropout=42)
+    assert facts(m)[:2] == facts(other)[:2]
+    assert facts(m)[3] == facts(other)[3]
+    assert len({root for root, _, _ in facts(m)[:2]}) == 2
+    assert facts(m)[2] != facts(other)[2]
+    assert [count for _, _, count in facts(m)[:2]] == [0, 0]
+
+
+def test_reseeding_split_streams_needs_a_policy():
+    """`'match_shape'` splits the new key into as many lanes; a function decides for every stream."""
+    rngs = nnx.Rngs(params=0).split(3)
+    with pytest.raises(ValueError, match=r"at params: it is split into lanes of shape \(3,\).*match_shape"):
+        reseed(rngs, params=1)
+    assert bits(rngs.params.key.value) == bits(nnx.Rngs(params=0).split(3).params.key.value)
+    reseed(rngs, params=1, policy="match_shape")
+    expected = jax.random.split(jax.random.fold_in(jax.random.key(1), 0), 3)
+    assert bits(rngs.params.key.value) == bits(expected)
+    seen = []
+
+    def policy(path, key, shape):
+        seen.append((path, shape))
+        return jnp.broadcast_to(key, shape)
+
+    reseed(rngs, params=1, policy=policy)
+    assert seen == [(("params",), (3,))]
+    assert rngs.params.count.shape == (3,)
+
+
+def test_reseeding_nothing_is_an_error():
+    """A name that no stream has as its tag is reported with the tags that there are; nothing is changed."""
+    m = Model(nnx.Rngs(0, params=1))
+    look = lambda: [bits(m.first.rngs.key.value), bits(m.rngs.params.key.value)]
+    before = look()
+    with pytest.raises(ValueError, match=r"tag 'dropout'.*'default' \(4\).*looked up"):
+        reseed(m, params=3, dropout=5)
+    with pytest.raises(ValueError, match="Invalid rng value"):
+        reseed(m, params=1.5)
+    assert look() == before

@@ -1,0 +1,922 @@
+"""Variables: boxes that behave like the array they hold, with metadata, hooks, names and a trace they belong to."""
+
+import copy
+import gc
+import math
+import operator
+import pickle
+import threading
+import weakref
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.errors import VariableNameError
+from nnxlib.core.variables import HOOKS, Clock
+
+
+class Scaled(nnx.Variable):
+    """Hooks as methods of the class: stored as halves, read as wholes."""
+
+    def on_create_value(self, value):
+        return value / 2
+
+    def on_set_value(self, value):
+        return value / 2
+
+    def on_get_value(self, value):
+        return value * 2
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.layers = [nnx.Dict(w=nnx.Param(jnp.zeros(2)))]
+
+
+# --- an array everywhere: operators ---
+
+ARITHMETIC = "add sub mul truediv floordiv mod pow".split()
+INTEGER = "and_ or_ xor lshift rshift".split()
+COMPARISONS = "lt le eq ne gt ge".split()
+OTHERS = {
+    "Python number": lambda x: x.item(0),
+    "NumPy array": np.asarray,
+    "NumPy scalar": lambda x: np.asarray(x)[0],
+    "JAX array": jnp.asarray,
+    "Variable": lambda x: nnx.BatchStat(jnp.asarray(x)),
+}
+
+
+def assert_same_array(a, b):
+    assert isinstance(a, jax.Array)
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+
+
+OPERANDS = [(name, kind) for name in [*ARITHMETIC, *INTEGER, *COMPARISONS, "divmod"] for kind in OTHERS]
+OPERANDS += [("matmul", kind) for kind in ("NumPy array", "JAX array", "Variable")]
+
+
+@pytest.mark.parametrize(("name", "kind"), OPERANDS)
+def test_operators_with_anything_on_either_side(name, kind):
+    """`v op x` and `x op v` are what JAX computes for the value of `v`, with the same type of result."""
+    op = divmod if name == "divmod" else getattr(operator, name)
+    dtype = jnp.int32 if name in INTEGER else jnp.float32
+    value, x = jnp.array([3, 5, 2], dtype), OTHERS[kind](np.array([2, 1, 3], dtype))
+    plain = x.value if isinstance(x, nnx.Variable) else x
+    for got, expected in [(op(nnx.Param(value), x), op(value, plain)), (op(x, nnx.Param(value)), op(plain, value))]:
+        for a, b in zip(got, expected) if name == "divmod" else [(got, expected)]:
+            assert_same_array(a, b)
+
+
+@pytest.mark.parametrize("name", [*ARITHMETIC, *INTEGER, "matmul"])
+def test_in_place_operators_write_into_the_variable(name):
+    """`v op= x` keeps the Variable and gives it the new value."""
+    op, plain = getattr(operator, f"i{name.rstrip('_')}"), getattr(operator, name)
+    value = jnp.array([3, 5], jnp.int32 if name in INTEGER else jnp.float32)
+    v = nnx.Param(value)
+    assert op(v, nnx.Param(value)) is v
+    np.testing.assert_array_equal(v.value, plain(value, value))
+
+
+def test_in_place_operator_on_an_attribute_keeps_the_variable():
+    """`module.w += 1` leaves the same Variable in the attribute."""
+    m = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    w = m.w
+    m.w += 1
+    assert m.w is w
+    assert w.value.tolist() == [2, 2]
+
+
+def test_numpy_array_in_place_takes_a_variable():
+    """`ndarray += variable` gives the sum (a JAX array, as `ndarray += jax_array` does)."""
+    x = np.ones(2, np.float32)
+    x += nnx.Param(jnp.ones(2))
+    assert_same_array(x, jnp.full(2, 2.0))
+
+
+@pytest.mark.parametrize("op", [operator.neg, operator.pos, abs, operator.invert, round])
+def test_unary_operators(op):
+    """`-v`, `+v`, `abs(v)`, `~v` and `round(v)` are those of the value."""
+    value = jnp.array([-3, 5], jnp.int32)
+    assert_same_array(op(nnx.Param(value)), op(value))
+
+
+def test_conversions_to_python_numbers():
+    """bool, int, float, complex, index, round and the functions of math read the value."""
+    v = nnx.Param(jnp.array(2.75))
+    assert (bool(v), int(v), float(v), complex(v)) == (True, 2, 2.75, 2.75 + 0j)
+    assert round(v, 1).item() == round(v.value, 1).item()
+    assert (math.floor(v), math.sqrt(nnx.Param(jnp.array(4.0)))) == (2, 2.0)
+    assert [10, 20, 30][nnx.Param(jnp.array(1))] == 20
+    assert not nnx.Param(jnp.array(0.0))
+
+
+def test_bool_of_several_numbers_is_refused_as_for_an_array():
+    """`bool(v)` raises as JAX does when the value has more than one entry."""
+    with pytest.raises(ValueError, match="ambiguous"):
+        bool(nnx.Param(jnp.ones(2)))
+
+
+def test_len_iteration_and_membership():
+    """len, iter, unpacking and `in` see the value."""
+    v = nnx.Param(jnp.array([1.0, 2.0]))
+    a, b = v
+    assert (len(v), [x.item() for x in v], a.item(), b.item(), 2.0 in v, 3.0 in v) == (2, [1, 2], 1, 2, True, False)
+    with pytest.raises(TypeError):
+        len(nnx.Param(jnp.array(1.0)))
+
+
+def test_format():
+    """A format specification is applied to the value; without one the Variable is written as itself."""
+    v = nnx.Param(jnp.array(1.5))
+    assert f"{v:.3f}" == "1.500"
+    assert f"{v}" == repr(v) == str(v)
+
+
+def test_indexing():
+    """`v[i]`, slices, new axes and boolean masks index the value; `v[...]` is the value itself."""
+    value = jnp.arange(6.0).reshape(2, 3)
+    v = nnx.Param(value)
+    assert v[...] is value
+    assert v[1, 2].item() == 5
+    assert v[:, None].shape == (2, 1, 3)
+    assert v[jnp.array([True, False])].shape == (1, 3)
+    assert v[nnx.Param(jnp.array(1))].tolist() == [3, 4, 5]
+
+
+def test_item_assignment():
+    """`v[i] = x`, `v[i] += x` and `v[i] = variable` replace the value by one with that entry changed."""
+    old = jnp.zeros(3)
+    v = nnx.Param(old)
+    v[0] = 1
+    v[1] += 2
+    v[2] = nnx.Param(jnp.array(5.0))
+    assert (v.value.tolist(), old.tolist()) == ([1, 2, 5], [0, 0, 0])
+
+
+def test_assignment_to_all_of_it_stores_an_array_that_fits():
+    """`v[...] = array` of the same shape and dtype stores that very array: no copy is made."""
+    v, new = nnx.Param(jnp.zeros(3)), jnp.ones(3)
+    v[...] = new
+    assert v.value is new
+
+
+@pytest.mark.parametrize(
+    "item", [2, 2.0, [2, 2, 2], np.full(3, 2.0), np.float64(2), jnp.full(1, 2), jnp.full(3, 2.0), jnp.asarray(2.0)]
+)
+def test_assignment_to_all_of_it_keeps_shape_and_dtype(item):
+    """`v[...] = x` broadcasts and casts as NumPy does, also for a tracer; the value stays strongly typed."""
+    v = nnx.Param(jnp.zeros(3, jnp.bfloat16))
+
+    def assign(v):
+        v[...] = item
+
+    for call in (assign, nnx.jit(assign)):
+        v.value = jnp.zeros(3, jnp.bfloat16)
+        call(v)
+        assert (v.value.tolist(), v.dtype, v.shape, v.value.weak_type) == ([2, 2, 2], jnp.bfloat16, (3,), False)
+
+
+def test_assignment_of_another_shape_is_refused():
+    """`v[...] = x` with an x that does not broadcast raises, and `v.value = x` replaces."""
+    v = nnx.Param(jnp.zeros(3))
+    with pytest.raises(ValueError, match="broadcast"):
+        v[...] = jnp.ones((2, 3))
+    assert v.value.tolist() == [0, 0, 0]
+    v.value = jnp.ones((2, 3))
+    assert v.shape == (2, 3)
+
+
+def test_assignment_to_all_of_a_value_that_is_no_array():
+    """A number, None or an abstract array is replaced; a NumPy array is copied and filled."""
+    for value in (1.0, None, jax.ShapeDtypeStruct((2,), "float32")):
+        v = nnx.Variable(value)
+        v[...] = 5.0
+        assert v.value == 5.0
+    array = np.zeros(2)
+    v = nnx.Variable(array)
+    v[...] = 1.0
+    assert (v.value.tolist(), type(v.value), array.tolist()) == ([1, 1], np.ndarray, [0, 0])
+
+
+def test_items_of_other_containers():
+    """Values that are dicts or lists take item assignment too, on a copy: what was passed in stays as it is."""
+    table = {"a": 1}
+    v = nnx.Variable(table)
+    v["b"] = 2
+    assert (v.value, table, v["b"], "b" in v, list(v)) == ({"a": 1, "b": 2}, {"a": 1}, 2, True, ["a", "b"])
+
+
+def test_delete_item_replaces_the_value():
+    """`del v[key]` leaves the object that was passed in as it is, like `v[key] = x`."""
+    table = {"a": 1, "b": 2}
+    v = nnx.Variable(table)
+    del v["a"]
+    assert (v.value, table) == ({"b": 2}, {"a": 1, "b": 2})
+
+
+def test_array_attributes():
+    """Attributes and methods of the value are reached through the Variable."""
+    v = nnx.Param(jnp.arange(6.0).reshape(2, 3))
+    assert (v.shape, v.dtype, v.ndim, v.size, v.T.shape) == ((2, 3), jnp.float32, 2, 6, (3, 2))
+    assert v.sum().item() == 15
+    assert v.astype(jnp.int32).dtype == jnp.int32
+    assert v.at[0, 0].set(9)[0, 0].item() == 9
+    assert v.mean(axis=0).tolist() == [1.5, 2.5, 3.5]
+    assert v.reshape(-1).shape == (6,)
+
+
+def test_unknown_attribute_names_both_places_that_were_searched():
+    """The message says that neither metadata nor the value has the attribute."""
+    with pytest.raises(AttributeError, match=r"Param has no metadata 'nonsense', and its value \(float32\[2\]\)"):
+        nnx.Param(jnp.zeros(2)).nonsense
+
+
+def test_call_calls_the_value():
+    """A Variable that holds a function can be called."""
+    assert nnx.Variable(lambda x, y: x + y)(1, y=2) == 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jnp.sin,
+        lambda v: jnp.dot(v, v),
+        lambda v: jnp.where(v > 0, v, 0),
+        lambda v: jnp.concatenate([v, v]),
+        lambda v: jnp.stack([v, jnp.ones(3)]),
+        lambda v: jnp.zeros(3).at[:].set(v),
+        lambda v: jnp.ones(3)[jnp.asarray(v, jnp.int32)],
+        lambda v: jnp.einsum("i,i->", v, v),
+        jnp.asarray,
+        jnp.zeros_like,
+        jax.nn.softplus,
+        jax.nn.softmax,
+        lambda v: jax.device_put(v)[...],
+    ],
+)
+def test_functions_of_jax_numpy_take_variables(function):
+    """jnp and jax.nn functions give for a Variable what they give for its value."""
+    value = jnp.array([0.5, -1.0, 2.0])
+    assert_same_array(function(nnx.Param(value)), function(value))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda v: jax.lax.cond(True, lambda v: v * 2, lambda v: v * 3, v),
+        lambda v: jax.lax.switch(1, [lambda v: v * 2, lambda v: v * 3], v),
+        lambda v: jax.lax.map(lambda x: x * 2, v),
+        lambda v: jax.lax.scan(lambda c, x: (c + x, c * x), 0.0, v)[1],
+        lambda v: jax.lax.fori_loop(0, 2, lambda i, x: x * 2, v[...]),
+        lambda v: jax.lax.stop_gradient(v)[...],
+        lambda v: jax.lax.top_k(jnp.asarray(v), 2)[0],
+    ],
+)
+def test_functions_of_jax_lax_take_variables_as_pytrees(function):
+    """Where jax.lax takes a pytree, a Variable is one: the body gets a Variable."""
+    value = jnp.array([0.5, -1.0, 2.0])
+    assert_same_array(function(nnx.Param(value)), function(value))
+
+
+def test_primitives_of_jax_lax_say_how_to_convert():
+    """JAX converts no object in a call of a bare primitive; its error, which tells to convert, is what comes out."""
+    v = nnx.Param(jnp.ones(2))
+    assert jax.lax.sin(v[...]).tolist() == jnp.sin(v).tolist()
+    with pytest.raises((TypeError, ValueError), match="__jax_array__"):
+        jax.lax.sin(v)
+
+
+def test_functions_of_numpy_take_variables():
+    """np.asarray gives the value, and NumPy's functions work on it."""
+    v = nnx.Param(jnp.array([1.0, 2.0]))
+    assert np.asarray(v).tolist() == [1, 2]
+    assert np.asarray(v, dtype=np.int32).dtype == np.int32
+    assert np.array(v, copy=True).flags.writeable
+    assert np.sum(v) == 3
+    np.testing.assert_allclose(v, [1, 2])
+
+
+def test_operators_inside_a_trace():
+    """A Variable made inside a jitted function holds a tracer and still acts as an array."""
+
+    @jax.jit
+    def f(x):
+        v = nnx.Param(x)
+        v += 1
+        v[0] = 7
+        return jnp.sum(v * v) + len(v)
+
+    assert f(jnp.ones(2)).item() == 49 + 4 + 2
+
+
+# --- identity ---
+
+
+def test_hash_is_identity():
+    """Two Variables with equal values are two keys; writing does not change the hash."""
+    a, b = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
+    table = {a: 1, b: 2}
+    a[...] = 3
+    assert (table[a], table[b], len({a, b})) == (1, 2, 2)
+
+
+# --- the value ---
+
+
+def test_the_three_ways_to_read_give_the_same_object():
+    """`.value`, `[...]`, `get_value()`, `raw_value` and `get_raw_value()` are the object that was stored."""
+    value = jnp.ones(2)
+    v = nnx.Param(value)
+    assert all(x is value for x in (v.value, v[...], v.get_value(), v.raw_value, v.get_raw_value()))
+    assert v.get_value(index=0).item() == 1
+
+
+def test_the_ways_to_write():
+    """`.value =`, `set_value`, `set_raw_value` and `raw_value =` store the very object; a Variable is unwrapped."""
+    v = nnx.Param(jnp.zeros(2))
+    for write in (
+        lambda x: setattr(v, "value", x),
+        v.set_value,
+        v.set_raw_value,
+        lambda x: setattr(v, "raw_value", x),
+        lambda x: v.set_value(nnx.BatchStat(x)),
+        lambda x: setattr(v, "value", nnx.BatchStat(x)),
+    ):
+        new = jnp.ones(2)
+        write(new)
+        assert v.value is new
+    v.set_value(5.0, index=1)
+    assert v.value.tolist() == [1, 5]
+
+
+def test_set_raw_value_unwraps_a_variable():
+    """No Variable ever ends up inside of another one."""
+    v, new = nnx.Param(jnp.zeros(2)), jnp.ones(2)
+    v.set_raw_value(nnx.BatchStat(new))
+    assert v.value is new
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", (1, [2]), {"a": np.ones(2)}, jax.ShapeDtypeStruct((2,), "float32")])
+def test_holds_any_value(value):
+    """A Variable stores any pytree as it is, and its repr shows it."""
+    v = nnx.Variable(value)
+    assert v.value is value
+    assert repr(v).startswith("Variable(")
+
+
+def test_a_variable_made_from_a_variable_takes_its_value():
+    """`Param(Variable(x))` holds x."""
+    value = jnp.ones(2)
+    assert nnx.Param(nnx.Variable(value)).value is value
+
+
+def test_generic_alias():
+    """`Param[Array]` is an annotation and makes a Param when called."""
+    assert type(nnx.Param[jax.Array](jnp.ones(1))) is nnx.Param
+
+
+# --- metadata ---
+
+
+def test_metadata_is_read_as_attributes_and_by_name():
+    """Keyword arguments of the constructor are metadata."""
+    v = nnx.Param(jnp.zeros(1), sharding=(None, "model"), weight_loader=len)
+    assert (v.sharding, v.weight_loader, v.get_metadata("sharding")) == ((None, "model"), len, (None, "model"))
+    assert v.get_metadata() == {"sharding": (None, "model"), "weight_loader": len}
+    assert (v.get_metadata("other", 5), v.has_metadata("sharding"), v.has_metadata("other")) == (5, True, False)
+    with pytest.raises(KeyError, match="other"):
+        v.get_metadata("other")
+
+
+def test_metadata_comes_before_attributes_of_the_value():
+    """Metadata named like an array attribute hides it."""
+    assert nnx.Param(jnp.zeros(1), mean="text").mean == "text"
+
+
+def test_metadata_is_written_by_name_by_keyword_or_as_a_whole():
+    """set_metadata takes the three forms; del_metadata and del remove an entry."""
+    v = nnx.Param(0.0, a=1)
+    v.set_metadata("b", 2)
+    v.set_metadata(c=3)
+    assert v.get_metadata() == {"a": 1, "b": 2, "c": 3}
+    v.del_metadata("a")
+    del v.b
+    assert v.get_metadata() == {"c": 3}
+    v.set_metadata({"d": 4})
+    assert v.get_metadata() == {"d": 4}
+
+
+def test_get_metadata_is_a_copy():
+    """Editing what get_metadata returned changes nothing."""
+    v = nnx.Param(0.0, a=1)
+    v.get_metadata()["a"] = 2
+    assert v.a == 1
+
+
+def test_missing_metadata_cannot_be_deleted():
+    """del_metadata of an unknown name raises, naming it."""
+    v = nnx.Param(0.0)
+    with pytest.raises(KeyError, match="a"):
+        v.del_metadata("a")
+    with pytest.raises(AttributeError, match="a"):
+        del v.a
+
+
+def test_attributes_cannot_be_set():
+    """A typo such as `v.valu = x` is an error that tells how to set metadata and the value."""
+    v = nnx.Param(0.0)
+    with pytest.raises(AttributeError, match=r"set_metadata\(valu=\.\.\.\).*variable\.value = "):
+        v.valu = 1.0
+    assert (v.value, v.get_metadata()) == (0.0, {})
+
+
+def test_metadata_changes_are_structural_and_values_are_not():
+    """Only set_metadata advances the epoch that cached layouts look at."""
+    v = nnx.Param(jnp.zeros(2))
+    epoch = Clock.epoch
+    v[...] = 1.0
+    v.value = jnp.ones(3)
+    assert Clock.epoch is epoch
+    v.set_metadata(a=1)
+    assert Clock.epoch is not epoch
+
+
+def test_class_can_be_changed():
+    """`v.__class__ = Other` turns a Variable into another type, in place, and is seen by a jitted function."""
+    m = nnx.Dict(w=nnx.Param(jnp.ones(1)))
+    count = nnx.jit(lambda m: len(nnx.state(m, nnx.Param)))
+    assert count(m) == 1
+    m.w.__class__ = nnx.BatchStat
+    assert (type(m.w), count(m)) == (nnx.BatchStat, 0)
+
+
+def test_type():
+    """`v.type` is the class of the Variable, as filters see it."""
+    assert nnx.BatchStat(0.0).type is nnx.BatchStat
+
+
+# --- hooks ---
+
+
+def test_hooks_given_as_metadata_run_in_order():
+    """A hook is a function or a sequence of them; each gets the Variable and what the one before returned."""
+    seen = []
+
+    def add(v, x):
+        seen.append(v)
+        return x + 1
+
+    v = nnx.Param(1.0, on_create_value=add, on_set_value=[add, lambda v, x: x * 10], on_get_value=(add,))
+    assert (v.raw_value, v.value) == (2, 3)
+    v.value = 1.0
+    assert (v.raw_value, v.value, seen[0] is v) == (20, 21, True)
+
+
+def test_hooks_of_a_subclass():
+    """Hooks that a class defines as methods run at every way to read and write."""
+    v = Scaled(jnp.array([2.0]))
+    assert (v.raw_value.item(), v.value.item(), v[0].item(), v.item(), (v + 0).item()) == (1, 2, 2, 2, 2)
+    assert (float(Scaled(2.0)), next(iter(v)).item()) == (2, 2)
+    v.value = jnp.array([8.0])
+    assert v.raw_value.item() == 4
+    v[0] = 6.0
+    assert (v.raw_value.item(), v.value.item()) == (3, 6)
+    v += 1
+    assert v.value.item() == 7
+
+
+def test_hooks_see_what_is_assigned():
+    """`v[i] = x` gives x to the hook, not the whole array, and leaves the other entries alone."""
+    v = nnx.Param(jnp.zeros(3), on_set_value=lambda v, x: x * 2)
+    v[...] = 1.0
+    v[0] = 5.0
+    assert v.value.tolist() == [10, 2, 2]
+
+
+def test_raw_access_skips_hooks():
+    """get_raw_value, set_raw_value, copy and replace do not run hooks."""
+    v = Scaled(jnp.array([2.0]))
+    v.set_raw_value(jnp.array([5.0]))
+    assert (v.get_raw_value().item(), v.copy().raw_value.item(), v.replace(7.0).raw_value) == (5, 5, 7)
+
+
+def test_transforms_do_not_run_hooks():
+    """split, merge, state, update and jit carry raw values: on_set_value runs at assignment only."""
+    calls = []
+    v = nnx.Param(jnp.ones(1), on_set_value=lambda v, x: calls.append(x) or x)
+    m = nnx.Dict(v=v)
+    graphdef, state = nnx.split(m)
+    nnx.update(nnx.merge(graphdef, state), state)
+    nnx.jit(lambda m: m.v.sum())(m)
+    assert calls == []
+    v.value = jnp.zeros(1)
+    assert len(calls) == 1
+
+
+def test_a_hook_that_raises_leaves_the_value():
+    """on_set_value runs before the write."""
+
+    def refuse(v, x):
+        raise RuntimeError("no")
+
+    v = nnx.Param(1.0, on_set_value=refuse)
+    with pytest.raises(RuntimeError, match="no"):
+        v.value = 2.0
+    assert v.value == 1.0
+
+
+def test_axis_hooks():
+    """add_axis and remove_axis tell the hooks, given as metadata or as methods."""
+    seen = []
+
+    class Named(nnx.Variable):
+        def on_add_axis(self, index, name):
+            seen.append(("class add", index, name))
+
+    Named(0.0).add_axis(1, "layers")
+    v = nnx.Param(0.0, on_add_axis=lambda v, i, n: seen.append(("add", i, n)), on_remove_axis=[
+        lambda v, i, n: seen.append(("remove", i, n))])  # fmt: skip
+    v.add_axis(0, "x")
+    v.remove_axis(2, "y")
+    assert seen == [("class add", 1, "layers"), ("add", 0, "x"), ("remove", 2, "y")]
+
+
+def test_with_metadata_attaches_to_the_variable_made_from_an_initializer():
+    """The boxed value carries metadata and hooks; explicit arguments of the constructor win."""
+    hook = lambda v, x: x
+    init = nnx.with_metadata(lambda key, shape: jnp.zeros(shape), sharding=("a",), layer=1, on_set_value=hook)
+    v = nnx.Param(init(None, (2,)), layer=2)
+    assert (v.shape, v.sharding, v.layer, v.get_metadata("on_set_value")) == ((2,), ("a",), 2, (hook,))
+
+
+def test_variable_metadata_refuses_unknown_hooks():
+    """VariableMetadata(value, metadata=..., hooks) names a hook that does not exist."""
+    box = nnx.VariableMetadata(1.0, metadata={"a": 1}, on_get_value=lambda v, x: x + 1)
+    assert (nnx.Param(box).value, nnx.Param(box).a) == (2.0, 1)
+    with pytest.raises(TypeError, match="on_nothing"):
+        nnx.VariableMetadata(1.0, on_nothing=len)
+    assert len(HOOKS) == 5
+
+
+def test_a_subclass_may_override_get_value_and_set_value():
+    """Every way to read and write goes through them: `.value`, items, operators, conversions."""
+
+    class Scaled(nnx.Variable):
+        def get_value(self, **kwargs):
+            return super().get_value(**kwargs) * 2
+
+        def set_value(self, value, **kwargs):
+            super().set_value(value / 2, **kwargs)
+
+    class Shifted(Scaled):
+        def get_value(self, **kwargs):
+            return super().get_value(**kwargs) + 1
+
+    v = Scaled(jnp.array([4.0, 2.0]))
+    assert [x.tolist() for x in (v.value, v[...], v + 0, jnp.asarray(v), v.raw_value)] == [[8, 4]] * 4 + [[4, 2]]
+    assert (v[0].item(), v.sum().item(), v.shape) == (8, 12, (2,))
+    v.value = jnp.array([8.0, 8.0])
+    v[0] = 2.0
+    assert v.raw_value.tolist() == [1, 4]
+    v += 2.0
+    assert v.raw_value.tolist() == [2, 5]
+    assert Shifted(jnp.ones(1)).value.tolist() == [3]
+
+
+# --- traces ---
+
+
+def write_value(v):
+    v.value = jnp.ones(2)
+
+
+WRITES = {
+    "value": write_value,
+    "item": lambda v: v.set_value(1.0, index=0),
+    "raw value": lambda v: v.set_raw_value(jnp.ones(2)),
+    "in place": lambda v: operator.iadd(v, 1),
+    "metadata": lambda v: v.set_metadata(a=1),
+    "delete metadata": lambda v: v.del_metadata("kept"),
+    "class": lambda v: setattr(v, "__class__", nnx.BatchStat),
+    "copy_from": lambda v: v.copy_from(nnx.Param(jnp.ones(2))),
+    "update_from_state": lambda v: v.update_from_state(nnx.Param(jnp.ones(2))),
+}
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.jit, jax.grad, jax.vmap, jax.make_jaxpr, jax.eval_shape], ids=lambda t: t.__name__
+)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_a_write_from_another_trace_is_refused_and_changes_nothing(write, transform):
+    """Each way to write raises TraceContextError under a raw JAX transform, with the path of the Variable."""
+    model = Net()
+    w = model.layers[0].w
+    w.set_metadata(kept=1)
+    before = w.value
+
+    def f(x):
+        write(w)
+        return x.sum()
+
+    x = jnp.ones(2)
+    with pytest.raises(nnx.TraceContextError, match=r"Param \(float32\[2\]\) at model\.layers\[0\]\.w"):
+        transform(f, x) if transform is jax.eval_shape else transform(f)(x)
+    assert (w.value is before, w.get_metadata(), type(w), model.layers[0].w is w) == (
+        True,
+        {"kept": 1},
+        nnx.Param,
+        True,
+    )
+
+
+def test_the_refusal_says_what_to_do():
+    """The message shows the wrong and the right call."""
+    v = nnx.Param(jnp.zeros(()))
+    with pytest.raises(
+        nnx.TraceContextError, match=r"(?s)Pass the object.*nnx\.jit\(lambda model, x: model\(x\)\)\(model, x\)"
+    ):
+        jax.jit(lambda x: v.set_value(x))(1.0)
+
+
+def test_trace_context_error_is_a_value_error():
+    """Existing `except ValueError` keeps working."""
+    assert issubclass(nnx.TraceContextError, ValueError)
+
+
+def test_reading_under_any_raw_transform_is_legal():
+    """A closed-over Variable is read in jit, grad, vmap, scan, cond, and stays concrete."""
+    v = nnx.Param(jnp.array(2.0))
+    f = lambda x: x * v
+    assert jax.jit(f)(3.0).item() == 6
+    assert jax.grad(f)(3.0).item() == 2
+    assert jax.vmap(f)(jnp.arange(2.0)).tolist() == [0, 2]
+    assert jax.lax.scan(lambda c, x: (c + v, x), 0.0, jnp.arange(3.0))[0].item() == 6
+    assert jax.lax.cond(True, f, lambda x: x, 1.0).item() == 2
+    assert not isinstance(v.value, jax.core.Tracer)
+
+
+def test_an_inner_trace_may_not_write_to_a_variable_of_the_outer_one():
+    """A Variable made under jit belongs to that trace, not to a grad inside it."""
+
+    @jax.jit
+    def outer(x):
+        v = nnx.Param(x)
+        v.value = x + 1
+        with pytest.raises(nnx.TraceContextError):
+            jax.grad(lambda y: (v.set_value(y), y)[1])(x)
+        return v[...]
+
+    assert outer(1.0).item() == 2
+
+
+def test_a_variable_made_in_a_trace_does_not_keep_the_trace_alive():
+    """A Variable that escaped refuses writes at top level, and holds no reference to the trace but its value."""
+    escaped = []
+    jax.jit(lambda x: escaped.append(nnx.Param(x)) or x)(1.0)
+    with pytest.raises(nnx.TraceContextError):
+        escaped[0].value = 1.0
+
+
+def test_threads_read_and_write_their_own_and_shared_variables():
+    """At top level every thread is in the same (no) trace; a trace in one thread does not concern another."""
+    shared, errors = nnx.Param(jnp.zeros(())), []
+    tracing, written = threading.Event(), threading.Event()
+
+    def writer():
+        tracing.wait(10)
+        try:
+            shared.value = jnp.ones(())
+        except Exception as error:
+            errors.append(error)
+        written.set()
+
+    thread = threading.Thread(target=writer)
+    thread.start()
+
+    def f(x):
+        tracing.set()
+        assert written.wait(10)
+        return x
+
+    jax.jit(f)(1.0)
+    thread.join()
+    assert (errors, shared.value.item()) == ([], 1)
+
+
+# --- copies ---
+
+
+def test_copy_and_replace():
+    """copy and replace make a new Variable of the same class with the same value object and metadata."""
+    v = nnx.Param(jnp.ones(2), a=1)
+    c = v.copy()
+    assert (type(c), c is not v, c.value is v.value, c.a) == (nnx.Param, True, True, 1)
+    r = v.replace(jnp.zeros(2), a=2, b=3)
+    assert (r.value.tolist(), r.get_metadata(), v.get_metadata()) == ([0, 0], {"a": 2, "b": 3}, {"a": 1})
+    assert v.replace(nnx.BatchStat(5.0)).value == 5.0
+
+
+def test_copies_do_not_share_later_changes():
+    """Writing to a copy, or changing its metadata, leaves the original alone."""
+    v = nnx.Param(jnp.ones(2), a=1)
+    for c in (v.copy(), copy.copy(v), copy.deepcopy(v)):
+        c[...] = 5.0
+        c.set_metadata(a=2)
+    assert (v.value.tolist(), v.a) == ([1, 1], 1)
+
+
+def test_copy_from_and_update_from_state():
+    """They take over value and metadata; copy_from refuses another class."""
+    v, other = nnx.Param(0.0, a=1), nnx.Param(1.0, b=2)
+    v.copy_from(other)
+    assert (v.value, v.get_metadata()) == (1.0, {"b": 2})
+    with pytest.raises(ValueError, match="Cannot copy a BatchStat into a Param"):
+        v.copy_from(nnx.BatchStat(3.0))
+    v.update_from_state(nnx.Param(4.0))
+    assert (v.value, v.get_metadata()) == (4.0, {})
+
+
+def test_from_metadata_skips_hooks():
+    """from_metadata rebuilds a Variable from raw value and metadata."""
+    v = nnx.Param.from_metadata(1.0, {"a": 1, "on_create_value": lambda v, x: x + 1})
+    assert (type(v), v.raw_value, v.a) == (nnx.Param, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    "copier",
+    [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v)), lambda v: cloudpickle.loads(cloudpickle.dumps(v))],
+)
+def test_deep_copies_and_pickles(copier):
+    """Value, class and metadata survive, and the copy is writable at top level."""
+    v = nnx.BatchStat({"a": jnp.ones(2), "b": [np.zeros(1)]}, names=["x"])
+    c = copier(v)
+    assert (type(c), c.names, c.value["a"].tolist(), c.value["b"][0] is not v.value["b"][0]) == (
+        nnx.BatchStat,
+        ["x"],
+        [1, 1],
+        True,
+    )
+    c.value = 3.0
+    assert copier(Scaled(jnp.array(2.0))).value.item() == 2.0
+
+
+def test_deepcopy_of_metadata_is_deep():
+    """Mutable metadata of a deep copy is its own."""
+    v = nnx.Param(0.0, names=["x"])
+    copy.deepcopy(v).names.append("y")
+    assert v.names == ["x"]
+
+
+def test_a_deep_copy_of_a_value_that_refers_to_the_variable_ends():
+    """A Variable whose value holds itself is copied once."""
+    v = nnx.Variable([])
+    v.value.append(v)
+    c = copy.deepcopy(v)
+    assert c.value[0] is c
+
+
+# --- as a JAX pytree ---
+
+
+def test_pytree_has_one_child_under_the_key_value():
+    """Flattening gives the value with key `.value`; unflattening the same class and metadata."""
+    v = nnx.Param(jnp.ones(2), a=1)
+    [(path, leaf)], treedef = jax.tree_util.tree_flatten_with_path(v)
+    assert (jax.tree_util.keystr(path), leaf is v.value) == (".value", True)
+    back = treedef.unflatten([leaf])
+    assert (type(back), back.value is leaf, back.a) == (nnx.Param, True, 1)
+
+
+def test_tree_map_keeps_class_and_metadata_and_skips_hooks():
+    """jax.tree.map over Variables maps raw values."""
+    doubled = jax.tree.map(lambda x: x * 2, [Scaled(jnp.array(2.0)), nnx.Param(jnp.array(3.0), a=1)])
+    assert (doubled[0].raw_value.item(), doubled[1].value.item(), doubled[1].a) == (2, 6, 1)
+
+
+def test_treedefs_compare_class_and_metadata_by_value():
+    """Same metadata by value, lists included: equal treedefs with equal hashes. Else unequal."""
+    structure = lambda *args, **kwargs: jax.tree.structure(nnx.Param(*args, **kwargs))
+    assert structure(1.0, a=[1, {"b": 2}]) == structure(2.0, a=[1, {"b": 2}])
+    assert hash(structure(1.0, a=[1])) == hash(structure(2.0, a=[1]))
+    assert structure(1.0, a=[1]) != structure(1.0, a=[2])
+    assert structure(1.0) != structure(1.0, a=[2])
+    assert jax.tree.structure(nnx.Param(1.0)) != jax.tree.structure(nnx.BatchStat(1.0))
+
+
+def test_raw_jax_transforms_take_variables():
+    """jit, grad and vmap of JAX take and return Variables; equal metadata does not trace again."""
+    traces = []
+
+    @jax.jit
+    def f(v):
+        traces.append(1)
+        return v.replace(v * 2)
+
+    assert f(nnx.Param(jnp.ones(2), a=[1])).value.tolist() == [2, 2]
+    assert f(nnx.Param(jnp.ones(2), a=[1])).a == [1]
+    assert len(traces) == 1
+    assert jax.grad(lambda v: (v**2).sum())(nnx.Param(jnp.ones(2))).value.tolist() == [2, 2]
+    assert jax.vmap(lambda v: v.value + 1)(nnx.Param(jnp.ones(2))).tolist() == [2, 2]
+
+
+def test_is_leaf_on_variables():
+    """`is_leaf=lambda x: isinstance(x, Variable)` stops at them."""
+    v = nnx.Param(1.0)
+    assert jax.tree.leaves({"a": v}, is_leaf=lambda x: isinstance(x, nnx.Variable)) == [v]
+
+
+# --- names ---
+
+
+def test_registered_names_of_the_built_in_types():
+    """Collections are called as in Linen."""
+    names = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates",
+             nnx.Perturbation: "perturbations"}  # fmt: skip
+    for kind, name in names.items():
+        assert nnx.variable_name_from_type(kind) == name
+        assert nnx.variable_type_from_name(name) is kind
+
+
+def test_registering_a_name():
+    """As a function or a decorator; a taken name needs overwrite=True, and unknown ones name the known."""
+
+    @nnx.register_variable_name("test_memory")
+    class Memory(nnx.Variable):
+        pass
+
+    class Other(nnx.Variable):
+        pass
+
+    assert nnx.variable_type_from_name("test_memory") is Memory
+    assert nnx.register_variable_name("test_memory", Memory) is Memory
+    with pytest.raises(VariableNameError, match="'test_memory' belongs to Memory; pass overwrite=True"):
+        nnx.register_variable_name("test_memory", Other)
+    assert nnx.register_variable_name("test_memory", Other, overwrite=True) is Other
+    assert nnx.variable_type_from_name("test_memory") is Other
+    with pytest.raises(ValueError, match=r"(?s)'test_nothing'; known names: .*'params'"):
+        nnx.variable_type_from_name("test_nothing")
+
+
+def test_names_made_on_demand():
+    """allow_register makes a class for a name, and a name for a class."""
+    kind = nnx.variable_type_from_name("test_made", base=nnx.Cache, allow_register=True)
+    assert (kind.__name__, issubclass(kind, nnx.Cache), nnx.variable_type_from_name("test_made") is kind) == (
+        "test_made",
+        True,
+        True,
+    )
+
+    class TestFastWeights(nnx.Param):
+        pass
+
+    with pytest.raises(VariableNameError, match="TestFastWeights has no registered name"):
+        nnx.variable_name_from_type(TestFastWeights)
+    assert nnx.variable_name_from_type(TestFastWeights, allow_register=True) == "TestFastWeights"
+
+
+# --- display and memory ---
+
+
+def test_repr_is_short_and_says_type_size_and_metadata():
+    """Small arrays are written out, large ones as dtype and shape; tracers and strange values do not break it."""
+    assert repr(nnx.Param(jnp.zeros((100, 3)), sharding=("a",))) == "Param(float32[100, 3], sharding=('a',))"
+    assert repr(nnx.Param(jnp.ones(2))) == "Param(Array([1., 1.], dtype=float32))"
+    assert repr(nnx.Variable({"a": 1})) == "Variable({'a': 1})"
+    shown = []
+    jax.jit(lambda x: shown.append(repr(nnx.Param(x))) or x)(jnp.ones(2))
+    assert shown == ["Param(float32[2])"]
+
+
+def test_dir_lists_metadata_and_attributes_of_the_value():
+    """Completion in a notebook shows `shape` and the metadata."""
+    names = dir(nnx.Param(jnp.ones(1), layer=1))
+    assert {"shape", "layer", "value", "set_value"} <= set(names)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # treescope touches deprecated names of NumPy and JAX
+def test_treescope_shows_value_and_metadata():
+    """The rich display renders without error and names the class and metadata."""
+    import treescope
+
+    text = treescope.render_to_text(nnx.Param(jnp.ones(2), layer="first"))
+    assert "Param" in text
+    assert "first" in text
+
+
+def test_a_dropped_variable_is_freed_at_once():
+    """A Variable is in no reference cycle."""
+    gc.disable()
+    try:
+        v = nnx.Param(jnp.ones(1), a=1)
+        nnx.jit(lambda v: v + 1)(v)
+        ref = weakref.ref(v)
+        del v
+        assert ref() is None
+    finally:
+        gc.enable()
