@@ -1,0 +1,39 @@
+"""``eval_shape``: run a function of Modules on shapes only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..core.graph import Packed, build, commit, pack
+from .lift import Arguments, Crossing, resolve
+
+
+def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call ``f`` on abstract arrays; the output has ``jax.ShapeDtypeStruct`` in place of arrays.
+
+    Nothing is computed and no live object is changed: Modules in the output are new ones, also those that were passed
+    in. A Module made by ``f`` costs no memory, and is what a checkpoint is restored into.
+
+    Args:
+      f: a function, a Module class, a callable Module, a bound method or a partial.
+      *args: arrays, ``jax.ShapeDtypeStruct``, and Modules with either.
+      **kwargs: the same.
+
+    >>> import nnxlib as nnx
+    >>> abstract = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    >>> abstract.kernel.value
+    ShapeDtypeStruct(shape=(2, 3), dtype=float32)
+    """
+    function, bound, bound_kwargs = resolve(f)
+    return eval_packed(function, pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
+
+
+def eval_packed(f: Callable, packed: Packed) -> Any:
+    """:func:`eval_shape` for arguments that have been packed."""
+    crossing = Crossing(packed.layout, forced=range(len(packed.leaves)))
+    (leaves,), outcome = jax.eval_shape(crossing.pure(f), packed.leaves)
+    _, shells = build(packed.layout, packed.leaves)
+    return commit(packed.layout, outcome.delta, leaves, shells)

@@ -1,0 +1,175 @@
+"""``cond`` and ``switch``: one of several functions of Modules, chosen at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.errors import format_path
+from ..core.graph import Delta, Layout, pack
+from .body import (
+    Body,
+    BodyError,
+    Owner,
+    Program,
+    Result,
+    check_same_output,
+    delta_of,
+    positions_of,
+    program_of,
+    run_program,
+    structural_changes,
+    structural_rows,
+    trace_body,
+    type_changes,
+    type_of,
+)
+from .lift import Arguments, resolve
+
+
+def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> Any:
+    """Apply ``true_fun`` or ``false_fun`` to the operands; ``jax.lax.cond`` with state.
+
+    Args:
+      pred: a scalar, taken as a truth value.
+      true_fun: applied if it is true. What it changes in the operands appears on the objects that were passed in.
+      false_fun: applied if not; its output must have the same structure.
+      *operands: arrays and Modules.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> counter = nnx.Variable(jnp.array(0))
+    >>> def count(v): v.value += 1
+    >>> nnx.cond(True, count, lambda v: None, counter)
+    >>> int(counter)
+    1
+
+    Raises:
+      BodyError: if the outputs, or the structure of the operands afterwards, differ between the two.
+    """
+    return switch(jnp.asarray(pred, bool).astype(jnp.int32), (false_fun, true_fun), *operands)
+
+
+def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
+    """Apply the function number ``index`` to the operands; ``jax.lax.switch`` with state.
+
+    Args:
+      index: an integer scalar, clamped to the number of branches.
+      branches: functions of the operands; their outputs must have the same structure. Each may change values of its
+        own choice; a structural change must be the same in all.
+      *operands: arrays and Modules.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.switch(1, [lambda x: x + 1, lambda x: x * 10], jnp.array(2.0)).item()
+    20.0
+
+    Raises:
+      BodyError: if the outputs, or the structure of the operands afterwards, differ between branches.
+    """
+    resolved = [resolve(f) for f in branches]
+    if not resolved:
+        raise ValueError("nnx.switch needs at least one branch.")
+    count = len(operands)
+    packed = pack(Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {}))
+    functions = tuple([f for f, _, _ in resolved])
+    layout = packed.layout
+
+    def make() -> Program:
+        def program(leaves: list[Any]) -> Any:
+            *leaves, chosen = leaves
+            bodies = [trace_body(_branch(f, count, k), layout, leaves) for k, f in enumerate(functions)]
+            runs, delta = _aligned(layout, leaves, bodies)
+            return jax.lax.switch(chosen, runs, leaves), Result(delta)
+
+        return Program(program)
+
+    return run_program(program_of(functions, ("switch", layout), make), packed, jnp.asarray(index))
+
+
+def _branch(f: Callable, count: int, k: int) -> Callable:
+    """Branch number ``k`` on the operands and what was bound to each branch."""
+
+    def call(*args: Any) -> Any:
+        bound, bound_kwargs = args[count + k]
+        return f(*bound, *args[:count], **bound_kwargs)
+
+    return call
+
+
+def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[list[Callable], Delta]:
+    """The branches as functions of leaves that all return the same ones: whatever any of them changes."""
+    first, *others = bodies
+    for k, body in enumerate(others, 1):
+        _check_structures(layout, first, body, k)
+    n = len(layout.rows)
+    touched = {owner for body in bodies for owner in body.owners if 0 <= owner[0] < n}
+    delta, owners = delta_of(layout, touched, first, first.delta.root)
+    owners += [owner for owner in first.owners if owner[0] < 0]
+    positions = positions_of(layout)
+    sources = [_sources(body, owners, positions) for body in bodies]
+    types = [
+        [body.types[k] if own else type_of(inputs[k]) for own, k in source]
+        for body, source in zip(bodies, sources, strict=True)
+    ]
+    known = dict(zip(first.owners, first.paths, strict=True))
+    paths = [known[owner] if owner in known else layout.paths[owner[0]] for owner in owners]
+    for k, other in enumerate(types[1:], 1):
+        changes = type_changes(types[0], other, paths)
+        if changes:
+            raise BodyError(_TYPES.format(k=k, changes="\n".join(changes)))
+    weak = jax.tree.map(lambda *found: all(x.weak_type for x in found), *types)
+    return [_run(body, source, weak) for body, source in zip(bodies, sources, strict=True)], delta
+
+
+_TYPES = """\
+In branch {k} (for cond: true) these have other types than in branch 0 (for cond: false):
+{changes}
+Cast or reshape in one of them; what a branch leaves alone has the type that came in."""
+
+
+def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:
+    check_same_output(
+        first.delta.root,
+        other.delta.root,
+        f"Branch 0 and branch {k} (for cond: false and true) return different structures:",
+        "Return the same pytree, with the same objects in the same places, from every branch.",
+    )
+    if structural_rows(layout, first) == structural_rows(layout, other):
+        return
+    changes = [structural_changes(layout, body) for body in (first, other)]
+    lines = [
+        f"  branch {number}: {format_path(change.path)}: {change.said}"
+        for number, own, others in ((0, *changes), (k, *reversed(changes)))
+        for change in own
+        if change not in others
+    ]
+    raise BodyError(_STRUCTURES.format(k=k, changes="\n".join(lines) or "  what they attach is not alike"))
+
+
+_STRUCTURES = """\
+Branch 0 and branch {k} (for cond: false and true) leave objects with different structures:
+{changes}
+Let all branches attach, delete and replace the same attributes, or do it before."""
+
+
+def _sources(body: Body, owners: Sequence[Owner], positions: dict[Owner, int]) -> list[tuple[bool, int]]:
+    """Where a branch takes each leaf from: (True, k) of its own result, (False, position) as it came in."""
+    place = {owner: k for k, owner in enumerate(body.owners)}
+    return [(True, place[owner]) if owner in place else (False, positions[owner]) for owner in owners]
+
+
+def _run(body: Body, source: list[tuple[bool, int]], weak: list[Any]) -> Callable:
+    def run(leaves: Sequence[Any]) -> list[Any]:
+        results = body.run(leaves)
+        chosen = [results[k] if own else leaves[k] for own, k in source]
+        return jax.tree.map(lambda x, weak: x if weak else _strong(x), chosen, weak)
+
+    return run
+
+
+def _strong(x: Any) -> Any:
+    """The same value, with a dtype that is not weak, so that all branches return the same."""
+    now = jax.typeof(x)
+    return jax.lax.convert_element_type(x, now.dtype) if now.weak_type else x

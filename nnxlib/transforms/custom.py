@@ -1,0 +1,372 @@
+"""``custom_vjp`` and ``custom_jvp``: functions of Modules that come with their own derivative.
+
+A rule works with what :mod:`.tangents` gives: a State by path in place of each Module. What a function changes in its
+arguments is part of what it computes. So the gradients that reach a rule are those of the arguments as the function
+leaves them and of its output, packed as one table.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ..core.errors import ArgumentError, describe, format_path
+from ..core.graph import After, Delta, Layout, NodeRow, Packed, StaticArgument, Tree, build, count_leaves, pack
+from ..core.objects import is_data
+from ..core.variables import MISSING
+from .jit import check_traceable
+from .lift import Arguments, Outcome, check_returned, cross, finish, resolve
+from .tangents import (
+    INEXACT,
+    OUTPUT,
+    DiffState,
+    Tangents,
+    by_argument,
+    differentiated,
+    is_float0,
+    is_inexact,
+    shape_of,
+    zeros_like,
+)
+
+
+def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Sequence[int | DiffState] = ()) -> Any:
+    """Give a function its own rule for gradients; ``jax.custom_vjp`` with state.
+
+    The rule is set with ``defvjp(forward, backward)``.
+
+    - ``forward`` takes the arguments of ``fun`` and returns ``(output, residuals)``. It makes the same changes to its
+      arguments as ``fun``, most simply by calling it. There may be Modules in the residuals.
+    - ``backward`` takes the residuals and ``(gradients of the arguments, gradient of the output)``: those of the
+      arguments as ``fun`` leaves them, a State for each Module and None for others. It returns a tuple with a gradient
+      for each argument: a State for each Module, in which what is left out is zero. Arguments that are not
+      differentiated are passed to ``backward`` first, and get no gradient from it.
+
+    Args:
+      fun: a function or method; may be left out, to be used as a decorator. The arguments are positional to the rule.
+      nondiff_argnums: numbers of arguments that are not differentiated; ``DiffState(argnum, filter)`` for an argument
+        of which only the leaves that the filter takes are. The derivative with respect to others is zero.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> @nnx.custom_vjp
+    ... def loss(layer, x):
+    ...   return layer(x).sum()
+    >>> def forward(layer, x):
+    ...   y, pull_back = nnx.vjp(lambda layer: layer(x).sum(), layer)
+    ...   return y, pull_back(1.0)
+    >>> def backward(residuals, gradients):
+    ...   _, out_gradient = gradients
+    ...   return jax.tree.map(lambda g: out_gradient * jnp.sign(g), residuals[0]), None
+    >>> loss.defvjp(forward, backward)
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.grad(loss)(layer, jnp.array([[5.0, -7.0]])).kernel.value.tolist()
+    [[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]]
+
+    Raises:
+      ArgumentError: if what a rule returns does not fit; names the path.
+    """
+    if fun is MISSING:
+        return functools.partial(custom_vjp, nondiff_argnums=nondiff_argnums)
+    return CustomVjp(fun, nondiff_argnums)
+
+
+def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Sequence[int | DiffState] = ()) -> Any:
+    """Give a function its own rule for tangents; ``jax.custom_jvp`` with state.
+
+    The rule is set with ``defjvp(rule)``. It takes ``(arguments, tangents)``, two tuples, with a State by path for each
+    Module among the tangents, makes the same changes to the arguments as ``fun``, and returns ``(output, tangent of the
+    output)``. What is changed in the arguments has the tangent zero. Arguments that are not differentiated are passed
+    first. ``defjvps(rule_0, rule_1, ...)`` takes a rule for each argument instead: ``rule_i(tangent, output,
+    *arguments)`` gives its part of the tangent of the output; None for none.
+
+    Args:
+      fun: as of :func:`custom_vjp`.
+      nondiff_argnums: as of :func:`custom_vjp`.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> @nnx.custom_jvp
+    ... def loss(layer, x):
+    ...   return layer(x).sum()
+    >>> @loss.defjvp
+    ... def rule(primals, tangents):
+    ...   return loss(*primals), 10.0 * tangents[0].bias.sum()
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.grad(loss)(layer, jnp.ones((1, 2))).bias.value.tolist()
+    [10.0, 10.0, 10.0]
+    """
+    if fun is MISSING:
+        return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
+    return CustomJvp(fun, nondiff_argnums)
+
+
+class _Custom:
+    """A function with a derivative of its own."""
+
+    def __init__(self, fun: Callable, nondiff_argnums: int | DiffState | Sequence[int | DiffState]):
+        functools.update_wrapper(self, fun, updated=())
+        self._function, self._bound, self._kwargs = resolve(fun)
+        single = isinstance(nondiff_argnums, int | DiffState)
+        self._chosen: list[Any] = [nondiff_argnums] if single else list(nondiff_argnums)  # type: ignore[arg-type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; under differentiation, its rule."""
+        call, packed = _prepare(self._function, self._positional(args, kwargs), self._chosen)
+        leaves, outcome, _ = self._transformed(call)(packed.leaves)
+        return finish(packed, ((leaves,), outcome))
+
+    def _positional(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        bound = inspect.signature(self._function).bind(*self._bound, *args, **{**self._kwargs, **kwargs})
+        bound.apply_defaults()
+        if bound.kwargs:
+            raise ArgumentError(f"{self!r} takes no keyword-only arguments, but was given {sorted(bound.kwargs)}.")
+        return bound.args
+
+    def _transformed(self, call: _Call) -> Callable:
+        raise NotImplementedError
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self._function, '__qualname__', self._function)})"
+
+
+class CustomVjp(_Custom):
+    """A function with its own rule for gradients; what :func:`custom_vjp` returns."""
+
+    _rules: tuple[Callable, Callable] | None = None
+
+    def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False) -> None:
+        """Set the rule; gradients that are zero are given as arrays (``symbolic_zeros`` of JAX is not supported)."""
+        if symbolic_zeros:
+            raise ArgumentError("symbolic_zeros=True wraps each array given to a rule, which a Module cannot hold.")
+        self._rules = fwd, bwd
+
+    def _transformed(self, call: _Call) -> Callable:
+        if self._rules is None:
+            raise ArgumentError(f"{self!r} has no rule yet; set it with .defvjp(forward, backward).")
+        forward, backward = self._rules
+        custom = jax.custom_vjp(call.pure)
+
+        def fwd(leaves: list[Any]) -> tuple[Any, tuple]:
+            def run(*args: Any) -> Any:
+                out, residuals = _pair(forward(*args), "forward", "output, residuals")
+                return pack((call.kept(args), residuals)), out
+
+            packed, after = call.cross(run, leaves, lambda pair: pair)
+            return call.outputs(after), (packed.leaves, Tangents(packed.layout, ()))
+
+        def bwd(saved: tuple, gradients: tuple[list[Any], Outcome, Tangents]) -> tuple[list[Any]]:
+            leaves, table = saved
+            (nondiff, residuals), _ = build(table.layout, leaves)
+            of_arguments, of_output, paths = call.gradients(gradients[0], gradients[2])
+            return (call.unfold(backward(*nondiff, residuals, (of_arguments, of_output)), paths),)
+
+        custom.defvjp(fwd, bwd)
+        return custom
+
+
+class CustomJvp(_Custom):
+    """A function with its own rule for tangents; what :func:`custom_jvp` returns."""
+
+    _rule: Callable | None = None
+
+    def defjvp(self, jvp: Callable) -> Callable:
+        """Set the rule; returns it, so that this can be used as a decorator."""
+        self._rule = jvp
+        return jvp
+
+    def defjvps(self, *jvps: Callable | None) -> None:
+        """Set a rule for each argument, whose tangents of the output are summed; None for an argument without one."""
+        if self._chosen:
+            raise ArgumentError("defjvps gives a rule to each argument; with nondiff_argnums, use defjvp.")
+
+        def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+            out = self(*primals)
+            pairs = zip(jvps, tangents, strict=True)
+            parts = [jvp(tangent, out, *primals) for jvp, tangent in pairs if jvp is not None]
+            return out, functools.reduce(functools.partial(jax.tree.map, jnp.add), parts) if parts else None
+
+        self._rule = rule
+
+    def _transformed(self, call: _Call) -> Callable:
+        rule = self._rule
+        if rule is None:
+            raise ArgumentError(f"{self!r} has no rule yet; set it with .defjvp(rule).")
+        custom = jax.custom_jvp(call.pure)
+
+        @custom.defjvp
+        def jvp(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[Any, Any]:
+            along = call.tangents_of(tangents[0])
+
+            def run(*args: Any) -> Any:
+                return rule(*call.nondiff_of(args), call.diff_of(args), along)
+
+            tangent, after = call.cross(run, primals[0], lambda out: _pair(out, "rule", "output, tangent")[::-1])
+            out = leaves, outcome, changed = call.outputs(after)
+            shapes = dict(zip(changed.positions, leaves, strict=True))
+            found = changed.unfold((MISSING, tangent), shapes, "tangent")
+            dots = [found[k] if k in found else zeros_like(leaf) for k, leaf in zip(changed.positions, leaves)]
+            return out, (dots, outcome, changed)
+
+        return custom
+
+
+def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState]) -> tuple[_Call, Packed]:
+    """Pack the arguments of a call, and find what is differentiated, given ``nondiff_argnums``."""
+    filters = by_argument(chosen, len(args), option="nondiff_argnums")
+    nondiff = sorted(i for i, filter_ in filters.items() if filter_ is None)
+    args = tuple([StaticArgument(x) if i in nondiff and not is_data(x) else x for i, x in enumerate(args)])
+    packed = pack(Arguments(args, {}))
+    check_traceable(packed.layout, packed.leaves)
+    diff = {i: filters.get(i) for i in range(len(args)) if i not in nondiff}
+    lane_of = differentiated(packed, args, diff, INEXACT)
+    positions = [k for k in Tangents.of_lanes(packed.layout, lane_of).positions if is_inexact(packed.leaves[k])]
+    static = frozenset(i for i in nondiff if isinstance(args[i], StaticArgument))
+    shapes = tuple(map(shape_of, packed.leaves))
+    return _Call(
+        function, Tangents(packed.layout, tuple(positions)), tuple(diff), tuple(nondiff), static, shapes
+    ), packed
+
+
+class _Call:
+    """What the rules need to know of one call. It is held by what JAX traces, and so holds no object and no array.
+
+    Args:
+      function: the function.
+      tangents: the leaves of the arguments that are differentiated.
+      diff: the numbers of the arguments that are differentiated.
+      nondiff: the numbers of the others.
+      static: of these, the ones that are part of the program.
+      shapes: of the leaves.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        tangents: Tangents,
+        diff: tuple[int, ...],
+        nondiff: tuple[int, ...],
+        static: frozenset[int],
+        shapes: tuple,
+    ):
+        self.function, self.tangents, self.layout = function, tangents, tangents.layout
+        self.diff, self.nondiff, self._static, self._shapes = diff, nondiff, static, shapes
+        self._delta: Delta | None = None
+
+    def cross(self, f: Callable, leaves: list[Any], take: Callable) -> tuple[Any, After]:
+        return cross(f, self.layout, leaves, take=take)
+
+    def pure(self, leaves: list[Any]) -> tuple[list[Any], Outcome, Tangents]:
+        out, after = self.cross(self.function, leaves, lambda out: (out, out))
+        check_returned(after, out)
+        return self.outputs(after)
+
+    def outputs(self, after: After) -> tuple[list[Any], Outcome, Tangents]:
+        """What comes back from the function and from a rule, with the place of each leaf in the table after the call.
+
+        Raises:
+          ArgumentError: if a rule does something else to its arguments than the function.
+        """
+        if self._delta is None:
+            self._delta = after.delta
+        if self._delta != after.delta:
+            raise ArgumentError(_OTHER_CHANGES.format(paths=self._describe(self._delta, after.delta)))
+        root = Tree(_PAIR, ((), (OUTPUT,)), (self.layout.root, after.root))
+        table = Layout(tuple(after.rows), root)
+        return after.leaves, Outcome(after.delta, ()), Tangents(table, _places(table, self.layout, after))
+
+    def _describe(self, a: Delta, b: Delta) -> str:
+        changed = {*a.values, *(i for i, _ in a.rows)} ^ {*b.values, *(i for i, _ in b.rows)}
+        paths = [format_path(self.layout.paths[i]) for i in sorted(changed) if i < len(self.layout.rows)]
+        return ", ".join(paths) or ("the structure of the output" if a.root != b.root else "the structure of a Module")
+
+    # --- what rules are given ---
+
+    def nondiff_of(self, args: Sequence[Any]) -> list[Any]:
+        return [args[i] for i in self.nondiff]
+
+    def kept(self, args: Sequence[Any]) -> list[Any]:
+        """The same, to be packed with the residuals."""
+        return [StaticArgument(args[i]) if i in self._static else args[i] for i in self.nondiff]
+
+    def diff_of(self, args: Sequence[Any]) -> tuple:
+        return tuple([args[i] for i in self.diff])
+
+    def tangents_of(self, leaves: Sequence[Any]) -> tuple:
+        """The tangents of the arguments that are differentiated."""
+        values = self.tangents.as_variables(self.tangents.take(leaves))
+        return self.diff_of(self.tangents.fold(values).args)
+
+    def gradients(self, gradients: Sequence[Any], changed: Tangents) -> tuple[tuple, Any, Collection[tuple]]:
+        """Those of the arguments as the function left them, those of the output, and the paths that have one.
+
+        A Variable that the function did not change is used by what follows as it was, so the gradient given is zero.
+        """
+        paths = changed.layout.leaf_paths
+        found = {
+            k: gradient
+            for k, gradient in zip(changed.positions, gradients, strict=True)
+            if k >= 0 and paths[k] is not None and not is_float0(gradient)
+        }
+        position = {path: k for k, path in enumerate(paths)}
+        for k in self.tangents.positions[: self._count_held()]:
+            after = position.get(self.layout.leaf_paths[k])
+            if after is not None and after not in found:
+                found[after] = zeros_like(self._shapes[k])
+        table = Tangents(changed.layout, tuple(found))
+        arguments, of_output = table.fold(table.as_variables(list(found.values())))
+        return self.diff_of(arguments.args), of_output, changed.layout.leaf_path_set
+
+    def _count_held(self) -> int:
+        """How many of the differentiated leaves are in objects; those of the arguments themselves come last."""
+        held = len(self.layout.leaf_paths) - count_leaves(self.layout.root)
+        return sum(k < held for k in self.tangents.positions)
+
+    # --- what rules return ---
+
+    def unfold(self, returned: Any, ignored: Collection[tuple]) -> list[Any]:
+        """A gradient for each leaf, None for zero."""
+        if not isinstance(returned, tuple | list) or len(returned) != len(self.diff):
+            found = f"{len(returned)} values" if isinstance(returned, tuple | list) else describe(returned)
+            raise ArgumentError(_WRONG_COUNT.format(count=len(self.diff), found=found))
+        given = self.tangents.arguments(self.diff, returned)
+        found = self.tangents.unfold(given, self._shapes, "gradient", ignored)
+        return [found.get(k) for k in range(len(self._shapes))]
+
+
+def _pair(returned: Any, rule: str, names: str) -> tuple[Any, Any]:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ArgumentError(f"The {rule} rule must return a pair ({names}), but it returned a {describe(returned)}.")
+    return returned[0], returned[1]
+
+
+def _places(table: Layout, before: Layout, after: After) -> tuple[int, ...]:
+    """The position in the table after a call of each leaf that comes back; -1 for one that nothing holds any more."""
+    place: dict[tuple[int, int], int] = {(i, 0): k for k, i in enumerate(table.variables)}
+    count = len(place)
+    for i, row in enumerate(table.rows):
+        if isinstance(row, NodeRow) and table.paths[i] is not None:
+            for k in range(len(after.walk.arrays[i])):
+                place[i, k] = count
+                count += 1
+    count += count_leaves(before.root)
+    return tuple([count + k if i < 0 else place.get((i, k), -1) for i, k in after.owners])
+
+
+_PAIR = jtu.tree_structure((0, 0))
+
+_OTHER_CHANGES = """\
+A rule must change its arguments as the function does, but they differ in {paths}. Let the rule call the function \
+itself, or use the same methods."""
+
+_WRONG_COUNT = """\
+The backward rule must return a tuple with a gradient, or None, for each of the {count} arguments that are \
+differentiated, but it returned {found}."""

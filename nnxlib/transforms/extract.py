@@ -1,0 +1,228 @@
+"""Trees of arrays from trees with Modules in them, and back: to write a transform of one's own on top of plain JAX.
+
+:func:`to_tree` puts a :class:`NodeStates` (a GraphDef and States: a JAX pytree) in the place of each Module and
+Variable of a pytree; :func:`from_tree` is the inverse. All Modules of one tree are split in one context
+(core/contexts.py), so what they share stays shared; with the tag of an update, changes are carried back to the original
+objects.
+
+The transforms of nnxlib do not use this: :func:`nnxlib.lift` makes a transform out of a JAX one in a line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+
+from ..core.contexts import MergeContext, SplitContext, merge_context, split_context
+from ..core.graph import Ref, Tree, Walk
+from ..core.graphdef import GraphDef
+from ..core.objects import is_node
+from ..core.variables import MISSING
+from .prefixes import Labels, broadcast_prefix
+
+KeyPath = tuple[Hashable, ...]
+
+
+@jtu.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class NodeStates:
+    """What stands for an object in a tree: its GraphDef, its States, and static metadata.
+
+    As a pytree it has the GraphDef (static) and the States for children; ``metadata`` must compare and hash. Without a
+    GraphDef it can be a prefix of one with a GraphDef.
+
+    >>> import nnxlib as nnx
+    >>> node = nnx.NodeStates.from_split(*nnx.split(nnx.Param(1.0)), metadata='axis 0')
+    >>> node.state, node.metadata
+    (Param(1.0), 'axis 0')
+    """
+
+    _graphdef: GraphDef[Any] | None
+    states: tuple[Any, ...]
+    metadata: Any = None
+
+    @classmethod
+    def from_split(
+        cls, graphdef: GraphDef[Any] | None, state: Any, /, *states: Any, metadata: Any = None
+    ) -> NodeStates:
+        """Make one from what a split has returned."""
+        return cls(graphdef, (state, *states), metadata)
+
+    @classmethod
+    def from_states(cls, state: Any, *states: Any) -> NodeStates:
+        """Make one of States alone."""
+        return cls(None, (state, *states))
+
+    @classmethod
+    def from_prefixes(cls, prefixes: Iterable[Any], /, *, metadata: Any = None) -> NodeStates:
+        """Make one that is a prefix of others, with an entry for each of their States: for ``in_axes``, say."""
+        return cls(None, tuple(prefixes), metadata)
+
+    @property
+    def graphdef(self) -> GraphDef[Any]:
+        """The GraphDef.
+
+        Raises:
+          ValueError: if there is none.
+        """
+        if self._graphdef is None:
+            raise ValueError("No graphdef available: this NodeStates was made from States or prefixes alone.")
+        return self._graphdef
+
+    @property
+    def state(self) -> Any:
+        """The State, if there is exactly one.
+
+        Raises:
+          ValueError: if there are several.
+        """
+        if len(self.states) != 1:
+            raise ValueError(f"Expected exactly one State, got {len(self.states)}; use `states`.")
+        return self.states[0]
+
+    def replace(self, **updates: Any) -> NodeStates:
+        """Return a copy with other ``states`` or ``metadata``."""
+        return dataclasses.replace(self, **updates)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, Any]:
+        """Return the children with their keys, and the static metadata: the protocol of JAX."""
+        children = (jtu.GetAttrKey("_graphdef"), self._graphdef), (jtu.GetAttrKey("states"), self.states)
+        return children, self.metadata
+
+    @classmethod
+    def tree_unflatten(cls, metadata: Any, children: Sequence[Any]) -> NodeStates:
+        """Make one from its children: the protocol of JAX."""
+        graphdef, states = children
+        return cls(graphdef, states, metadata)
+
+
+def default_split_fn(ctx: SplitContext, path: KeyPath, prefix: Any, leaf: Any) -> NodeStates:
+    """Split an object into its GraphDef and one State."""
+    return NodeStates.from_split(*ctx.split(leaf))
+
+
+def merge_tree_node(ctx: MergeContext, path: KeyPath, prefix: Any, leaf: Any) -> Any:
+    """Merge a :class:`NodeStates`.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    if not isinstance(leaf, NodeStates):
+        raise ValueError(
+            f"Expected a NodeStates at {jtu.keystr(path) or '<root>'}, got a {type(leaf).__name__}. Leave out "
+            "map_non_graph_nodes=True, or pass a merge_fn that takes it."
+        )
+    return ctx.merge(leaf.graphdef, *leaf.states)
+
+
+def is_tree_node(x: Any) -> bool:
+    """Whether this stands for an object in a tree."""
+    return isinstance(x, NodeStates)
+
+
+def to_tree(
+    tree: Any,
+    /,
+    *,
+    prefix: Any = MISSING,
+    split_fn: Callable[[SplitContext, KeyPath, Any, Any], Any] = default_split_fn,
+    map_non_graph_nodes: bool = False,
+    ctxtag: Hashable | None = None,
+    check_aliasing: bool = True,
+) -> Any:
+    """Replace each Module and Variable of a pytree by its GraphDef and States.
+
+    Args:
+      tree: any pytree.
+      prefix: a pytree prefix of ``tree``, such as ``in_axes``.
+      split_fn: ``split_fn(ctx, path, prefix, node)`` returns what is to stand for a node; it gets the JAX key path of
+        the node and the entry of ``prefix`` for it, and may use ``ctx.split(node, *filters)``.
+      map_non_graph_nodes: whether ``split_fn`` is called for the other leaves too.
+      ctxtag: the tag of an open :func:`nnxlib.update_context`.
+      check_aliasing: whether to check that a shared object has the same prefix wherever it occurs.
+
+    >>> import nnxlib as nnx, jax
+    >>> param = nnx.Param(1.0)
+    >>> tree = nnx.to_tree((param, [param, 2.0]))
+    >>> jax.tree.leaves(tree)
+    [1.0, 2.0]
+    >>> a, (b, two) = nnx.from_tree(tree)
+    >>> a is b, a is param
+    (True, False)
+
+    Raises:
+      AliasingError: for a shared object with two prefixes; names both paths.
+      PrefixError: if ``prefix`` does not fit.
+    """
+    keyed, structure = jtu.tree_flatten_with_path(tree, is_leaf=is_node)
+    if prefix is MISSING:
+        prefixes = [MISSING] * len(keyed)
+    else:
+        prefixes = broadcast_prefix(prefix, tree, "prefix")
+        if check_aliasing:
+            check_consistent_aliasing(tree, prefixes)
+    with split_context(ctxtag) as ctx:
+        leaves = [
+            split_fn(ctx, path, label, leaf) if map_non_graph_nodes or is_node(leaf) else leaf
+            for (path, leaf), label in zip(keyed, prefixes, strict=True)
+        ]
+    return structure.unflatten(leaves)
+
+
+def from_tree(
+    tree: Any,
+    /,
+    *,
+    prefix: Any = MISSING,
+    merge_fn: Callable[[MergeContext, KeyPath, Any, Any], Any] = merge_tree_node,
+    is_node_leaf: Callable[[Any], bool] = is_tree_node,
+    is_leaf: Callable[[Any], bool] = is_tree_node,
+    map_non_graph_nodes: bool = False,
+    is_inner: bool | None = None,
+    ctxtag: Hashable | None = None,
+) -> Any:
+    """Replace each :class:`NodeStates` of a tree by the object that it stands for: the inverse of :func:`to_tree`.
+
+    Args:
+      tree: what :func:`to_tree` returned, or a JAX transformation of it.
+      prefix: a pytree prefix of ``tree``, such as ``out_axes``.
+      merge_fn: ``merge_fn(ctx, path, prefix, leaf)`` returns the object; it may use ``ctx.merge(graphdef, *states)``.
+      is_node_leaf: which leaves ``merge_fn`` is called for.
+      is_leaf: what is a leaf of ``tree``.
+      map_non_graph_nodes: whether ``merge_fn`` is called for the other leaves too.
+      is_inner: with ``ctxtag``: whether this is inside of the transformation.
+      ctxtag: the tag of an open :func:`nnxlib.update_context`.
+
+    Raises:
+      PrefixError: if ``prefix`` does not fit.
+    """
+    keyed, structure = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    if prefix is MISSING:
+        prefixes = [MISSING] * len(keyed)
+    else:
+        prefixes = broadcast_prefix(prefix, structure.unflatten(range(len(keyed))), "prefix")
+    with merge_context(ctxtag, is_inner) as ctx:
+        leaves = [
+            merge_fn(ctx, path, label, leaf) if map_non_graph_nodes or is_node_leaf(leaf) else leaf
+            for (path, leaf), label in zip(keyed, prefixes, strict=True)
+        ]
+    return structure.unflatten(leaves)
+
+
+def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
+    """Check that each object of a tree has one prefix: ``prefixes`` are those of its nodes and leaves, in order.
+
+    Raises:
+      AliasingError: naming both paths and both prefixes.
+    """
+    walk = Walk()
+    root = walk.run(tree, None if is_node(tree) else True)
+    rows = [walk.rows[i] for i in range(len(walk.objects))]
+    labels = Labels(rows, lambda i: (walk.objects[i],) if i in walk.values else walk.arrays[i])
+    children = zip(root.paths, root.children, strict=True) if isinstance(root, Tree) else [((), root)]
+    for (path, spec), prefix in zip(children, prefixes, strict=True):
+        if isinstance(spec, Ref):
+            labels.visit(Tree(None, (path,), (spec,)), [prefix], (), len(path))

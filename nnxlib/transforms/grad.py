@@ -1,0 +1,124 @@
+"""``grad`` and ``value_and_grad``: differentiate a function of Modules with respect to chosen leaves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ..core.errors import ArgumentError, describe
+from ..core.graph import commit, pack
+from ..core.variables import MISSING, Variable
+from .lift import Arguments, Outcome, cross, resolve
+from .prefixes import join_lanes, split_lanes
+from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
+
+
+def grad(
+    f: Callable = MISSING,
+    *,
+    argnums: int | DiffState | Sequence[int | DiffState] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+) -> Callable:
+    """Return the gradient of ``f``; see :func:`value_and_grad`. With ``has_aux`` it returns ``(gradients, aux)``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> grads = nnx.grad(lambda layer, x: layer(x).sum())(layer, jnp.ones((1, 2)))
+    >>> grads.bias.value.tolist()
+    [1.0, 1.0, 1.0]
+    """
+    options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}
+    if f is MISSING:
+        return functools.partial(grad, argnums=argnums, has_aux=has_aux, **options)
+    both = value_and_grad(f, argnums=argnums, has_aux=has_aux, **options)
+
+    @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def value_and_grad(
+    f: Callable = MISSING,
+    *,
+    argnums: int | DiffState | Sequence[int | DiffState] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+) -> Callable:
+    """Return a function that computes ``f`` and its gradient; ``jax.value_and_grad`` with state.
+
+    Args:
+      f: a function, method, callable Module or partial; returns a scalar, or ``(scalar, aux)`` with ``has_aux``.
+      argnums: the arguments to differentiate. A number stands for the ``Param`` Variables of a Module, and for all of
+        any other argument; ``DiffState(argnum, filter)`` for the leaves that the filter takes.
+      has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
+      holomorphic: whether ``f`` is promised to be holomorphic.
+      allow_int: whether leaves of integer type may be differentiated; their gradients are of type ``float0``.
+      reduce_axes: as in ``jax.value_and_grad``.
+
+    Returns:
+      A function that returns ``(value, gradients)``; where an argument has a Module, the gradients have a State with
+      the Variables that were differentiated. One argument gives its gradients, several a tuple. Other changes that
+      ``f`` makes to its arguments (running statistics, random counts) appear on the objects that were passed in.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.Linear(2, 1, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones)
+    >>> loss, grads = nnx.value_and_grad(lambda layer, x: layer(x).sum())(layer, jnp.ones((1, 2)))
+    >>> loss.item(), grads.kernel.shape
+    (2.0, (2, 1))
+
+    Raises:
+      PrefixError: if ``argnums`` names an argument that was not passed, or a filter takes no leaf of it.
+      ArgumentError: if a leaf to be differentiated is not of floating or complex type; names its path.
+    """
+    options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}
+    if f is MISSING:
+        return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, **options)
+    function, bound, bound_kwargs = resolve(f)
+    chosen = [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
+
+    @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args = (*bound, *args)
+        packed = pack(Arguments(args, {**bound_kwargs, **kwargs}))
+        filters = by_argument(chosen, len(args) - len(bound), len(bound))
+        lane_of = differentiated(packed, args, filters, PARAMS)
+        if not allow_int:
+            check_differentiable(packed, lane_of, holomorphic)
+
+        def pure(differentiated: list[Any], rest: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
+            leaves = join_lanes((differentiated, rest), lane_of)
+            take = split_aux if has_aux else lambda out: (out, None)
+            loss, after = cross(function, packed.layout, leaves, take=take)
+            loss = loss.get_value() if isinstance(loss, Variable) else loss
+            return loss, (after.leaves, Outcome(after.delta, ()))
+
+        groups = split_lanes(packed.leaves, lane_of, 2)
+        (value, (leaves, outcome)), grads = jax.value_and_grad(pure, has_aux=True, **options)(*groups)
+        aux = commit(packed.layout, outcome.delta, leaves, packed.objects)
+        tangents = Tangents.of_lanes(packed.layout, lane_of)
+        found = tangents.fold(tangents.as_variables(grads)).args
+        result = (
+            found[next(iter(filters))] if isinstance(argnums, int | DiffState) else tuple(found[i] for i in filters)
+        )
+        return ((value, aux) if has_aux else value), result
+
+    return wrapped
+
+
+def split_aux(out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise ArgumentError(
+            f"With has_aux=True the function must return a pair (loss, aux), but it returned a {describe(out)}."
+        )
+    return out[0], out[1]

@@ -1,0 +1,145 @@
+"""``jacfwd``, ``jacrev`` and ``hessian``: whole Jacobians of functions of Modules.
+
+A Jacobian is a tree within a tree, as in JAX: like the output, with something like the arguments in place of each leaf,
+and a State by path in place of each Module. Its leaves are plain arrays of shape ``(*output, *argument)``: what belongs
+to a Variable, such as the names of its axes, does not fit them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ..core.errors import ArgumentError, format_path
+from ..core.graph import LEAF, Tree
+from ..core.variables import MISSING
+from .tangents import OUTPUT, PARAMS, DiffState, Tangents, check_differentiable
+from .vjp import Derivation
+
+Argnums = int | DiffState | Sequence[int | DiffState]
+
+
+def jacfwd(
+    f: Callable = MISSING, *, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False
+) -> Callable:
+    """Return the Jacobian of ``f``, computed column by column; ``jax.jacfwd`` with state. Best for few inputs.
+
+    Args:
+      f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
+      argnums: the arguments to differentiate, as of :func:`grad`: a number stands for the ``Param`` Variables of a
+        Module, ``DiffState(argnum, filter)`` for the leaves that the filter takes.
+      has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
+      holomorphic: whether ``f`` is promised to be holomorphic.
+
+    Returns:
+      A function that returns the Jacobian, or ``(Jacobian, aux)``: like the output of ``f``, with a State in place of
+      each leaf where a Module was differentiated. Other changes that ``f`` makes to its arguments appear on the
+      objects that were passed in.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.jacfwd(lambda layer, x: layer(x))(layer, jnp.ones((1, 2))).kernel.shape
+    (1, 3, 2, 3)
+
+    Raises:
+      ArgumentError: if an argument or an output is not of floating or complex type; names its path.
+    """
+    options = {"holomorphic": holomorphic}
+    return _jacobian(jax.jacfwd, f, argnums, has_aux, options)
+
+
+def jacrev(
+    f: Callable = MISSING,
+    *,
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable:
+    """Return the Jacobian of ``f``, computed row by row; ``jax.jacrev`` with state. Best for few outputs.
+
+    Args:
+      f: as of :func:`jacfwd`.
+      argnums: as of :func:`jacfwd`.
+      has_aux: as of :func:`jacfwd`.
+      holomorphic: as of :func:`jacfwd`.
+      allow_int: whether leaves of integer type may be differentiated; their Jacobians are zero.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.jacrev(lambda layer, x: layer(x), argnums=1)(layer, jnp.ones((1, 2))).shape
+    (1, 3, 1, 2)
+    """
+    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+    return _jacobian(jax.jacrev, f, argnums, has_aux, options)
+
+
+def hessian(
+    f: Callable = MISSING, *, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False
+) -> Callable:
+    """Return the matrix of second derivatives of ``f``; ``jax.hessian`` with state.
+
+    Args:
+      f: as of :func:`jacfwd`.
+      argnums: as of :func:`jacfwd`.
+      has_aux: as of :func:`jacfwd`.
+      holomorphic: as of :func:`jacfwd`.
+
+    Returns:
+      A function that returns the Hessian: of a Module, a State with a State in place of each leaf.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> second = nnx.hessian(lambda layer, x: (layer(x) ** 2).sum())(layer, jnp.ones((1, 2)))
+    >>> second.kernel.bias.shape, second.bias.bias.tolist()
+    ((2, 1, 1), [[2.0]])
+    """
+    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "holomorphic": holomorphic}
+    if f is MISSING:
+        return functools.partial(hessian, **options)
+    return jacfwd(jacrev(f, **options), **options)
+
+
+def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool, options: dict[str, Any]) -> Callable:
+    if f is MISSING:
+        return lambda f: _jacobian(transform, f, argnums, has_aux, options)
+    single = isinstance(argnums, int | DiffState)
+    chosen = [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = Derivation(f, args, has_aux, kwargs)
+        numbers = call.choose(chosen, PARAMS)
+        if not options.get("allow_int"):
+            check_differentiable(call.packed, call.lane_of, options["holomorphic"])
+
+        def pure(leaves: list[Any]) -> Any:
+            out, rest = call.pure(leaves)
+            _check_outputs(rest[2])
+            return out, rest
+
+        rows, (leaves, outcome, outputs) = transform(pure, has_aux=True, **options)(call.leaves)
+        _, aux = call.finish(leaves, outcome)
+        blocks = [call.tangents.fold(row).args for row in rows]
+        columns = [block[numbers[0]] if single else tuple([block[i] for i in numbers]) for block in blocks]
+        jacobian = outputs.fold(columns)[OUTPUT]
+        return (jacobian, *aux) if has_aux else jacobian
+
+    return wrapped
+
+
+def _check_outputs(outputs: Tangents) -> None:
+    """Check that what is returned, as opposed to what is in a Module that is returned, can be differentiated."""
+    layout = outputs.layout
+    assert isinstance(layout.root, Tree)
+    own = {path for path, child in zip(layout.root.paths, layout.root.children, strict=True) if child is LEAF}
+    own |= {layout.paths[i] for i in layout.variables if len(layout.paths[i]) == 1}
+    for path in own - {layout.leaf_paths[k] for k in outputs.positions}:
+        raise ArgumentError(_NOT_DIFFERENTIABLE.format(path=format_path(path[1:], OUTPUT)))
+
+
+_NOT_DIFFERENTIABLE = """\
+Cannot differentiate {path}: it is not of floating or complex type. Return it beside the rest, with has_aux=True."""

@@ -1,0 +1,640 @@
+"""``jit``: compile a function of Modules.
+
+Calling a jitted function at top level takes the short way when nothing structural has changed since an earlier call:
+each Module among the arguments keeps a :class:`~nnxlib.core.records.Record`, the interned layouts of the records and
+the tree of the arguments are the key of a :class:`_Plan`, and the plan holds a ``jax.jit`` of the pure function. So a
+call gathers one flat list of arrays, goes through JAX's own C++ dispatch, and writes back what changed.
+
+Everything else (the first call, a call under a trace, ``lower``, ``trace``) packs the arguments. Both ways lead to the
+same plans, and so to the same compiled functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from ..core.captures import CapturedObjects, lending
+from ..core.errors import ArgumentError, PrefixError, TraceContextError, format_path, reachable
+from ..core.filters import looks_at_values
+from ..core.graph import LEAF, Layout, NodeRow, Packed, Ref, StaticArgument, Tree, commit, pack, value_of
+from ..core.graphdef import differences
+from ..core.objects import Node, is_node
+from ..core.records import record_of
+from ..core.static import freeze
+from ..core.tracing import at_top_level
+from ..core.variables import MISSING, Variable, get_value_slot, set_value_slot
+from .abstract import eval_packed
+from .lift import Arguments, Crossing, Outcome, resolve
+from .prefixes import PrefixMapping, broadcast_prefix, join_lanes, label_arguments, lane_numbers
+
+
+def jit(
+    fun: Callable = MISSING,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Compile a function whose arguments and outputs may hold Modules; ``jax.jit`` with state.
+
+    Changes that ``fun`` makes to its arguments (values, attributes, submodules) appear on the objects that were
+    passed in, once the call has succeeded. A call that raises changes nothing.
+
+    Args:
+      fun: a function, a method, a callable Module, or a partial of these; may be left out, to be used as a decorator.
+      in_shardings: a pytree prefix of the positional arguments with shardings, or :class:`StateSharding` for a Module.
+        What changes in an argument comes back with the sharding it went in with.
+      out_shardings: the same for the output.
+      static_argnums: numbers of arguments that are part of the program; compared by value (lists and dicts too).
+      static_argnames: the same, by name.
+      donate_argnums: numbers of arguments whose buffers may be reused. Objects among them keep valid values.
+      donate_argnames: the same, by name.
+      **options: every other option of the installed ``jax.jit`` (``keep_unused``, ``inline``, ``compiler_options``...).
+
+    Returns:
+      The jitted function, with ``lower``, ``trace``, ``eval_shape`` and ``clear_cache``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> @nnx.jit
+    ... def scale(layer, by):
+    ...   layer.kernel *= by
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones)
+    >>> scale(layer, 2.0)
+    >>> layer.kernel.value.sum().item()
+    12.0
+
+    Raises:
+      ArgumentError: for an argument that JAX cannot trace, naming it.
+      StaticValueError: for a static argument that cannot be compared.
+      TraceContextError: if the call changes an object that belongs to another trace.
+    """
+    settings = {
+        "in_shardings": in_shardings,
+        "out_shardings": out_shardings,
+        "static_argnums": _as_tuple(static_argnums),
+        "static_argnames": _as_tuple(static_argnames),
+        "donate_argnums": _as_tuple(donate_argnums),
+        "donate_argnames": _as_tuple(donate_argnames),
+    }
+    if fun is MISSING:
+        return lambda fun: JitWrapped(fun, **settings, options=options)
+    return JitWrapped(fun, **settings, options=options)
+
+
+def _as_tuple(value: Any) -> tuple:
+    return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
+
+
+class _Plan:
+    """A compiled function for one layout: how leaves go in and come out."""
+
+    __slots__ = ("crossing", "jitted", "lent", "one_lane", "positions", "select")
+
+    def __init__(self, crossing: Crossing, jitted: Any):
+        self.crossing, self.jitted, self.one_lane = crossing, jitted, len(crossing.lanes) == 1
+        self.lent = _rows_below(crossing.layout, "captured")
+        self.positions = {row: k for k, row in enumerate(crossing.layout.variables)}
+        self.select: dict[tuple[int, ...], Callable] = {}  # which Variables a Delta writes to
+
+    def call(self, leaves: list[Any], compiled: Any = None) -> tuple[Sequence[Any], Outcome]:
+        """Call the compiled function on leaves; returns the leaves that changed, and how."""
+        compiled = compiled or self.jitted
+        try:
+            if self.one_lane:
+                (returned,), outcome = compiled(leaves)
+                return returned, outcome
+            groups, outcome = compiled(*self.crossing.split(leaves))
+        except TypeError:
+            check_traceable(self.crossing.layout, leaves)
+            raise
+        return join_lanes(groups, outcome.lane_of), outcome
+
+    def lending(self, objects: Callable[[], Sequence[Any]]) -> Any:
+        """Within the block, a trace may borrow the captured ones of the objects (by row)."""
+
+        def loan() -> dict[int, Any]:
+            found = objects() if self.lent else ()
+            return {i: found[i] for i in self.lent}
+
+        return lending(self.crossing, loan)
+
+    def targets(self, rows: tuple[int, ...], variables: list[Variable]) -> Sequence[Variable]:
+        if len(rows) == len(variables):
+            return variables
+        select = self.select.get(rows)
+        if select is None:
+            picks = [self.positions[row] for row in rows]
+            select = self.select[rows] = (
+                operator.itemgetter(*picks) if len(picks) > 1 else lambda xs: tuple([xs[k] for k in picks])
+            )
+        return select(variables)
+
+
+def _rows_below(layout: Layout, entry: str) -> list[int]:
+    """The rows that can be reached from one entry of the packed :class:`Arguments`."""
+    root = layout.root
+    assert isinstance(root, Tree)
+    stack: list[Any] = [child for path, child in zip(root.paths, root.children, strict=True) if path[0] == entry]
+    found: dict[int, None] = {}
+    while stack:
+        spec = stack.pop()
+        if isinstance(spec, Tree):
+            stack.extend(spec.children)
+        elif isinstance(spec, Ref) and spec.index not in found:
+            found[spec.index] = None
+            row = layout.rows[spec.index]
+            if isinstance(row, NodeRow):
+                stack.extend(child for _, child in row.fields)
+    return sorted(found)
+
+
+class _Captures:
+    """The objects that a function refers to without being passed them, as found while it was traced."""
+
+    def __init__(self, function: Callable):
+        self._function = function
+        self.references: list[weakref.ref] = []
+        self._places: list[tuple[Callable[[], Any], weakref.ref]] = []  # where the function refers to them directly
+
+    def add(self, roots: Sequence[Any]) -> None:
+        if not {id(root) for root in roots} - {id(root) for root in self.objects()}:
+            raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
+        self.references += [weakref.ref(root) for root in self._whole(roots)]
+        known = {id(root): root for root in self.objects()}
+        places = [(place, place()) for place in _places(self._function)]
+        self._places = [(place, weakref.ref(x)) for place, x in places if id(x) in known]
+
+    def _whole(self, roots: Sequence[Any]) -> list[Any]:
+        """In place of a part of a Module that the function refers to by name, that Module: it may get other parts."""
+        named = [x for x in (place() for place in _places(self._function)) if isinstance(x, Node)]
+        parts = [(x, {id(part) for _, part in reachable(x, set())}) for x in named]
+        whole = [next((x for x, below in parts if id(root) in below), root) for root in roots]
+        return list({id(x): x for x in whole}.values())
+
+    def objects(self) -> tuple[Any, ...]:
+        """The objects; none, so that they are looked for anew, if one is gone or the function refers to another now."""
+        found = tuple([reference() for reference in self.references])
+        if any(x is None for x in found) or any(place() is not reference() for place, reference in self._places):
+            self.references, self._places = [], []
+            return ()
+        return found
+
+
+_CAPTURED = """\
+The function uses objects ({names}) that belong to another trace, in a way that nnx.jit cannot follow. Pass them as \
+arguments."""
+
+
+def _places(function: Callable) -> list[Callable[[], Any]]:
+    """How to look up what a function refers to directly: its closure, its defaults, the globals that it names."""
+    function = inspect.unwrap(function)
+    cells = getattr(function, "__closure__", None) or ()
+    namespace = getattr(function, "__globals__", {})
+    names, codes = set[str](), [getattr(function, "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if code is not None:
+            names.update(code.co_names)
+            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    found: list[Callable[[], Any]] = [functools.partial(_contents, cell) for cell in cells]
+    return found + [functools.partial(namespace.get, name) for name in sorted(names & namespace.keys())]
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+class JitWrapped:
+    """A jitted function of Modules; what :func:`jit` returns."""
+
+    def __init__(
+        self,
+        fun: Callable,
+        *,
+        in_shardings: Any,
+        out_shardings: Any,
+        static_argnums: tuple[int, ...],
+        static_argnames: tuple[str, ...],
+        donate_argnums: tuple[int, ...],
+        donate_argnames: tuple[str, ...],
+        options: dict[str, Any],
+    ):
+        functools.update_wrapper(self, fun, updated=())  # the attributes of a callable Module are not ours
+        self._function, self._args, self._kwargs = resolve(fun)
+        self._options = options
+        shift = len(self._args)
+        self._static = _Selection(self._function, shift, static_argnums, static_argnames, "static")
+        self._donated = _Selection(self._function, shift, donate_argnums, donate_argnames, "donate")
+        self._in_shardings = in_shardings
+        self._out_shardings = out_shardings
+        self._bound_or_static = bool(self._args or self._kwargs or self._static)
+        self._one_lane = in_shardings is None and out_shardings is None and not self._donated
+        mappings = jax.tree.leaves((in_shardings, out_shardings), is_leaf=_is_label)
+        filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
+        self._cacheable = not any(map(looks_at_values, filters))  # else the lanes may be others at each call
+        self._captures = _Captures(self._function)
+        self._plans: dict[Any, _Plan] = {}  # by layout and lanes
+        self._hot: dict[Any, _Plan] = {}  # by the layouts of the records of the arguments
+
+    # --- calling ---
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._call(args, kwargs)
+        except CapturedObjects as found:
+            self._captures.add(found.roots)
+        return self(*args, **kwargs)  # traced again, with what it captures as further inputs
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self._bound_or_static:
+            args, kwargs = self._bind(args, kwargs)
+        captured = self._captures.objects() if self._captures.references else ()
+        arguments = (args, kwargs, captured) if captured else (args, kwargs)
+        found = _gather(arguments) if self._cacheable and at_top_level() else None
+        if found is None:
+            return self._call_packed(Arguments(args, kwargs, captured), None)
+        key, roots, variables, leaves = found
+        plan = self._hot.get(key)
+        if plan is None:
+            return self._call_packed(Arguments(args, kwargs, captured), key)
+        if captured:
+            with plan.lending(lambda: _objects(roots)):
+                returned, outcome = plan.call(leaves)
+        else:
+            returned, outcome = plan.call(leaves)
+        delta = outcome.delta
+        if delta.rows:
+            return commit(plan.crossing.layout, delta, returned, _objects(roots))
+        n = len(delta.values)
+        if delta.root is LEAF:
+            out = returned[n]
+        else:
+            out = value_of(delta.root, _objects(roots) if outcome.returns_objects else (), iter(returned[n:]))
+        if n:  # the output comes first: what can fail must fail before anything is written
+            deque(map(set_value_slot, plan.targets(delta.values, variables), returned), maxlen=0)
+        return out
+
+    def _call_packed(self, arguments: Arguments, key: tuple | None) -> Any:
+        packed = pack(arguments)
+        plan = self._plan(packed, arguments, at_top_level())
+        found = None if key is None else _gather(arguments[:] if arguments.captured else arguments[:2])
+        if found is not None and found[0] == key:  # no other thread has changed the structure in between
+            self._hot[found[0]] = plan
+        with plan.lending(lambda: packed.objects):
+            returned, outcome = plan.call(packed.leaves)
+        return commit(packed.layout, outcome.delta, returned, packed.objects)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: Any) -> JitWrapped:  # as Python does with functions
+        return self
+
+    def __repr__(self) -> str:
+        return f"nnx.jit({getattr(self._function, '__qualname__', self._function)})"
+
+    # --- ahead of time ---
+
+    def lower(self, *args: Any, **kwargs: Any) -> Stage:
+        """Trace and lower for these arguments (abstract arrays will do); ``.compile()`` gives a callable."""
+        return self._stage("lower", args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Stage:
+        """Trace for these arguments; has the ``jaxpr``, and ``.lower()``."""
+        return self._stage("trace", args, kwargs)
+
+    def _stage(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Stage:
+        arguments = self._arguments(args, kwargs)
+        packed = pack(arguments)
+        plan = self._plan(packed, arguments, True)
+        try:
+            with plan.lending(lambda: packed.objects):
+                stage = getattr(plan.jitted, name)(*plan.crossing.split(packed.leaves))
+        except CapturedObjects as found:
+            self._captures.add(found.roots)
+            return self._stage(name, args, kwargs)
+        return Stage(stage, self._arguments, plan)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output with abstract arrays; changes nothing."""
+        return eval_packed(self._function, pack(Arguments(*self._bind(args, kwargs))))
+
+    def clear_cache(self) -> None:
+        """Forget every compiled function."""
+        self._plans.clear()
+        self._hot.clear()
+
+    # --- plans ---
+
+    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        return Arguments(*self._bind(args, kwargs), self._captures.objects())
+
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """All arguments, those of the function and those that were bound; static ones wrapped."""
+        args = (*self._args, *args) if self._args else args
+        kwargs = {**self._kwargs, **kwargs} if self._kwargs else kwargs
+        if self._static:
+            n = len(args)
+            args = tuple([StaticArgument(x, (i,)) if self._static.has(i, n) else x for i, x in enumerate(args)])
+            kwargs = {k: StaticArgument(x, (k,)) if self._static.has(k) else x for k, x in kwargs.items()}
+        return args, kwargs
+
+    def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> _Plan:
+        """The plan for a layout; a lane for each sharding, donated or not (which only matters at top level)."""
+        layout, labels = packed.layout, None
+        lanes: tuple[Any, ...] = (_Lane(),)
+        lane_of, out, forced = (), None, frozenset()
+        if not self._one_lane:
+            contexts = self._contexts(arguments, donate)
+            labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
+            out = jax.tree.map(lambda x: _to_lane(x, False), self._out_shardings, is_leaf=_is_label)
+            lanes = tuple(dict.fromkeys([*in_order, *_lanes_in(out)]))
+            lane_of = lane_numbers(in_order, lanes)
+            forced = frozenset(i for i, lane in enumerate(lane_of) if lanes[lane].donated)
+        key = layout, lanes, lane_of
+        plan = self._plans.get(key)
+        if plan is None:
+            check_traceable(layout, packed.leaves)
+            crossing = Crossing(layout, lanes, lane_of, labels, out, forced, watch=True)
+            jitted = jax.jit(crossing.pure(self._function), **self._jax_options(lanes))
+            plan = self._plans[key] = _Plan(crossing, jitted)
+        return plan
+
+    def _jax_options(self, lanes: tuple[_Lane, ...]) -> dict[str, Any]:
+        options = dict(self._options)
+        shardings = tuple([lane.sharding for lane in lanes])
+        if self._in_shardings is not None:
+            options["in_shardings"] = shardings
+        if self._in_shardings is not None or self._out_shardings is not None:
+            options["out_shardings"] = shardings, None
+        donated = tuple([i for i, lane in enumerate(lanes) if lane.donated])
+        return {**options, "donate_argnums": donated} if donated else options
+
+    def _contexts(self, arguments: Arguments, donate: bool) -> list[Any]:
+        """The lane, or the mapping to lanes, of each node and leaf in the arguments."""
+        args, kwargs, captured = arguments
+        count, bound = len(args), len(self._args)
+        has_prefix = [i >= bound and type(x) is not StaticArgument for i, x in enumerate(args)]
+        prefix = tuple(self._in_shardings) if isinstance(self._in_shardings, list) else self._in_shardings
+        shardings = iter(broadcast_prefix(prefix, tuple(itertools.compress(args, has_prefix)), "in_shardings"))
+        contexts = []
+        for i, x in enumerate(args):
+            donated = donate and self._donated.has(i, count)
+            contexts += [_to_lane(next(shardings) if has_prefix[i] else None, donated) for _ in _leaves(x)]
+        for name in sorted(kwargs):
+            contexts += [_Lane(None, donate and self._donated.has(name))] * len(_leaves(kwargs[name]))
+        return contexts + [_Lane()] * len(captured)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jtu.tree_leaves(tree, is_leaf=is_node)
+
+
+class _Selection:
+    """Arguments chosen by number or name; either implies the other, as the signature of the function says.
+
+    Raises:
+      PrefixError: for a number or a name that the function does not have.
+    """
+
+    def __init__(self, function: Callable, shift: int, numbers: tuple[int, ...], names: tuple[str, ...], option: str):
+        self._chosen: set[int | str] = {*names}
+        self._from_end: set[int] = set()  # of a function with *args: relative to the number of arguments in a call
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # a built-in without a signature
+            parameters = []
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        open_ended = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        for number in numbers:
+            if not open_ended and not -len(positional) <= number < len(positional) - shift:
+                count = len(positional) - shift
+                raise PrefixError(
+                    f"{option}_argnums has {number}, but {function.__name__} takes {count} positional arguments."
+                )
+            if number < 0 and open_ended:
+                self._from_end.add(number)
+            else:
+                self._chosen.add(number + shift if number >= 0 else len(positional) + number)
+        known = {p.name for p in parameters}
+        takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if (unknown := set(names) - known) and not takes_any:
+            raise PrefixError(
+                f"{option}_argnames has {sorted(unknown)}, but {function.__name__} takes {sorted(known)}."
+            )
+        for i, p in enumerate(positional):
+            if i in self._chosen and p.kind is p.POSITIONAL_OR_KEYWORD:
+                self._chosen.add(p.name)
+            elif p.name in self._chosen:
+                self._chosen.add(i)
+
+    def has(self, argument: int | str, count: int = 0) -> bool:
+        """Whether an argument, the name of one or its number out of ``count``, was chosen."""
+        return argument in self._chosen or (isinstance(argument, int) and argument - count in self._from_end)
+
+    def __bool__(self) -> bool:
+        return bool(self._chosen or self._from_end)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lane:
+    sharding: Any = None
+    donated: bool = False
+
+    def __repr__(self) -> str:
+        return f"{self.sharding}{', donated' if self.donated else ''}"
+
+    def yields_to(self, other: _Lane) -> bool:
+        """An object that is returned or moved stays in the lane it came in by, unless it is to be sharded otherwise."""
+        return self.sharding in (None, other.sharding)
+
+
+def _is_label(x: Any) -> bool:
+    return x is None or isinstance(x, PrefixMapping | jax.sharding.Sharding | jax.sharding.PartitionSpec)
+
+
+def _to_lane(sharding: Any, donated: bool) -> Any:
+    if isinstance(sharding, PrefixMapping):
+        return PrefixMapping([(key, _Lane(label, donated)) for key, label in sharding.items()])
+    return _Lane(sharding, donated)
+
+
+def _lanes_in(prefix: Any) -> list[Any]:
+    found = jax.tree.leaves(prefix, is_leaf=lambda x: isinstance(x, PrefixMapping))
+    return [lane for x in found for lane in (x.labels if isinstance(x, PrefixMapping) else (x,))]
+
+
+# --- the short way --------------------------------------------------------------------------------------------------
+
+
+Roots = list[tuple[Any, Any]]  # the objects among the arguments, each with its Record; None for a bare Variable
+
+
+def _gather(arguments: Any) -> tuple[tuple, Roots, list[Variable], list[Any]] | None:
+    """The key of the plan, the objects among the arguments, their Variables, and all leaves; None without records.
+
+    The leaves are in the order in which ``pack`` would collect them.
+    """
+    flat, treedef = jtu.tree_flatten(arguments, is_leaf=is_node)
+    key: list[Any] = [treedef]
+    roots: Roots = []
+    plain, bare = [], False
+    for x in flat:
+        if isinstance(x, Node):
+            record = record_of(x)
+            if record.snapshot is not None:
+                return None
+            roots.append((x, record))
+            key.append(record.layout)
+        elif isinstance(x, Variable):
+            bare = True
+            roots.append((x, None))
+            key.append((type(x), freeze(x._metadata) if x._metadata else None))
+        elif type(x) is StaticArgument:
+            key.append(x.frozen())
+        elif type(x) is types.MethodType:  # may be bound to a Module
+            return None
+        else:
+            key.append(None)
+            plain.append(x)
+    if len(roots) == 1 and not bare:
+        record = roots[0][1]
+        return tuple(key), roots, record.variables, record.leaves() + plain if plain else record.leaves()
+    shared = _sharing(roots) if not bare else _all_distinct(roots)
+    if shared is None:
+        return None
+    variables, arrays = [], []
+    for k, (x, record) in enumerate(roots):
+        if record is None:
+            variables.append(x)
+        elif not shared:
+            variables += record.variables
+            arrays += [container[name] for container, name in record.arrays]
+        else:
+            kept_variables, kept_arrays = shared[k][1:]
+            variables += [record.variables[j] for j in kept_variables]
+            arrays += [record.arrays[j][0][record.arrays[j][1]] for j in kept_arrays]
+    key.append(shared)
+    return tuple(key), roots, variables, [*map(get_value_slot, variables), *arrays, *plain]
+
+
+def _sharing(roots: Roots) -> tuple:
+    """What objects have in common, as static data: empty if nothing, else an entry (shared rows, Variables and arrays
+    that are not in an earlier object) for each. Computed once for the same records.
+    """
+    if len(roots) < 2:
+        return ()
+    first = roots[0][1]
+    serials = tuple([record.serial for _, record in roots[1:]])
+    found = first.pairs.get(serials)
+    if found is None:
+        if len(first.pairs) >= 64:  # entries of objects that are gone
+            first.pairs.clear()
+        found = first.pairs[serials] = _find_sharing(roots)
+    return found
+
+
+def _find_sharing(roots: Roots) -> tuple:
+    place: dict[int, tuple[int, int]] = {}
+    entries, any_shared = [], False
+    for k, (x, record) in enumerate(roots):
+        shared = {}
+        for row, y in enumerate(record.rows(x)):
+            first = place.setdefault(id(y), (k, row))
+            if first != (k, row):
+                shared[row] = first
+        any_shared = any_shared or bool(shared)
+        variables = tuple([j for j, row in enumerate(record.layout.variables) if row not in shared])
+        arrays = tuple([j for j, row in enumerate(record.array_rows) if row not in shared])
+        entries.append((tuple(shared.items()), variables, arrays))
+    return tuple(entries) if any_shared else ()
+
+
+def _all_distinct(roots: Roots) -> tuple | None:
+    """With Variables among the arguments themselves: () if nothing is shared, else None."""
+    objects = [y for x, record in roots for y in ([x] if record is None else record.rows(x))]
+    return () if len(set(map(id, objects))) == len(objects) else None
+
+
+def _objects(roots: Roots) -> list[Any]:
+    """The objects by row, of all arguments together."""
+    objects = [y for x, record in roots for y in ([x] if record is None else record.rows(x))]
+    return list({id(y): y for y in objects}.values())
+
+
+# --- checks and stages ----------------------------------------------------------------------------------------------
+
+
+def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
+    """Check that JAX can trace each leaf of the arguments themselves.
+
+    Raises:
+      ArgumentError: naming the argument, and what to do.
+    """
+    for path, leaf in zip(reversed(layout.leaf_paths), reversed(leaves), strict=True):
+        try:
+            jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
+        except TypeError:
+            if jtu.all_leaves([leaf]):
+                name, kind = format_path(path), type(leaf).__name__
+                raise ArgumentError(_UNTRACEABLE.format(name=name, kind=kind, value=leaf)) from None
+
+
+_UNTRACEABLE = """\
+{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
+static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""
+
+
+class Stage:
+    """A traced, lowered or compiled function of Modules; everything else is that of the stage of JAX it wraps."""
+
+    def __init__(self, stage: Any, arguments: Callable, plan: _Plan):
+        self._stage, self._arguments, self._plan = stage, arguments, plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> Stage:
+        return Stage(self._stage.lower(*args, **kwargs), self._arguments, self._plan)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Stage:
+        return Stage(self._stage.compile(*args, **kwargs), self._arguments, self._plan)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled function.
+
+        Raises:
+          ArgumentError: if the structure of the arguments is another than it was compiled for; says where.
+        """
+        packed = pack(self._arguments(args, kwargs))
+        expected = self._plan.crossing.layout
+        if packed.layout is not expected:
+            found = "\n".join(
+                f"  {format_path(path)}: compiled for {a}, called with {b}"
+                for path, a, b in differences(expected, packed.layout)
+            )
+            raise ArgumentError(f"The arguments differ in structure from those it was compiled for:\n{found}")
+        returned, outcome = self._plan.call(packed.leaves, self._stage)
+        return commit(packed.layout, outcome.delta, returned, packed.objects)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def __repr__(self) -> str:
+        return f"Stage({self._stage!r})"

@@ -1,0 +1,180 @@
+"""``while_loop`` and ``fori_loop``: loops over a value that may hold Modules."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.errors import format_path
+from ..core.graph import Layout, count_leaves, pack
+from .body import (
+    Body,
+    BodyError,
+    Program,
+    Result,
+    check_same_output,
+    check_types,
+    delta_of,
+    positions_of,
+    program_of,
+    refuse_structure,
+    run_program,
+    trace_body,
+    widened,
+)
+from .lift import Arguments, resolve
+
+
+def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
+    """Apply ``body_fun`` to a value as long as ``cond_fun`` of it is true; ``jax.lax.while_loop`` with state.
+
+    Args:
+      cond_fun: from the value to a boolean scalar; may not change anything.
+      body_fun: from the value to a value of the same structure. It may change the values of Variables, but not attach,
+        delete or replace attributes. Variables that it leaves alone are not carried.
+      init_val: a pytree of arrays and Modules.
+
+    Returns:
+      The last value; Modules in it are those that were passed in.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> def double(v):
+    ...   v.value *= 2
+    ...   return v
+    >>> nnx.while_loop(lambda v: v < 100, double, nnx.Variable(jnp.array(3))).value.item()
+    192
+
+    Raises:
+      BodyError: if the structure, a shape or a dtype changes; names the path.
+    """
+    (test, *test_bound), (step, *step_bound) = resolve(cond_fun), resolve(body_fun)
+    packed = pack(Arguments((init_val, test_bound, step_bound), {}))
+    layout = packed.layout
+
+    def apply(value: Any, test_bound: Any, bound: Any) -> Arguments:
+        return Arguments((step(*bound[0], value, **bound[1]), test_bound, bound), {})
+
+    def make() -> Program:
+        def program(leaves: list[Any]) -> Any:
+            loop = _loop(layout, apply, leaves, "body of while_loop")
+            check = trace_body(lambda value, bound, _: test(*bound[0], value, **bound[1]), layout, loop.constant)
+            _refuse_changes(layout, check)
+            carry = jax.lax.while_loop(
+                lambda carry: check.run(loop.leaves(carry))[0], lambda carry: loop.step(loop.leaves(carry)), loop.carry
+            )
+            return carry, Result(loop.delta)
+
+        return Program(program)
+
+    return run_program(program_of((step, test), ("while", layout), make), packed).args[0]
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unroll: int | bool | None = None) -> Any:
+    """Apply ``body_fun(i, value)`` for ``i`` from ``lower`` to ``upper``; ``jax.lax.fori_loop`` with state.
+
+    Args:
+      lower: the first index.
+      upper: the first index that is not used.
+      body_fun: from the index and the value to a value of the same structure; as of :func:`while_loop`.
+      init_val: a pytree of arrays and Modules.
+      unroll: as in ``jax.lax.fori_loop``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.fori_loop(0, 4, lambda i, x: x + i, jnp.array(0)).item()
+    6
+
+    Raises:
+      BodyError: if the structure, a shape or a dtype changes; names the path.
+    """
+    step, *bound = resolve(body_fun)
+    packed = pack(Arguments((init_val, bound, jnp.asarray(lower)), {}))
+    layout = packed.layout
+    first, last = _known(lower), _known(upper)
+    static = first is not None and last is not None
+
+    def apply(value: Any, bound: Any, i: Any) -> Arguments:
+        return Arguments((step(*bound[0], i, value, **bound[1]), bound, i), {})
+
+    def make() -> Program:
+        def program(leaves: list[Any]) -> Any:
+            *leaves, stop = leaves
+            index_type = jnp.result_type(leaves[-1])
+            loop = _loop(layout, apply, leaves, "body of fori_loop")
+            carry = jax.lax.fori_loop(
+                first if static else leaves[-1],
+                last if static else stop,
+                lambda i, carry: loop.step([*loop.leaves(carry)[:-1], jax.lax.convert_element_type(i, index_type)]),
+                loop.carry,
+                unroll=unroll,
+            )
+            return carry, Result(loop.delta)
+
+        return Program(program)
+
+    key = ("fori", layout, unroll, (first, last) if static else None)
+    return run_program(program_of((step,), key, make), packed, jnp.asarray(upper)).args[0]
+
+
+def _known(bound: Any) -> int | None:
+    """The value of a bound, or None if it is traced. With known bounds the loop can be differentiated in reverse."""
+    try:
+        return operator.index(bound)
+    except TypeError:
+        return None
+
+
+def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _Loop:
+    """Trace a body; again, if a number that it carries needs a wider type from the start."""
+    loop = _Loop(layout, trace_body(function, layout, leaves), leaves, what)
+    wider = widened(leaves, loop.positions, loop.types)
+    if wider is not None:
+        loop = _Loop(layout, trace_body(function, layout, wider), wider, what)
+    check_types(loop.carry, loop.types, [layout.leaf_paths[k] for k in loop.positions], what)
+    return loop
+
+
+class _Loop:
+    """A traced body as a step on what it carries: the leaves that it changes, and those of the value itself."""
+
+    def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
+        refuse_structure(layout, body, what)
+        check_same_output(
+            layout.root, body.delta.root, f"The {what} must return a value like the one it is given:", _HINT
+        )
+        touched = [owner for owner in body.owners if owner[0] >= 0]
+        self.delta, owners = delta_of(layout, touched, None, layout.root)
+        owners += [(-1, k) for k in range(count_leaves(layout.root))]
+        positions, place = positions_of(layout), {owner: k for k, owner in enumerate(body.owners)}
+        self.body, self.constant = body, leaves
+        self.positions = [positions[owner] for owner in owners]
+        self.order = [place[owner] for owner in owners]
+        self.carry, self.types = [leaves[k] for k in self.positions], [body.types[k] for k in self.order]
+
+    def leaves(self, carry: Sequence[Any]) -> list[Any]:
+        """All leaves of the layout, those that are carried as they are now."""
+        leaves = list(self.constant)
+        for k, leaf in zip(self.positions, carry, strict=True):
+            leaves[k] = leaf
+        return leaves
+
+    def step(self, leaves: Sequence[Any]) -> list[Any]:
+        results = self.body.run(leaves)
+        return [results[k] for k in self.order]
+
+
+_HINT = "Return the same pytree, with the same objects in the same places; change their values in place."
+
+
+def _refuse_changes(layout: Layout, check: Body) -> None:
+    changed = [
+        layout.paths[i] for i in (*check.delta.values, *(i for i, _ in check.delta.rows)) if i < len(layout.paths)
+    ]
+    if changed:
+        raise BodyError(
+            f"cond_fun of while_loop may not change anything, but it changes {', '.join(map(format_path, changed))}. "
+            "Make the change in body_fun."
+        )

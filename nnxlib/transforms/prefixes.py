@@ -1,0 +1,321 @@
+"""Prefixes: how arguments and outputs are to be treated, down to each leaf.
+
+A transform is told about its arguments by a *prefix*: a pytree that stands above the tree of arguments, as in JAX, with
+a *label* at each of its leaves (an axis, a sharding, "differentiate"). For a Module the label may be a
+:class:`PrefixMapping`, which gives each of its leaves a label by filter. Leaves with the same label form a *lane*:
+they cross the JAX transform together, as one group.
+
+The labels of a packed pytree are computed here. An object that is reached twice must get the same labels both ways,
+leaf by leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+import numpy as np
+
+from ..core.errors import AliasingError, PrefixError, format_path
+from ..core.filters import Filter, to_predicate
+from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, count_leaves
+from ..core.objects import is_node
+
+Label = Hashable
+
+
+class PrefixMapping(Mapping):
+    """Labels by filter: the first filter that takes a leaf gives its label.
+
+    Args:
+      mapping: filters to labels, as a mapping or as pairs.
+
+    Raises:
+      PrefixError: when used, if no filter takes a leaf; names its path.
+    """
+
+    def __init__(self, mapping: Mapping[Filter, Label] | Sequence[tuple[Filter, Label]], /):
+        items = mapping.items() if isinstance(mapping, Mapping) else mapping
+        self._items = tuple([(key, label) for key, label in items])
+        self._predicates = tuple([(to_predicate(key), label) for key, label in self._items])
+
+    @property
+    def filters(self) -> tuple[Filter, ...]:
+        return tuple([key for key, _ in self._items])
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return tuple([label for _, label in self._items])
+
+    def resolve(self, path: tuple, leaf: Any) -> Label:
+        for predicate, label in self._predicates:
+            if predicate(path, leaf):
+                return label
+        raise PrefixError(
+            f"{self!r} has no filter that takes {format_path(path)} ({type(leaf).__name__}); add `...: label` as the "
+            "last entry to cover the rest."
+        )
+
+    def __getitem__(self, key: Filter) -> Label:
+        return dict(self._items)[key]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Filter]:
+        return iter(self.filters)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._predicates == other._predicates  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._predicates))
+
+    def __repr__(self) -> str:
+        entries = ", ".join(f"{key!r}: {label!r}" for key, label in self._items)
+        return f"{type(self).__name__}({{{entries}}})"
+
+
+class StateSharding(PrefixMapping):
+    """Shardings by filter, for ``in_shardings`` and ``out_shardings`` of :func:`nnxlib.jit`.
+
+    >>> import nnxlib as nnx, jax
+    >>> nnx.StateSharding({nnx.Param: jax.P('data'), ...: None}).labels[1] is None
+    True
+    """
+
+
+def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
+    """The label or mapping that ``prefix`` gives each node and leaf of ``tree``.
+
+    Raises:
+      PrefixError: if ``prefix`` is not a prefix of ``tree``; ``name`` is what the user calls it.
+    """
+    contexts: list[Any] = []
+
+    def expand(context: Any, subtree: Any) -> None:
+        contexts.extend([context] * jtu.tree_structure(subtree, is_leaf=is_node).num_leaves)
+
+    try:
+        jtu.tree_map(expand, prefix, tree, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping) or is_node(x))
+    except ValueError as error:
+        both = isinstance(prefix, tuple | list) and isinstance(tree, tuple | list) and len(prefix) != len(tree)
+        problem = f"it has {len(prefix)} entries for {len(tree)} values" if both else str(error).removesuffix(".")
+        raise PrefixError(
+            f"{name}={prefix!r} does not fit the values it describes: {problem}. Give one label for all, or the same "
+            "tuples, lists and dicts as the values, down to some level."
+        ) from None
+    return contexts
+
+
+class StateAxes(PrefixMapping):
+    """Axes by filter, for ``in_axes`` and ``out_axes`` of ``vmap`` and ``scan``: an int, None, or ``nnx.Carry``.
+
+    >>> import nnxlib as nnx
+    >>> nnx.StateAxes({nnx.Param: 0, ...: None}).labels
+    (0, None)
+    """
+
+
+def labels_in(prefix: Any) -> list[Label]:
+    """Every label that a prefix can give."""
+    found = jtu.tree_leaves(prefix, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping))
+    return [label for x in found for label in (x.labels if isinstance(x, PrefixMapping) else (x,))]
+
+
+def prefix_key(prefix: Any) -> tuple:
+    """A prefix as something to compare and to hash."""
+    leaves, structure = jtu.tree_flatten(prefix, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping))
+    return tuple(leaves), structure
+
+
+class Labels:
+    """The label of each leaf of a table, by the row that owns it.
+
+    Args:
+      rows: of the table.
+      values: gives the values of a row (of a Variable: itself), for filters that look at them.
+    """
+
+    def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]):
+        self.rows, self.values = rows, values
+        self.of_row: dict[int, list[Label]] = {}
+        self._reached: dict[int, tuple[tuple, Any, int]] = {}  # row -> its first path, the context there, its depth
+        self.returning = False  # whether the call is over: a label may then give way to the one an object came in with
+
+    def visit(self, root: Spec, contexts: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
+        """Label everything below a pytree whose children have the given contexts; returns the labels of ``plain``.
+
+        ``plain`` are the leaves of the pytree itself. Mappings see paths without their first ``depth`` keys.
+        """
+        own: list[Label] = []
+        children = zip(root.paths, root.children, strict=True) if isinstance(root, Tree) else [((), root)]
+        for (path, spec), context in zip(children, contexts, strict=True):
+            self._descend([(spec, path, own, plain)], context, depth)
+        return own
+
+    def revisit(self, count: int, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]) -> None:
+        """Go over the first ``count`` rows as they are after a call: new objects get labels from what holds them."""
+        self.rows, self.values = rows, values
+        for i in range(count):
+            row = rows[i]
+            if isinstance(row, NodeRow) and i in self._reached:
+                path, context, depth = self._reached[i]
+                self.of_row[i] = []
+                fields = [(spec, (*path, name), self.of_row[i], values(i)) for name, spec in reversed(row.fields)]
+                self._descend(fields, context, depth)
+
+    def _descend(self, stack: list[tuple[Spec, tuple, list[Label], Sequence[Any]]], context: Any, depth: int) -> None:
+        while stack:
+            spec, path, labels, values = stack.pop()
+            if spec is LEAF:
+                labels.append(_resolve(context, path[depth:], values[len(labels)]))
+            elif isinstance(spec, Tree):
+                stack.extend(
+                    (child, (*path, *key), labels, values)
+                    for key, child in zip(reversed(spec.paths), reversed(spec.children), strict=True)
+                )
+            elif isinstance(spec, Ref):
+                i, row = spec.index, self.rows[spec.index]
+                if i in self._reached:
+                    self._check_alias(i, path, context, depth)
+                    continue
+                self._reached[i] = path, context, depth
+                if isinstance(row, VariableRow):
+                    self.of_row[i] = [_resolve(context, path[depth:], self.values(i)[0])]
+                else:
+                    self.of_row[i] = []
+                    stack.extend(
+                        (child, (*path, name), self.of_row[i], self.values(i)) for name, child in reversed(row.fields)
+                    )
+
+    def _check_alias(self, i: int, path: tuple, context: Any, depth: int) -> None:
+        """A shared object must get the same labels along every path; compares them leaf by leaf."""
+        stack, seen = [(i, path)], set()
+        while stack:
+            i, path = stack.pop()
+            if i not in self._reached or i in seen:
+                continue
+            seen.add(i)
+            first, first_context, _ = self._reached[i]
+            if context == first_context and not isinstance(context, PrefixMapping):
+                continue
+            row = self.rows[i]
+            parts = list(_parts(row.fields)) if isinstance(row, NodeRow) else [((), LEAF)]
+            stack.extend((spec.index, (*path, *key)) for key, spec in parts if isinstance(spec, Ref))
+            leaves = [key for key, spec in parts if spec is LEAF]
+            for key, value, old in zip(leaves, self.values(i), self.of_row[i], strict=False):  # not all, in a cycle
+                new = _resolve(context, (*path, *key)[depth:], value)
+                if new != old and not (self.returning and _yields(new, old)):
+                    raise AliasingError(
+                        f"A {row.type.__name__} is shared, and its two paths ask for different treatment: "
+                        f"{format_path((*first, *key))}: {old!r}, but {format_path((*path, *key))}: {new!r}. Give both "
+                        "the same prefix."
+                    )
+
+
+def _parts(fields: Sequence[tuple[Any, Spec]]) -> Iterator[tuple[tuple, Spec]]:
+    """The leaves and objects directly held by a node, with their paths below it."""
+    stack: list[tuple[tuple, Spec]] = [((name,), spec) for name, spec in reversed(fields)]
+    while stack:
+        path, spec = stack.pop()
+        if isinstance(spec, Tree):
+            inside = zip(reversed(spec.paths), reversed(spec.children), strict=True)
+            stack.extend(((*path, *key), child) for key, child in inside)
+        elif spec is LEAF or isinstance(spec, Ref):
+            yield path, spec
+
+
+def _yields(new: Label, old: Label) -> bool:
+    """Whether a label says of itself that it gives way to the one that an object has already."""
+    yields_to = getattr(new, "yields_to", None)
+    return yields_to is not None and yields_to(old)
+
+
+def _resolve(context: Any, path: tuple, leaf: Any) -> Label:
+    return context.resolve(path, leaf) if isinstance(context, PrefixMapping) else context
+
+
+def labels_after(before: Labels, layout: Layout, after: After, out_contexts: Sequence[Any]) -> list[Label]:
+    """The labels of the leaves that come back from a call, given those of the arguments and of the output."""
+    labels = copy.copy(before)
+    labels.returning = True
+    labels.of_row, labels._reached = dict(before.of_row), dict(before._reached)
+    labels.revisit(len(layout.rows), after.rows, after.values_of)
+    own = labels.visit(after.root, out_contexts, after.own)
+    return [own[k] if i < 0 else labels.of_row[i][k] for i, k in after.owners]
+
+
+def lane_numbers(labels: Sequence[Label], lanes: Sequence[Label]) -> tuple[int, ...]:
+    """The position in ``lanes`` of each label."""
+    position = {label: i for i, label in enumerate(lanes)}
+    return tuple([position[label] for label in labels])
+
+
+def split_lanes(leaves: Sequence[Any], lane_of: Sequence[int], count: int) -> tuple[list[Any], ...]:
+    """One list of leaves for each lane."""
+    if count == 1:
+        return (list(leaves),)
+    groups: tuple[list[Any], ...] = tuple([[] for _ in range(count)])
+    for leaf, lane in zip(leaves, lane_of, strict=True):
+        groups[lane].append(leaf)
+    return groups
+
+
+def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Sequence[Any]:
+    """The inverse of :func:`split_lanes`."""
+    if len(groups) == 1:
+        return groups[0]
+    sources = [iter(group) for group in groups]
+    return [next(sources[lane]) for lane in lane_of]
+
+
+def label_arguments(
+    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], contexts: Sequence[Any], depth: int = 2
+) -> tuple[Labels, list[Label]]:
+    """The labels of packed ``Arguments``, by row and in the order of the leaves.
+
+    Mappings see paths from each argument down.
+    """
+    owned: dict[int, Sequence[Any]] = {i: (objects[i],) for i in layout.variables}
+    arrays = iter(leaves[len(layout.variables) :])
+    for i, row in enumerate(layout.rows):
+        if isinstance(row, NodeRow):
+            owned[i] = [next(arrays) for _ in range(sum(count_leaves(spec) for _, spec in row.fields))]
+    labels = Labels(layout.rows, owned.__getitem__)
+    own = labels.visit(layout.root, contexts, list(arrays), depth)
+    in_order = [labels.of_row[i][0] for i in layout.variables]
+    for i, row in enumerate(layout.rows):
+        if isinstance(row, NodeRow):
+            in_order += labels.of_row[i]
+    labels.values = _no_values  # a compiled function keeps the labels, and must not keep the model that it first saw
+    return labels, in_order + own
+
+
+def _no_values(row: int) -> Sequence[Any]:
+    raise AssertionError("Labels of arguments are asked about values after the call; revisit gives new ones.")
+
+
+def mapped_size(
+    layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], given: Mapping[int, str], what: str
+) -> int | None:
+    """The common size of all axes that are labelled with a number, and of ``given`` ones; None if there are none.
+
+    Raises:
+      PrefixError: if there are several sizes, or an array does not have the axis; names the paths.
+    """
+    sizes = dict(given)
+    for path, leaf, axis in zip(layout.leaf_paths, leaves, labels, strict=True):
+        for x in jtu.tree_leaves(leaf) if isinstance(axis, int) else ():
+            shape = np.shape(x)
+            if not -len(shape) <= axis < len(shape):
+                raise PrefixError(
+                    f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
+                )
+            sizes.setdefault(shape[axis], format_path(path))
+    if len(sizes) > 1:
+        found = ", ".join(f"{size} ({where})" for size, where in sizes.items())
+        raise PrefixError(f"{what} got axes of different sizes: {found}.")
+    return next(iter(sizes), None)

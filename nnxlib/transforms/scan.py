@@ -1,0 +1,272 @@
+"""``scan``: a loop over an axis, with Modules that are stacked, carried, or passed whole.
+
+Each leaf of the arguments has one of three labels. An *axis*: iteration ``i`` sees slice ``i``, and what it puts there
+is stacked again. ``Carry``: what one iteration leaves there the next one finds. ``None``: every iteration sees all of
+it, and may not change it. One argument may be labelled ``Carry`` as a whole; its place in the output is the ``Carry``
+in ``out_axes``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ..core.errors import PrefixError, format_path
+from ..core.graph import Layout, Spec, Tree, pack
+from ..core.objects import is_node
+from ..core.variables import MISSING
+from .body import (
+    Body,
+    BodyError,
+    Program,
+    Result,
+    check_types,
+    delta_of,
+    positions_of,
+    program_of,
+    refuse,
+    run_program,
+    structural_changes,
+    structural_rows,
+    trace_body,
+    widened,
+)
+from .lift import Arguments, place_of, resolve
+from .prefixes import (
+    PrefixMapping,
+    broadcast_prefix,
+    label_arguments,
+    labels_after,
+    labels_in,
+    mapped_size,
+    prefix_key,
+)
+
+
+class Carry:
+    """The label of what is handed from one iteration to the next; used as the class itself: ``nnx.Carry``."""
+
+
+def scan(
+    f: Callable = MISSING,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    in_axes: Any = (Carry, 0),
+    out_axes: Any = (Carry, 0),
+) -> Callable:
+    """Loop a function over an axis of its arguments; ``jax.lax.scan`` with state.
+
+    Args:
+      f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
+      length: the number of iterations, when nothing has an axis.
+      reverse: whether to go from the last slice to the first.
+      unroll: how many iterations to put into one step of the compiled loop.
+      in_axes: for each positional argument ``nnx.Carry`` (one at most), an axis, None, or for a Module
+        :class:`StateAxes` of these. Keyword arguments that have no position are passed whole.
+      out_axes: the same for the output; has ``nnx.Carry`` if ``in_axes`` has.
+
+    Returns:
+      A function of the same arguments. What changes in a stacked Module is stacked, what changes in a carried one is
+      there after the last iteration, both on the object that was passed in.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> stack = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    >>> forward = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    >>> forward(jnp.ones((2, 4)), stack).shape
+    (2, 4)
+
+    Raises:
+      PrefixError: if ``in_axes`` or ``out_axes`` does not fit, or sizes differ, or what is passed whole (None) is
+        changed.
+      BodyError: if what is carried changes its shape or dtype, or the structure of anything changes other than by
+        attaching Variables in a lane with an axis; names the path.
+    """
+    options: dict[str, Any] = {"reverse": reverse, "unroll": unroll, "_split_transpose": _split_transpose}
+    if f is MISSING:
+        return functools.partial(scan, length=length, in_axes=in_axes, out_axes=out_axes, **options)
+    function, bound, bound_kwargs = resolve(f)
+    in_axes = (Carry,) if in_axes is Carry else in_axes
+    place = _place_of_carry(in_axes, "in_axes")
+    out_place = _place_of_carry(out_axes, "out_axes")
+    if (place is None) != (out_place is None):
+        raise PrefixError(f"nnx.Carry must be in both in_axes={in_axes!r} and out_axes={out_axes!r}, or in neither.")
+    shift = len(bound)
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _by_position(f, args, kwargs) if kwargs else (args, kwargs)
+        kwargs = {**bound_kwargs, **kwargs}
+        axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        contexts = [None] * len(jtu.tree_leaves(bound, is_leaf=is_node)) + broadcast_prefix(axes, args, "in_axes")
+        contexts += [None] * len(jtu.tree_leaves(kwargs, is_leaf=is_node))
+        packed = pack(Arguments((*bound, *args), kwargs))
+        layout = packed.layout
+        labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
+        size = _length(layout, packed.leaves, in_order, length)
+        carried = None if place is None else ("args", *(p + shift for p in place))
+
+        def make() -> Program:
+            def label(after: Any, out: Any) -> list[Any]:
+                return labels_after(labels, layout, after, broadcast_prefix(out_axes, out, "out_axes"))
+
+            def program(leaves: list[Any]) -> Any:
+                slices = [_slice_type(x, axis) for x, axis in zip(leaves, in_order, strict=True)]
+                body = trace_body(function, layout, slices, label)
+                if carried is not None:
+                    _check_carry(layout.root, carried, body.delta.root, out_place or ())
+                _check_changes(layout, body)
+                wider = widened(leaves, *_recurring(layout, body, in_order))
+                return program(wider) if wider else _run(layout, body, leaves, in_order, size, options)
+
+            return Program(program)
+
+        key = ("scan", layout, tuple(in_order), size, *options.values(), *prefix_key(axes), *prefix_key(out_axes))
+        return run_program(program_of((function,), key, make), packed)
+
+    return wrapped
+
+
+def _by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Put the keyword arguments that have a position there; the others stay, and are passed whole."""
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    parameters = bound.signature.parameters
+    if any(n in parameters and parameters[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for n in bound.kwargs):
+        bound.apply_defaults()  # an argument before a named one was left out
+    return bound.args, {name: value for name, value in bound.kwargs.items() if name in kwargs}
+
+
+def _run(layout: Layout, body: Body, leaves: list[Any], labels: list[Any], size: int, options: dict[str, Any]) -> Any:
+    carried = _carried(body)
+    stacked = [k for k in range(len(body.owners)) if body.labels[k] is not Carry]
+    sources, types = _recurring(layout, body, labels)
+    sliced = [k for k, axis in enumerate(labels) if _is_axis(axis)]
+    init = [leaves[k] for k in sources]
+    check_types(init, types, [layout.leaf_paths[k] for k in sources], "body of scan")
+
+    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        now = list(leaves)
+        for k, x in zip(sources, carry, strict=True):
+            now[k] = x
+        for k, x in zip(sliced, xs, strict=True):
+            now[k] = x
+        results = body.run(now)
+        return [results[k] for k in carried], [results[k] for k in stacked]
+
+    xs = [jax.tree.map(lambda x, a=labels[k]: jnp.moveaxis(x, a, 0), leaves[k]) for k in sliced]
+    last, ys = jax.lax.scan(step, init, xs, length=size, **options)
+    found = dict(zip(carried, last, strict=True))
+    for k, y in zip(stacked, ys, strict=True):
+        found[k] = jax.tree.map(lambda x, a=body.labels[k]: jnp.moveaxis(x, 0, a), y)
+    touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
+    delta, owners = delta_of(layout, touched, body, body.delta.root)
+    owners += [owner for owner in body.owners if owner[0] < 0]
+    place = {owner: k for k, owner in enumerate(body.owners)}
+    return [found[place[owner]] for owner in owners], Result(delta)
+
+
+def _check_changes(layout: Layout, body: Body) -> None:
+    """Refuse what the body cannot have done once for each iteration, and values that have no place to go."""
+    refuse([change for change in structural_changes(layout, body) if not change.added], "body of scan")
+    structural = structural_rows(layout, body)
+    problems = []
+    for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):
+        what = place_of(path)
+        if label is None:
+            problems.append(f"  {what}: every iteration would leave a value, and None keeps none of them")
+        elif label is Carry and owner[0] in structural:
+            problems.append(f"  {what}: attached inside, but Carry needs a value to start from")
+        elif isinstance(label, int):
+            axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
+            if not -axes <= label < axes:
+                problems.append(f"  {what}: stacked it has {axes} axes, so there is no axis {label}")
+    if problems:
+        raise PrefixError(_NO_PLACE.format(problems="\n".join(problems)))
+
+
+_NO_PLACE = """\
+The body of scan changes what has no place to go:
+{problems}
+Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({{nnx.BatchStat: nnx.Carry, ...: None}}); or attach \
+the Variable before the loop."""
+
+
+def _carried(body: Body) -> list[int]:
+    """Which of the leaves that come back go in again."""
+    return [k for k, label in enumerate(body.labels) if label is Carry]
+
+
+def _recurring(layout: Layout, body: Body, labels: list[Any]) -> tuple[list[int], list[Any]]:
+    """Of each carried leaf: the position among the arguments' leaves where it goes in again; its type coming out."""
+    carried, positions = _carried(body), positions_of(layout)
+    first_plain = positions.get((-1, 0), len(labels))
+    plain = iter([k for k in range(first_plain, len(labels)) if labels[k] is Carry])
+    sources = [positions[body.owners[k]] if body.owners[k][0] >= 0 else next(plain) for k in carried]
+    return sources, [body.types[k] for k in carried]
+
+
+def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
+    """Where ``Carry`` stands in a prefix: () for all of it, (i,) for entry i, None if it has none."""
+    if axes is Carry:
+        return ()
+    entries = list(axes) if isinstance(axes, tuple | list) else []
+    places = [i for i, axis in enumerate(entries) if axis is Carry]
+    leaves = jtu.tree_leaves(axes, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping))
+    if len(places) > 1 or len(places) != sum(x is Carry for x in leaves):
+        raise PrefixError(
+            f"{name}={axes!r} may have nnx.Carry once, for one whole argument; inside of a Module use nnx.StateAxes. "
+            "Put several values to be carried into one tuple."
+        )
+    bad = [x for x in labels_in(axes) if not (x is None or x is Carry or isinstance(x, int))]
+    if bad:
+        raise PrefixError(f"{name}={axes!r} has {bad[0]!r}; give an int, None, nnx.Carry or nnx.StateAxes of these.")
+    return (places[0],) if places else None
+
+
+def _check_carry(root: Spec, place: tuple, out: Spec, out_place: tuple) -> None:
+    """The carry that comes out must have the structure, and the very objects, of the one that went in."""
+
+    def below(spec: Spec, prefix: tuple) -> list[tuple[tuple, Spec]]:
+        items = zip(spec.paths, spec.children, strict=True) if isinstance(spec, Tree) else [((), spec)]
+        return [(path[len(prefix) :], child) for path, child in items if path[: len(prefix)] == prefix]
+
+    before, after = below(root, place), below(out, out_place)
+    if before != after:
+        lost = [f"  {format_path(path, 'carry')}: went in" for path, spec in before if (path, spec) not in after]
+        new = [f"  {format_path(path, 'carry')}: came out" for path, spec in after if (path, spec) not in before]
+        raise BodyError(
+            "The carry of scan must come out with the structure, and the objects, that went in:\n"
+            + "\n".join(lost + new)
+            + "\nReturn the same pytree with the same Modules in the same places; change their values in place."
+        )
+
+
+def _is_axis(label: Any) -> bool:
+    return isinstance(label, int)
+
+
+def _slice_type(leaf: Any, label: Any) -> Any:
+    if not _is_axis(label):
+        return leaf
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        shape = list(jnp.shape(x))
+        del shape[label]
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x))
+
+    return jax.tree.map(one, leaf)
+
+
+def _length(layout: Layout, leaves: list[Any], labels: Sequence[Any], length: int | None) -> int:
+    size = mapped_size(layout, leaves, labels, {} if length is None else {length: "length"}, "scan")
+    if size is None:
+        raise PrefixError("scan does not know how often to run: nothing has an axis. Pass length=...")
+    return size

@@ -1,0 +1,126 @@
+"""``shard_map``: run a function of Modules on each device, on its part of each array."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from ..core.errors import format_path
+from ..core.graph import pack
+from ..core.objects import is_node
+from ..core.variables import MISSING
+from .lift import Arguments, lift_lanes, resolve
+from .prefixes import broadcast_prefix, label_arguments
+
+
+def shard_map(
+    f: Callable = MISSING,
+    *,
+    mesh: Any = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Collection[Hashable] = frozenset(),
+    check_vma: bool = True,
+) -> Callable:
+    """Run a function on each device of a mesh, on its part of each array; ``jax.shard_map`` with state.
+
+    Args:
+      f: a function, method, callable Module or partial; may be left out, to be used as a decorator. What is bound to it
+        is replicated.
+      mesh: the mesh; that of the context if None.
+      in_specs: a pytree prefix of the positional arguments with a ``PartitionSpec`` at each leaf, or
+        :class:`StateSharding` for a Module. What changes in an argument comes back with the spec it went in with.
+      out_specs: the same for the output.
+      axis_names: the axes of the mesh that are mapped over by hand; all by default.
+      check_vma: whether to check that what is replicated does not vary over devices.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> apply = nnx.shard_map(
+    ...   lambda layer, x: layer(x), mesh=mesh, in_specs=(jax.P(), jax.P('data')), out_specs=jax.P('data'))
+    >>> apply(layer, jnp.ones((4, 2))).shape
+    (4, 3)
+
+    Raises:
+      PrefixError: if ``in_specs`` or ``out_specs`` does not fit.
+      ValueError: by JAX, if a spec does not fit an array, or a value in a replicated place varies; names its path.
+    """
+    options: dict[str, Any] = {"mesh": mesh, "axis_names": set(axis_names), "check_vma": check_vma}
+    if f is MISSING:
+        return functools.partial(shard_map, in_specs=in_specs, out_specs=out_specs, **options)
+    function, bound, bound_kwargs = resolve(f)
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any) -> Any:
+        contexts = [_REPLICATED] * len(_leaves(bound))
+        contexts += broadcast_prefix(tuple(in_specs) if isinstance(in_specs, list) else in_specs, args, "in_specs")
+        contexts += [_REPLICATED] * len(_leaves(bound_kwargs))
+        arguments = Arguments((*bound, *args), bound_kwargs)
+
+        def over(pure: Callable, lanes: tuple) -> Callable:
+            specs = tuple([_REPLICATED if spec is None else spec for spec in lanes])
+
+            def run(*groups: Any) -> Any:
+                try:
+                    return jax.shard_map(pure, in_specs=specs, out_specs=(specs, _REPLICATED), **options)(*groups)
+                except ValueError as error:
+                    named = map(_by_name, _names(arguments, contexts, lanes), groups)
+                    raise ValueError(_explain(pure, specs, options, tuple(named)) or str(error)) from None
+
+            return run
+
+        return lift_lanes(over, function, arguments, contexts, out_specs)
+
+    return wrapped
+
+
+_REPLICATED = jax.sharding.PartitionSpec()
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jtu.tree_leaves(tree, is_leaf=is_node)
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def _explain(pure: Callable, specs: tuple, options: dict[str, Any], groups: tuple) -> str | None:
+    """What JAX says when it knows the leaves by their names."""
+    named = _with_names(pure, len(specs))
+    unchecked = jax.shard_map(named, in_specs=specs, out_specs=(specs, _REPLICATED), **{**options, "check_vma": False})
+    try:
+        shapes, _ = jax.eval_shape(unchecked, *groups)
+        of_leaves = tuple([OrderedDict.fromkeys(group, spec) for group, spec in zip(shapes, specs, strict=True)])
+        jax.eval_shape(jax.shard_map(named, in_specs=specs, out_specs=(of_leaves, _REPLICATED), **options), *groups)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _names(arguments: Arguments, contexts: Sequence[Any], lanes: tuple) -> list[list[str]]:
+    layout, leaves, objects = pack(arguments)
+    _, in_order = label_arguments(layout, leaves, objects, contexts)
+    named = [(format_path(path), label) for path, label in zip(layout.leaf_paths, in_order, strict=True)]
+    return [[name for name, label in named if label == lane] for lane in lanes]
+
+
+def _with_names(pure: Callable, count: int) -> Callable:
+    @functools.wraps(pure)
+    def named(*groups: Any) -> Any:
+        returned, outcome = pure(*(list(group.values()) for group in groups))
+        names = [outcome.names(lane) if count > 1 else [""] * len(returned[0]) for lane in range(count)]
+        return tuple(map(_by_name, names, returned)), outcome
+
+    return named
+
+
+def _by_name(names: Sequence[str], group: Sequence[Any]) -> OrderedDict[str, Any]:
+    """The leaves by name, which JAX shows in its messages; those of one name are numbered."""
+    unique = [name if names.count(name) == 1 else f"{name}{k}" for k, name in enumerate(names)]
+    return OrderedDict(zip(unique, group, strict=True))

@@ -1,0 +1,317 @@
+"""What is differentiated, and the form that gradients and tangents have for users.
+
+Inside, a derivative is taken of a list of leaves, and its tangents are a list. Outside, they are a pytree like the
+arguments or the output they belong to, with a State by path in place of each node. :class:`Tangents` goes from one to
+the other; :func:`by_argument` and :func:`differentiated` find the leaves, given ``argnums``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ..core.errors import ArgumentError, PrefixError, describe, format_path
+from ..core.filters import Filter
+from ..core.graph import LEAF, Layout, NodeRow, Packed, Ref, Spec, Tree, VariableRow, pack
+from ..core.objects import Node, is_node
+from ..core.state import State, from_flat_state, to_flat_state
+from ..core.variables import MISSING, Param, Variable, make_variable
+from .prefixes import PrefixMapping, label_arguments
+
+_LANES = ("differentiated", "rest")
+_DIFFERENTIATED, _REST = _LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffState:
+    """Which leaves of an argument to differentiate: ``DiffState(argnum, filter)``, for ``argnums``.
+
+    >>> import nnxlib as nnx
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> only_bias = nnx.DiffState(0, nnx.PathContains('bias'))
+    >>> list(nnx.grad(lambda m: m.bias.sum(), argnums=only_bias)(layer))
+    ['bias']
+    """
+
+    argnum: int
+    filter: Filter
+
+
+# --- which leaves ---------------------------------------------------------------------------------------------------
+
+
+def by_argument(
+    chosen: Sequence[int | DiffState], count: int, shift: int = 0, option: str = "argnums"
+) -> dict[int, Filter | None]:
+    """Argument number -> its filter, None for the default; in the order in which they were chosen.
+
+    Args:
+      chosen: numbers of arguments, or these with filters.
+      count: how many arguments the user has passed.
+      shift: how many arguments stand before them.
+      option: what the user calls ``chosen``.
+
+    Raises:
+      PrefixError: for an argument that was not passed, or is named twice.
+    """
+    filters: dict[int, Filter | None] = {}
+    for choice in chosen:
+        number, filter_ = (choice.argnum, choice.filter) if isinstance(choice, DiffState) else (choice, None)
+        if not -count <= number < count:
+            raise PrefixError(f"{option} has {number}, but the function was called with {count} positional arguments.")
+        position = number % count + shift
+        if position in filters:
+            raise PrefixError(f"{option} has argument {number} twice; join the filters: DiffState({number}, (a, b)).")
+        filters[position] = filter_
+    return filters
+
+
+PARAMS = PrefixMapping({Param: _DIFFERENTIATED, ...: _REST})
+INEXACT = PrefixMapping([(lambda path, leaf: is_inexact(leaf), _DIFFERENTIATED), (..., _REST)])
+
+
+def differentiated(
+    packed: Packed, args: tuple, filters: Mapping[int, Filter | None], default: PrefixMapping
+) -> tuple[int, ...]:
+    """The lane of each leaf of packed ``Arguments``: 0 for those that are differentiated, 1 for the rest.
+
+    ``default`` says which leaves of a Module are, where there is no filter; of other arguments all are.
+
+    Raises:
+      PrefixError: if a filter takes no leaf.
+    """
+    contexts: list[Any] = []
+    for i, arg in enumerate(args):
+        for x in jtu.tree_leaves(arg, is_leaf=is_node):
+            contexts.append(_context(x, filters[i], default) if i in filters else _REST)
+    root = packed.layout.root
+    assert isinstance(root, Tree)
+    contexts += [_REST] * (len(root.children) - len(contexts))
+    _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
+    lane_of = tuple(map(_LANES.index, labels))
+    taken = {path[1] for path, lane in zip(packed.layout.leaf_paths, lane_of, strict=True) if lane == 0}
+    for i, filter_ in filters.items():
+        if filter_ is not None and i not in taken:
+            raise PrefixError(
+                f"DiffState({i}, {filter_!r}) takes no leaf of argument {i}, so there is nothing to differentiate."
+            )
+    return lane_of
+
+
+def _context(x: Any, filter_: Filter | None, default: PrefixMapping) -> Any:
+    if filter_ is None:
+        return default if isinstance(x, Node) else _DIFFERENTIATED
+    return PrefixMapping([(filter_, _DIFFERENTIATED), (..., _REST)])
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf, or a Variable, holds a value of floating or complex type."""
+    value = leaf._value if isinstance(leaf, Variable) else leaf
+    return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in map(_dtype, jtu.tree_leaves(value)) if dtype is not None)
+
+
+def _dtype(leaf: Any) -> Any:
+    return jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else getattr(leaf, "dtype", None)
+
+
+def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool = False) -> None:
+    """Check that what is to be differentiated is of floating type, or of complex type if ``holomorphic``.
+
+    Raises:
+      ArgumentError: if not; names its path.
+    """
+    kind = jnp.complexfloating if holomorphic else jnp.inexact
+    for path, leaf, lane in zip(packed.layout.leaf_paths, packed.leaves, lane_of, strict=True):
+        dtype = _dtype(leaf)
+        if lane == 0 and dtype is not None and not jnp.issubdtype(dtype, kind):
+            raise ArgumentError(
+                f"Cannot differentiate {format_path(path)}: its dtype is {dtype}. Choose the "
+                "leaves with argnums=nnx.DiffState(argnum, filter), or pass allow_int=True."
+            )
+
+
+# --- their tangents -------------------------------------------------------------------------------------------------
+
+
+Leaves = Sequence[Any] | Mapping[int, Any]  # by position
+
+
+@jtu.register_static
+@dataclasses.dataclass(frozen=True)
+class Tangents:
+    """The leaves of a packed pytree that have a tangent, as positions in its layout. Static."""
+
+    layout: Layout
+    positions: tuple[int, ...]
+
+    @classmethod
+    def of_lanes(cls, layout: Layout, lane_of: Sequence[int]) -> Tangents:
+        return cls(layout, tuple([k for k, lane in enumerate(lane_of) if lane == 0]))
+
+    @classmethod
+    def of_leaves(cls, layout: Layout, leaves: Sequence[Any]) -> Tangents:
+        return cls(layout, tuple([k for k, leaf in enumerate(leaves) if is_inexact(leaf)]))
+
+    def take(self, leaves: Sequence[Any]) -> list[Any]:
+        return [leaves[k] for k in self.positions]
+
+    def fold(self, values: Sequence[Any]) -> Any:
+        """The pytree with the values in it, and a State in place of each node; None for a leaf without a tangent."""
+        paths = self.layout.leaf_paths
+        nested = from_flat_state([(paths[k], value) for k, value in zip(self.positions, values, strict=True)])
+        return _fold(self.layout, self.layout.root, nested)
+
+    def as_variables(self, values: Sequence[Any]) -> list[Any]:
+        """The values, each in a Variable where one of that type was in the pytree."""
+        made = list(values)
+        for j, k in enumerate(self.positions):
+            if k < len(self.layout.variables):
+                row = self.layout.rows[self.layout.variables[k]]
+                assert isinstance(row, VariableRow)
+                made[j] = make_variable(row.type, values[j], row.metadata.fresh())
+        return made
+
+    def arguments(self, numbers: Sequence[int], values: Sequence[Any]) -> Any:
+        """Packed ``Arguments`` for :meth:`unfold`, of which only those with the given numbers have values."""
+        root = self.layout.root
+        assert isinstance(root, Tree)
+        blank = root.treedef.unflatten([MISSING] * len(root.children))
+        given = list(blank.args)
+        for i, value in zip(numbers, values, strict=True):
+            given[i] = value
+        return blank._replace(args=tuple(given))
+
+    def unfold(self, tree: Any, leaves: Leaves, name: str, ignored: Collection[tuple] = ()) -> dict[int, Any]:
+        """The inverse of :meth:`fold`: the values by position, of those that the tree gives.
+
+        Args:
+          tree: like the pytree, with a State (or Module, or nested dict) in place of each node. None stands for no
+            values, and a State may leave some out.
+          leaves: the leaves of the packed pytree, which the values must be like.
+          name: what the user calls the values.
+          ignored: paths at which the tree may have something that does not belong.
+
+        Raises:
+          ArgumentError: if the tree is not like the pytree, or has a value where none belongs or of another shape or
+            type; names the path.
+        """
+        position = {path: k for k, path in enumerate(self.layout.leaf_paths)}
+        found = {}
+        for path, value in _unfold(self.layout, self.layout.root, (), tree, name):
+            k = position.get(path)
+            if k is not None and k in self.positions:
+                found[k] = _like(leaves[k], value, f"The {name} of {_where(path)}")
+            elif path not in ignored and not is_float0(value):
+                raise ArgumentError(_NO_TANGENT.format(name=name, path=_where(path), why=self._why(k, leaves)))
+        return found
+
+    def _why(self, position: int | None, leaves: Leaves) -> str:
+        if position is None:
+            known = ", ".join(_where(self.layout.leaf_paths[k]) for k in self.positions[:5])
+            more = ", ..." if len(self.positions) > 5 else ""
+            return f"there is no such leaf (a shared one has one path, its first). These have one: {known}{more}."
+        return f"that leaf ({describe(leaves[position])}) is not differentiated. Leave it out of the State."
+
+    def filled(self, found: Mapping[int, Any], leaves: Leaves) -> list[Any]:
+        """A value for each position: zeros for those that are not in ``found``."""
+        return [found[k] if k in found else zeros_like(leaves[k]) for k in self.positions]
+
+
+def _where(path: tuple) -> str:
+    return format_path(path[1:], OUTPUT) if path[:1] == (OUTPUT,) else format_path(path)
+
+
+OUTPUT = "<output>"  # the key under which an output is packed
+
+_NO_TANGENT = "A {name} was given for {path}, but {why}"
+
+
+def _fold(layout: Layout, spec: Spec, value: Any) -> Any:
+    """``value`` is what stands at the path of ``spec`` in a nested State; None if nothing does."""
+    if isinstance(spec, Tree):
+        children = []
+        for path, child in zip(spec.paths, spec.children, strict=True):
+            below = value
+            for key in path:
+                below = below.get(key) if isinstance(below, Mapping) else None
+            children.append(_fold(layout, child, below))
+        return spec.treedef.unflatten(children)
+    if isinstance(spec, Ref) and isinstance(layout.rows[spec.index], NodeRow) and value is None:
+        return State({})
+    return value
+
+
+def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> Iterator[tuple[tuple, Any]]:
+    """Pairs of path and value."""
+    if tree is MISSING or tree is None:
+        return
+    if isinstance(spec, Tree):
+        try:
+            children = spec.treedef.flatten_up_to(tree)
+        except ValueError as error:
+            where = f" of {_where(path)}" if path else ""
+            raise ArgumentError(
+                f"The {name}{where} must be a pytree like the value that it belongs to, with a State in place of each "
+                f"Module: {error}"
+            ) from None
+        for key, child, below in zip(spec.paths, spec.children, children, strict=True):
+            yield from _unfold(layout, child, (*path, *key), below, name)
+    elif isinstance(spec, Ref) and isinstance(layout.rows[spec.index], NodeRow):
+        yield from ((path + below, _raw(value)) for below, value in _entries(tree, path, name))
+    elif spec is LEAF or isinstance(spec, Ref):
+        yield path, _raw(tree)
+
+
+def _entries(tree: Any, path: tuple, name: str) -> Iterator[tuple[tuple, Any]]:
+    if isinstance(tree, Node):
+        packed = pack(tree)
+        return zip(packed.layout.leaf_paths, packed.leaves, strict=True)
+    if isinstance(tree, Mapping):
+        return iter(to_flat_state(State(tree) if not isinstance(tree, State) else tree))
+    raise ArgumentError(
+        f"The {name} of the Module at {_where(path)} must be a State by path (nnx.State), not {describe(tree)}."
+    )
+
+
+def _raw(x: Any) -> Any:
+    return x._value if isinstance(x, Variable) else x
+
+
+def is_float0(value: Any) -> bool:
+    return getattr(value, "dtype", None) == jax.dtypes.float0
+
+
+def _like(leaf: Any, value: Any, what: str) -> Any:
+    """``value`` as an array like ``leaf``; pytrees are left to JAX."""
+    if not jtu.all_leaves([leaf]) or is_float0(value):
+        return value
+    dtype = _dtype(leaf)
+    if isinstance(value, int | float | complex):
+        value = jnp.asarray(value, dtype)
+    if getattr(value, "shape", None) != jnp.shape(leaf) or value.dtype != dtype:
+        expected = f"{dtype}[{', '.join(map(str, jnp.shape(leaf)))}]"
+        raise ArgumentError(f"{what} must be {expected}, like the value itself, but is {describe(value)}.")
+    return value
+
+
+def shape_of(leaf: Any) -> Any:
+    """What remains of a leaf once only shapes are needed."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), _dtype(x)), leaf)
+
+
+def zeros_like(leaf: Any) -> Any:
+    """A zero tangent of a leaf, or of what :func:`shape_of` leaves of it."""
+    return jax.tree.map(_zeros, leaf)
+
+
+def _zeros(leaf: Any) -> Any:
+    """A zero tangent of an array, or of what has its shape and dtype."""
+    if is_inexact(leaf):
+        return jnp.zeros(jnp.shape(leaf), _dtype(leaf))
+    return np.zeros(jnp.shape(leaf), jax.dtypes.float0)

@@ -1,0 +1,220 @@
+"""``vjp``, ``jvp`` and ``linearize``: products with the Jacobian of a function of Modules.
+
+The tangents of a Module, and the gradients that belong to it, are a State by path. Of a Module, all leaves of floating
+or complex type are differentiated: there is no loss here that only the ``Param`` Variables are to follow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ..core.errors import ArgumentError
+from ..core.graph import Packed, commit, pack
+from ..core.variables import MISSING
+from .grad import split_aux
+from .jit import check_traceable
+from .lift import Arguments, Outcome, cross, resolve
+from .prefixes import PrefixMapping, join_lanes, split_lanes
+from .tangents import INEXACT, OUTPUT, DiffState, Tangents, by_argument, differentiated, shape_of
+
+
+class Derivation:
+    """A function with its packed arguments, as a function of those leaves that are differentiated.
+
+    Args:
+      f: the function.
+      primals: its positional arguments.
+      has_aux: whether it returns a pair, of which only the first is differentiated.
+      kwargs: its keyword arguments.
+    """
+
+    def __init__(self, f: Callable, primals: Sequence[Any], has_aux: bool, kwargs: Mapping[str, Any] | None = None):
+        self.function, bound, bound_kwargs = resolve(f)
+        self.has_aux, self.shift, self.args = has_aux, len(bound), (*bound, *primals)
+        self.packed: Packed = pack(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
+        check_traceable(self.packed.layout, self.packed.leaves)
+
+    def choose(self, chosen: Sequence[int | DiffState], default: PrefixMapping = INEXACT) -> tuple[int, ...]:
+        """Fix what is differentiated; returns the positions of the chosen arguments."""
+        filters = by_argument(chosen, len(self.args) - self.shift, self.shift)
+        self.choose_lanes(differentiated(self.packed, self.args, filters, default))
+        return tuple(filters)
+
+    def choose_lanes(self, lane_of: tuple[int, ...]) -> None:
+        self.lane_of = lane_of
+        self.tangents = Tangents.of_lanes(self.packed.layout, lane_of)
+        self.leaves, self._rest = split_lanes(self.packed.leaves, lane_of, 2)
+
+    def pure(self, leaves: list[Any]) -> tuple[list[Any], tuple[list[Any], Outcome, Tangents]]:
+        """From leaves to the leaves of the output that have a tangent; beside them, all that comes back."""
+        joined = join_lanes((leaves, self._rest), self.lane_of)
+        direct, after = cross(self._run, self.packed.layout, joined, take=lambda pair: pair)
+        found = Tangents.of_leaves(direct.layout, direct.leaves)
+        return found.take(direct.leaves), (after.leaves, Outcome(after.delta, ()), found)
+
+    def _run(self, *args: Any, **kwargs: Any) -> tuple[Packed, Any]:
+        out = self.function(*args, **kwargs)
+        return pack({OUTPUT: split_aux(out)[0] if self.has_aux else out}), out
+
+    def finish(self, leaves: list[Any], outcome: Outcome) -> tuple[Any, tuple]:
+        """Write the changes; returns the output and the aux value, if there is one."""
+        out = commit(self.packed.layout, outcome.delta, leaves, self.packed.objects)
+        return (out[0], (out[1],)) if self.has_aux else (out, ())
+
+
+def _chosen(argnums: Any, count: int) -> Sequence[int | DiffState]:
+    return range(count) if argnums is None else [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
+
+
+def vjp(
+    f: Callable = MISSING,
+    *primals: Any,
+    has_aux: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    argnums: int | DiffState | Sequence[int | DiffState] | None = None,
+) -> Any:
+    """Compute ``f(*primals)`` and a function that pulls back gradients of its output; ``jax.vjp`` with state.
+
+    Args:
+      f: a function, method, callable Module or partial. Without primals, a function that takes them is returned.
+      *primals: its arguments. Changes that ``f`` makes to them appear on the objects that were passed in.
+      has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
+      reduce_axes: as in ``jax.vjp``.
+      argnums: which arguments to differentiate, also with filters: ``DiffState(argnum, filter)``. All by default.
+
+    Returns:
+      ``(output, pull_back)``, and the aux value with ``has_aux``. ``pull_back`` takes a gradient like the output, and
+      returns a tuple of gradients like the arguments, each with a State in place of a Module.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> y, pull_back = nnx.vjp(lambda layer, x: layer(x), layer, jnp.ones((1, 2)))
+    >>> grads, x_gradient = pull_back(jnp.ones((1, 3)))
+    >>> grads.bias.value.tolist(), x_gradient.shape
+    ([1.0, 1.0, 1.0], (1, 2))
+
+    Raises:
+      ArgumentError: by ``pull_back``, if what it is given is not like the output; names the path.
+    """
+    options: dict[str, Any] = {"has_aux": has_aux, "reduce_axes": reduce_axes, "argnums": argnums}
+    if f is MISSING:
+        return functools.partial(vjp, **options)
+    if not primals:
+        return functools.wraps(f, updated=())(lambda *primals: vjp(f, *primals, **options))
+    call = Derivation(f, primals, has_aux)
+    numbers = call.choose(_chosen(argnums, len(primals)))
+    values, pull, rest = jax.vjp(call.pure, call.leaves, has_aux=True, reduce_axes=reduce_axes)
+    leaves, outcome, outputs = rest
+    out, aux = call.finish(leaves, outcome)
+    shapes = dict(zip(outputs.positions, map(shape_of, values), strict=True))
+    return (out, jax.tree_util.Partial(_PullBack(call.tangents, numbers, outputs, shapes), pull), *aux)
+
+
+class _PullBack:
+    """What ``vjp`` returns, bound to the function of JAX: a pytree, which can be a residual or leave a jit."""
+
+    def __init__(self, tangents: Tangents, numbers: Sequence[int], outputs: Tangents, shapes: dict[int, Any]):
+        self.tangents, self.numbers, self.outputs, self.shapes = tangents, numbers, outputs, shapes
+
+    def __call__(self, pull: Callable, gradient: Any) -> tuple:
+        found = self.outputs.unfold({OUTPUT: gradient}, self.shapes, "gradient")
+        (grads,) = pull(self.outputs.filled(found, self.shapes))
+        folded = self.tangents.fold(self.tangents.as_variables(grads)).args
+        return tuple([folded[i] for i in self.numbers])
+
+
+def jvp(
+    f: Callable = MISSING,
+    primals: Sequence[Any] = MISSING,
+    tangents: Sequence[Any] = MISSING,
+    has_aux: bool = False,
+) -> Any:
+    """Compute ``f(*primals)`` and how it changes along tangents; ``jax.jvp`` with state.
+
+    Args:
+      f: a function, method, callable Module or partial. Without primals, a function that takes them is returned.
+      primals: its arguments. Changes that ``f`` makes to them appear on the objects that were passed in.
+      tangents: one for each argument, with a State (or Module) in place of a Module; a Variable that a State leaves
+        out stays where it is.
+      has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
+
+    Returns:
+      ``(output, tangent of the output)``, and the aux value with ``has_aux``.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> layer, x = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 2))
+    >>> along = jax.tree.map(jnp.ones_like, nnx.state(layer, nnx.PathContains('bias')))
+    >>> y, tangent = nnx.jvp(lambda layer, x: layer(x), (layer, x), (along, 0 * x))
+    >>> tangent.tolist()
+    [[1.0, 1.0, 1.0]]
+
+    Raises:
+      ArgumentError: if a tangent is not like the value that it belongs to; names the path.
+    """
+    if f is MISSING:
+        return functools.partial(jvp, has_aux=has_aux)
+    if primals is MISSING or tangents is MISSING:
+        return functools.wraps(f, updated=())(lambda primals, tangents: jvp(f, primals, tangents, has_aux))
+    call = Derivation(f, primals, has_aux)
+    _check_count(primals, tangents)
+    numbers = call.choose(range(len(primals)))
+    found = call.tangents.unfold(call.tangents.arguments(numbers, tangents), call.packed.leaves, "tangent")
+    call.choose_lanes(tuple([int(k not in found) for k in range(len(call.packed.leaves))]))
+    given = [found[k] for k in call.tangents.positions]
+    _, along, (leaves, outcome, outputs) = jax.jvp(call.pure, (call.leaves,), (given,), has_aux=True)
+    out, aux = call.finish(leaves, outcome)
+    return (out, outputs.fold(outputs.as_variables(along))[OUTPUT], *aux)
+
+
+def _check_count(primals: Sequence[Any], tangents: Sequence[Any]) -> None:
+    if len(primals) != len(tangents):
+        raise ArgumentError(f"There must be one tangent for each argument: {len(tangents)} for {len(primals)}.")
+
+
+def linearize(
+    f: Callable,
+    *primals: Any,
+    has_aux: bool = False,
+    argnums: int | DiffState | Sequence[int | DiffState] | None = None,
+) -> Any:
+    """Compute ``f(*primals)`` and a function that maps tangents forward, many times; ``jax.linearize`` with state.
+
+    Args:
+      f: a function, method, callable Module or partial.
+      *primals: its arguments. Changes that ``f`` makes to them appear on the objects that were passed in, once.
+      has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
+      argnums: as of :func:`vjp`.
+
+    Returns:
+      ``(output, push_forward)``, and the aux value with ``has_aux``. ``push_forward`` takes tangents as :func:`jvp`
+      does, and returns that of the output.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> y, push_forward = nnx.linearize(lambda layer: layer(jnp.ones((1, 2))), layer)
+    >>> push_forward(jax.tree.map(jnp.ones_like, nnx.state(layer))).tolist()
+    [[3.0, 3.0, 3.0]]
+    """
+    call = Derivation(f, primals, has_aux)
+    numbers = call.choose(_chosen(argnums, len(primals)))
+    _, push, (leaves, outcome, outputs) = jax.linearize(call.pure, call.leaves, has_aux=True)
+    out, aux = call.finish(leaves, outcome)
+    shapes = tuple(map(shape_of, call.packed.leaves))
+    return (out, jax.tree_util.Partial(_PushForward(call.tangents, numbers, outputs, shapes), push), *aux)
+
+
+class _PushForward:
+    """What ``linearize`` returns, bound to the function of JAX: a pytree."""
+
+    def __init__(self, tangents: Tangents, numbers: Sequence[int], outputs: Tangents, shapes: tuple):
+        self.tangents, self.numbers, self.outputs, self.shapes = tangents, numbers, outputs, shapes
+
+    def __call__(self, push: Callable, *tangents: Any) -> Any:
+        _check_count(self.numbers, tangents)
+        found = self.tangents.unfold(self.tangents.arguments(self.numbers, tangents), self.shapes, "tangent")
+        along = push(self.tangents.filled(found, self.shapes))
+        return self.outputs.fold(self.outputs.as_variables(along))[OUTPUT]

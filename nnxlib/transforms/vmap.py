@@ -1,0 +1,191 @@
+"""``vmap`` and ``pmap``: map a function of Modules over an axis, with an axis for each kind of leaf."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from ..core.errors import PrefixError
+from ..core.graph import Packed
+from ..core.objects import is_node
+from ..core.variables import MISSING
+from .lift import Arguments, lift_lanes, resolve
+from .prefixes import broadcast_prefix, labels_in, mapped_size
+
+
+def vmap(
+    f: Callable = MISSING,
+    *,
+    in_axes: int | Sequence[Any] | None = 0,
+    out_axes: Any = 0,
+    axis_name: Hashable | None = None,
+    axis_size: int | None = None,
+    spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
+) -> Callable:
+    """Map a function over an axis of its arguments, Modules among them; ``jax.vmap`` with state.
+
+    Args:
+      f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
+      in_axes: for each positional argument the axis to map over, None to pass it whole, or for a Module
+        :class:`StateAxes`. Keyword arguments are mapped over axis 0. What changes in an argument comes back with the
+        axis it went in with.
+      out_axes: the same for the output.
+      axis_name: a name for the axis, for collectives inside.
+      axis_size: the size of the axis, when no argument has one.
+      spmd_axis_name: as in ``jax.vmap``.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> make = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))
+    >>> ensemble = make(jax.random.split(jax.random.key(0), 5))
+    >>> ensemble.kernel.shape
+    (5, 2, 3)
+    >>> nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(ensemble, jnp.ones((1, 2))).shape
+    (5, 1, 3)
+
+    Raises:
+      PrefixError: if ``in_axes`` or ``out_axes`` does not fit, or if something that is passed whole (axis None) gets a
+        value that depends on the mapped axis; names its path.
+      AliasingError: if a shared object is given two axes.
+    """
+    options: dict[str, Any] = {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
+    if f is MISSING:
+        return functools.partial(vmap, in_axes=in_axes, out_axes=out_axes, **options)
+
+    def over(pure: Callable, lanes: tuple) -> Callable:
+        return _checked(pure, lanes, lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options))
+
+    return _mapped(f, over, in_axes, out_axes, "vmap", axis_size)
+
+
+def pmap(
+    f: Callable = MISSING,
+    *,
+    axis_name: Hashable | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    devices: Sequence[jax.Device] | None = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+) -> Callable:
+    """Map a function over devices, with Modules; ``jax.pmap`` with state. JAX recommends ``shard_map`` instead.
+
+    Args:
+      f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
+      axis_name: a name for the axis, for collectives inside.
+      in_axes: as of :func:`vmap`.
+      out_axes: as of :func:`vmap`.
+      devices: the devices to run on.
+      backend: as in ``jax.pmap``.
+      axis_size: the size of the axis, when no argument has one.
+    """
+    options: dict[str, Any] = {"axis_name": axis_name, "devices": devices, "backend": backend, "axis_size": axis_size}
+    if f is MISSING:
+        return functools.partial(pmap, in_axes=in_axes, out_axes=out_axes, **options)
+
+    def over(pure: Callable, lanes: tuple) -> Callable:
+        return _checked(pure, lanes, lambda fun, out: jax.pmap(fun, in_axes=lanes, out_axes=out, **options))
+
+    return _mapped(f, over, in_axes, out_axes, "pmap", axis_size)
+
+
+def _mapped(f: Callable, over: Callable, in_axes: Any, out_axes: Any, what: str, axis_size: int | None) -> Callable:
+    function, bound, bound_kwargs = resolve(f)
+    _check_axes(in_axes, "in_axes", what)
+    _check_axes(out_axes, "out_axes", what)
+    given = {} if axis_size is None else {axis_size: "axis_size"}
+
+    def check(packed: Packed, labels: Sequence[Any]) -> None:
+        mapped_size(packed.layout, packed.leaves, labels, given, what)
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        contexts = [None] * len(_leaves(bound))  # what was bound to f is passed whole
+        contexts += broadcast_prefix(axes, args, "in_axes")
+        named = {**bound_kwargs, **kwargs}
+        for name in sorted(named):
+            contexts += [0 if name in kwargs else None] * len(_leaves(named[name]))
+        return lift_lanes(over, function, Arguments((*bound, *args), named), contexts, out_axes, check)
+
+    return wrapped
+
+
+def _check_axes(axes: Any, name: str, what: str) -> None:
+    for axis in labels_in(axes):
+        if not (axis is None or isinstance(axis, int)):
+            raise PrefixError(f"{name}={axes!r} has {axis!r}; {what} takes an int, None or nnx.StateAxes of these.")
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jtu.tree_leaves(tree, is_leaf=is_node)
+
+
+def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
+    """``transform(pure, out_axes)``; where JAX refuses what comes back, find out which value it is."""
+    out_axes = (lanes, None)
+
+    def run(*groups: Sequence[Any]) -> Any:
+        try:
+            return transform(pure, out_axes)(*groups)
+        except ValueError:
+            without_axis = _without_axis(pure, lanes, transform, groups)
+            if without_axis:
+                raise PrefixError("The axis in out_axes does not exist:\n" + "\n".join(without_axis)) from None
+            found = _mapped_leaves(pure, lanes, transform, groups) if None in lanes else []
+            if not found:
+                raise
+            raise PrefixError(_MAPPED.format(paths="\n".join(f"  {path}" for path in found))) from None
+
+    return run
+
+
+def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
+    """What comes back with too few axes for the one that it is to get."""
+    try:
+        found, outcome = jax.eval_shape(transform(pure, (0, None)), *groups)
+    except ValueError:  # it fails for another reason, which JAX says best
+        return []
+    names = [outcome.names(k) for k in range(len(lanes))]
+    return [
+        f"  {name}: it has {x.ndim} axes, so there is no axis {axis}"
+        for axis, leaves, names_ in zip(lanes, found, names, strict=True)
+        for leaf, name in zip(leaves, names_, strict=True)
+        for x in jtu.tree_leaves(leaf)
+        if axis is not None and not -x.ndim <= axis < x.ndim
+    ]
+
+
+def _mapped_leaves(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
+    """The paths of the leaves in the lane None that depend on the mapped axis, by trying one at a time."""
+    lane, names = lanes.index(None), list[str]()
+
+    def only(k: int | None) -> Callable:
+        def fun(*groups: Sequence[Any]) -> Any:
+            out, outcome = pure(*groups)
+            names[:] = outcome.names(lane)
+            return out[lane] if k is None else [out[lane][k]]
+
+        return fun
+
+    try:
+        jax.eval_shape(transform(only(None), 0), *groups)
+    except ValueError:  # it fails for another reason, which JAX says best
+        return []
+    found = []
+    for k, name in enumerate(list(names)):
+        try:
+            jax.eval_shape(transform(only(k), None), *groups)
+        except ValueError:
+            found.append(name)
+    return found
+
+
+_MAPPED = """\
+These are passed whole (axis None), but get a value that depends on the mapped axis:
+{paths}
+Give them an axis (for a Module with nnx.StateAxes, such as {{nnx.BatchStat: 0, ...: None}}), reduce the value over the
+axis first (jax.lax.pmean with an axis_name), or do not change them (`model.eval()`)."""

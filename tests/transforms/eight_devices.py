@@ -1,0 +1,186 @@
+"""Shardings under nnx.jit; run by test_jit.py in a process that has eight CPU devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxlib as nnx
+from nnxlib.core import errors
+
+MESH = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
+ROWS, COLUMNS, BOTH, WHOLE = (
+    NamedSharding(MESH, PartitionSpec(*axes)) for axes in (("data",), (None, "model"), ("data", "model"), ())
+)
+X = jnp.arange(32.0).reshape(4, 8)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.kernel, self.bias = nnx.Param(jnp.ones((8, 8))), nnx.Param(jnp.ones(8))
+        self.mean = nnx.BatchStat(jnp.zeros((4, 8)))
+
+    def __call__(self, x):
+        self.mean += x
+        return x @ self.kernel + self.bias
+
+
+BY_FILTER = nnx.StateSharding({nnx.PathContains("kernel"): COLUMNS, nnx.BatchStat: ROWS, ...: WHOLE})
+
+
+def sharded():
+    model = Net()
+    model.kernel.value = jax.device_put(model.kernel.value, COLUMNS)
+    model.mean.value = jax.device_put(model.mean.value, ROWS)
+    model.bias.value = jax.device_put(model.bias.value, WHOLE)
+    return model
+
+
+def is_like(x, sharding):
+    return x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def check(jitted, *args):
+    """Call twice; the numbers are those of the eager call."""
+    model, eager = sharded(), Net()
+    for _ in range(2):
+        np.testing.assert_array_equal(jitted(model, X, *args), eager(X))
+        np.testing.assert_array_equal(model.mean.value, eager.mean.value)
+    return model, jitted(model, X, *args)
+
+
+def test_eight_devices():
+    """The process has them."""
+    assert jax.device_count() == 8
+
+
+def test_shardings_of_the_inputs():
+    """A StateSharding for a Module, a plain sharding for an array; what changes keeps its sharding."""
+    model, _ = check(nnx.jit(lambda m, x: m(x), in_shardings=(BY_FILTER, WHOLE)))
+    assert is_like(model.mean.value, ROWS)
+    assert is_like(model.kernel.value, COLUMNS)
+
+
+def test_uncommitted_inputs_are_placed():
+    """A model that is on one device is placed as asked; what it writes comes back with that sharding."""
+    model = Net()
+    nnx.jit(lambda m, x: m(x), in_shardings=(BY_FILTER, ROWS))(model, X)
+    assert is_like(model.mean.value, ROWS)
+
+
+def test_one_sharding_for_all():
+    """A single sharding stands for every leaf of an argument, or of all arguments."""
+    model = Net()
+    nnx.jit(lambda m, x: m(x), in_shardings=WHOLE)(model, X)
+    assert is_like(model.mean.value, WHOLE)
+    assert len(model.mean.value.sharding.device_set) == 8
+
+
+def test_none_leaves_it_to_the_input():
+    """None in a prefix takes the input as it comes."""
+    model, _ = check(nnx.jit(lambda m, x: m(x), in_shardings=(None, ROWS)))
+    assert is_like(model.mean.value, ROWS)
+
+
+def test_shardings_of_the_outputs():
+    """out_shardings place arrays and the Variables of Modules that are made inside."""
+    model, out = check(nnx.jit(lambda m, x: m(x), out_shardings=BOTH))
+    assert is_like(out, BOTH)
+    made, total = nnx.jit(lambda: (Net(), X.sum()), out_shardings=(BY_FILTER, WHOLE))()
+    assert is_like(made.kernel.value, COLUMNS)
+    assert is_like(made.mean.value, ROWS)
+    assert is_like(made.bias.value, WHOLE)
+    assert total.item() == X.sum()
+
+
+def test_inputs_and_outputs():
+    """Both together, and the same Module returned: it keeps what it went in with."""
+    jitted = nnx.jit(lambda m, x: (m, m(x)), in_shardings=(BY_FILTER, ROWS), out_shardings=(BY_FILTER, BOTH))
+    model = sharded()
+    for _ in range(2):
+        out, y = jitted(model, X)
+        assert out is model
+        assert is_like(y, BOTH)
+        assert is_like(model.mean.value, ROWS)
+
+
+def test_a_module_that_is_returned_needs_no_sharding_of_its_own():
+    """With None in out_shardings a returned argument keeps its shardings."""
+    model = sharded()
+    out, _ = nnx.jit(lambda m, x: (m, m(x)), in_shardings=(BY_FILTER, ROWS), out_shardings=None)(model, X)
+    assert out is model
+    assert is_like(model.mean.value, ROWS)
+
+
+def test_objects_attached_inside_inherit():
+    """A Variable that is made inside gets its sharding from the filters of what it is attached to."""
+
+    def f(m):
+        m.kernel = nnx.Param(m.kernel * 2)
+        m.extra = nnx.BatchStat(jnp.ones((4, 8)))
+
+    model = sharded()
+    nnx.jit(f, in_shardings=(BY_FILTER,))(model)
+    assert is_like(model.kernel.value, COLUMNS)
+    assert is_like(model.extra.value, ROWS)
+
+
+def test_with_donation_static_arguments_and_bound_methods():
+    """Shardings together with the other options; a static argument has no sharding of its own."""
+    jitted = nnx.jit(
+        lambda m, x, n: n * m(x), in_shardings=(BY_FILTER, ROWS), static_argnums=2, donate_argnums=0
+    )  # fmt: skip
+    model, out = check(jitted, 1)
+    assert is_like(model.mean.value, ROWS)
+    bound = sharded()
+    nnx.jit(bound, in_shardings=(ROWS,), out_shardings=BOTH)(X)
+    assert is_like(bound.mean.value, ROWS)
+
+
+def test_lowered_and_compiled():
+    """The stages take the same shardings."""
+    model = sharded()
+    compiled = nnx.jit(lambda m, x: m(x), in_shardings=(BY_FILTER, ROWS), out_shardings=BOTH).lower(model, X).compile()
+    assert is_like(compiled(model, jax.device_put(X, ROWS)), BOTH)
+    assert is_like(model.mean.value, ROWS)
+
+
+def test_partition_specs_in_a_mesh():
+    """PartitionSpecs are understood within a mesh, in a StateSharding too."""
+    spec = nnx.StateSharding({nnx.BatchStat: PartitionSpec("data"), ...: PartitionSpec()})
+    model = Net()
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        nnx.jit(lambda m, x: m(x), in_shardings=(spec, PartitionSpec("data")))(model, X)
+    assert model.mean.value.sharding.spec == PartitionSpec("data")
+
+
+def test_a_prefix_that_does_not_fit():
+    """Wrong lengths and filters that leave something out are errors that name it; nothing is changed."""
+    model = Net()
+    with pytest.raises(errors.PrefixError, match=r"in_shardings.*does not fit"):
+        nnx.jit(lambda m, x: m(x), in_shardings=(BY_FILTER,))(model, X)
+    with pytest.raises(errors.PrefixError, match=r"no filter that takes mean \(BatchStat\)"):
+        nnx.jit(lambda m, x: m(x), in_shardings=(nnx.StateSharding({nnx.Param: WHOLE}), None))(model, X)
+    with pytest.raises(errors.PrefixError, match="out"):
+        nnx.jit(lambda m, x: m(x), out_shardings=(WHOLE, WHOLE))(model, X)
+    assert model.mean.value.sum() == 0
+
+
+def test_a_shared_variable_with_two_shardings():
+    """One object under two arguments with different shardings is refused, naming both paths."""
+    model = Net()
+    with pytest.raises(errors.AliasingError, match=r"args\[0\]\.mean: NamedSharding.*args\[1\]\.mean"):
+        nnx.jit(lambda a, b: a(X), in_shardings=(BY_FILTER, WHOLE))(model, model)
+    assert nnx.jit(lambda a, b: a(X), in_shardings=(BY_FILTER, BY_FILTER))(model, model).shape == (4, 8)
+
+
+def test_filters_that_look_at_values():
+    """A filter that looks at shapes is asked again at each call."""
+    by_rank = nnx.StateSharding({(lambda path, x: x.ndim == 2): ROWS, ...: WHOLE})
+    model, jitted = Net(), nnx.jit(lambda m: m.bias.set_value(m.bias + 1), in_shardings=(by_rank,))
+    jitted(model)
+    assert is_like(model.bias.value, WHOLE)
+    model.bias.value = jnp.ones((8, 8))
+    jitted(model)
+    assert is_like(model.bias.value, ROWS)

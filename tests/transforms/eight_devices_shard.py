@@ -1,0 +1,180 @@
+"""nnx.shard_map; run by test_shard.py in a process that has eight CPU devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+import nnxlib as nnx
+from nnxlib.core import errors
+
+AUTO = jax.sharding.AxisType.Auto
+MESH = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
+GRID = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AUTO, AUTO))
+X = jnp.arange(32.0).reshape(16, 2)
+SPEC = nnx.StateSharding({nnx.Param: P("d"), ...: None})
+
+
+class Net(nnx.Module):
+    """A weight that is sharded along its first axis; the others are replicated."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.arange(32.0).reshape(16, 2))
+        self.total = nnx.BatchStat(jnp.zeros(()))
+        self.calls = nnx.Variable(jnp.array(0))
+        self.array = jnp.array(2.0)
+
+    def __call__(self, x):
+        self.calls += 1
+        self.total.value = jax.lax.psum(x.sum(), "d")
+        return self.w * x * self.array
+
+
+DATA = P("d")
+
+
+def sharded(f, in_specs=(SPEC, DATA), out_specs=DATA, mesh=MESH, **options):
+    return nnx.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+def apply(m, x):
+    return m(x)
+
+
+def test_state_goes_in_and_comes_out():
+    """Each device sees its part of each leaf; what changes has the sharding of its lane; identity is kept."""
+    m, shapes = Net(), []
+
+    def f(m, x):
+        shapes.append((m.w.shape, x.shape))
+        y = m(x)
+        m.w.value = m.w + 1
+        return y, m
+
+    y, out = sharded(f, out_specs=(P("d"), SPEC))(m, X)
+    assert out is m
+    assert shapes[0] == ((2, 2), (2, 2))
+    np.testing.assert_array_equal(y, X * X * 2)
+    np.testing.assert_array_equal(m.w.value, X + 1)
+    assert m.calls == 1
+    assert m.total == X.sum()
+    assert m.w.value.sharding.spec == P("d")
+    assert y.sharding.spec == P("d")
+
+
+FORMS = {
+    "call": lambda m: sharded(apply)(m, X),
+    "decorator": lambda m: nnx.shard_map(mesh=MESH, in_specs=(SPEC, P("d")), out_specs=P("d"))(apply)(m, X),
+    "list of specs": lambda m: sharded(apply, in_specs=[SPEC, P("d")])(m, X),
+    "jit": lambda m: nnx.jit(sharded(apply))(m, X),
+    "nested": lambda m: sharded(lambda t: t[0](t[1]["x"]), in_specs=((SPEC, P("d")),))((m, {"x": X})),
+    "mesh of the context": lambda m: in_context(m),
+}
+
+
+def in_context(m):
+    with jax.set_mesh(MESH):
+        return sharded(apply, mesh=None)(m, X)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form):
+    """The result is that of the whole arrays."""
+    m = Net()
+    np.testing.assert_array_equal(FORMS[form](m), X * X * 2)
+    assert m.calls == 1
+
+
+BOUND = {
+    "Module": lambda m: sharded(m, in_specs=P("d")),
+    "bound method": lambda m: sharded(m.__call__, in_specs=P("d")),
+    "partial": lambda m: sharded(functools.partial(apply, m), in_specs=P("d")),
+}
+
+
+@pytest.mark.parametrize("form", BOUND)
+def test_what_is_bound_is_replicated(form):
+    """A Module that is bound is seen whole by each device, and its state comes out."""
+    m = Net()
+    m.w.value = jnp.ones(2)
+    np.testing.assert_array_equal(BOUND[form](m)(X), X * 2)
+    assert m.calls == 1
+    assert m.total == X.sum()
+
+
+def test_structure():
+    """What is attached inherits the spec of what holds it; new Modules come out by the prefix of the output."""
+
+    def f(m, x):
+        m.hidden = nnx.Param(x)
+        new = Net()
+        new.w.value = x
+        return new
+
+    m = Net()
+    new = sharded(f, out_specs=SPEC)(m, X)
+    np.testing.assert_array_equal(m.hidden.value, X)
+    np.testing.assert_array_equal(new.w.value, X)
+    assert new.calls.shape == ()
+
+
+def test_two_axes_and_some_by_hand():
+    """Specs with several axes; of two mesh axes one may be left to the compiler."""
+    m = nnx.Dict(w=nnx.Param(X.reshape(2, 4, 4)))
+    f = lambda m: jax.lax.psum(m["w"].value, "a")
+    full = sharded(f, in_specs=P("a", "b"), out_specs=P(None, "b"), mesh=GRID)(m)
+    part = nnx.jit(sharded(f, in_specs=P("a"), out_specs=P(), mesh=GRID, axis_names={"a"}))(m)
+    np.testing.assert_array_equal(full, m["w"].value.sum(0, keepdims=True))
+    np.testing.assert_array_equal(part, full)
+
+
+def test_gradients():
+    """Inside and outside of grad."""
+    m = Net()
+    grads = nnx.grad(lambda m: sharded(apply)(m, X).sum())(m)
+    np.testing.assert_array_equal(grads.w.value, 2 * X)
+    inner = sharded(lambda m, x: nnx.grad(lambda m: (m.w * x).sum())(m).w.value)
+    np.testing.assert_array_equal(inner(m, X), X)
+    assert m.calls == 1
+
+
+def test_messages():
+    """A spec that does not fit names the leaf, as does a replicated value that varies; nothing is changed."""
+    m = Net()
+    with pytest.raises(ValueError, match=r"args\[0\]\.array|args\[0\]\.calls|args\[0\]\.total"):
+        sharded(apply, in_specs=P("d"))(m, X)
+
+    def varies(m, x):
+        m.total.value = x.sum()
+
+    with pytest.raises(ValueError, match=r"args\[0\]\.total.* replicated"):
+        sharded(varies)(m, X)
+    with pytest.raises(errors.PrefixError, match="in_specs"):
+        sharded(apply, in_specs=(SPEC, P("d"), P()))(m, X)
+    with pytest.raises(errors.PrefixError, match="no filter that takes"):
+        sharded(apply, in_specs=(nnx.StateSharding({nnx.Param: P("d")}), P("d")))(m, X)
+    with pytest.raises(errors.AliasingError, match=r"args\[0\].*args\[1\]"):
+        sharded(lambda a, b: a(X), in_specs=(SPEC, P()))(m, m)
+    assert m.calls == 0
+    assert m.total == 0
+
+
+def test_failing_and_across_traces():
+    """A function that raises changes nothing; under raw JAX a write is refused, a read is not."""
+    m = Net()
+
+    def fails(m, x):
+        m(x)
+        m.debris = x
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        sharded(fails)(m, X)
+    with pytest.raises(errors.TraceContextError, match="calls"):
+        jax.jit(lambda x: sharded(apply)(m, x))(X)
+    assert m.calls == 0
+    assert not hasattr(m, "debris")
+    np.testing.assert_array_equal(jax.jit(lambda x: sharded(lambda m, x: m.w * x)(m, x))(X), X * X)

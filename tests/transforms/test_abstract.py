@@ -1,0 +1,158 @@
+"""nnx.eval_shape: shapes without computing, and no live object changed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import errors
+from tests.properties.compare import assert_same, objects_in
+
+SPEC = jax.ShapeDtypeStruct((4, 2), jnp.float32)
+
+
+class Net(nnx.Module):
+    def __init__(self, features=3, *, rngs):
+        self.linear = nnx.Linear(2, features, rngs=rngs)
+        self.norm = nnx.BatchNorm(features, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.tied, self.array, self.flag = self.linear, jnp.zeros(2), "x"
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def make():
+    return Net(rngs=nnx.Rngs(0))
+
+
+def is_abstract(x):
+    return all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x))
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(tree))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        make,
+        lambda: make(),
+        functools.partial(Net, 3, rngs=nnx.Rngs(0)),
+        functools.partial(make),
+        lambda: nnx.jit(make)(),
+        lambda: nnx.clone(make()),
+    ],
+    ids=["function", "lambda", "partial of a class", "partial", "jitted inside", "clone"],
+)
+def test_abstract_models(f):
+    """A Module made inside has the shapes and dtypes of a concrete one, its structure and sharing, and no array."""
+    model, concrete = nnx.eval_shape(f), make()
+    assert is_abstract(model)
+    assert shapes(model) == shapes(concrete)
+    assert model.tied is model.linear
+    assert (model.flag, model.dropout.rate) == ("x", 0.5)
+
+
+def test_what_an_abstract_model_is_for():
+    """A checkpoint is restored into it: merge with a concrete state, or update, gives the model."""
+    model, x = make(), jnp.ones((4, 2))
+    model.eval()
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: (m := make(), m.eval())[0]))
+    np.testing.assert_array_equal(nnx.merge(graphdef, nnx.state(model))(x), model(x))
+    abstract = nnx.eval_shape(make)
+    nnx.update(abstract, nnx.state(model))
+    abstract.eval()
+    np.testing.assert_array_equal(abstract(x), model(x))
+
+
+def test_nothing_is_computed():
+    """A model that would need terabytes takes no memory."""
+    model = nnx.eval_shape(lambda: nnx.Linear(10**6, 10**6, rngs=nnx.Rngs(0)))
+    assert model.kernel.shape == (10**6, 10**6)
+
+
+def test_live_models_are_left_alone():
+    """A forward that updates statistics and draws keys: the output has its shapes, the model is as it was."""
+    model, same = make(), make()
+    values = [x.value for x in objects_in(model) if isinstance(x, nnx.Variable)]
+    for call in (model, model.__call__, functools.partial(nnx.jit(lambda m, x: m(x)), model)):
+        assert nnx.eval_shape(call, SPEC) == jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    assert_same(model, same)
+    now = [x.value for x in objects_in(model) if isinstance(x, nnx.Variable)]
+    assert all(a is b for a, b in zip(values, now, strict=True))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(SPEC,), (jnp.ones((4, 2)),), (np.ones((4, 2), np.float32),)],
+    ids=["ShapeDtypeStruct", "jax.Array", "ndarray"],
+)
+def test_arguments(args):
+    """Abstract and concrete arguments, positional and by keyword; models of either kind."""
+    for model in (make(), nnx.eval_shape(make)):
+        assert nnx.eval_shape(model, *args).shape == (4, 3)
+        assert nnx.eval_shape(lambda m, *, x: m(x), model, x=args[0]).shape == (4, 3)
+        assert nnx.eval_shape(model.__call__, *args).shape == (4, 3)
+        assert nnx.eval_shape(functools.partial(Net.__call__, model), *args).shape == (4, 3)
+
+
+def test_outputs():
+    """What was passed in comes back as a new abstract object with the changes; other values as they are."""
+    model = make()
+
+    def f(m, x):
+        m.extra = nnx.Cache(x)
+        m.linear.kernel.value = jnp.ones((5, 5))
+        return {"m": m, "part": m.linear, "x": x, "n": 1, "none": None}
+
+    out = nnx.eval_shape(f, model, SPEC)
+    assert out["m"] is not model
+    assert out["part"] is out["m"].linear
+    assert (out["m"].extra.value, out["x"], out["none"]) == (SPEC, SPEC, None)
+    assert out["m"].linear.kernel.value == jax.ShapeDtypeStruct((5, 5), jnp.float32)
+    assert out["n"].shape == ()
+    assert is_abstract(out)
+    assert_same(model, make())
+
+
+def test_under_raw_jax():
+    """`jax.eval_shape` of a model that only reads leaves it concrete; of one that writes is refused by name."""
+    model = make()
+    model.eval()
+    assert jax.eval_shape(model, SPEC).shape == (4, 3)
+    assert all(
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nnx.state(model))
+    )
+    model.train()
+    with pytest.raises(errors.TraceContextError, match=r"mean|count"):
+        jax.eval_shape(lambda x: model(x), SPEC)  # of `model` itself, jax would remember the call above
+    assert_same(nnx.state(model), nnx.state(make()))
+    assert nnx.eval_shape(model, SPEC).shape == (4, 3)
+
+
+def test_inside_other_transforms():
+    """eval_shape inside jit gives shapes, and leaves the model of the trace alone."""
+    model = make()
+
+    @nnx.jit
+    def f(m, x):
+        return jnp.zeros(nnx.eval_shape(m, x).shape)
+
+    assert f(model, jnp.ones((4, 2))).shape == (4, 3)
+    assert_same(model, make())
+
+
+def test_failures_change_nothing():
+    """An exception, with the notes of the layer it comes from."""
+    model = make()
+    with pytest.raises(ValueError, match="shape") as caught:
+        nnx.eval_shape(model, jax.ShapeDtypeStruct((4, 7), jnp.float32))
+    assert caught.value.__notes__[0].startswith("in linear (Linear), input float32[4, 7]")
+    with pytest.raises(errors.OutputError, match="<output> is set to a str"):
+        nnx.eval_shape(lambda m: "text", model)
+    assert_same(model, make())

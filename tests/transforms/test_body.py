@@ -1,0 +1,232 @@
+"""The traced bodies of control flow: what is read off them, and when their programs are made again."""
+
+import functools
+import gc
+import pickle
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.graph import commit, pack
+from nnxlib.transforms.body import (
+    BodyError,
+    Program,
+    check_types,
+    delta_of,
+    positions_of,
+    program_of,
+    structural_changes,
+    structural_rows,
+    trace_body,
+    type_of,
+    widened,
+)
+from nnxlib.transforms.lift import Arguments
+
+from .models import Layer, Pair, X, counted
+
+
+def traced(f, *args):
+    packed = pack(Arguments(args, {}))
+    return packed, trace_body(f, packed.layout, packed.leaves)
+
+
+def test_a_body_runs_the_user_s_function_once():
+    f = counted(lambda m, x: m(x))
+    packed, body = traced(f, Layer(), X)
+    for _ in range(3):
+        out = body.run(packed.leaves)
+    assert f.count == 1
+    np.testing.assert_allclose(out[-1], jnp.sin(2 * X), rtol=1e-6)
+
+
+def test_a_body_tells_whose_leaves_it_returns_with_paths_and_types():
+    _, body = traced(lambda m, x: m(x), Layer(), X)
+    assert body.owners == ((1, 0), (-1, 0))  # row 0 is the Layer, row 1 its first attribute by name
+    assert body.paths == (("args", 0, "calls"), ("<output>",))
+    assert [(t.shape, t.dtype) for t in body.types] == [((), jnp.int32), ((3,), jnp.float32)]
+
+
+def test_a_body_can_be_traced_on_shapes_and_leaves_live_objects_alone():
+    m = Layer()
+    packed = pack(Arguments((m, X), {}))
+    value = m.calls.value
+    body = trace_body(lambda m, x: m(x), packed.layout, [type_of(x) for x in packed.leaves])
+    assert body.types[-1].shape == (3,)
+    assert m.calls.value is value
+
+
+def test_positions_count_leaves_in_the_order_of_the_layout():
+    m = Pair()
+    m.array = X
+    packed = pack(Arguments((m, X), {}))
+    for owner, k in positions_of(packed.layout).items():
+        row, _ = owner
+        expected = packed.objects[row].value if k < len(packed.layout.variables) else X
+        assert packed.leaves[k] is expected
+
+
+def test_the_delta_of_what_a_body_touched_writes_that_and_nothing_else():
+    m = Pair()
+    m.array = X
+    packed, body = traced(lambda m: setattr(m, "array", m.array + 1), m)
+    delta, owners = delta_of(packed.layout, body.owners, None, body.delta.root)
+    weights = m.a.w.value
+    commit(
+        packed.layout, delta, [body.run(packed.leaves)[body.owners.index(owner)] for owner in owners], packed.objects
+    )
+    np.testing.assert_array_equal(m.array, X + 1)
+    assert m.a.w.value is weights
+
+
+def change_value(m):
+    m.w.value = m.w + 1
+
+
+def change_array(m):
+    m.array = m.array + 1
+
+
+def attach(m):
+    m.new = nnx.Param(X)
+
+
+def delete(m):
+    del m.calls
+
+
+def change_metadata(m):
+    m.w.set_metadata(frozen=True)
+
+
+CHANGES = {
+    change_value: [],
+    change_array: [],
+    attach: [(("args", 0, "new"), True)],
+    delete: [(("args", 0, "calls"), False)],
+    change_metadata: [(("args", 0, "w"), False)],
+}
+
+
+@pytest.mark.parametrize("f", CHANGES, ids=lambda f: f.__name__)
+def test_changes_of_structure_are_told_from_changes_of_value(f):
+    m = Layer()
+    m.array = X
+    packed, body = traced(f, m)
+    assert [(change.path, change.added) for change in structural_changes(packed.layout, body)] == CHANGES[f]
+    assert bool(structural_rows(packed.layout, body)) == bool(CHANGES[f])
+
+
+def test_types_are_compared_without_weakness_and_errors_name_paths():
+    values, types = [1.0, X], [jax.ShapeDtypeStruct((), jnp.float32), type_of(X)]
+    check_types(values, types, [("a",), ("b",)], "body")
+    with pytest.raises(BodyError, match=r"The body must keep(.|\n)*b: float32\[3\] became float32\[\]"):
+        check_types(values, types[:1] * 2, [("a",), ("b",)], "body")
+    check_types([jax.random.key(0)], [type_of(jax.random.key(1))], [("k",)], "body")
+    check_types([{"a": 1.0}], [{"a": types[0]}], [("d",)], "body")
+    with pytest.raises(BodyError, match=r"d: PyTreeDef.* became PyTreeDef"):
+        check_types([{"a": 1.0}], [{"b": types[0]}], [("d",)], "body")
+
+
+def test_only_weakly_typed_numbers_are_widened():
+    integer, real = jnp.int32(0), jax.ShapeDtypeStruct((), jnp.float32)
+    assert widened([0, integer], [0, 1], [type_of(integer)] * 2) is None
+    assert widened([integer], [0], [real]) is None
+    assert widened([0.0], [0], [real]) is None
+    found = widened([X, 0], [1], [real])
+    assert found is not None
+    assert found[0] is X
+    assert found[1].dtype == jnp.float32
+
+
+def test_a_program_is_kept_with_its_function_by_key_and_goes_with_it():
+    def use():
+        def function(x):
+            return x
+
+        made = counted(lambda: Program(lambda leaves: function(leaves)))
+        first = program_of((function,), ("key",), made)
+        assert program_of((function,), ("key",), made) is first
+        assert program_of((function,), ("other",), made) is not first
+        assert made.count == 2
+        return weakref.ref(function)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
+
+
+def test_programs_do_not_follow_a_function_into_its_wrapper():
+    def function(x):
+        return x
+
+    first = program_of((function,), ("key",), lambda: Program(function))
+    wrapper = functools.wraps(function)(lambda x: x)
+    assert program_of((wrapper,), ("key",), lambda: Program(wrapper)) is not first
+
+
+def test_the_number_of_programs_is_bounded():
+    def function(x):
+        return x
+
+    program = Program(function)
+    for key in range(1000):
+        program_of((function,), (key,), lambda: program)
+    assert len(vars(function)["_nnx_programs"]) < 100
+
+
+def test_a_callable_that_is_no_plain_function_is_made_into_a_program_each_time():
+    """Its attributes may change, and it need not be hashable."""
+
+    class Scale:
+        __hash__ = None
+        by = 2
+
+        def __call__(self, x):
+            return x * self.by
+
+    scale = Scale()
+    assert nnx.cond(True, scale, lambda x: x, 1.0) == 2
+    scale.by = 5
+    assert nnx.cond(True, scale, lambda x: x, 1.0) == 5
+    assert nnx.cond(False, lambda x: x, scale, 1.0) == 5
+
+
+def test_programs_are_not_pickled():
+    def function(x):
+        return x
+
+    program_of((function,), ("key",), lambda: Program(function))
+    assert pickle.loads(pickle.dumps(vars(function)))["_nnx_programs"] == {}
+
+
+def test_a_program_is_compiled_for_top_level_calls_and_runs_as_it_is_inside_a_trace():
+    f = counted(lambda leaves: [leaves[0] + 1])
+    program = Program(f)
+    for _ in range(3):
+        assert program([jnp.array(1)])[0] == 2
+    assert f.count == 1
+    jax.jit(lambda x: program([x]))(jnp.array(1))
+    assert f.count == 2
+
+
+def test_a_program_that_uses_a_live_object_is_made_again_at_each_call():
+    v = nnx.Variable(jnp.array(1))
+    program = Program(lambda leaves: [leaves[0] + v.value])
+    assert program([jnp.array(1)])[0] == 2
+    v.value = jnp.array(5)
+    assert program([jnp.array(1)])[0] == 6
+    assert program.captures
+
+
+def test_without_jit_control_flow_still_works():
+    m = Layer()
+    with jax.disable_jit():
+        nnx.fori_loop(0, 2, lambda i, m: (m(X), m)[1], m)
+        nnx.cond(True, lambda m: m(X), lambda m: X, m)
+        nnx.scan(lambda m, x: m(x), in_axes=(nnx.StateAxes({...: nnx.Carry}), 0), out_axes=0)(m, jnp.stack([X, X]))
+    assert m.calls.value == 5

@@ -1,0 +1,402 @@
+"""nnx.custom_vjp and nnx.custom_jvp: rules that see Modules and States, state that changes, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import errors
+
+
+class Net(nnx.Module):
+    def __init__(self, x=1.0, y=2.0):
+        self.x, self.y = nnx.Param(jnp.array(x)), nnx.Param(jnp.array(y))
+        self.calls = nnx.Variable(jnp.array(0))
+        self.rngs = nnx.Rngs(0)
+
+
+A = jnp.array(3.0)
+
+
+def product(m, a):
+    m.calls += 1
+    return jnp.sin(m.x) * m.y * a
+
+
+def doubled(fun=product, **options):
+    """``product`` with twice its gradient."""
+    f = nnx.custom_vjp(fun, **options)
+
+    def forward(m, a):
+        return f(m, a), (jnp.cos(m.x), jnp.sin(m.x), m, a)
+
+    def backward(residuals, gradients):
+        cos, sin, m, a = residuals
+        (of_m, of_a), of_out = gradients
+        assert type(m) is Net
+        assert type(of_m) is nnx.State
+        assert of_a is None
+        of_m.x.value += 2 * of_out * cos * m.y * a
+        of_m.y.value += 2 * of_out * sin * a
+        return of_m, 2 * of_out * sin * m.y
+
+    f.defvjp(forward, backward)
+    return f
+
+
+EXPECTED = {"x": 2 * np.cos(1.0) * 6, "y": 2 * np.sin(1.0) * 3}
+
+
+def assert_close(state, expected):
+    found = nnx.to_pure_dict(state)
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+
+
+OUTER = {
+    "plain": lambda f: f,
+    "jit": nnx.jit,
+    "jit inside": lambda f: lambda m, a: nnx.jit(f)(m, a),
+    "remat": nnx.remat,
+}
+
+
+# --- custom_vjp -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_the_rule_is_used(outer):
+    """The gradient is the rule's, the value and the state are the function's; also through jit and remat."""
+    m, f = Net(), doubled()
+    with jax.checking_leaks():
+        value, (grads, of_a) = OUTER[outer](nnx.value_and_grad(OUTER[outer](f), argnums=(0, 1)))(m, A)
+    assert_close(grads, EXPECTED)
+    np.testing.assert_allclose((value, of_a), (np.sin(1.0) * 6, 4 * np.sin(1.0)), rtol=1e-6)
+    assert m.calls == 1
+    assert f(m, A) == value
+    assert m.calls == 2
+
+
+def test_under_vmap():
+    """The rule is mapped like any function."""
+    f = doubled()
+    nets = nnx.vmap(Net)(jnp.array([1.0, 2.0]), jnp.array([2.0, 2.0]))
+    grads = nnx.vmap(nnx.grad(f), in_axes=(0, None))(nets, A)
+    np.testing.assert_allclose(grads.x.value, 12 * np.cos([1.0, 2.0]), rtol=1e-5)
+    assert nets.calls.value.tolist() == [1, 1]
+
+
+def test_other_derivatives_use_the_rule():
+    """vjp and jacrev too."""
+    grads, _ = nnx.vjp(doubled(), Net(), A)[1](1.0)
+    assert_close(grads, {**EXPECTED})
+    np.testing.assert_allclose(nnx.jacrev(doubled())(Net(), A).x, EXPECTED["x"], rtol=1e-6)
+
+
+def test_on_methods():
+    """As a decorator in the class, with or without options."""
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.array(2.0))
+
+        @nnx.custom_vjp
+        def __call__(self, x):
+            return self.w * x
+
+        def forward(self, x):
+            return self.w * x, (self, x)
+
+        def backward(residuals, gradients):
+            self, x = residuals
+            return nnx.State({"w": 10 * x}), self.w.value
+
+        __call__.defvjp(forward, backward)
+
+    layer = Layer()
+    grads, dx = nnx.grad(lambda m, x: m(x), argnums=(0, 1))(layer, A)
+    assert_close(grads, {"w": 30.0})
+    assert dx == 2.0
+    assert layer(x=A) == 6.0
+
+
+def test_bound_modules_come_first():
+    """The custom function of a Module passes it to the rules as the first argument."""
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.array(2.0))
+
+        def __call__(self, x):
+            return self.w * x
+
+    f = nnx.custom_vjp(Layer())
+    f.defvjp(lambda m, x: (m(x), x), lambda x, g: (None, 7 * g[1]))
+    assert nnx.grad(f)(A) == 7.0
+    assert f(A) == 6.0
+
+
+def test_nondiff_argnums():
+    """Static values, functions, arrays and Modules are passed to the backward rule first, and get no gradient."""
+
+    @nnx.custom_vjp(nondiff_argnums=(0, 2, 3))
+    def f(activation, m, scale, other):
+        m.calls += 1
+        return activation(m.x) * scale * other.y
+
+    def forward(activation, m, scale, other):
+        return f(activation, m, scale, other), activation(m.y)
+
+    def backward(activation, scale, other, residual, gradients):
+        assert activation is jnp.sin
+        assert type(other) is Net
+        (of_m,), of_out = gradients
+        of_m.x.value = of_out * residual * scale
+        return (of_m,)
+
+    f.defvjp(forward, backward)
+    m, other = Net(), Net()
+    for run in (f, nnx.jit(f, static_argnums=0)):
+        grads, of_scale, of_other = nnx.grad(run, argnums=(1, 2, 3))(jnp.sin, m, A, other)
+        assert_close(grads, {"x": np.sin(2.0) * 3, "y": 0.0})
+        assert_close(of_other, {"x": 0.0, "y": 0.0})
+        assert of_scale == 0
+    assert m.calls == 2
+
+
+def test_nondiff_leaves():
+    """DiffState: the leaves that the filter takes are differentiated, and the State given has only these."""
+    f = nnx.custom_vjp(product, nondiff_argnums=nnx.DiffState(0, nnx.PathContains("x")))
+
+    def backward(residuals, gradients):
+        (of_m, _), of_out = gradients
+        assert list(of_m) == ["x"]
+        return nnx.State({"x": 5 * of_out}), None
+
+    f.defvjp(lambda m, a: (f(m, a), ()), backward)
+    assert_close(nnx.grad(f)(Net(), A), {"x": 5.0, "y": 0.0})
+
+
+def test_gradients_of_what_changed():
+    """What the function writes has its gradient in that of the argument; what it leaves alone is used as it was."""
+
+    def fun(m, a):
+        m.y.value = m.x * a
+        m.new = nnx.Param(m.x**2)
+        return m, nnx.Param(a * m.x)
+
+    f = nnx.custom_vjp(fun)
+    seen = {}
+
+    def backward(x, gradients):
+        (of_m, _), (same, new) = gradients
+        seen.update(m=nnx.to_pure_dict(of_m), same=same, new=new)
+        return nnx.State({"x": of_m.x.value + A * of_m.y.value + 2 * x * of_m.new.value + A * new.value}), None
+
+    f.defvjp(lambda m, a: (f(m, a), m.x.value), backward)
+
+    def loss(m, a, fun):
+        out, extra = fun(m, a)
+        assert out is m
+        return m.x * 100 + m.y * 10 + m.new + extra
+
+    expected, ours = Net(), Net()
+    assert_close(nnx.grad(loss)(ours, A, f), nnx.to_pure_dict(nnx.grad(loss)(expected, A, fun)))
+    assert seen["m"] == {"x": 0.0, "y": 10.0, "new": 1.0}
+    assert seen["same"] == nnx.State({})
+    assert type(seen["new"]) is nnx.Param
+    assert ours.y == 3.0
+    assert ours.new == 1.0
+
+
+def test_residuals_may_be_a_vjp():
+    """The function that nnx.vjp returns is a pytree: the sign of the gradient, as a rule."""
+    f = nnx.custom_vjp(product)
+
+    def backward(pull_back, gradients):
+        return jax.tree.map(jnp.sign, pull_back(gradients[1]))
+
+    f.defvjp(lambda m, a: nnx.vjp(product, m, a), backward)
+    for run in (nnx.grad(f, argnums=(0, 1)), nnx.jit(nnx.grad(nnx.jit(f), argnums=(0, 1)))):
+        m = Net(y=-2.0)
+        grads, of_a = run(m, A)
+        assert_close(grads, {"x": -1.0, "y": 1.0})
+        assert of_a == -1.0
+        assert m.calls == 1
+
+
+def test_shared_and_cyclic():
+    """A shared Variable has one gradient, whatever the path the rule was written for."""
+    m = nnx.Dict(a=nnx.Param(jnp.array(2.0)))
+    m["z"], m["me"] = m["a"], m
+    f = nnx.custom_vjp(lambda m: m["a"] * m["z"])
+    f.defvjp(lambda m: (f(m), m), lambda m, g: (nnx.State({"a": 10 * m["z"].value * g[1]}),))
+    assert_close(nnx.grad(f)(m), {"a": 20.0})
+
+
+# --- custom_jvp -----------------------------------------------------------------------------------------------------
+
+
+def tenfold(**options):
+    """``product`` with ten times its tangent."""
+    f = nnx.custom_jvp(product, **options)
+
+    @f.defjvp
+    def rule(primals, tangents):
+        m, a = primals
+        of_m, of_a = tangents
+        assert type(m) is Net
+        assert set(of_m) == {"x", "y"}
+        along = jnp.cos(m.x) * m.y * a * of_m.x + jnp.sin(m.x) * (a * of_m.y + m.y * of_a)
+        return f(m, a), 10 * along
+
+    return f
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_jvp_rule(outer):
+    """It serves forward and reverse mode, also through jit and remat; the state changes once."""
+    m = Net()
+    f = OUTER[outer](tenfold())
+    with jax.checking_leaks():
+        _, tangent = nnx.jvp(f, (m, A), (nnx.State({"x": jnp.array(1.0)}), jnp.array(0.0)))
+    np.testing.assert_allclose(tangent, 5 * EXPECTED["x"], rtol=1e-6)
+    assert m.calls == 1
+    grads = nnx.grad(f)(m, A)
+    assert_close(grads, {name: 5 * value for name, value in EXPECTED.items()})
+    assert m.calls == 2
+
+
+def test_jvps():
+    """A rule for each argument, summed; None for none."""
+    f = nnx.custom_jvp(product)
+    f.defjvps(lambda tangent, out, m, a: 7 * tangent.y.value, None)
+    grads, of_a = nnx.grad(f, argnums=(0, 1))(Net(), A)
+    assert_close(grads, {"x": 0.0, "y": 7.0})
+    assert of_a == 0.0
+    f.defjvps(lambda tangent, out, m, a: 7 * tangent.y.value, lambda tangent, out, m, a: out * tangent)
+    np.testing.assert_allclose(nnx.grad(f, argnums=1)(Net(), A), np.sin(1.0) * 6, rtol=1e-6)
+    f.defjvps(None, None)
+    assert nnx.grad(f, argnums=1)(Net(), A) == 0.0
+
+
+def test_jvp_of_an_output_with_a_module():
+    """The tangent of a new Module in the output is a State; what it leaves out is zero."""
+    f = nnx.custom_jvp(lambda m: Net(m.x.value, m.y.value))
+    f.defjvp(lambda primals, tangents: (f(*primals), nnx.State({"x": 3 * tangents[0].x.value})))
+    assert_close(nnx.grad(lambda m: f(m).x * f(m).y)(Net()), {"x": 6.0, "y": 0.0})
+
+
+def test_jvp_nondiff_argnums():
+    """Arguments that are not differentiated are passed to the rule first."""
+
+    @nnx.custom_jvp(nondiff_argnums=0)
+    def f(name, m):
+        return m.x * len(name)
+
+    f.defjvp(lambda name, primals, tangents: (f(name, *primals), tangents[0].x * 100 * len(name)))
+    assert_close(nnx.grad(f, argnums=1)("ab", Net()), {"x": 200.0, "y": 0.0})
+    with pytest.raises(errors.ArgumentError, match="use defjvp"):
+        f.defjvps(None)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def with_rule(forward, backward, **options):
+    f = nnx.custom_vjp(product, **options)
+    f.defvjp(forward, backward)
+    return lambda: nnx.grad(f)(Net(), A)
+
+
+def same(m, a):
+    return product(m, a), ()
+
+
+def gives(value):
+    return lambda residuals, gradients: value
+
+
+def forgets(m, a):
+    return jnp.sin(m.x) * m.y * a, ()
+
+
+def jit_forgets():
+    f = nnx.custom_vjp(product)
+    f.defvjp(forgets, gives((None, None)))
+    return nnx.grad(nnx.jit(f))(Net(), A)
+
+
+def with_jvp(rule):
+    f = nnx.custom_jvp(product)
+    f.defjvp(rule)
+    return lambda: nnx.grad(f)(Net(), A)
+
+
+WRONG = {
+    "no rule": (lambda: nnx.custom_vjp(product)(Net(), A), r"CustomVjp\(product\) has no rule yet"),
+    "no jvp": (lambda: nnx.custom_jvp(product)(Net(), A), r"CustomJvp\(product\) has no rule yet"),
+    "no pair": (with_rule(product, gives((None, None))), r"forward rule must return a pair \(output, residuals\)"),
+    "count": (with_rule(same, gives((None,))), "each of the 2 arguments .* but it returned 1 values"),
+    "no tuple": (with_rule(same, gives(nnx.State({}))), "each of the 2 arguments .* but it returned State"),
+    "shape": (with_rule(same, gives((nnx.State({"x": jnp.ones(3)}), None))), r"args\[0\].x must be float32\[\]"),
+    "no State": (with_rule(same, gives((A, None))), r"Module at args\[0\] must be a State"),
+    "not an array": (with_rule(same, gives((None, (A,)))), r"args\[1\] must be float32\[\]"),
+    "unknown": (with_rule(same, gives((nnx.State({"z": A}), None))), r"args\[0\].z, but there is no such leaf"),
+    "other changes": (jit_forgets, r"they differ in args\[0\].calls"),
+    "jvp": (with_jvp(lambda p, t: (product(*p), jnp.ones(3))), r"tangent of <output> must be float32\[\]"),
+    "jvp pair": (with_jvp(lambda p, t: product(*p)), r"must return a pair \(output, tangent\)"),
+    "symbolic": (lambda: nnx.custom_vjp(product).defvjp(same, same, symbolic_zeros=True), "symbolic_zeros"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_messages(case):
+    """What is wrong, and at which path."""
+    run, message = WRONG[case]
+    with pytest.raises(errors.ArgumentError, match=message):
+        run()
+
+
+def test_wrong_nondiff_argnums():
+    """Arguments that are not there, and filters that take nothing."""
+    with pytest.raises(errors.PrefixError, match="nondiff_argnums has 5"):
+        doubled(nondiff_argnums=5)(Net(), A)
+    with pytest.raises(errors.PrefixError, match="takes no leaf"):
+        doubled(nondiff_argnums=nnx.DiffState(0, nnx.Cache))(Net(), A)
+
+
+@pytest.mark.parametrize("place", ["fun", "forward", "backward"])
+def test_failing_changes_nothing(place):
+    """Wherever it raises, each Variable holds the very value it had."""
+
+    def fail(m, a):
+        m.calls += 1
+        m.debris = m.x * 2
+        raise RuntimeError
+
+    def fail_backward(residuals, gradients):
+        raise RuntimeError
+
+    f = nnx.custom_vjp(fail if place == "fun" else product)
+    f.defvjp(fail if place == "forward" else same, fail_backward)
+    m = Net()
+    before = m.calls.value
+    with pytest.raises(RuntimeError):
+        f(m, A) if place == "fun" else nnx.grad(f)(m, A)
+    assert m.calls.value is before
+    assert not hasattr(m, "debris")
+
+
+def test_across_traces():
+    """Under raw JAX a live Module can be read; a write is refused."""
+    m = Net()
+    with pytest.raises(errors.TraceContextError, match="calls"):
+        jax.grad(lambda a: doubled()(m, a))(A)
+    assert m.calls == 0
+    read = nnx.custom_vjp(lambda m, a: m.y * a)
+    read.defvjp(lambda m, a: (read(m, a), m), lambda m, g: (None, 10 * m.y.value))
+    assert jax.grad(lambda a: read(m, a))(A) == 20.0
+    assert jax.jit(lambda a: read(m, a))(A) == 6.0

@@ -1,0 +1,121 @@
+"""Trees of States: what stands for a Module in a tree, and how it becomes one again."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.errors import AliasingError, PrefixError
+
+
+class Pair(nnx.Module):
+    def __init__(self, a=1.0, b=2.0):
+        self.a = a if isinstance(a, nnx.Variable) else nnx.Param(jnp.asarray(a))
+        self.b = b if isinstance(b, nnx.Variable) else nnx.BatchStat(jnp.asarray(b))
+
+
+def test_a_tree_has_the_leaves_of_each_object_once():
+    """Modules, Lists and Variables at any depth are replaced, shared leaves occur once, other leaves stay."""
+    pair = Pair()
+    tree = nnx.to_tree({"m": pair, "v": pair.a, "l": nnx.List([Pair(3.0, pair.b)]), "x": (4.0, None, "text")})
+    assert jax.tree.leaves(tree) == [3.0, 2.0, 1.0, 4.0, "text"]
+    assert all(isinstance(tree[key], nnx.NodeStates) for key in "mvl")
+    back = nnx.from_tree(tree)
+    assert back["m"].b is back["l"][0].b
+    assert back["m"].a is back["v"]
+    assert back["x"] == (4.0, None, "text")
+    assert back["m"] is not pair
+
+
+def test_a_single_object_is_a_tree_too():
+    """The root may be a Module or a Variable."""
+    assert nnx.from_tree(nnx.to_tree(Pair(7.0))).a == 7.0
+    assert nnx.from_tree(nnx.to_tree(nnx.Param(7.0))) == 7.0
+
+
+def test_a_tree_carries_an_update_through_plain_jax():
+    """With the tag of an update, changes come back to the objects that were in the tree."""
+    a, b = Pair(), Pair()
+    b.other = a
+
+    @jax.jit
+    def inside(tree):
+        a, b, x = nnx.from_tree(tree, ctxtag="test", is_inner=True)
+        a.a[...] += x
+        b.new, b.other = b.other, None
+        return nnx.to_tree((b, a, Pair(x)), ctxtag="test")
+
+    with nnx.update_context("test"):
+        tree = inside(nnx.to_tree((a, b, 10.0), ctxtag="test"))
+        same_b, same_a, new = nnx.from_tree(tree, ctxtag="test", is_inner=False)
+    assert same_a is a
+    assert same_b is b
+    assert b.new is a
+    assert b.other is None
+    assert (a.a, new.a) == (11.0, 10.0)
+
+
+def test_a_shared_object_must_have_one_prefix():
+    """Two labels for one Variable are refused, with both paths; mappings are compared by what they say of each leaf."""
+    shared = nnx.Param(jnp.array(3.0))
+    tree = (Pair(1.0, shared), {"k": Pair(shared, 2.0)})
+    with pytest.raises(AliasingError, match=r"\[0\]\.b: 0, but \[1\]\.k\.a: 1"):
+        nnx.to_tree(tree, prefix=(0, 1))
+    with pytest.raises(AliasingError, match=r"\[0\]\.b: 0, but \[1\]\.k\.a: None"):
+        nnx.to_tree(tree, prefix=(nnx.StateAxes({nnx.Param: 0, ...: None}), {"k": None}))
+    with pytest.raises(PrefixError, match="prefix"):
+        nnx.to_tree(tree, prefix=(0,))
+    by_path = nnx.StateAxes({nnx.PathContains("a"): 0, nnx.PathContains("b"): 0})
+    assert nnx.to_tree(tree, prefix=(0, by_path))[0].states
+    assert nnx.to_tree(tree, prefix=(0, 1), check_aliasing=False)[1]["k"].states
+
+
+def test_mappings_see_paths_from_each_object_down():
+    """A filter by path does not depend on where in the tree the object is."""
+    first = nnx.StateAxes({(lambda path, x: path == ("a",)): 0, (lambda path, x: path == ("b",)): 1})
+    pair = Pair()
+    nnx.to_tree((pair, [[pair]]), prefix=first)
+    with pytest.raises(AliasingError):
+        nnx.to_tree((pair, [[pair.b]]), prefix=(first, 0))
+
+
+def test_functions_decide_what_stands_for_an_object():
+    """``split_fn`` and ``merge_fn`` get the context, the key path and the prefix, and may take other leaves too."""
+    seen = []
+
+    def split_fn(ctx, path, prefix, leaf):
+        seen.append((jax.tree_util.keystr(path), prefix))
+        return nnx.NodeStates.from_split(*ctx.split(leaf)) if isinstance(leaf, nnx.Module) else ("wrapped", leaf)
+
+    tree = nnx.to_tree([Pair(), 5.0], prefix=[0, None], split_fn=split_fn, map_non_graph_nodes=True)
+    assert seen == [("[0]", 0), ("[1]", None)]
+    assert tree[1] == ("wrapped", 5.0)
+    merged = nnx.from_tree(
+        tree, prefix=8, merge_fn=lambda ctx, path, prefix, leaf: (jax.tree_util.keystr(path), prefix)
+    )
+    assert merged == [("[0]", 8), ("wrapped", 5.0)]
+    with pytest.raises(PrefixError, match="prefix"):
+        nnx.from_tree(tree, prefix=[0])
+    with pytest.raises(ValueError, match=r"NodeStates at \[1\]\[0\], got a str"):
+        nnx.from_tree(tree, map_non_graph_nodes=True)
+
+
+def test_node_states_are_frozen_pytrees():
+    """States are children, metadata and GraphDef are static, and without a GraphDef it is a prefix of one with it."""
+    node = nnx.NodeStates.from_split(*nnx.split(Pair(), nnx.Param, ...), metadata="m")
+    prefixes = nnx.NodeStates.from_prefixes([0, 1], metadata="m")
+    mapped = jax.tree.map(lambda prefix, state: prefix, prefixes, node, is_leaf=lambda x: x is None)
+    assert mapped.states == (0, 1)
+    assert jax.tree.structure(node) == jax.tree.structure(jax.tree.map(lambda x: x + 1, node))
+    assert jax.tree.structure(node) != jax.tree.structure(node.replace(metadata="n"))
+    assert node.replace(states=(1,)).state == 1
+    with pytest.raises(ValueError, match="one State, got 2"):
+        node.state
+    with pytest.raises(ValueError, match="No graphdef"):
+        nnx.NodeStates.from_states(node.states[0]).graphdef
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        node.metadata = "n"
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(node)]
+    assert [path.partition("]")[0] for path in paths] == [".states[0", ".states[1"]

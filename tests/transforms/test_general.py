@@ -1,0 +1,149 @@
+"""nnx.make_jaxpr, nnx.checkify, nnx.named_call, and jax.export of a jitted function."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import nnxlib as nnx
+from nnxlib.core import errors
+
+X = jnp.array([2.0, 3.0])
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.array([1.0, 2.0]))
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.w * x
+
+
+def apply(m, x):
+    return m(x)
+
+
+# --- make_jaxpr -----------------------------------------------------------------------------------------------------
+
+
+def test_make_jaxpr_is_that_of_jax():
+    """The equations are those of the same function on arrays; the inputs are the leaves; nothing is changed."""
+    m = Net()
+    jaxpr = nnx.make_jaxpr(apply)(m, X)
+    expected = jax.make_jaxpr(lambda calls, w, x: (calls + 1, w * x))(m.calls.value, m.w.value, X)
+    assert type(jaxpr) is type(expected)
+    assert str(jaxpr) == str(expected)
+    assert m.calls == 0
+    assert isinstance(m.w.value, jax.Array)
+
+
+def test_make_jaxpr_forms():
+    """Modules, methods and partials; as a decorator; static arguments; keyword arguments; under another trace."""
+    m = Net()
+    expected = str(nnx.make_jaxpr(apply)(m, X))
+    assert str(nnx.make_jaxpr(m)(X)) == expected
+    assert str(nnx.make_jaxpr(functools.partial(apply, m))(X)) == expected
+    assert str(nnx.make_jaxpr(static_argnums=2)(lambda m, x, on: m(x) if on else x)(m, X, True)) == expected
+    assert str(nnx.make_jaxpr(apply)(m, x=jax.ShapeDtypeStruct((2,), jnp.float32))) == expected
+    jax.jit(lambda: (nnx.make_jaxpr(apply)(m, X), ())[1])()
+    assert m.calls == 0
+
+
+def test_make_jaxpr_return_shape():
+    """The output has abstract arrays; a Module in it is a new one, abstract as well."""
+    m = Net()
+    jaxpr, (y, out) = nnx.make_jaxpr(lambda m, x: (m(x), m), return_shape=True)(m, X)
+    assert y == jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert out is not m
+    assert out.w.value == jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert out.calls.value.shape == ()
+    assert m.calls == 0
+
+
+# --- checkify -------------------------------------------------------------------------------------------------------
+
+
+def checked(m, x):
+    checkify.check((x > 0).all(), "not positive: {x}", x=x)
+    m.calls += 1
+    return m.w / x
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit])
+def test_checkify(outer):
+    """The error is a value; what changes in the Module comes out either way."""
+    m = Net()
+    error, y = outer(nnx.checkify(checked))(m, X)
+    error.throw()
+    assert y.tolist() == [0.5, np.float32(2 / 3)]
+    assert m.calls == 1
+    error, _ = outer(nnx.checkify(checked))(m, -X)
+    with pytest.raises(checkify.JaxRuntimeError, match="not positive"):
+        error.throw()
+    assert m.calls == 2
+
+
+def test_checkify_errors_and_forms():
+    """Other kinds of checks; as a decorator; of a jitted function; a method."""
+    m = Net()
+    error, _ = nnx.checkify(errors=checkify.float_checks)(nnx.jit(lambda m, x: m.w / x))(m, 0 * X)
+    assert "division by zero" in error.get()
+    error, _ = nnx.checkify(m)(X)
+    assert error.get() is None
+    assert m.calls == 1
+
+
+def test_checkify_of_a_function_that_raises():
+    """An exception changes nothing."""
+    m = Net()
+
+    def fails(m):
+        m.calls += 1
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        nnx.checkify(fails)(m)
+    assert m.calls == 0
+
+
+def test_checkify_across_traces():
+    """A write to an object of an outer trace is refused."""
+    m = Net()
+    with pytest.raises(errors.TraceContextError, match="calls"):
+        jax.jit(lambda x: nnx.checkify(m)(x)[1])(X)
+    assert m.calls == 0
+
+
+# --- named_call -----------------------------------------------------------------------------------------------------
+
+
+def test_named_call():
+    """The label is in the compiled program; the function works on the very objects."""
+    m = Net()
+    f = nnx.named_call(apply, name="my_label")
+    assert f(m, X).tolist() == [2.0, 6.0]
+    assert m.calls == 1
+    assert "my_label" in nnx.jit(f).lower(m, X).compile().as_text()
+
+    @nnx.named_call
+    def by_its_name(m):
+        return 2 * m.w
+
+    assert "by_its_name" in nnx.jit(by_its_name).lower(m).compile().as_text()
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def test_export_of_a_jitted_function():
+    """``jax.export`` takes a jitted function of Modules; what it gives is called with the leaves."""
+    m = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    exported = jax.export.export(nnx.jit(apply))(m, X)
+    (leaves,), _ = exported.call([*jax.tree.leaves(nnx.state(m)), X])[0], None
+    np.testing.assert_allclose(leaves[-1], m(X), rtol=1e-6)

@@ -1,0 +1,1199 @@
+"""nnx.jit: ways to call it, options of jax.jit, what goes in and comes out, caches, stages, errors, memory."""
+
+import copy
+import dataclasses
+import functools
+import gc
+import inspect
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import weakref
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import errors
+from tests.properties.compare import assert_same, objects_in
+
+X = jnp.ones(2)
+
+
+class Layer(nnx.Module):
+    """Scales, and counts its calls."""
+
+    def __init__(self, value=1.0):
+        self.w = nnx.Param(jnp.full(2, value, jnp.float32))
+        self.calls = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.w * x
+
+    def scaled(self, x, by=1.0, *, times=1):
+        for _ in range(times):
+            x = self(x)
+        return by * x
+
+
+class Net(nnx.Module):
+    def __init__(self, depth=2):
+        self.layers = [Layer(float(i + 1)) for i in range(depth)]
+        self.scale = 2.0
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.scale * x
+
+
+def counted(f):
+    """`f`, with the number of its traces as an attribute."""
+
+    @functools.wraps(f)
+    def wrapper(*args, **kwargs):
+        wrapper.traces += 1
+        return f(*args, **kwargs)
+
+    wrapper.traces = 0
+    return wrapper
+
+
+def check(jitted, model, x=X):
+    """`jitted(x)` (the model is bound to it, or it is a partial of one that takes both) does what `model(x)` does."""
+    eager = copy.deepcopy(model)
+    for _ in range(3):
+        np.testing.assert_array_equal(jitted(x), eager(x))
+        assert_same(model, eager)
+    model.layers[0].w.value = eager.layers[0].w.value = jnp.full(2, 9.0)
+    np.testing.assert_array_equal(jitted(x), eager(x))
+    assert_same(model, eager)
+
+
+# --- ways to call it ------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "function": lambda m: functools.partial(nnx.jit(lambda m, x: m(x)), m),
+    "with parentheses": lambda m: functools.partial(nnx.jit()(lambda m, x: m(x)), m),
+    "with options": lambda m: functools.partial(nnx.jit(keep_unused=True)(lambda m, x: m(x)), m),
+    "keyword": lambda m: lambda x: nnx.jit(lambda m, x: m(x))(x=x, m=m),
+    "callable Module": nnx.jit,
+    "unbound method": lambda m: functools.partial(nnx.jit(Net.__call__), m),
+    "bound method": lambda m: nnx.jit(m.__call__),
+    "partial with a Module": lambda m: nnx.jit(functools.partial(lambda m, x: m(x), m)),
+    "partial with a keyword Module": lambda m: nnx.jit(functools.partial(lambda x, m: m(x), m=m)),
+    "partial of a partial": lambda m: nnx.jit(
+        functools.partial(functools.partial(lambda f, m, x: f(m, x), Net.__call__), m)
+    ),
+    "partial of a bound method": lambda m: nnx.jit(functools.partial(m.__call__)),
+    "partial of a callable Module": lambda m: nnx.jit(functools.partial(m)),
+    "partial with a list of Modules": lambda m: nnx.jit(functools.partial(lambda ms, x: ms[0](x), [m])),
+    "jit of a jitted function": lambda m: functools.partial(nnx.jit(nnx.jit(lambda m, x: m(x))), m),
+    "jitted inside": lambda m: lambda x: nnx.jit(lambda m, x: nnx.jit(lambda m, x: m(x))(m, x))(m, x),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_way_to_call_it(form):
+    """Each way of wrapping gives the eager result, leaves the eager state, and sees weights set afterwards."""
+    model = Net()
+    check(FORMS[form](model), model)
+
+
+def test_decorated_methods():
+    """A decorated method is one: on the instance, on the class, inherited, overridden, through super(), on __call__."""
+
+    class Base(Net):
+        @nnx.jit
+        def step(self, x):
+            return self.layers[0](x)
+
+        @nnx.jit(static_argnames="times")
+        def repeat(self, x, times=2):
+            return self.layers[0].scaled(x, times=times)
+
+        @nnx.jit
+        def __call__(self, x):
+            return super().__call__(x)
+
+    class Derived(Base):
+        @nnx.jit
+        def step(self, x):
+            return 3 * super().step(x)
+
+    model, derived = Base(), Derived()
+    assert model.step(X).tolist() == Base.step(model, X).tolist() == [1, 1]
+    assert derived.step(X).tolist() == [3, 3]
+    derived.layers[0].w.value = jnp.full(2, 2.0)
+    assert derived.step(X).tolist() == [6, 6]
+    assert derived.repeat(X, times=3).tolist() == [8, 8]
+    assert (int(model.layers[0].calls), int(derived.layers[0].calls)) == (2, 5)
+    model = Derived()
+    check(model, model)
+    assert Base.step.__name__ == "step"
+
+
+def test_jit_of_a_jitted_callable_module():
+    """jit of jit of a callable Module is jit of the Module."""
+    model = Net()
+    check(nnx.jit(nnx.jit(model)), model)
+
+
+def test_static_and_class_methods():
+    """jit under staticmethod and classmethod."""
+
+    class Maker(Net):
+        @staticmethod
+        @nnx.jit
+        def double(m, x):
+            return 2 * m(x)
+
+        @classmethod
+        def make(cls):
+            return nnx.jit(cls)()
+
+    assert Maker.double(Layer(), X).tolist() == [2, 2]
+    assert type(Maker.make()) is Maker
+
+
+def test_constructors():
+    """A class, a lambda that constructs, and a partial of a class are compiled, and make Modules of the outer world."""
+    for make in (
+        nnx.jit(Net),
+        nnx.jit(lambda: Net(2)),
+        nnx.jit(functools.partial(Net, 2)),
+        nnx.jit(functools.partial(Net, depth=2)),
+        functools.partial(nnx.jit(Net, static_argnums=0), 2),
+        functools.partial(nnx.jit(Net, static_argnames="depth"), depth=2),
+    ):
+        made = make()
+        assert_same(made, Net())
+        made.layers[0].w += 1
+        made.extra = 1
+        assert_same(make(), Net())
+    linear = nnx.jit(lambda rngs: nnx.Linear(2, 3, rngs=rngs))(rngs := nnx.Rngs(0))
+    np.testing.assert_allclose(linear.kernel, nnx.Linear(2, 3, rngs=nnx.Rngs(0)).kernel, rtol=1e-6)
+    assert int(rngs.params.count) == 2
+
+
+def test_partials_with_other_values():
+    """Arrays bound by a partial are inputs, everything else is static; either can be overridden by a keyword."""
+
+    def f(static, array, x, *, flag=False, by=1.0):
+        assert type(static) is str
+        assert isinstance(array, jax.core.Tracer)
+        return array * x * (by if flag else 0.0)
+
+    jitted = nnx.jit(functools.partial(f, "s", jnp.full(2, 3.0), flag=True, by=2.0))
+    assert jitted(X).tolist() == [6, 6]
+    assert jitted(X, by=5.0).tolist() == [15, 15]
+
+
+def test_builtins_and_functions_without_a_signature():
+    """Functions whose signature Python does not know, and functions of NumPy-like libraries, are compiled."""
+    assert nnx.jit(jnp.sum)(X).item() == 2
+    assert nnx.jit(jax.nn.relu)(-X).tolist() == [0, 0]
+    assert nnx.jit(lambda *xs, **named: xs[1] + named["a"])(1, 2, a=3).item() == 5
+
+
+def test_looks_like_what_it_wraps():
+    """Name, docstring, signature; the attributes of a callable Module do not become those of the jitted function."""
+
+    @nnx.jit
+    def f(m, x, /, y=1, *, z=2):
+        """Doc."""
+
+    assert (f.__name__, f.__doc__, f.__module__) == ("f", "Doc.", __name__)
+    assert str(inspect.signature(f)) == "(m, x, /, y=1, *, z=2)"
+    assert repr(f).startswith("nnx.jit(")
+    model = Net()
+    model.lower = model.jitted = 1
+    jitted = nnx.jit(model)
+    assert callable(jitted.lower)
+    assert not hasattr(jitted, "jitted")
+
+
+def test_a_module_that_cannot_be_called():
+    """jit of a Module without __call__ says so at once."""
+    with pytest.raises(errors.ArgumentError, match=r"List cannot be called.*__call__"):
+        nnx.jit(nnx.List([]))
+
+
+# --- what goes in and comes out -------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Training:
+    model: Net
+    step: jax.Array
+    name: str = dataclasses.field(default="run", metadata={"static": True})
+
+
+class Several(NamedTuple):
+    model: Net
+    others: dict
+
+
+INSIDE = {
+    "tuple": lambda m: (m, jnp.ones(1)),
+    "list": lambda m: [m],
+    "dict": lambda m: {"m": m, "x": jnp.ones(1)},
+    "named tuple": lambda m: Several(m, {"k": (None, m.layers[0])}),
+    "registered dataclass": lambda m: Training(m, jnp.zeros(())),
+    "deep": lambda m: [({"a": [m]}, None)],
+    "nnx.List": lambda m: nnx.List([m, 1]),
+    "nnx.Dict": lambda m: nnx.Dict(m=m),
+    "bound method": lambda m: m.__call__,
+    "the same Module twice": lambda m: (m, m),
+    "a Module and its part": lambda m: (m, m.layers[1]),
+    "a part and then the whole": lambda m: (m.layers[1], m),
+    "a Variable and its Module": lambda m: (m.layers[0].w, m),
+    "two that share": lambda m: (m, nnx.List([m.layers[0]])),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_modules_inside_pytrees(inside):
+    """Modules in arguments and outputs of any shape are the caller's own objects, shared as they were, and written."""
+    model, eager = Net(), Net()
+
+    def step(tree, x):
+        layer = next(m for m in jax.tree.leaves(tree, is_leaf=is_object) if is_object(m))
+        layer = getattr(layer, "__self__", layer)
+        for _, variable in nnx.iter_graph(layer):
+            if isinstance(variable, nnx.Param):
+                variable += x[0]
+        return tree, x
+
+    def is_object(m):
+        return isinstance(m, nnx.Pytree | nnx.List | nnx.Dict | nnx.Variable) or inspect.ismethod(m)
+
+    tree, other, jitted = INSIDE[inside](model), INSIDE[inside](eager), nnx.jit(step)
+    for _ in range(3):
+        out, _ = jitted(tree, X)
+        expected, _ = step(other, X)
+        assert_same((out, model), (expected, eager))
+        assert all(a is b for a, b in zip(objects_in(out), objects_in(tree), strict=True))
+
+
+def test_a_static_field_of_a_dataclass_argument():
+    """Static fields of registered dataclasses are part of the program."""
+    f = counted(lambda t: t.model.scale if t.name == "run" else 0.0)
+    jitted = nnx.jit(f)
+    for name, expected in (("run", 2.0), ("other", 0.0), ("run", 2.0)):
+        assert jitted(Training(Net(), jnp.zeros(()), name)).item() == expected
+    assert f.traces == 2
+
+
+def test_variables_as_arguments():
+    """Variables are written in place; by keyword, twice, and together with the Module that holds them."""
+    layer, free = Layer(), nnx.Param(jnp.zeros(2))
+
+    @nnx.jit
+    def f(v, *, w, both, layer):
+        v += 1
+        w *= 2
+        layer.w -= 1
+        return v, both[0]
+
+    for _ in range(2):
+        out, other = f(free, w=layer.w, both=(free, layer.w), layer=layer)
+        assert out is other is free
+    assert (free.value.tolist(), layer.w.value.tolist()) == ([2, 2], [1, 1])
+
+
+def test_states_and_graphdefs_as_arguments():
+    """A State, a GraphDef and what `split` returns go in as ordinary pytrees, as with raw jax.jit."""
+    model = Net()
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def f(graphdef, params, rest, x):
+        m = nnx.merge(graphdef, params, rest)
+        return m(x), nnx.state(m)
+
+    expected, eager_state = f(graphdef, params, rest, X)
+    for transform in (nnx.jit, jax.jit):
+        out, state = transform(f)(graphdef, params, rest, X)
+        np.testing.assert_array_equal(out, expected)
+        assert isinstance(state, nnx.State)
+        jax.tree.map(np.testing.assert_array_equal, state, eager_state)
+    assert int(params["layers"][0]["w"][0]) == 1
+
+    @nnx.jit
+    def in_place(params):
+        params["layers"][0]["w"] *= 5
+
+    in_place(params)
+    assert params["layers"][0]["w"].value.tolist() == [5, 5]
+
+
+def test_other_leaves():
+    """NumPy arrays, Python numbers, None, typed keys, nested in kwargs, go in and come out as with jax.jit."""
+    f = lambda *args, **kwargs: (args, kwargs)
+    args, kwargs = (np.ones(2), 1, 2.5, True, None, jax.random.key(0)), {"b": {"x": [1.0, None]}, "a": ()}
+    out, expected = nnx.jit(f)(*args, **kwargs), jax.jit(f)(*args, **kwargs)
+    assert jax.tree.structure(out) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
+        assert (x.aval, bool((x == y).all())) == (y.aval, True)
+
+
+def test_outputs_are_the_objects_that_went_in():
+    """Arguments, their parts and Variables come back as the very objects; new Modules as new ones, shared alike."""
+    model = Net()
+
+    @nnx.jit
+    def f(m):
+        new = Layer()
+        return {"m": m, "part": m.layers[1], "v": m.layers[0].w, "new": (new, new, [new.w]), "same": m.layers}
+
+    for _ in range(2):
+        out = f(model)
+        assert (out["m"], out["part"], out["v"], out["same"]) == (
+            model,
+            model.layers[1],
+            model.layers[0].w,
+            model.layers,
+        )
+        assert out["m"] is model
+        assert out["part"] is model.layers[1]
+        assert out["v"] is model.layers[0].w
+        new, again, (w,) = out["new"]
+        assert new is again
+        assert new.w is w
+
+
+MUTATIONS = {
+    "attach": lambda a, b: setattr(a, "extra", Layer(5.0)),
+    "attach an array": lambda a, b: setattr(a, "extra", 2 * a.layers[0].w),
+    "attach a static value": lambda a, b: setattr(a, "extra", ("x", 1)),
+    "delete": lambda a, b: delattr(a, "scale"),
+    "delete a Module": lambda a, b: a.layers.pop(0) and None,
+    "swap": lambda a, b: a.set_attributes(layers=nnx.List([a.layers[1], a.layers[0]])),
+    "share": lambda a, b: setattr(b, "layers", a.layers),
+    "move": lambda a, b: b.layers.append(a.layers.pop()),
+    "exchange": lambda a, b: (setattr(a, "other", b), setattr(b, "other", a))[0],
+    "unshare": lambda a, b: setattr(a.layers[0], "w", nnx.Param(a.layers[0].w + 1)),
+    "class": lambda a, b: setattr(a.layers[0], "__class__", Net),
+    "Variable class": lambda a, b: setattr(a.layers[0].w, "__class__", nnx.BatchStat),
+    "metadata": lambda a, b: a.layers[0].w.set_metadata(tag="x"),
+    "values of both": lambda a, b: [setattr(m.layers[0].w, "value", m.layers[1].w * 2) for m in (a, b)] and None,
+    "order of attributes": lambda a, b: setattr(a, "layers", vars(a).pop("layers")),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_structural_changes_come_out(mutation):
+    """What a jitted function does to two arguments, twice, is what the eager function does, by value and identity."""
+    mutate = MUTATIONS[mutation]
+    pairs = (Net(), Net()), (Net(), Net())
+    parts = objects_in(pairs[0])[2:]
+    jitted = nnx.jit(mutate)
+    for _ in range(2):
+        try:
+            expected = mutate(*pairs[1])
+        except (AttributeError, IndexError):
+            break
+        out = jitted(*pairs[0])
+        assert_same((pairs[0], out), (pairs[1], expected))
+    assert any(x is y for y in objects_in(pairs[0]) for x in parts)
+
+
+def test_unchanged_values_are_not_touched():
+    """A Variable that the function only reads keeps the very array; one that it writes gets another."""
+    model = Net()
+    before = [v.value for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)]
+    nnx.jit(lambda m, x: m.layers[0].w * x)(model, X)
+    assert all(v is w for v, w in zip(before, values(model), strict=True))
+    nnx.jit(lambda m, x: m.layers[0](x))(model, X)
+    changed = [i for i, (v, w) in enumerate(zip(before, values(model), strict=True)) if v is not w]
+    assert len(changed) == 1
+
+
+def values(model):
+    return [v.value for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)]
+
+
+def test_hooks_do_not_run_when_values_cross():
+    """on_get_value and on_set_value run where the user reads and writes, as in eager code, and not once more."""
+    log = []
+    v = nnx.Param(
+        1.0, on_set_value=lambda v, x: log.append("set") or x, on_get_value=lambda v, x: log.append("get") or x
+    )
+
+    @nnx.jit
+    def f(v):
+        v.value = v.value + 1
+
+    f(v)
+    assert log == ["get", "set"]
+    f(v)
+    assert (log, v.raw_value.item()) == (["get", "set"], 3.0)
+
+
+# --- caching --------------------------------------------------------------------------------------------------------
+
+
+def test_equal_structures_share_a_program():
+    """Another model, a clone, a deep copy, a pickled one, a merged one: no retrace."""
+    f = counted(lambda m, x: m(x))
+    jitted, model = nnx.jit(f), Net()
+    jitted(model, X)
+    for other in (
+        model,
+        Net(),
+        nnx.clone(model),
+        copy.deepcopy(model),
+        copy.copy(model),
+        pickle.loads(pickle.dumps(model)),
+        nnx.merge(*nnx.split(model)),
+        jax.tree.map(lambda x: x, model),
+    ):
+        for _ in range(3):
+            jitted(other, X)
+    assert f.traces == 1
+
+
+def test_another_structure_is_another_program():
+    """Depth, shape, dtype, static values and sharing each trace once."""
+    f = counted(lambda m, x: m(x))
+    jitted = nnx.jit(f)
+    tied = Net()
+    tied.layers[1] = tied.layers[0]
+    models = [Net(), Net(3), tied]
+    for _ in range(2):
+        for m in models:
+            jitted(m, X)
+        jitted(models[0], jnp.ones((3, 2)))
+        jitted(models[0], jnp.ones(2, jnp.int32))
+    assert f.traces == 5
+
+
+def test_toggling_a_static_attribute():
+    """A flag that is toggled traces once, toggled back not at all, also eval() and train()."""
+    f = counted(lambda m, x: m(x))
+    jitted, model = nnx.jit(f), nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+    for _ in range(3):
+        model.train()
+        jitted(model, jnp.ones((4, 2)))
+        model.eval()
+        jitted(model, jnp.ones((4, 2)))
+    model.layers[0].rate = 0.25
+    jitted(model, jnp.ones((4, 2)))
+    model.layers[0].rate = 0.5
+    jitted(model, jnp.ones((4, 2)))
+    assert f.traces == 3
+
+
+def test_attributes_attached_and_removed_again():
+    """A model that is back to the structure it had finds the program it had."""
+    f = counted(lambda m, x: m(x))
+    jitted, model = nnx.jit(f), Net()
+    for _ in range(3):
+        jitted(model, X)
+        model.extra = Layer()
+        jitted(model, X)
+        del model.extra
+    assert f.traces == 2
+
+
+def test_keyword_order_and_sharing_between_arguments():
+    """The order of keywords makes no difference; which arguments are shared does, once."""
+    f = counted(lambda a, b: a(X) + b(X))
+    jitted, m, n = nnx.jit(f), Net(), Net()
+    jitted(a=m, b=n)
+    jitted(b=m, a=n)
+    assert f.traces == 1
+    for _ in range(2):
+        jitted(a=m, b=m)
+        jitted(a=n, b=n)
+        jitted(b=n, a=m)
+    assert f.traces == 2
+
+
+def test_different_changes_by_one_program_for_each_trace():
+    """What changes may differ from trace to trace of one function: each cache hit hands out the right one."""
+
+    def f(m, x):
+        if x.ndim:
+            m.layers[0].w += 1
+        elif x.dtype == jnp.int32:
+            m.seen = x
+        return m.layers[0].w.sum()
+
+    jitted, model, eager = nnx.jit(f), Net(), Net()
+    for x in (X, jnp.float32(1), jnp.int32(1), X, jnp.float32(1), X):
+        assert jitted(model, x) == f(eager, x)
+        assert_same(model, eager)
+
+
+def test_clear_cache():
+    """After clear_cache the function is traced again, and right."""
+    f = counted(lambda m, x: m(x))
+    jitted, model = nnx.jit(f), Net()
+    first = jitted(model, X)
+    jitted.clear_cache()
+    np.testing.assert_array_equal(jitted(model, X), first)
+    assert f.traces == 2
+
+
+def test_calls_per_hot_call_do_not_grow_with_the_model():
+    """Python and C calls of a jitted call: as many for 1,000 Variables as for 10, reading or writing all of them."""
+
+    def update(m):
+        for v in m:
+            v += 1
+
+    found = {}
+    for size in (10, 1000):
+        model = nnx.List([nnx.Param(np.ones(1, np.float32)) for _ in range(size)])
+        step, look = nnx.jit(update), nnx.jit(lambda m: m[0].sum())
+        for _ in range(5):  # past the checks at 1, 2, 4
+            step(model)
+            look(model)
+        found[size] = count_calls(step, model), count_calls(look, model)
+    assert found[10] == found[1000]
+    assert max(found[10]) < 40
+
+
+def count_calls(f, argument):
+    count = 0
+    gc.disable()  # jax counts as a listener of the collector
+
+    def profile(frame, event, detail):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        f(argument)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_argnums": 2},
+        {"static_argnums": (2,)},
+        {"static_argnums": [-2]},
+        {"static_argnums": (-2,)},
+        {"static_argnames": "mode"},
+        {"static_argnames": ("mode",)},
+    ],
+)
+def test_static_arguments(options):
+    """By number from either end or by name, passed by position or by keyword, one program for each value."""
+
+    def f(m, x, mode, y=1.0):
+        assert not isinstance(mode, jax.core.Tracer)
+        return m(x) * y if mode == "on" else x
+
+    f = counted(f)
+    jitted, model = nnx.jit(f, **options), Net()
+    for _ in range(2):
+        assert jitted(model, X, "on").tolist() == [4, 4]
+        assert jitted(model, X, "off").tolist() == [1, 1]
+        assert jitted(model, X, mode="on").tolist() == [4, 4]
+    assert f.traces <= 4
+    assert int(model.layers[0].calls) == 4
+
+
+def test_static_arguments_of_a_bound_method():
+    """Numbers count the arguments of the call, as with jax.jit of a bound method."""
+    model = Net()
+    method = nnx.jit(lambda self, x, n: x * n if type(n) is int else None, static_argnums=2)
+    assert method.__get__(model)(X, 3).tolist() == [3, 3]
+
+    class WithMode(Net):
+        def run(self, x, mode):
+            return self(x) if mode == "on" else x
+
+    bound = WithMode().run
+    for options in ({"static_argnums": 1}, {"static_argnums": -1}, {"static_argnames": "mode"}):
+        assert nnx.jit(bound, **options)(X, "off").tolist() == [1, 1]
+        assert nnx.jit(bound, **options)(X, mode="on").tolist() == [4, 4]
+
+
+def test_static_arguments_from_the_end_of_var_positional():
+    """Negative numbers of a function with *args count from the end of the call."""
+    jitted = nnx.jit(lambda *args: args[0] * len(args[-1]), static_argnums=-1)
+    assert jitted(X, "abc").tolist() == [3, 3]
+    assert jitted(X, X, "ab").tolist() == [2, 2]
+
+
+def make_function(default):
+    return lambda x, factor=default: factor * x
+
+
+@pytest.mark.parametrize(
+    ("a", "same", "other"),
+    [
+        ([1, {"k": 2}], [1, {"k": 2}], [1, {"k": 3}]),
+        ({"a": [1]}, {"a": [1]}, {"a": [2]}),
+        ({1, 2}, {2, 1}, {1}),
+        (np.ones(2), np.ones(2), np.zeros(2)),
+        (1, 1, True),
+        (1.0, 1.0, 1),
+        (0.0, 0.0, -0.0),
+        (functools.partial(max, [1]), functools.partial(max, [1]), functools.partial(max, [2])),
+        (make_function(1), make_function(1), make_function(2)),
+        (slice(1, 2), slice(1, 2), slice(1, 3)),
+        (jnp.float32, jnp.float32, jnp.float16),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_static_arguments_compare_by_value(a, same, other):
+    """Unhashable ones too: an equal value is no new program, another one (of another type, another zero) is."""
+    f = counted(lambda m, static, x: m(x))
+    jitted, model = nnx.jit(f, static_argnums=1), Net()
+    for static in (a, same, a, same):
+        jitted(model, static, X)
+    assert f.traces == 1
+    jitted(model, other, X)
+    assert f.traces == 2
+
+
+def test_static_argument_changed_in_place():
+    """The value at the time of the call counts; what the function does to its copy stays inside."""
+    seen = []
+
+    def f(m, static):
+        seen.append(list(static))
+        static.append("inside")
+        return m.scale
+
+    jitted, static = nnx.jit(f, static_argnums=1), ["a"]
+    jitted(Net(), static)
+    static.append("b")
+    jitted(Net(), static)
+    assert seen == [["a"], ["a", "b"]]
+    assert static == ["a", "b"]
+
+
+def test_static_argument_without_equality():
+    """An array declared static is refused, naming the argument."""
+    with pytest.raises(errors.StaticValueError, match="float32"):
+        nnx.jit(lambda m, n: n, static_argnums=1)(Net(), X)
+
+
+@pytest.mark.parametrize(
+    "options", [{"donate_argnums": 0}, {"donate_argnums": (0,)}, {"donate_argnums": -2}, {"donate_argnames": "m"}]
+)
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_donation(options, by_keyword):
+    """Every Variable and array of a donated Module is usable afterwards: written ones, read ones, untouched ones."""
+
+    class Holder(Net):
+        def __init__(self):
+            super().__init__()
+            self.array, self.unused, self.listed = jnp.ones(2), nnx.Cache(jnp.ones(3)), [jnp.ones(1)]
+
+    model, eager = Holder(), Holder()
+    first = model.layers[0].w.value
+
+    def step(m, x):
+        m.layers[0].w += x
+        m.array = m.array * 2
+        return m.layers[1].w.sum()
+
+    jitted = nnx.jit(step, **options)
+    for _ in range(3):
+        assert (jitted(m=model, x=X) if by_keyword else jitted(model, X)) == step(eager, X)
+        assert_same(model, eager)
+    assert first.is_deleted()
+    assert not X.is_deleted()
+
+
+def test_donation_of_what_the_function_ignores():
+    """A function that does nothing with a donated Module leaves it usable."""
+    model, eager = Net(), Net()
+    jitted = nnx.jit(lambda m: None, donate_argnums=0)
+    for _ in range(3):
+        assert jitted(model) is None
+        assert_same(model, eager)
+
+
+def test_donation_beside_modules_that_are_not():
+    """Only what is donated is taken; optimizer-like second arguments, attached and exchanged parts stay right."""
+    a, b = Net(), Net()
+    kept = b.layers[0].w.value
+    eager = Net(), Net()
+
+    def f(a, b):
+        a.layers.append(b.layers[0])
+        a.extra = Layer(3.0)
+        b.layers[1].w += a.layers[0].w
+        return a.extra
+
+    out = nnx.jit(f, donate_argnums=0)(a, b)
+    expected = f(*eager)
+    assert_same(((a, b), out), (eager, expected))
+    assert not kept.is_deleted()
+    out = nnx.jit(lambda a, b: None, donate_argnums=(0,))(nnx.clone(a), nnx.clone(b))
+
+
+def test_donation_of_plain_arrays():
+    """An array that is donated is gone, as with jax.jit; its Variable-free neighbours are not."""
+    a, b = jnp.ones(2), jnp.ones(2)
+    assert nnx.jit(lambda a, b: a + b, donate_argnums=0)(a, b).tolist() == [2, 2]
+    assert a.is_deleted()
+    assert not b.is_deleted()
+
+
+def test_donation_of_a_shared_object():
+    """A Variable that is donated by one argument and kept by another is refused, naming both paths; nothing is lost."""
+    model = Net()
+    with pytest.raises(errors.AliasingError, match=r"shared.*args\[0\]\.layers\[0\]\.w.*args\[1\]\[0\]\.w"):
+        nnx.jit(lambda a, b: None, donate_argnums=0)(model, nnx.List([model.layers[0]]))
+    assert_same(model, Net())
+    assert model(X).tolist() == [4, 4]
+
+
+def test_donation_and_clone():
+    """A clone owns its buffers: it outlives the donation of its original."""
+    model = Net()
+    clone = nnx.clone(model)
+    nnx.jit(lambda m: m.layers[0](X), donate_argnums=0)(model)
+    assert_same(clone, Net())
+
+
+def test_donation_and_failures():
+    """A failing trace, and a buffer that JAX cannot donate twice, take nothing away."""
+    model = Net()
+    jitted = nnx.jit(lambda m, x: m(x), donate_argnums=0)
+    with pytest.raises(TypeError, match="shapes"):
+        jitted(model, jnp.ones(3))
+    assert_same(model, Net())
+    model.layers[1].w.value = model.layers[0].w.value
+    with pytest.raises(Exception, match="donate the same buffer twice"):
+        jitted(model, X)
+    assert model(X).tolist() == [2, 2]
+
+
+def test_donation_under_a_trace():
+    """Inside another jit donation means nothing, as in JAX."""
+    inner = nnx.jit(lambda m: m.layers[0](X), donate_argnums=0)
+    model = Net()
+    assert nnx.jit(lambda m: inner(m) + inner(m))(model).tolist() == [2, 2]
+    assert int(model.layers[0].calls) == 2
+
+
+def other_options():
+    """Options of the installed jax.jit that only say how to compile, with a value."""
+    known = inspect.signature(jax.jit).parameters
+    cases = {
+        "keep_unused": True,
+        "inline": True,
+        "compiler_options": {"xla_embed_ir_in_executable": True},
+        "device": jax.devices()[0],
+        "backend": "cpu",
+    }
+    return [(name, value) for name, value in cases.items() if name in known]
+
+
+@pytest.mark.filterwarnings("ignore:.*(backend|device).*:DeprecationWarning")
+@pytest.mark.parametrize(("name", "value"), other_options(), ids=lambda x: str(x))
+def test_other_options_of_jax_jit(name, value):
+    """Every other option that the installed jax.jit takes is handed on."""
+    model = Net()
+    check(functools.partial(nnx.jit(lambda m, x: m(x), **{name: value}), model), model)
+
+
+def test_every_option_of_jax_jit_is_known():
+    """No option of the installed jax.jit is without a test (abstracted_axes is an experiment of older releases)."""
+    tested = {name for name, _ in other_options()}
+    sharded = {"in_shardings", "out_shardings"}
+    own = {"fun", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
+    assert set(inspect.signature(jax.jit).parameters) - {"abstracted_axes"} == tested | sharded | own
+
+
+def test_an_option_that_jax_jit_does_not_have():
+    """A misspelt option is refused as jax.jit does."""
+    with pytest.raises(TypeError, match="static_argnum"):
+        nnx.jit(lambda m: m, static_argnum=1)(Net())
+
+
+def test_shardings_on_eight_devices():
+    """The tests in eight_devices.py, in a process of their own that has eight."""
+    path = pathlib.Path(__file__).with_name("eight_devices.py")
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def test_lower_and_compile():
+    """`.lower(...).compile()(...)` runs, writes, takes other models of the structure, and traces once."""
+    f = counted(lambda m, x, *, by=1.0: m(x) * by)
+    model, eager = Net(), Net()
+    compiled = nnx.jit(f).lower(model, X, by=2.0).compile()
+    assert f.traces == 1
+    for _ in range(2):
+        np.testing.assert_array_equal(compiled(model, X, by=2.0), 2 * eager(X))
+        assert_same(model, eager)
+    np.testing.assert_array_equal(compiled(Net(), X, by=3.0), 3 * Net()(X))
+    assert f.traces == 1
+    assert "add" in compiled.as_text()
+
+
+def test_lowering_changes_nothing():
+    """lower, trace, eval_shape leave the model as it was, values and attributes."""
+    model = Net()
+    before = values(model)
+    jitted = nnx.jit(lambda m, x: (setattr(m, "extra", m(x)), m(x))[1])
+    jitted.lower(model, X)
+    jitted.trace(model, X)
+    jitted.eval_shape(model, X)
+    assert_same(model, Net())
+    assert all(v is w for v, w in zip(before, values(model), strict=True))
+
+
+def test_trace():
+    """`.trace(...)` has the jaxpr, and goes on to `.lower().compile()`."""
+    traced = nnx.jit(lambda m, x: m(x)).trace(Net(), X)
+    assert "mul" in str(traced.jaxpr)
+    assert traced.lower().compile()(Net(), X).tolist() == [4, 4]
+
+
+def test_stages_of_abstract_models():
+    """A model of ShapeDtypeStructs is lowered; the program runs with a concrete one."""
+    abstract = nnx.eval_shape(lambda: Net())
+    compiled = nnx.jit(lambda m, x: m(x)).lower(abstract, jax.ShapeDtypeStruct((2,), jnp.float32)).compile()
+    assert compiled(Net(), X).tolist() == [4, 4]
+
+
+def test_stages_with_static_arguments_donation_and_bound_methods():
+    """Static arguments are passed again and must be equal; donated Variables live on."""
+    model = Net()
+    compiled = nnx.jit(lambda m, x, n: m(x) * n, static_argnums=2, donate_argnums=0).lower(model, X, 3).compile()
+    assert compiled(model, X, 3).tolist() == [12, 12]
+    assert int(model.layers[0].calls) == 1
+    with pytest.raises(errors.ArgumentError, match=r"args\[2\].*3 \(int\).*4 \(int\)"):
+        compiled(model, X, 4)
+    assert nnx.jit(model).lower(X).compile()(X).tolist() == [4, 4]
+
+
+def test_a_compiled_function_called_with_another_structure():
+    """The error says where the structures differ, what it was compiled for and what it got; nothing is changed."""
+    compiled, other = nnx.jit(lambda m, x: m(x)).lower(Net(), X).compile(), Net(3)
+    with pytest.raises(
+        errors.ArgumentError, match=r"(?s)differ in structure.*layers\[2\]: compiled for nothing, called with"
+    ):
+        compiled(other, X)
+    assert_same(other, Net(3))
+    other = Net()
+    other.scale = 3.0
+    with pytest.raises(errors.ArgumentError, match=r"scale: compiled for 2\.0 \(float\), called with 3\.0 \(float\)"):
+        compiled(other, X)
+    with pytest.raises(errors.ArgumentError, match="differ in structure"):
+        compiled(Net(), X, X)
+    with pytest.raises(errors.ArgumentError, match="differ in structure"):
+        compiled(X, Net())
+    with pytest.raises(TypeError, match=r"float32\[3\]|shape"):
+        compiled(Net(), jnp.ones(3))
+
+
+def test_eval_shape_of_a_jitted_function():
+    """`.eval_shape` gives abstract outputs, of static arguments and Modules too."""
+    jitted = nnx.jit(lambda m, x, n: (m(x), m, [x] * n), static_argnums=2)
+    out, made, listed = jitted.eval_shape(Net(), X, 3)
+    assert (out, len(listed)) == (jax.ShapeDtypeStruct((2,), jnp.float32), 3)
+    assert made.layers[0].w.value == jax.ShapeDtypeStruct((2,), jnp.float32)
+
+
+# --- under raw JAX --------------------------------------------------------------------------------------------------
+
+RAW = {
+    "jit": lambda f: jax.jit(f)(X),
+    "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
+    "vmap": lambda f: jax.vmap(f)(jnp.ones((3, 2))),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones((3, 2))),
+    "map": lambda f: jax.lax.map(f, jnp.ones((3, 2))),
+    "cond": lambda f: jax.lax.cond(True, f, lambda x: x, X),
+    "while_loop": lambda f: jax.lax.while_loop(lambda x: x.sum() < 9, f, X),
+    "eval_shape": lambda f: jax.eval_shape(f, X),
+    "make_jaxpr": lambda f: jax.make_jaxpr(f)(X),
+    "checkpoint": lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum())(X),
+    "jvp": lambda f: jax.jvp(f, (X,), (X,)),
+    "linearize": lambda f: jax.linearize(f, X)[0],
+    "jacfwd": lambda f: jax.jacfwd(f)(X),
+    "jit of vmap": lambda f: jax.jit(jax.vmap(f))(jnp.ones((1, 2))),
+    "nnx.jit around": lambda f: nnx.jit(f)(X),
+    "nnx.grad around": lambda f: nnx.grad(lambda x: f(x).sum())(X),
+}
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_reading_a_live_model_under_raw_jax(raw):
+    """A live model that is only read may be passed to a jitted function under any transform, and stays concrete."""
+    model, read = Net(), nnx.jit(lambda m, x: x * m.layers[0].w * m.scale)
+    before = values(model)
+    out = RAW[raw](lambda x: read(model, x))
+    expected = RAW[raw](lambda x: x * model.layers[0].w.value * model.scale)
+    if raw == "eval_shape":
+        assert out == expected
+    elif raw != "make_jaxpr":
+        jax.tree.map(np.testing.assert_array_equal, out, expected)
+    assert_same(model, Net())
+    assert all(v is w for v, w in zip(before, values(model), strict=True))
+
+
+@pytest.mark.parametrize("raw", [raw for raw in RAW if raw != "nnx.jit around"])
+@pytest.mark.parametrize(
+    ("write", "what"),
+    [
+        (lambda m, x: m.layers[1](x), r"layers\[1\]\.calls"),
+        (lambda m, x: setattr(m, "extra", x), "extra"),
+        (lambda m, x: setattr(m.layers[0], "flag", True), "flag"),
+        (lambda m, x: m.layers.append(Layer()), "layers"),
+    ],
+    ids=["value", "array", "static", "list"],
+)
+def test_writing_a_live_model_under_raw_jax(raw, write, what):
+    """A write raises TraceContextError, which names the path, and nothing is written, what came before it neither."""
+    model = Net()
+    before = values(model)
+    with pytest.raises(errors.TraceContextError, match=f"(?s){what}.*nnx.jit"):
+        RAW[raw](lambda x: nnx.jit(lambda m, x: (write(m, x), x)[1])(model, x))
+    with pytest.raises(errors.TraceContextError, match=r"layers\[0\]\.w"):
+        RAW[raw](lambda x: nnx.jit(lambda m, x: (setattr(m.layers[0].w, "value", x), write(m, x), x)[2])(model, x))
+    assert_same(model, Net())
+    assert all(v is w for v, w in zip(before, values(model), strict=True))
+
+
+def test_a_model_passed_through_raw_jax():
+    """A Module that is itself an argument of a raw transform is a local copy: writes go to that, and end with it."""
+    model, step = Net(), nnx.jit(lambda m, x: m(x))
+    assert jax.jit(lambda m, x: (step(m, x), m.layers[0].calls.value))(model, X)[1].item() == 1
+    assert jax.vmap(step, in_axes=(None, 0))(model, jnp.ones((3, 2))).shape == (3, 2)
+    assert jax.grad(lambda m: step(m, X).sum(), allow_int=True)(model).layers[0].w.value.tolist() == [4, 4]
+    assert_same(model, Net())
+
+
+def test_settings_of_jax():
+    """jax.disable_jit, jax.checking_leaks, jax.debug_nans: the same results; no tracer is left behind."""
+    for context in (jax.disable_jit(), jax.checking_leaks(), jax.debug_nans(True), jax.enable_checks(True)):
+        model = Net()
+        with context:
+            check(nnx.jit(model), model)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+class Interrupt(Exception):
+    pass
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first call", "later call"])
+def test_a_failing_function_changes_nothing(warm):
+    """An exception after any number of changes leaves identities, values and attributes."""
+
+    def f(m, x):
+        if x.ndim == 1:
+            return x
+        m.layers[0].w.value = x
+        m.layers.append(Layer())
+        del m.scale
+        m.extra = x
+        m.layers[0].__class__ = Net
+        m.layers[1].w.set_metadata(a=1)
+        raise Interrupt
+
+    model, jitted = Net(), nnx.jit(f)
+    before, objects = values(model), [x for _, x in nnx.iter_graph(model)]
+    if warm:
+        jitted(model, X)
+    with pytest.raises(Interrupt):
+        jitted(model, jnp.ones((2, 2)))
+    assert_same(model, Net())
+    assert all(v is w for v, w in zip(before, values(model), strict=True))
+    assert all(v is w for v, (_, w) in zip(objects, nnx.iter_graph(model), strict=True))
+    assert jitted(model, X).tolist() == [1, 1]
+
+
+def test_a_failure_at_run_time_changes_nothing():
+    """An exception raised by the compiled program (a callback) leaves the model as it was, and usable."""
+
+    def fail(x):
+        raise Interrupt
+
+    def f(m, x):
+        m.layers[0].w.value = jax.pure_callback(fail, x, x)
+        m.extra = 1
+
+    model = Net()
+    before = values(model)
+    with pytest.raises(Exception, match=r"Interrupt|callback"):
+        jax.block_until_ready(nnx.jit(f)(model, X))
+        jax.block_until_ready(model.layers[0].w.value)
+    if not hasattr(model, "extra"):  # the CPU may run the program after the call has returned
+        assert all(v is w for v, w in zip(before, values(model), strict=True))
+
+
+def test_an_output_that_cannot_be_made_changes_nothing():
+    """A pytree class whose unflatten fails outside of the trace: the model has not been written."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Fragile:
+        def __init__(self, x):
+            self.x = x
+
+        def tree_flatten(self):
+            return (self.x,), None
+
+        @classmethod
+        def tree_unflatten(cls, aux, children):
+            if isinstance(children[0], jax.Array) and not isinstance(children[0], jax.core.Tracer):
+                raise Interrupt
+            return cls(*children)
+
+    model = Net()
+    for structural in (False, True):
+
+        def f(m, structural=structural):
+            m.layers[0].w += 1
+            if structural:
+                m.extra = 1
+            return Fragile(m.layers[0].w.value)
+
+        jitted = nnx.jit(f)
+        for _ in range(2):
+            with pytest.raises(Interrupt):
+                jitted(model)
+            assert_same(model, Net())
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first call", "later call"])
+def test_untraceable_arguments(warm):
+    """A string, or any object, among the arguments: the error names the argument and what to write instead."""
+    model, jitted = Net(), nnx.jit(lambda m, x, **kwargs: x)
+    if warm:
+        jitted(model, 1.0)
+        jitted(model, 1.0, mode=1.0)
+        jitted(model, [1.0])
+    with pytest.raises(errors.ArgumentError, match=r"args\[1\] is a str \('train'\).*static_argnums"):
+        jitted(model, "train")
+    with pytest.raises(errors.ArgumentError, match=r"kwargs\['mode'\] is a str|kwargs\.mode is a str"):
+        jitted(model, 1.0, mode="train")
+    with pytest.raises(errors.ArgumentError, match=r"args\[1\]\[0\] is a object"):
+        jitted(model, [object()])
+    assert jitted(model, 1.0).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"static_argnums": 2}, "static_argnums has 2, but f takes 2 positional"),
+        ({"static_argnums": -3}, "static_argnums has -3, but f takes 2 positional"),
+        ({"donate_argnums": 5}, "donate_argnums has 5"),
+        ({"static_argnames": "z"}, r"static_argnames has \['z'\], but f takes \['m', 'x'\]"),
+        ({"donate_argnames": ("x", "q")}, r"donate_argnames has \['q'\]"),
+    ],
+)
+def test_arguments_that_the_function_does_not_have(options, message):
+    """Wrong numbers and names are refused when the function is wrapped, saying what there is."""
+
+    def f(m, x):
+        return x
+
+    with pytest.raises(errors.PrefixError, match=message):
+        nnx.jit(f, **options)
+
+
+def test_outputs_that_cannot_be_returned():
+    """A string in the output, and in a Variable, is refused with its path, and nothing is changed."""
+    model = Net()
+    with pytest.raises(TypeError, match=r"<output>.name is set to a str"):
+        nnx.jit(lambda m: {"name": "x", "m": m(X)})(model)
+    assert_same(model, Net())
+    with pytest.raises(TypeError, match=r"(?s)layers\[0\]\.w.*str"):
+        nnx.jit(lambda m: setattr(m.layers[0].w, "value", "x"))(model)
+    assert_same(model, Net())
+
+
+def test_shape_errors_name_the_layer():
+    """An error in a layer carries notes: path, class and input of each call on the way."""
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Sequential(nnx.Linear(2, 4, rngs=nnx.Rngs(0))))
+    for call in (nnx.jit(lambda m, x: m(x)), nnx.jit(lambda m, x: nnx.grad(lambda m: m(x).sum())(m))):
+        with pytest.raises(Exception, match="shape") as caught:
+            call(model, jnp.ones((5, 2)))
+        notes = [note for note in caught.value.__notes__ if note.startswith("in ")]
+        assert notes[0].startswith("in layers[1].layers[0] (Linear), input float32[5, 3]")
+        assert notes[1].startswith("in layers[1] (Sequential), input float32[5, 3]")
+        assert len(notes) == 3
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"donate_argnums": 0}, {"static_argnums": 2}], ids=["plain", "donated", "static"]
+)
+def test_a_dropped_model_is_freed_at_once(options):
+    """The compiled function keeps nothing of a model that it was called with; no collector is needed."""
+    jitted = nnx.jit(lambda m, x, n=1: m(x), **options)
+    model = Net()
+    for _ in range(5):
+        jitted(model, X, 2)
+    watched = [weakref.ref(x) for x in (model, model.layers, model.layers[0], model.layers[0].w)]
+    array = weakref.ref(model.layers[0].w.value)
+    del model
+    assert [ref() for ref in watched] == [None] * 4
+    assert array() is None
+
+
+def test_a_dropped_model_that_failed_is_freed():
+    """Neither a failing call, nor lowering, nor a structural change keeps a model alive."""
+
+    def f(m, x):
+        m.extra = x
+        if x.ndim == 2:
+            raise Interrupt
+
+    jitted, model = nnx.jit(f), Net()
+    with pytest.raises(Interrupt):
+        jitted(model, jnp.ones((1, 2)))
+    jitted.lower(model, X)
+    jitted.eval_shape(model, X)
+    jitted(model, X)
+    jitted(model, X)
+    ref = weakref.ref(model)
+    del model
+    assert ref() is None
+
+
+def test_a_dropped_function_is_freed():
+    """A jitted function takes its programs and what it closes over along."""
+
+    def make():
+        layer = Layer()
+        return nnx.jit(lambda m, x: m(x) * layer.w), layer
+
+    jitted, layer = make()
+    model = Net()
+    jitted(model, X)
+    jitted(model, X)
+    refs = [weakref.ref(jitted), weakref.ref(layer)]
+    del jitted, layer
+    assert [ref() for ref in refs] == [None, None]
+    jitted = nnx.jit(model)
+    jitted(X)
+    ref = weakref.ref(model)
+    del jitted, model
+    assert ref() is None

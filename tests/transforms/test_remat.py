@@ -1,0 +1,220 @@
+"""nnx.remat: recomputes in the backward pass, changes nothing else, and loses no state."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import errors
+from tests.properties.compare import Snapshot, assert_no_tracer
+
+from .models import RAW, Layer, Norm, Pair, X
+
+MODEL = Layer()
+
+
+class Decorated(Layer):
+    @nnx.remat
+    def bare(self, x):
+        return self(x)
+
+    @nnx.remat(prevent_cse=False)
+    def with_options(self, x):
+        return self(x)
+
+    @nnx.remat(static_argnums=2)
+    def repeated(self, x, times):
+        for _ in range(times):
+            x = self(x)
+        return x
+
+
+class DecoratedCall(nnx.Module):
+    def __init__(self):
+        self.inner = Layer()
+
+    @nnx.remat
+    def __call__(self, x):
+        return self.inner(x)
+
+
+class Holder(nnx.Module):
+    """Checkpoints one of its own methods when called, the way published models do."""
+
+    def __init__(self):
+        self.inner = Layer()
+
+    def block(self, x):
+        return self.inner(x)
+
+    def __call__(self, x):
+        return nnx.remat(self.block.__func__)(self, x)
+
+
+def run(model, x):
+    return model(x)
+
+
+WAYS = {
+    "function": lambda: (nnx.remat(run), Layer()),
+    "empty parentheses": lambda: (nnx.remat()(run), Layer()),
+    "options first": lambda: (nnx.remat(prevent_cse=False)(run), Layer()),
+    "checkpoint": lambda: (nnx.checkpoint(run), Layer()),
+    "unbound method": lambda: (nnx.remat(Layer.__call__), Layer()),
+    "bound method": lambda: ((lambda m, x: nnx.remat(m.__call__)(x)), Layer()),
+    "Module": lambda: ((lambda m, x: nnx.remat(m)(x)), Layer()),
+    "partial": lambda: ((lambda m, x: nnx.remat(functools.partial(run, m))(x)), Layer()),
+    "partial by keyword": lambda: ((lambda m, x: nnx.remat(functools.partial(run, x=x))(m)), Layer()),
+    "keyword": lambda: ((lambda m, x: nnx.remat(run)(m, x=x)), Layer()),
+    "decorated method": lambda: (lambda m, x: m.bare(x), Decorated()),
+    "decorated method with options": lambda: (lambda m, x: m.with_options(x), Decorated()),
+    "decorated __call__": lambda: (run, DecoratedCall()),
+    "function of a bound method": lambda: (run, Holder()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_use_gives_the_value_the_gradient_and_the_state_of_a_plain_call(way):
+    f, model = WAYS[way]()
+    layer = model if isinstance(model, Layer) else model.inner
+    np.testing.assert_allclose(f(model, X), Layer()(X), rtol=1e-6)
+    assert layer.calls.value == 1
+    grads = nnx.grad(lambda m, x: f(m, x).sum())(model, X)
+    expected = nnx.grad(lambda m, x: m(x).sum())(Layer(), X)
+    np.testing.assert_allclose(jax.tree.leaves(grads)[0], expected.w.value, rtol=1e-6)
+    assert layer.calls.value == 2
+
+
+def sines(policy, prevent_cse=True):
+    def f(model, x):
+        return jnp.sin(jnp.sin(model.w * x)).sum()
+
+    model, options = Layer(), {"policy": policy, "prevent_cse": prevent_cse}
+    return str(jax.make_jaxpr(lambda x: nnx.grad(nnx.remat(f, **options))(model, x).w.value)(X))
+
+
+def test_the_policy_decides_what_is_computed_again():
+    again = sines(None).count(" sin ")
+    assert again > sines(jax.checkpoint_policies.everything_saveable).count(" sin ")
+    assert again == sines(jax.checkpoint_policies.nothing_saveable).count(" sin ")
+
+
+def test_prevent_cse_reaches_jax():
+    assert "prevent_cse=False" in sines(None, prevent_cse=False)
+    assert "prevent_cse=True" in sines(None)
+
+
+def test_static_arguments_are_python_values_inside():
+    model = Decorated()
+    assert model.repeated(X, 3).shape == (3,)
+    assert model.calls.value == 3
+    f = nnx.remat(lambda m, x, flag: m(x) if flag else x, static_argnums=(-1,))
+    np.testing.assert_array_equal(f(model, X, False), X)
+
+
+def test_a_static_argument_that_the_call_does_not_have_is_an_error():
+    with pytest.raises(errors.ArgumentError, match=r"static_argnums=5 does not fit a call with 2 positional arguments"):
+        nnx.remat(run, static_argnums=5)(Layer(), X)
+
+
+def test_a_static_array_is_an_error():
+    with pytest.raises(errors.StaticValueError, match="declared static"):
+        nnx.remat(run, static_argnums=1)(Layer(), X)
+
+
+def test_structure_changes_come_out():
+    """What is attached, deleted and swapped inside has happened to the objects that were passed in."""
+
+    def f(m, x):
+        m.new = nnx.Cache(x)
+        del m.tied
+        m.a, m.b = m.b, m.a
+        return m.a
+
+    m = Pair()
+    a, b = m.a, m.b
+    out = nnx.remat(f)(m, X)
+    assert out is b
+    assert m.a is b
+    assert m.b is a
+    assert m.me is m
+    assert not hasattr(m, "tied")
+    np.testing.assert_array_equal(m.new.value, X)
+
+
+def test_shared_and_cyclic_objects_keep_their_identity_across_arguments():
+    def f(m, v):
+        assert m.me is m
+        assert m.tied is m.a.w
+        assert v is m.tied
+        v.value = v.value + 1
+        return m.tied
+
+    m = Pair()
+    assert nnx.remat(f)(m, m.a.w) is m.a.w
+    np.testing.assert_array_equal(m.a.w.value, [2, 2, 2])
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failing_body_changes_nothing(error):
+    def f(m, x):
+        y = m(x)
+        m.new = nnx.Param(y)
+        raise error
+
+    m = Pair()
+    before = Snapshot(m)
+    with pytest.raises(error):
+        nnx.remat(f)(m, X)
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_a_read_only_forward_under_raw_jax_leaves_the_live_model_as_it_was(raw):
+    m = Norm()
+    m.training = False
+    before = Snapshot(m)
+    RAW[raw](lambda x: nnx.remat(run)(m, x))
+    before.assert_unchanged()
+
+
+def test_a_write_under_raw_jax_is_refused_by_path_and_writes_nothing():
+    m = Norm()
+    before = Snapshot(m)
+    with pytest.raises(errors.TraceContextError, match=r"which is m\.count"):
+        jax.jit(lambda x: nnx.remat(run)(m, x))(X)
+    before.assert_unchanged()
+
+
+def test_no_tracer_leaks():
+    m = Norm()
+    with jax.checking_leaks():
+        nnx.jit(nnx.grad(nnx.remat(lambda m, x: m(x).sum())))(m, X)
+    assert m.count.value == 1
+
+
+def test_statistics_inside_grad_inside_remat_inside_scan_inside_jit():
+    """A counter goes through four transforms, and the statistics equal those of the plain loop."""
+
+    def loss(m, x):
+        return m(x).sum()
+
+    def step(m, x):
+        return nnx.remat(nnx.grad(loss))(m, x).scale.value
+
+    @nnx.jit
+    def train(m, xs):
+        axes = nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: None})
+        return nnx.scan(step, in_axes=(axes, 0), out_axes=0)(m, xs)
+
+    xs = jnp.stack([X, 2 * X, 3 * X])
+    m, plain = Norm(), Norm()
+    grads = train(m, xs)
+    expected = jnp.stack([nnx.grad(loss)(plain, x).scale.value for x in xs])
+    np.testing.assert_allclose(grads, expected, rtol=1e-6)
+    np.testing.assert_allclose(m.mean.value, plain.mean.value, rtol=1e-6)
+    assert m.count.value == 3
+    assert_no_tracer(m)

@@ -1,0 +1,557 @@
+"""nnx.scan: stacked, carried and whole Modules; equal to the plain Python loop; errors that name paths."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import errors
+from nnxlib.transforms.body import BodyError
+from tests.properties.compare import Snapshot, assert_no_tracer
+
+from .models import RAW, Layer, Norm, Pair, X, counted, stacked
+
+XS = jnp.stack([X, 2 * X, 3 * X])
+CARRIED = nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: None})
+ALL_CARRIED = nnx.StateAxes({...: nnx.Carry})
+
+
+def step(carry, m, x):
+    carry = carry + m(x)
+    return carry, carry.sum()
+
+
+class Decorated(Layer):
+    @nnx.scan(in_axes=(ALL_CARRIED, nnx.Carry, 0))
+    def total(self, carry, x):
+        carry = carry + self.one(x)
+        return carry, carry.sum()
+
+    @nnx.scan(in_axes=(ALL_CARRIED, nnx.Carry, 0))
+    def __call__(self, carry, x):
+        carry = carry + self.one(x)
+        return carry, carry.sum()
+
+    def one(self, x):
+        return Layer.__call__(self, x)
+
+
+AXES = (nnx.Carry, ALL_CARRIED, 0)
+WAYS = {
+    "function": lambda m: nnx.scan(step, in_axes=AXES)(jnp.zeros(3), m, XS),
+    "options first": lambda m: nnx.scan(in_axes=AXES)(step)(jnp.zeros(3), m, XS),
+    "list of axes": lambda m: nnx.scan(step, in_axes=list(AXES))(jnp.zeros(3), m, XS),
+    "keywords": lambda m: nnx.scan(step, in_axes=AXES)(jnp.zeros(3), x=XS, m=m),
+}
+
+
+def plain_loop(m):
+    carry, ys = jnp.zeros(3), []
+    for x in XS:
+        carry, y = step(carry, m, x)
+        ys.append(y)
+    return carry, jnp.stack(ys)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_use_equals_the_plain_loop(way):
+    m, plain = Layer(), Layer()
+    carry, ys = WAYS[way](m)
+    expected = plain_loop(plain)
+    np.testing.assert_allclose(carry, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(ys, expected[1], rtol=1e-6)
+    assert m.calls.value == 3
+
+
+def test_methods_and_call_can_be_decorated():
+    m, expected = Decorated(), plain_loop(Layer())
+    np.testing.assert_allclose(m.total(jnp.zeros(3), XS)[1], expected[1], rtol=1e-6)
+    assert m.calls.value == 3
+    np.testing.assert_allclose(m(jnp.zeros(3), XS)[0], expected[0], rtol=1e-6)
+
+
+def test_bound_methods_modules_and_partials_are_passed_whole():
+    """What was bound is seen by every iteration, so it may be read, and a change is an error that names it."""
+    m, expected = Layer(), jnp.stack([Layer().read(x) for x in XS])
+    options = {"in_axes": (0,), "out_axes": 0}
+    np.testing.assert_allclose(nnx.scan(m.read, **options)(XS), expected, rtol=1e-6)
+    np.testing.assert_allclose(nnx.scan(functools.partial(Layer.read, m), **options)(XS), expected, rtol=1e-6)
+    np.testing.assert_allclose(nnx.scan(functools.partial(Layer.read, x=X), **options)(stacked_layers()).shape, (2, 3))
+    with pytest.raises(errors.PrefixError, match=r"args\[0\]\.calls: every iteration would leave a value"):
+        nnx.scan(m, **options)(XS)
+
+
+def stacked_layers():
+    return nnx.vmap(Layer)(jnp.array([1.0, 2.0]))
+
+
+def test_without_parentheses_the_first_argument_is_carried_and_the_second_mapped():
+    @nnx.scan
+    def add(carry, x):
+        return carry + x, carry
+
+    total, before = add(jnp.zeros(3), XS)
+    np.testing.assert_array_equal(total, XS.sum(0))
+    np.testing.assert_array_equal(before, jnp.cumsum(XS, 0) - XS)
+
+
+def test_keyword_only_arguments_are_passed_whole():
+    def f(carry, x, scale=1.0, *, by=1.0):
+        return carry + scale * by * x, None
+
+    np.testing.assert_array_equal(nnx.scan(f)(jnp.zeros(3), XS, by=2.0)[0], 2 * XS.sum(0))
+    g = nnx.scan(f, in_axes=(nnx.Carry, 0, None))
+    np.testing.assert_array_equal(g(jnp.zeros(3), XS, scale=jnp.array(3.0), by=2.0)[0], 6 * XS.sum(0))
+    np.testing.assert_array_equal(g(jnp.zeros(3), scale=jnp.array(3.0), x=XS)[0], 3 * XS.sum(0))
+
+
+def test_a_default_before_a_named_argument_is_filled_in():
+    f = nnx.scan(lambda carry, x, a=1.0, b=1.0: (carry + a * b * x, None), in_axes=(nnx.Carry, 0, None, None))
+    np.testing.assert_array_equal(f(jnp.zeros(3), XS, b=jnp.array(5.0))[0], 5 * XS.sum(0))
+
+
+def test_a_stack_of_layers_equals_the_loop_over_them():
+    stack = stacked()
+    out = nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(stack, X)
+    expected = X
+    for kernel, bias in zip(stack.kernel.value, stack.bias.value, strict=True):
+        expected = expected @ kernel + bias
+    np.testing.assert_allclose(out, expected, rtol=1e-5)
+
+
+def test_the_model_first_carry_whole_and_mapped_arguments():
+    """in_axes=(0, Carry, None, 0), the order of published language models."""
+    stack = stacked(3)
+    f = nnx.scan(lambda layer, x, mask, y: (layer(x) * mask + y, y), in_axes=(0, nnx.Carry, None, 0))
+    out, ys = f(stack, X, jnp.array([1.0, 0.0, 1.0]), XS)
+    expected = X
+    for i in range(3):
+        expected = (expected @ stack.kernel[i] + stack.bias[i]) * jnp.array([1.0, 0.0, 1.0]) + XS[i]
+    np.testing.assert_allclose(out, expected, rtol=1e-5)
+    np.testing.assert_array_equal(ys, XS)
+
+
+def test_axes_of_inputs_and_outputs_may_be_any():
+    xs = jnp.arange(24.0).reshape(2, 3, 4)
+    out = nnx.scan(lambda x: x + 1, in_axes=(1,), out_axes=1)(xs)
+    np.testing.assert_array_equal(out, xs + 1)
+    assert nnx.scan(lambda x: x, in_axes=(-1,), out_axes=0)(xs).shape == (4, 2, 3)
+    assert nnx.scan(lambda x: (x, {"a": x}), in_axes=0, out_axes=(0, {"a": -1}))(xs)[1]["a"].shape == (3, 4, 2)
+
+
+def test_reverse_unroll_and_length_reach_jax():
+    carry, seen = nnx.scan(lambda c, x: (x, c), reverse=True)(jnp.zeros(3), XS)
+    np.testing.assert_array_equal(carry, XS[0])
+    np.testing.assert_array_equal(seen[-1], jnp.zeros(3))
+    count = nnx.scan(lambda c: c + 1, length=5, in_axes=nnx.Carry, out_axes=nnx.Carry)
+    assert count(jnp.array(0)) == 5
+    text = str(jax.make_jaxpr(lambda xs: nnx.scan(lambda c, x: (c + x, x), unroll=3)(X, xs))(XS))
+    assert "unroll=3" in text
+
+
+def test_scan_without_a_carry_is_a_map():
+    m = Norm()
+    m.training = False
+    out = nnx.scan(lambda m, x: m(x), in_axes=(None, 0), out_axes=0)(m, XS)
+    np.testing.assert_allclose(out, jnp.stack([m(x) for x in XS]), rtol=1e-6)
+
+
+def test_statistics_in_a_stack_are_kept_for_each_layer_and_carried_ones_go_through_all():
+    stack = nnx.vmap(lambda _: Norm())(jnp.zeros(3))
+    nnx.scan(lambda x, m: m(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, stack)
+    np.testing.assert_array_equal(stack.count.value, [1, 1, 1])
+    assert len(np.unique(stack.mean.value[:, 0])) == 3
+    one = Norm()
+    nnx.scan(lambda m, x: m(x), in_axes=(CARRIED, 0), out_axes=0)(one, XS)
+    assert one.count.value == 3
+
+
+def test_a_change_in_what_is_passed_whole_is_an_error_that_names_it_and_changes_nothing():
+    m = Norm()
+    before = Snapshot(m)
+    with pytest.raises(
+        errors.PrefixError, match=r"args\[0\]\.mean: every iteration would leave a value(.|\n)*StateAxes"
+    ):
+        nnx.scan(lambda m, x: m(x), in_axes=(None, 0), out_axes=0)(m, XS)
+    before.assert_unchanged()
+
+
+def test_only_what_changed_is_written_back():
+    m = Pair()
+    before = m.a.w.value
+    nnx.scan(lambda m, x: m.b(x), in_axes=(ALL_CARRIED, 0), out_axes=0)(m, XS)
+    assert m.a.w.value is before
+    assert m.b.calls.value == 3
+    assert m.a.calls.value == 0
+
+
+class Sower(nnx.Module):
+    def __init__(self, shape=()):
+        self.w = nnx.Param(jnp.ones((*shape, 3)))
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "seen", x)
+        return self.w * x
+
+
+def test_sown_values_are_stacked_also_a_second_time():
+    m = Sower()
+    f = nnx.scan(lambda m, x: m(x), in_axes=(nnx.StateAxes({nnx.Intermediate: 0, ...: nnx.Carry}), 0), out_axes=0)
+    f(m, XS)
+    np.testing.assert_array_equal(m.seen.value[0], XS)
+    f(m, 2 * XS)
+    np.testing.assert_array_equal(m.seen.value[1], 2 * XS)
+    nnx.pop(m, nnx.Intermediate)
+    f(m, XS)
+    assert len(m.seen.value) == 1
+
+
+def test_the_same_function_with_other_filters_is_another_program():
+    """Filters that differ only in what they say about Variables yet to come must not share a compiled loop."""
+
+    def f(m, x):
+        return m(x)
+
+    shapes = []
+    for axis in (0, 1):
+        m = Sower((3,))
+        axes = nnx.StateAxes({nnx.Intermediate: axis, ...: 0})
+        nnx.scan(f, in_axes=(axes, 0), out_axes=0)(m, jnp.ones((3, 2, 3)))
+        shapes.append(m.seen.value[0].shape)
+    assert shapes == [(3, 2, 3), (2, 3, 3)]
+
+
+def test_sowing_into_a_carry_is_an_error_that_says_what_to_do():
+    with pytest.raises(errors.PrefixError, match=r"args\[0\]\.seen: attached inside, but Carry needs a value"):
+        nnx.scan(lambda m, x: m(x), in_axes=(ALL_CARRIED, 0), out_axes=0)(Sower(), XS)
+
+
+def test_new_modules_come_out_stacked():
+    out = nnx.scan(lambda x: Layer(x), in_axes=0, out_axes=0)(jnp.array([1.0, 2.0]))
+    assert isinstance(out, Layer)
+    np.testing.assert_array_equal(out.w.value, [[1, 1, 1], [2, 2, 2]])
+
+
+def swap(m, x):
+    m.a, m.b = m.b, m.a
+
+
+def delete(m, x):
+    del m.tied
+
+
+def retype(m, x):
+    m.a.__class__ = Norm
+
+
+def count(m, x):
+    m.flag = m.flag + 1
+
+
+def replace(m, x):
+    m.a.w = nnx.Param(x)
+
+
+REFUSED = {
+    swap: r"args\[0\]\.a: the Layer args\[0\]\.a became the Layer args\[0\]\.b",
+    delete: r"args\[0\]\.tied: the Param args\[0\]\.a\.w became nothing",
+    retype: r"args\[0\]\.a: its type",
+    count: r"args\[0\]\.flag: 0 \(int\) became 1 \(int\)",
+    replace: r"args\[0\]\.a\.w: the Param args\[0\]\.a\.w became a new object",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda f: f.__name__)
+def test_what_cannot_happen_once_for_each_iteration_is_refused_by_path(change):
+    """The body is traced once, so a swap or a counter in a plain attribute would happen once, and not three times."""
+    m = Pair()
+    m.flag = 0
+    before = Snapshot(m)
+    with pytest.raises(
+        BodyError, match="body of scan may change values, but not the structure(.|\n)*" + REFUSED[change]
+    ):
+        nnx.scan(change, in_axes=(nnx.StateAxes({...: None}), 0), out_axes=0)(m, XS)
+    before.assert_unchanged()
+
+
+def test_the_carry_may_hold_modules_which_keep_their_identity():
+    def f(carry, x):
+        m, total = carry
+        return (m, total + m(x)), None
+
+    m = Pair()
+    (out, total), _ = nnx.scan(f)((m, jnp.zeros(3)), XS)
+    assert out is m
+    assert m.me is m
+    assert m.tied is m.a.w
+    assert m.a.calls.value == 3
+    plain = Pair()
+    np.testing.assert_allclose(total, sum(plain(x) for x in XS), rtol=1e-6)
+
+
+def test_a_shared_variable_may_be_in_two_arguments_if_both_say_the_same():
+    m = Pair()
+    f = nnx.scan(lambda m, v, x: (v * x).sum() + (m.tied * x).sum(), in_axes=(ALL_CARRIED, ALL_CARRIED, 0), out_axes=0)
+    np.testing.assert_allclose(f(m, m.a.w, XS), 2 * XS.sum(1), rtol=1e-6)
+    with pytest.raises(errors.AliasingError, match=r"args\[0\]\.a\.w: .*Carry.*, but args\[1\]: None"):
+        nnx.scan(lambda m, v, x: x, in_axes=(ALL_CARRIED, None, 0), out_axes=0)(m, m.a.w, XS)
+
+
+def swapped_carry(c, x):
+    return (c[1], c[0]), x
+
+
+def other_carry(c, x):
+    return c[0], x
+
+
+def test_a_carry_that_comes_out_differently_is_an_error_with_both_sides():
+    a, b = Layer(), Layer()
+    with pytest.raises(
+        BodyError, match=r"The carry of scan must come out with the structure(.|\n)*carry\[0\]: went in"
+    ):
+        nnx.scan(swapped_carry)((a, b), XS)
+    with pytest.raises(BodyError, match=r"carry\[1\]: went in"):
+        nnx.scan(other_carry)((a, b), XS)
+
+
+def grow(m, x):
+    m.w.value = jnp.ones(4)
+
+
+def cast(m, x):
+    m.w.value = m.w.value.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(grow, r"args\[0\]\.w: float32\[3\] became float32\[4\]"), (cast, r"w: float32\[3\] became bfloat16\[3\]")],
+)
+def test_a_carried_variable_that_changes_its_type_is_an_error_by_path(change, message):
+    with pytest.raises(BodyError, match=r"body of scan must keep the shape and dtype(.|\n)*" + message):
+        nnx.scan(change, in_axes=(ALL_CARRIED, 0), out_axes=0)(Layer(), XS)
+
+
+def test_a_python_number_as_carry_takes_the_type_that_comes_out_as_in_jax():
+    out, ys = nnx.scan(lambda c, x: (c + x, c))(0, jnp.array([0.5, 1.0]))
+    expected = jax.lax.scan(lambda c, x: (c + x, c), 0, jnp.array([0.5, 1.0]))
+    assert (out, ys.dtype) == (expected[0], expected[1].dtype)
+
+
+def test_random_keys_can_be_carried_and_streams_never_repeat():
+    key, xs = nnx.scan(lambda k: (jax.random.split(k)[0], jax.random.normal(k)), length=4, in_axes=(nnx.Carry,))(
+        jax.random.key(0)
+    )
+    assert jnp.unique(xs).size == 4
+    assert jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    rngs = nnx.Rngs(0)
+    draw = nnx.scan(lambda r: jax.random.normal(r()), length=3, in_axes=(ALL_CARRIED,), out_axes=0)
+    values = [*map(float, draw(rngs)), *map(float, draw(rngs))]
+    plain = nnx.Rngs(0)
+    np.testing.assert_allclose(values, [float(jax.random.normal(plain())) for _ in range(6)], rtol=1e-6)
+
+
+def with_axes(in_axes, out_axes=0, args=None, **options):
+    return lambda: nnx.scan(lambda *a: a[-1], in_axes=in_axes, out_axes=out_axes, **options)(*(args or (Layer(), XS)))
+
+
+WRONG = {
+    "two carries": (with_axes((nnx.Carry, nnx.Carry)), r"in_axes=.* may have nnx\.Carry once"),
+    "Carry inside an argument": (with_axes(((nnx.Carry, 0), 0)), r"may have nnx\.Carry once"),
+    "Carry in": (with_axes((nnx.Carry, 0)), r"nnx\.Carry must be in both in_axes=.* and out_axes=0"),
+    "Carry out": (with_axes((None, 0), (nnx.Carry, 0)), r"nnx\.Carry must be in both"),
+    "not a label": (with_axes(("carry", 0)), "in_axes=.* has 'carry'; give an int, None, nnx.Carry or nnx.StateAxes"),
+    "not a label by filter": (with_axes((nnx.StateAxes({...: "x"}), 0)), "has 'x'; give an int"),
+    "too many axes": (
+        with_axes((None, 0, 0)),
+        "in_axes=.* does not fit the values it describes: it has 3 entries for 2 values",
+    ),
+    "out_axes of another structure": (with_axes((None, 0), (0, 0)), "out_axes=.* does not fit"),
+    "no filter takes a leaf": (
+        with_axes((nnx.StateAxes({nnx.Param: None}), 0)),
+        r"no filter that takes calls \(Cache\)",
+    ),
+    "no such axis": (
+        with_axes((nnx.StateAxes({nnx.Param: 1, ...: None}), 0)),
+        r"args\[0\]\.w has shape \(3,\), so .* 1",
+    ),
+    "no such axis in the output": (with_axes((None, 0), 7), r"<output>: stacked it has 2 axes, so there is no axis 7"),
+    "sizes differ": (
+        with_axes((nnx.StateAxes({nnx.Param: 0, ...: None}), 0), args=(Layer(), XS[:2])),
+        r"scan got axes of different sizes: 3 \(args\[0\]\.w\), 2 \(args\[1\]\)",
+    ),
+    "other length": (with_axes((None, 0), length=5), r"different sizes: 5 \(length\), 3 \(args\[1\]\)"),
+    "no length": (with_axes((None, None)), r"does not know how often to run: nothing has an axis\. Pass length="),
+    "an output without an axis": (with_axes((None, 0), None), r"<output>: every iteration would leave a value"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_axes_are_errors_that_say_what_and_where(case):
+    call, message = WRONG[case]
+    with pytest.raises(errors.PrefixError, match=message):
+        call()
+
+
+def test_eager_calls_trace_as_often_as_jax_does():
+    """Once for a function, whether the scan is made once or at each call."""
+    f, g = counted(step), counted(lambda c, x: (c + x, c))
+    m = Layer()
+    for _ in range(3):
+        nnx.scan(f, in_axes=AXES)(jnp.zeros(3), m, XS)
+        jax.lax.scan(g, jnp.zeros(3), XS)
+    assert (f.count, g.count) == (1, 1)
+    assert m.calls.value == 9
+
+
+def test_a_wrapper_made_with_functools_wraps_is_another_function():
+    def f(c, x):
+        return c + x, None
+
+    assert nnx.scan(f)(jnp.array(0.0), jnp.ones(3))[0] == 3
+
+    @functools.wraps(f)
+    def doubled(c, x):
+        return 2 * f(c, x)[0], None
+
+    assert nnx.scan(doubled)(jnp.array(0.0), jnp.ones(3))[0] == 14
+
+
+def test_a_captured_model_is_never_stale():
+    m = Layer(1.0)
+
+    def f(carry, x):
+        return carry + (m.w * x).sum(), m.calls.value
+
+    run = nnx.scan(f)
+    first = run(jnp.array(0.0), XS)
+    m.w.value, m.calls.value = 3 * m.w.value, jnp.array(7)
+    second = run(jnp.array(0.0), XS)
+    np.testing.assert_allclose(second[0], 3 * first[0], rtol=1e-6)
+    np.testing.assert_array_equal(second[1], [7, 7, 7])
+
+
+def test_a_write_to_a_captured_model_is_refused_and_nothing_is_written():
+    m = Layer()
+    before = Snapshot(m)
+    with pytest.raises(errors.TraceContextError, match="Cache"):
+        nnx.scan(lambda x: m(x), in_axes=0, out_axes=0)(XS)
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failing_body_changes_nothing(error):
+    def f(m, x):
+        m(x)
+        m.new = nnx.Param(x)
+        raise error
+
+    m = Pair()
+    before = Snapshot(m)
+    with pytest.raises(error):
+        nnx.scan(f, in_axes=(ALL_CARRIED, 0), out_axes=0)(m, XS)
+    before.assert_unchanged()
+
+
+class Backbone(nnx.Module):
+    """A stack run by scan, each layer with statistics and recomputed."""
+
+    def __init__(self, training):
+        self.blocks = nnx.vmap(lambda _: Norm())(jnp.zeros(3))
+        self.blocks.training = training
+
+    def __call__(self, x):
+        forward = nnx.remat(lambda x, block: block(x))
+        return nnx.scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_a_read_only_forward_under_raw_jax_leaves_the_live_model_as_it_was(raw):
+    m = Backbone(training=False)
+    before = Snapshot(m)
+    RAW[raw](m)
+    before.assert_unchanged()
+
+
+def test_a_forward_with_statistics_under_raw_jax_names_the_variable_and_writes_nothing():
+    m = Backbone(training=True)
+    before = Snapshot(m)
+    with pytest.raises(errors.TraceContextError, match=r"m\.blocks\.(mean|count)"):
+        jax.eval_shape(m, X)
+    before.assert_unchanged()
+    assert nnx.eval_shape(lambda m, x: m(x), m, X).shape == (3,)
+    before.assert_unchanged()
+
+
+def test_gradients_equal_those_of_the_plain_loop():
+    stack = stacked()
+
+    def by_scan(stack, x):
+        return nnx.scan(lambda x, m: jnp.tanh(m(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, stack).sum()
+
+    def by_loop(kernels, biases, x):
+        for kernel, bias in zip(kernels, biases, strict=True):
+            x = jnp.tanh(x @ kernel + bias)
+        return x.sum()
+
+    found, wrt_x = nnx.grad(by_scan, argnums=(0, 1))(stack, X)
+    expected = jax.grad(by_loop, argnums=(0, 1, 2))(stack.kernel.value, stack.bias.value, X)
+    for a, b in zip((found.kernel.value, found.bias.value, wrt_x), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_nested_scans_with_a_counter_in_both():
+    def inner(m, x):
+        return m(x)
+
+    def outer(m, xs):
+        return nnx.scan(inner, in_axes=(ALL_CARRIED, 0), out_axes=0)(m, xs)
+
+    m = Layer()
+    out = nnx.jit(nnx.scan(outer, in_axes=(ALL_CARRIED, 0), out_axes=0))(m, jnp.stack([XS, XS]))
+    assert out.shape == (2, 3, 3)
+    assert m.calls.value == 6
+
+
+def test_a_counter_inside_grad_inside_remat_inside_scan_inside_jit_without_leaks():
+    def loss(m, x):
+        return m(x).sum()
+
+    @nnx.jit
+    def train(m, opt_count, xs):
+        def one(m, count, x):
+            grads = nnx.remat(nnx.grad(loss))(m, x)
+            m.scale.value = m.scale.value - 0.1 * grads.scale.value
+            return count + 1
+
+        axes = nnx.StateAxes({...: nnx.Carry})
+        return nnx.scan(one, in_axes=(axes, nnx.Carry, 0), out_axes=nnx.Carry)(m, opt_count, xs)
+
+    m, plain = Norm(), Norm()
+    with jax.checking_leaks():
+        assert train(m, jnp.array(0), XS) == 3
+    for x in XS:
+        plain.scale.value = plain.scale.value - 0.1 * nnx.grad(loss)(plain, x).scale.value
+    np.testing.assert_allclose(m.scale.value, plain.scale.value, rtol=1e-5)
+    assert m.count.value == 3
+    assert_no_tracer(m)
+
+
+def test_an_empty_stack_runs_no_iteration():
+    carry, ys = nnx.scan(lambda c, x: (c + 1, x))(jnp.zeros(3), XS[:0])
+    np.testing.assert_array_equal(carry, jnp.zeros(3))
+    assert ys.shape == (0, 3)
+
+
+def test_variables_that_hold_pytrees_are_sliced_and_stacked():
+    v = nnx.Variable({"a": jnp.zeros((3, 2)), "b": (jnp.arange(3),)})
+
+    def f(v, x):
+        v.value = {"a": v.value["a"] + x.sum(), "b": (v.value["b"][0] + 1,)}
+
+    nnx.scan(f, in_axes=(0, 0), out_axes=0)(v, XS)
+    np.testing.assert_array_equal(v.value["a"][:, 0], XS.sum(1))
+    np.testing.assert_array_equal(v.value["b"][0], [1, 2, 3])

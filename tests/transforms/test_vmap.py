@@ -1,0 +1,291 @@
+"""nnx.vmap and nnx.pmap: an axis for each kind of leaf; state comes out with the axis it went in with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import errors
+from tests.properties.compare import Snapshot, assert_no_tracer
+
+from .models import RAW, Layer, Norm, Pair, X, stacked
+
+XS = jnp.stack([X, 2 * X])
+PER_EXAMPLE = nnx.StateAxes({nnx.BatchStat: 0, ...: None})
+
+
+class Decorated(Layer):
+    @nnx.vmap(in_axes=(None, 0))
+    def rows(self, x):
+        return self.read(x)
+
+    @nnx.vmap
+    def members(self, x):
+        return self.read(x)
+
+    @nnx.vmap(in_axes=(None, 0))
+    def __call__(self, x):
+        return self.read(x)
+
+
+def read(model, x):
+    return model.read(x)
+
+
+WAYS = {
+    "function": lambda m: nnx.vmap(read, in_axes=(None, 0))(m, XS),
+    "options first": lambda m: nnx.vmap(in_axes=(None, 0))(read)(m, XS),
+    "list of axes": lambda m: nnx.vmap(read, in_axes=[None, 0])(m, XS),
+    "unbound method": lambda m: nnx.vmap(Layer.read, in_axes=(None, 0))(m, XS),
+    "bound method": lambda m: nnx.vmap(m.read)(XS),
+    "bound method with axes": lambda m: nnx.vmap(m.read, in_axes=(0,))(XS),
+    "Module": lambda m: nnx.vmap(m)(XS[None])[0],
+    "partial": lambda m: nnx.vmap(functools.partial(read, m))(XS),
+    "partial by keyword": lambda m: nnx.vmap(functools.partial(read, model=m))(x=XS),
+    "keyword": lambda m: nnx.vmap(read, in_axes=(None,))(m, x=XS),
+    "StateAxes": lambda m: nnx.vmap(read, in_axes=(nnx.StateAxes({...: None}), 0))(m, XS),
+    "decorated method": lambda m: m.rows(XS),
+    "decorated __call__": lambda m: m(XS),
+    "closure": lambda m: nnx.vmap(lambda x: m.read(x))(XS),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_use_maps_the_array_and_passes_the_model_whole(way):
+    m = Decorated()
+    np.testing.assert_allclose(WAYS[way](m), jnp.stack([m.read(x) for x in XS]), rtol=1e-6)
+
+
+def test_without_parentheses_all_positional_arguments_are_mapped():
+    many = nnx.vmap(lambda value: Decorated(value))(jnp.array([1.0, 2.0]))
+    expected = jnp.stack([Layer(1.0).read(X), Layer(2.0).read(2 * X)])
+    np.testing.assert_allclose(many.members(XS), expected, rtol=1e-6)
+
+
+def test_a_keyword_given_at_the_call_is_mapped_and_one_bound_before_is_not():
+    scaled = functools.partial(lambda x, by: x * by, by=10.0)
+    np.testing.assert_array_equal(nnx.vmap(scaled)(jnp.arange(2.0)), [0, 10])
+    np.testing.assert_array_equal(nnx.vmap(scaled)(jnp.arange(2.0), by=jnp.array([3.0, 4.0])), [0, 4])
+
+
+def test_a_constructor_mapped_over_keys_gives_each_member_its_own_weights():
+    keys = jax.random.split(jax.random.key(1), 5)
+    many = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))(keys)
+    assert isinstance(many, nnx.Linear)
+    assert many.kernel.shape == (5, 2, 3)
+    np.testing.assert_array_equal(many.kernel[3], nnx.Linear(2, 3, rngs=nnx.Rngs(keys[3])).kernel.value)
+    same = nnx.vmap(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), axis_size=4)()
+    assert same.kernel.shape == (4, 2, 3)
+
+
+def test_out_axes_place_the_new_axis_also_by_filter():
+    keys = jax.random.split(jax.random.key(1), 5)
+    axes = nnx.StateAxes({nnx.PathContains("kernel"): 1, ...: 0})
+    many = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)), out_axes=axes)(keys)
+    assert many.kernel.shape == (2, 5, 3)
+    assert many.bias.shape == (5, 3)
+    assert nnx.vmap(lambda x: x, out_axes=1)(jnp.ones((2, 3))).shape == (3, 2)
+    assert nnx.vmap(lambda x: x, in_axes=-1, out_axes=-1)(jnp.ones((2, 3))).shape == (2, 3)
+
+
+def test_statistics_with_an_axis_are_kept_for_each_example():
+    m = nnx.vmap(lambda _: Norm())(jnp.zeros(2))
+    m.scale.value = m.scale.value[0]
+    nnx.vmap(lambda m, x: m(x), in_axes=(PER_EXAMPLE, 0))(m, XS)
+    np.testing.assert_allclose(m.mean.value, XS / 2)
+    np.testing.assert_array_equal(m.count.value, [1, 1])
+
+
+def test_a_value_that_does_not_depend_on_the_axis_may_change_in_what_is_passed_whole():
+    m = Layer()
+    nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, XS)
+    assert m.calls.value == 1
+
+
+def test_a_mapped_value_in_what_is_passed_whole_is_an_error_that_names_it_and_changes_nothing():
+    m = Pair()
+    m.norm = Norm()
+    before = Snapshot(m)
+    with pytest.raises(errors.PrefixError, match=r"depends on the mapped axis:\n  args\[0\]\.norm\.mean\nGive them"):
+        nnx.vmap(lambda m, x: m.norm(x), in_axes=(None, 0))(m, XS)
+    before.assert_unchanged()
+
+
+def test_a_mapped_output_without_an_axis_is_an_error():
+    with pytest.raises(errors.PrefixError, match=r"depends on the mapped axis:\n  <output>"):
+        nnx.vmap(lambda x: x, out_axes=None)(XS)
+
+
+def test_a_mean_over_the_named_axis_may_be_stored_in_what_is_passed_whole():
+    def f(m, x):
+        m.mean.value = jax.lax.pmean(x, "batch")
+        return x - m.mean
+
+    m = Norm()
+    out = nnx.vmap(f, in_axes=(None, 0), axis_name="batch")(m, XS)
+    np.testing.assert_allclose(m.mean.value, XS.mean(0))
+    np.testing.assert_allclose(out.sum(0), jnp.zeros(3), atol=1e-6)
+
+
+def test_structure_changes_come_out_with_the_axis_of_what_holds_them():
+    """A new Variable is stacked where its Module is mapped; deletions and swaps have happened to the live objects."""
+
+    def f(m, x):
+        m.new = nnx.Cache(x)
+        del m.tied
+        m.a, m.b = m.b, m.a
+        return m.a
+
+    m = nnx.vmap(lambda _: Pair())(jnp.zeros(2))
+    a, b = m.a, m.b
+    assert nnx.vmap(f)(m, XS) is b
+    assert m.a is b
+    assert m.b is a
+    assert m.me is m
+    assert not hasattr(m, "tied")
+    np.testing.assert_array_equal(m.new.value, XS)
+
+
+def test_sown_values_are_stacked():
+    class Sower(Layer):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "seen", x)
+            return self.read(x)
+
+    m = Sower()
+    nnx.vmap(lambda m, x: m(x), in_axes=(nnx.StateAxes({nnx.Intermediate: 0, ...: None}), 0))(m, XS)
+    np.testing.assert_array_equal(m.seen.value[0], XS)
+
+
+def test_shared_objects_stay_shared_and_inputs_come_back_as_themselves():
+    def f(m, v, x):
+        assert v is m.a.w
+        assert m.tied is v
+        assert m.me is m
+        v.value = v.value + x
+        return m, v
+
+    m = nnx.vmap(lambda _: Pair())(jnp.zeros(2))
+    out, v = nnx.vmap(f)(m, m.a.w, XS)
+    assert out is m
+    assert v is m.a.w
+    assert m.tied is v
+    np.testing.assert_array_equal(v.value, 1 + XS)
+
+
+def test_a_shared_object_with_two_axes_is_an_error_that_names_both_paths():
+    m = Layer()
+    with pytest.raises(errors.AliasingError, match=r"args\[0\]\.w: 0, but args\[1\]: None"):
+        nnx.vmap(lambda m, v: v * 1, in_axes=(nnx.StateAxes({nnx.Param: 0, ...: None}), None))(m, m.w)
+
+
+WRONG = {
+    "too many axes": (lambda: nnx.vmap(read, in_axes=(None, 0, 0))(Layer(), XS), "in_axes=.* does not fit the values"),
+    "not an axis": (lambda: nnx.vmap(read, in_axes=("0", 0)), "vmap takes an int, None or nnx.StateAxes"),
+    "Carry": (lambda: nnx.vmap(read, in_axes=(nnx.Carry, 0)), "vmap takes an int, None or nnx.StateAxes"),
+    "Carry in StateAxes": (lambda: nnx.vmap(read, in_axes=(nnx.StateAxes({...: nnx.Carry}), 0)), "vmap takes an int"),
+    "not an axis for the output": (lambda: nnx.vmap(read, out_axes="x"), "out_axes='x' has 'x'; vmap takes an int"),
+    "no filter takes a leaf": (
+        lambda: nnx.vmap(read, in_axes=(nnx.StateAxes({nnx.Param: 0}), 0))(Layer(), XS),
+        r"has no filter that takes calls \(Cache\); add `\.\.\.: label`",
+    ),
+    "no such axis": (
+        lambda: nnx.vmap(read, in_axes=(nnx.StateAxes({nnx.Param: 1, ...: None}), 0))(Layer(), XS),
+        r"args\[0\]\.w has shape \(3,\), so there is no axis 1 for vmap",
+    ),
+    "sizes differ": (
+        lambda: nnx.vmap(read, in_axes=(nnx.StateAxes({nnx.Param: 0, ...: None}), 0))(Layer(), XS),
+        r"vmap got axes of different sizes: 3 \(args\[0\]\.w\), 2 \(args\[1\]\)",
+    ),
+    "other axis_size": (
+        lambda: nnx.vmap(jnp.sin, axis_size=5)(XS),
+        r"different sizes: 5 \(axis_size\), 2 \(args\[0\]\)",
+    ),
+    "a number": (lambda: nnx.vmap(jnp.sin)(1.0), r"args\[0\] has shape \(\), so there is no axis 0"),
+    "no axis in the output": (
+        lambda: nnx.vmap(lambda x: Layer(), out_axes=nnx.StateAxes({nnx.Param: 3, ...: None}))(XS),
+        r"The axis in out_axes does not exist:\n  <output>\.w: it has 2 axes, so there is no axis 3",
+    ),
+    "out_axes of another structure": (lambda: nnx.vmap(lambda x: (x, x), out_axes=(0, 0, 0))(XS), "does not fit"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_axes_are_errors_that_say_what_and_where(case):
+    call, message = WRONG[case]
+    with pytest.raises(errors.PrefixError, match=message):
+        call()
+
+
+@pytest.mark.xfail(strict=True, reason="a filter of StateAxes that takes nothing is silent; flax is silent, too")
+def test_a_filter_that_takes_nothing_is_an_error():
+    with pytest.raises(errors.PrefixError):
+        nnx.vmap(read, in_axes=(nnx.StateAxes({nnx.BatchStat: 0, ...: None}), 0))(Layer(), XS)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failing_function_changes_nothing(error):
+    def f(m, x):
+        m(x)
+        m.new = nnx.Param(x)
+        raise error
+
+    m = Pair()
+    before = Snapshot(m)
+    with pytest.raises(error):
+        nnx.vmap(f, in_axes=(None, 0))(m, XS)
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_a_stack_mapped_in_a_forward_under_raw_jax_stays_concrete(raw):
+    stack = stacked()
+    before = Snapshot(stack)
+    RAW[raw](lambda x: nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(stack, x).sum(0))
+    before.assert_unchanged()
+
+
+def test_no_tracer_leaks():
+    m = nnx.vmap(lambda _: Norm())(jnp.zeros(2))
+    with jax.checking_leaks():
+        nnx.jit(nnx.vmap(lambda m, x: m(x)))(m, XS)
+    assert_no_tracer(m)
+    np.testing.assert_array_equal(m.count.value, [1, 1])
+
+
+def test_vmap_of_vmap_of_grad_equals_plain_loops():
+    def loss(m, x):
+        return m(x).sum()
+
+    per_example = nnx.vmap(lambda m, x: nnx.grad(loss)(m, x).w.value, in_axes=(None, 0))
+    many = nnx.vmap(Layer)(jnp.array([1.0, 2.0]))
+    grads = nnx.vmap(per_example, in_axes=(0, None))(many, XS)
+    expected = [[nnx.grad(loss)(Layer(value), x).w.value for x in XS] for value in (1.0, 2.0)]
+    np.testing.assert_allclose(grads, np.array(expected), rtol=1e-6)
+    np.testing.assert_array_equal(many.calls.value, [1, 1])
+
+
+def test_random_streams_are_split_by_stacking_or_shared_by_passing_whole():
+    split = nnx.Rngs(0).split(3)
+    draw = nnx.vmap(lambda rngs: jax.random.normal(rngs()))
+    first, second = draw(split), draw(split)
+    assert len({*map(float, first), *map(float, second)}) == 6
+    whole = nnx.Rngs(0)
+    same = nnx.vmap(lambda rngs, x: jax.random.normal(rngs()) + x, in_axes=(None, 0))(whole, jnp.zeros(3))
+    assert len({*map(float, same)}) == 1
+    assert whole.default.count.value == 1
+
+
+def test_pmap_maps_over_devices_with_state():
+    many = nnx.vmap(lambda value: Layer(value))(jnp.ones(1))
+    try:
+        out = nnx.pmap(lambda m, x: m(x), axis_name="device")(many, X[None])
+    except NotImplementedError:
+        pytest.skip("this JAX has no pmap")
+    np.testing.assert_allclose(out[0], jnp.sin(X), rtol=1e-6)
+    np.testing.assert_array_equal(many.calls.value, [1])
+    with pytest.raises(errors.PrefixError, match=r"pmap takes an int, None or nnx\.StateAxes"):
+        nnx.pmap(read, in_axes=nnx.Carry)
