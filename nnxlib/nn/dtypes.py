@@ -1,0 +1,107 @@
+"""What a layer does with its inputs before it computes: bring them to one dtype, and check their shapes.
+
+A layer computes in its ``dtype`` if it was given one, else in the smallest floating dtype that holds its inputs and its
+parameters (JAX's promotion rules); parameters are stored in ``param_dtype`` whatever the layer computes in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..core.errors import NnxError, describe, locate
+from ..core.programs import step
+
+Dtype = Any  # whatever jnp.dtype takes: 'bfloat16', jnp.bfloat16, np.dtype('float32')
+Array = jax.Array
+
+
+class LayerInputError(NnxError, TypeError, ValueError):
+    """An input whose shape or dtype a layer cannot take."""
+
+
+def input_error(layer: Any, takes: str, inputs: Any) -> LayerInputError:
+    """Say which layer, with its declared sizes and its path where it can be found, got which input."""
+    path = locate(layer, skip=3)
+    name = f"{type(layer).__name__} {layer._nnx_sizes()}"
+    return LayerInputError(f"{f'{path} ({name})' if path else name} takes {takes}, but got {describe(inputs)}.")
+
+
+def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = True) -> Dtype:
+    """Return the dtype that a computation on ``args`` should use.
+
+    Args:
+      *args: arrays, scalars or ``None`` (ignored).
+      dtype: returned as it is if given.
+      inexact: whether the result must be a floating or complex dtype; integers and booleans become float32.
+
+    >>> import jax.numpy as jnp
+    >>> from nnxlib.nn.dtypes import canonicalize_dtype
+    >>> canonicalize_dtype(jnp.ones(2, jnp.bfloat16), 1.0), canonicalize_dtype(jnp.arange(3), None)
+    (dtype(bfloat16), dtype('float32'))
+
+    Raises:
+      ValueError: if ``dtype`` is an integer dtype and ``inexact`` is set, or if there is nothing to go by.
+    """
+    if dtype is None:
+        found = jnp.result_type(*[_as_array(x) for x in args if x is not None])
+        return jnp.promote_types(jnp.float32, found) if inexact and not _is_inexact(found) else found
+    if inexact and not _is_inexact(jnp.dtype(dtype)):
+        raise ValueError(f"Dtype must be inexact (floating or complex): {dtype}")
+    return dtype
+
+
+def promote_dtype(args: Sequence[Any], /, *, dtype: Dtype | None = None, inexact: bool = True) -> tuple[Any, ...]:
+    """Bring arrays to one dtype: ``dtype`` if given, else what :func:`canonicalize_dtype` finds; ``None`` stays.
+
+    Arrays that have the dtype already are returned as they are.
+
+    >>> import jax.numpy as jnp
+    >>> from nnxlib.nn.dtypes import promote_dtype
+    >>> x, kernel, bias = promote_dtype((jnp.ones(2, int), jnp.ones(2, jnp.bfloat16), None))
+    >>> x.dtype, kernel.dtype, bias
+    (dtype(bfloat16), dtype(bfloat16), None)
+
+    Raises:
+      ValueError: as :func:`canonicalize_dtype`.
+    """
+    target = None if dtype is None else _canonical(dtype)
+    for (
+        x
+    ) in args:  # in the common case nothing is to be done: 1 us, where converting by jnp.asarray takes 10 us an array
+        if x is not None:
+            if not isinstance(x, jax.Array) or x.weak_type or (target is not None and x.dtype != target):
+                break
+            target = x.dtype
+    else:
+        if target is not None and (not inexact or _is_inexact(target)):
+            return tuple(args)
+    target = _canonical(canonicalize_dtype(*args, dtype=dtype, inexact=inexact))
+    return tuple([None if x is None else convert(x, target) for x in args])
+
+
+def convert(x: Any, dtype: np.dtype) -> Array:
+    """Make an array of ``dtype``; one that has it is returned as it is."""
+    if isinstance(x, jax.Array):
+        return x if x.dtype == dtype and not x.weak_type else _convert_array(x, dtype)
+    return jnp.asarray(x, dtype)
+
+
+_convert_array = step("new_dtype")(lax.convert_element_type)
+
+_as_array = functools.partial(jnp.asarray)
+
+
+@functools.cache
+def _is_inexact(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _canonical(dtype: Dtype) -> np.dtype:
+    return jax.dtypes.canonicalize_dtype(dtype)

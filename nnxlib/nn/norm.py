@@ -1,0 +1,745 @@
+"""Normalisation: BatchNorm, LayerNorm, RMSNorm, GroupNorm, InstanceNorm.
+
+All of them compute ``y = (x - mean) / sqrt(var + epsilon) * scale + bias`` and differ in the axes over which mean and
+variance are taken. Statistics are computed in float32 at least, whatever the dtype of the input, and the result is cast
+at the end. ``use_fast_variance`` computes the variance as ``E[x**2] - E[x]**2``, clipped at 0: one pass over the data,
+less exact when the mean is large against the deviation.
+
+The arithmetic is three formulas (see ``programs.py``): :func:`moments` or :func:`mean_square`, then :func:`normalize`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..core.module import Module
+from ..core.programs import formula, step
+from ..core.rngs import Rngs
+from ..core.variables import BatchStat, Param
+from . import initializers
+from .dtypes import Array, Dtype, convert, input_error, promote_dtype
+from .initializers import Initializer
+from .linear import NO_METADATA, Metadata, as_tuple, frozen
+
+Axes = int | Sequence[int]
+
+
+def _absolute(axes: Axes, ndim: int) -> tuple[int, ...]:
+    """Axes counted from the front; those that do not exist are left as they are."""
+    return tuple([a + ndim if a < 0 else a for a in as_tuple(axes)])
+
+
+@step()
+def _square(x: Array) -> Array:
+    return lax.square(lax.real(x)) + lax.square(lax.imag(x)) if jnp.iscomplexobj(x) else lax.square(x)
+
+
+@step("axes")
+def _square_distance(x: Array, mean: Array, axes: tuple[int, ...]) -> Array:
+    return _square(x - jnp.expand_dims(mean, axes))
+
+
+@step()
+def _fast_variance(mean_of_square: Array, square_of_mean: Array) -> Array:
+    return jnp.maximum(0.0, mean_of_square - square_of_mean)
+
+
+@step("axes")
+def _mean(x: Array, mask: Array | None, axes: tuple[int, ...]) -> Array:
+    return jnp.mean(x, axes, where=None if mask is None else jnp.broadcast_to(mask, x.shape))
+
+
+@step("axes", "axis_name", "groups")
+def _means_over_shards(
+    values: list[Array], mask: Array | None, axes: tuple[int, ...], axis_name: str, groups: Any
+) -> list[Array]:
+    if mask is None:
+        return [*lax.pmean(jnp.stack([jnp.mean(v, axes) for v in values]), axis_name, axis_index_groups=groups)]
+    mask = jnp.broadcast_to(mask, values[0].shape)  # shards may hold different numbers of elements that count
+    sums = [jnp.sum(v, axes, where=mask) for v in values]
+    sums, count = lax.psum((sums, jnp.sum(mask, axes, dtype=sums[-1].dtype)), axis_name, axis_index_groups=groups)
+    return [s / count for s in sums]
+
+
+def _means(values: list[Array], mask: Array | None, axes: tuple[int, ...], axis_name: Any, groups: Any) -> list[Array]:
+    """The mean of each array over ``axes``, and over the shards of a mapped axis if there is one."""
+    if axis_name is None:
+        return [_mean(v, mask, axes) for v in values]
+    return _means_over_shards(values, mask, axes, axis_name, groups)
+
+
+@formula("axes", "axis_name", "axis_index_groups", "use_fast_variance")
+def moments(
+    x: Array,
+    mask: Array | None,
+    *,
+    axes: tuple[int, ...],
+    axis_name: str | None = None,
+    axis_index_groups: Any = None,
+    use_fast_variance: bool = True,
+) -> tuple[Array, Array]:
+    """Return mean and variance of ``x`` over ``axes``, in float32 at least.
+
+    Args:
+      x: array.
+      mask: booleans that broadcast to ``x``; elements where it is false do not count.
+      axes: axes to reduce.
+      axis_name: name of a mapped axis (``vmap``, ``pmap``, ``shard_map``) to average over as well.
+      axis_index_groups: groups of indices of that axis that are averaged separately.
+      use_fast_variance: see the top of this file.
+    """
+    x = convert(x, jnp.promote_types(x.dtype, jnp.float32))
+    over = (mask, axes, axis_name, axis_index_groups)
+    if use_fast_variance:
+        mean, mean_of_square = _means([x, _square(x)], *over)
+        return mean, _fast_variance(mean_of_square, _square(mean))
+    (mean,) = _means([x], *over)
+    return mean, _means([_square_distance(x, mean, axes)], *over)[0]
+
+
+@formula("axes", "axis_name", "axis_index_groups")
+def mean_square(
+    x: Array, mask: Array | None, *, axes: tuple[int, ...], axis_name: str | None = None, axis_index_groups: Any = None
+) -> Array:
+    """Return the mean of ``x**2`` over ``axes``, in float32 at least; arguments as in :func:`moments`."""
+    x = convert(x, jnp.promote_types(x.dtype, jnp.float32))
+    return _means([_square(x)], mask, axes, axis_name, axis_index_groups)[0]
+
+
+_rsqrt = step()(lax.rsqrt)
+
+
+@step("shape")
+def _reshaped_sum(x: Array, epsilon: Any, shape: tuple[int, ...]) -> Array:
+    return jnp.reshape(x, shape) + epsilon
+
+
+@step("shape")
+def _reshaped_product(factor: Array, scale: Array, shape: tuple[int, ...]) -> Array:
+    return factor * jnp.reshape(scale, shape)
+
+
+@step("shape", "dtype")
+def _scaled(x: Array, mean: Array | None, factor: Array, shape: Any, dtype: Any) -> Array:
+    return jnp.asarray((x if mean is None else x - jnp.reshape(mean, shape)) * factor, dtype)
+
+
+@step("feature_shape", "dtype")
+def _shifted(y: Array, bias: Array, feature_shape: Any, dtype: Any) -> Array:
+    return jnp.asarray(y + jnp.reshape(bias, feature_shape), dtype)
+
+
+@formula("axes", "feature_axes")
+def normalize(
+    x: Array,
+    mean: Array | None,
+    var: Array,
+    scale: Array | None,
+    bias: Array | None,
+    *,
+    axes: tuple[int, ...],
+    feature_axes: tuple[int, ...],
+    epsilon: float,
+) -> Array:
+    """Return ``(x - mean) * rsqrt(var + epsilon) * scale + bias`` in the dtype of ``x``.
+
+    ``mean`` and ``var`` lack the axes ``axes`` of ``x``; ``scale`` and ``bias`` have only its axes ``feature_axes``.
+    """
+    shape = tuple([1 if axis in axes else size for axis, size in enumerate(x.shape)])
+    feature_shape = tuple([size if axis in feature_axes else 1 for axis, size in enumerate(x.shape)])
+    factor = _rsqrt(_reshaped_sum(var, epsilon, shape))
+    if scale is not None:
+        factor = _reshaped_product(factor, scale, feature_shape)
+    if bias is None:
+        return _scaled(x, mean, factor, shape, x.dtype)
+    return _shifted(_scaled(x, mean, factor, shape, None), bias, feature_shape, x.dtype)
+
+
+def _feature_axes(layer: Any, x: Any, axes: Axes, features: int | None) -> tuple[int, ...]:
+    """The axes counted from the front, checked to hold ``features`` elements together; ``None`` for any number."""
+    absolute = _absolute(axes, x.ndim)
+    sizes = [x.shape[a] if 0 <= a < x.ndim else -1 for a in absolute]
+    if features is not None and math.prod(sizes) != features:
+        listed = ", ".join(map(str, as_tuple(axes)))
+        raise input_error(layer, f"inputs with {features} features on axis {listed}", x)
+    return absolute
+
+
+def _affine_params(layer: Any, shape: tuple[int, ...], param_dtype: Dtype, rngs: Rngs, scale: Any, bias: Any) -> None:
+    """Set ``layer.scale`` and ``layer.bias``, each given as (whether to use it, initializer, metadata)."""
+    for name, (used, init, metadata) in {"scale": scale, "bias": bias}.items():
+        setattr(layer, name, Param(init(rngs.params(), shape, param_dtype), **metadata) if used else None)
+
+
+def _value(param: Param[Array] | None) -> Array | None:
+    return None if param is None else param.get_value()
+
+
+class BatchNorm(Module):
+    """Normalise each feature over the batch, with running statistics for evaluation.
+
+    While training (``use_running_average=False``) the statistics of the batch are used, and the running ones move by
+    ``running = momentum * running + (1 - momentum) * batch``. ``model.eval()`` switches to the running statistics,
+    ``model.train()`` back; a layer whose ``use_running_average=True`` was set by the user stays frozen.
+    Ioffe & Szegedy, "Batch normalization", https://arxiv.org/abs/1502.03167.
+
+    Args:
+      num_features: size of the feature axis, or the product of the sizes of several.
+      use_running_average: whether to normalise by the running statistics and leave them alone; if ``None``, each call
+        says.
+      axis: the feature axis, or axes.
+      momentum: weight of the past in the running statistics.
+      epsilon: added to the variance.
+      dtype: dtype of the result (default: inferred from input and parameters).
+      param_dtype: what scale and bias are stored in; the running statistics are float32.
+      use_bias, use_scale: whether to add a bias, to multiply by a scale.
+      bias_init, scale_init: initializers.
+      axis_name: name of a mapped axis over which the batch is spread, to take statistics over the whole batch.
+      axis_index_groups: groups of indices of that axis that take statistics separately.
+      use_fast_variance: see the top of this file.
+      promote_dtype: what brings ``(x, mean, var, scale, bias)`` to one dtype.
+      rngs: the stream ``params`` gives one key for the scale and one for the bias.
+      bias_metadata, scale_metadata: metadata of the Params.
+
+    Attributes: ``mean``, ``var`` (BatchStat), ``scale``, ``bias`` (Param or ``None``), all of shape ``[num_features]``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+    >>> layer(jnp.array([[1., 2.], [3., 6.]])).round(2)
+    Array([[-1., -1.],
+           [ 1.,  1.]], dtype=float32)
+    >>> layer.mean.value, layer.var.value
+    (Array([1., 2.], dtype=float32), Array([1. , 2.5], dtype=float32))
+    """
+
+    mean: BatchStat[Array]
+    var: BatchStat[Array]
+    scale: Param[Array] | None
+    bias: Param[Array] | None
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        use_running_average: bool | None = False,
+        axis: Axes = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-5,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = initializers.zeros,
+        scale_init: Initializer = initializers.ones,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        rngs: Rngs,
+        bias_metadata: Metadata = NO_METADATA,
+        scale_metadata: Metadata = NO_METADATA,
+    ):
+        shape = (num_features,)
+        self.mean = BatchStat(initializers.zeros(None, shape, jnp.float32))
+        self.var = BatchStat(initializers.ones(None, shape, jnp.float32))
+        _affine_params(
+            self,
+            shape,
+            param_dtype,
+            rngs,
+            (use_scale, scale_init, scale_metadata),
+            (use_bias, bias_init, bias_metadata),
+        )
+        self.num_features = num_features
+        self.use_running_average = use_running_average
+        self.axis = frozen(axis)
+        self.momentum = momentum
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.use_bias = use_bias
+        self.use_scale = use_scale
+        self.axis_name = axis_name
+        self.axis_index_groups = frozen(axis_index_groups)
+        self.use_fast_variance = use_fast_variance
+        self.promote_dtype = promote_dtype
+
+    def _nnx_sizes(self) -> str:
+        return str(self.num_features)
+
+    def __call__(self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None) -> Array:
+        """Normalise ``x``, an array of any shape whose axis ``axis`` has the size ``num_features``.
+
+        Args:
+          x: the input.
+          use_running_average: overrides the attribute.
+          mask: booleans that broadcast to ``x``; elements where it is false do not count in the statistics.
+
+        Raises:
+          LayerInputError: if the feature axis has another size.
+          ValueError: if neither the call nor the attribute says which statistics to use.
+        """
+        frozen = self.use_running_average if use_running_average is None else use_running_average
+        if frozen is None:
+            raise ValueError(_NO_MODE.format("use_running_average", "BatchNorm"))
+        feature_axes = _feature_axes(self, x, self.axis, self.num_features)
+        axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
+        running_mean, running_var = self.mean.get_value(), self.var.get_value()
+        x, mean, var, scale, bias = self.promote_dtype(
+            (x, running_mean, running_var, _value(self.scale), _value(self.bias)), dtype=self.dtype
+        )
+        if not frozen:
+            mean, var = moments(
+                x,
+                mask,
+                axes=axes,
+                axis_name=self.axis_name,
+                axis_index_groups=self.axis_index_groups,
+                use_fast_variance=self.use_fast_variance,
+            )
+            for statistic, running, batch in (self.mean, running_mean, mean), (self.var, running_var, var):
+                statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum))
+        return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Set what :func:`nnxlib.view` may set on this layer."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+
+@step()
+def _products(running: Array, batch: Array, momentum: Any, rest: Any) -> tuple[Array, Array]:
+    return momentum * running, rest * jnp.reshape(batch, running.shape)
+
+
+@step("dtype")
+def _sum(products: tuple[Array, Array], dtype: Any) -> Array:
+    return lax.stop_gradient(products[0] + products[1]).astype(dtype)
+
+
+@formula()
+def _moved(running: Array, batch: Array, momentum: Any, rest: Any) -> Array:
+    """The running statistic, one step further towards that of the batch."""
+    return _sum(_products(running, batch, momentum, rest), running.dtype)
+
+
+_NO_MODE = """\
+No `{0}` argument was provided to {1}. Consider one of the following options:
+
+1. Pass `{0}` to the constructor: nnx.{1}(..., {0}=False)
+2. Pass it to the call: layer(x, {0}=False)
+3. Set it on the whole model: model.train() or model.eval()"""
+
+
+class LayerNorm(Module):
+    """Normalise each example over its features.
+
+    Ba, Kiros & Hinton, "Layer normalization", https://arxiv.org/abs/1607.06450.
+
+    Args:
+      num_features: size of the feature axis, or the product of the sizes of several.
+      epsilon: added to the variance.
+      dtype: dtype of the result (default: inferred from input and parameters).
+      param_dtype: what scale and bias are stored in.
+      use_bias, use_scale: whether to add a bias, to multiply by a scale.
+      bias_init, scale_init: initializers.
+      reduction_axes: axes over which mean and variance are taken.
+      feature_axes: axes that scale and bias have.
+      axis_name: name of a mapped axis over which the features are spread.
+      axis_index_groups: groups of indices of that axis that take statistics separately.
+      use_fast_variance: see the top of this file.
+      promote_dtype: what brings ``(x, scale, bias)`` to one dtype.
+      rngs: the stream ``params`` gives one key for the scale and one for the bias.
+      bias_metadata, scale_metadata: metadata of the Params.
+
+    Attributes: ``scale``, ``bias`` of shape ``[num_features]`` or ``None``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.LayerNorm(2, rngs=nnx.Rngs(0))(jnp.array([[1., 3.], [5., 5.]])).round(2)
+    Array([[-1.,  1.],
+           [ 0.,  0.]], dtype=float32)
+    """
+
+    scale: Param[Array] | None
+    bias: Param[Array] | None
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = initializers.zeros,
+        scale_init: Initializer = initializers.ones,
+        reduction_axes: Axes = -1,
+        feature_axes: Axes = -1,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        rngs: Rngs,
+        bias_metadata: Metadata = NO_METADATA,
+        scale_metadata: Metadata = NO_METADATA,
+    ):
+        _affine_params(
+            self,
+            (num_features,),
+            param_dtype,
+            rngs,
+            (use_scale, scale_init, scale_metadata),
+            (use_bias, bias_init, bias_metadata),
+        )
+        self.num_features = num_features
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.use_bias = use_bias
+        self.use_scale = use_scale
+        self.reduction_axes = frozen(reduction_axes)
+        self.feature_axes = frozen(feature_axes)
+        self.axis_name = axis_name
+        self.axis_index_groups = frozen(axis_index_groups)
+        self.use_fast_variance = use_fast_variance
+        self.promote_dtype = promote_dtype
+
+    def _nnx_sizes(self) -> str:
+        return str(self.num_features)
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        """Normalise ``x``, an array of any shape whose axis ``feature_axes`` has the size ``num_features``.
+
+        Elements where ``mask`` (booleans that broadcast to ``x``) is false do not count in the statistics.
+
+        Raises:
+          LayerInputError: if the feature axis has another size.
+        """
+        affine = self.scale is not None or self.bias is not None
+        feature_axes = _feature_axes(self, x, self.feature_axes, self.num_features if affine else None)
+        axes = _absolute(self.reduction_axes, x.ndim)
+        x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
+        mean, var = moments(
+            x,
+            mask,
+            axes=axes,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            use_fast_variance=self.use_fast_variance,
+        )
+        return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+
+
+class RMSNorm(Module):
+    """Divide each example by the root of its mean square.
+
+    Zhang & Sennrich, "Root mean square layer normalization", https://arxiv.org/abs/1910.07467.
+
+    Arguments as :class:`LayerNorm`, without a bias.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> y = nnx.RMSNorm(2, rngs=nnx.Rngs(0))(jnp.array([[1., 7.]]))
+    >>> jnp.mean(y**2).round(2)
+    Array(1., dtype=float32)
+    """
+
+    scale: Param[Array] | None
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_scale: bool = True,
+        scale_init: Initializer = initializers.ones,
+        reduction_axes: Axes = -1,
+        feature_axes: Axes = -1,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        rngs: Rngs,
+        scale_metadata: Metadata = NO_METADATA,
+    ):
+        self.scale = (
+            Param(scale_init(rngs.params(), (num_features,), param_dtype), **scale_metadata) if use_scale else None
+        )
+        self.num_features = num_features
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.use_scale = use_scale
+        self.reduction_axes = frozen(reduction_axes)
+        self.feature_axes = frozen(feature_axes)
+        self.axis_name = axis_name
+        self.axis_index_groups = frozen(axis_index_groups)
+        self.use_fast_variance = use_fast_variance
+        self.promote_dtype = promote_dtype
+
+    def _nnx_sizes(self) -> str:
+        return str(self.num_features)
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """Normalise ``x``; see :meth:`LayerNorm.__call__`."""
+        feature_axes = _feature_axes(self, x, self.feature_axes, None if self.scale is None else self.num_features)
+        axes = _absolute(self.reduction_axes, x.ndim)
+        x, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        var = mean_square(x, mask, axes=axes, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
+        return normalize(x, None, var, scale, None, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+
+
+class GroupNorm(Module):
+    """Normalise groups of features of each example over the group and over space.
+
+    Wu & He, "Group normalization", https://arxiv.org/abs/1803.08494.
+
+    Args:
+      num_features: size of the feature axis, the last one.
+      num_groups: number of groups, 32 by default.
+      group_size: size of a group, instead of ``num_groups`` (then ``None``).
+      reduction_axes: axes over which mean and variance are taken, the feature axis included, within its groups; by
+        default all but the first, the batch.
+      Others as in :class:`LayerNorm`.
+
+    Attributes: ``scale``, ``bias`` of shape ``[num_features]`` or ``None``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.GroupNorm(4, num_groups=2, rngs=nnx.Rngs(0))(jnp.array([[1., 3., 10., 30.]])).round(2)
+    Array([[-1.,  1., -1.,  1.]], dtype=float32)
+
+    Raises:
+      ValueError: if not exactly one of ``num_groups`` and ``group_size`` is given, or the groups do not divide the
+        features.
+    """
+
+    scale: Param[Array] | None
+    bias: Param[Array] | None
+
+    def __init__(
+        self,
+        num_features: int,
+        num_groups: int | None = 32,
+        group_size: int | None = None,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = initializers.zeros,
+        scale_init: Initializer = initializers.ones,
+        reduction_axes: Axes | None = None,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        rngs: Rngs,
+        bias_metadata: Metadata = NO_METADATA,
+        scale_metadata: Metadata = NO_METADATA,
+    ):
+        if (num_groups is None) == (group_size is None):
+            raise ValueError(
+                "Either `num_groups` or `group_size` should be specified. If `group_size` is to be specified, pass "
+                "`num_groups=None` as argument to override the default `num_groups` value of 32."
+            )
+        if group_size is not None:
+            if num_features % group_size:
+                raise ValueError(
+                    f"Number of features ({num_features}) is not multiple of the group size ({group_size})."
+                )
+            num_groups = num_features // group_size
+        if num_groups is None or num_groups <= 0 or num_features % num_groups:
+            raise ValueError(
+                f"Number of groups ({num_groups}) does not divide the number of channels ({num_features})."
+            )
+        self.feature_axis = -1
+        self.num_groups = num_groups
+        self.group_size = num_features // num_groups
+        _affine_params(
+            self,
+            (num_features,),
+            param_dtype,
+            rngs,
+            (use_scale, scale_init, scale_metadata),
+            (use_bias, bias_init, bias_metadata),
+        )
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.use_bias = use_bias
+        self.use_scale = use_scale
+        self.reduction_axes = frozen(reduction_axes)
+        self.axis_name = axis_name
+        self.axis_index_groups = frozen(axis_index_groups)
+        self.use_fast_variance = use_fast_variance
+        self.promote_dtype = promote_dtype
+
+    def _nnx_sizes(self) -> str:
+        return f"{self.num_groups}x{self.group_size}"
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        """Normalise ``x`` of shape ``[batch, *spatial, num_features]``.
+
+        Elements where ``mask`` (booleans that broadcast to ``x``) is false do not count in the statistics.
+
+        Raises:
+          LayerInputError: if the last axis has another size, or there is no axis before it.
+          ValueError: if ``reduction_axes`` does not include the feature axis.
+        """
+        if x.ndim < 2 or x.shape[-1] != self.num_groups * self.group_size:
+            features = self.num_groups * self.group_size
+            raise input_error(self, f"inputs of shape [batch, *spatial, {features}]", x)
+        feature_axis = x.ndim - 1
+        axes = tuple(range(1, x.ndim)) if self.reduction_axes is None else _absolute(self.reduction_axes, x.ndim)
+        if feature_axis not in axes:
+            raise ValueError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
+        x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
+        mean, var = _group_moments(
+            x,
+            mask,
+            groups=self.num_groups,
+            axes=tuple([a for a in axes if a != feature_axis]),
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            use_fast_variance=self.use_fast_variance,
+        )
+        return normalize(
+            x,
+            mean,
+            var,
+            scale,
+            bias,
+            axes=tuple([a for a in axes if a != feature_axis]),
+            feature_axes=(feature_axis,),
+            epsilon=self.epsilon,
+        )
+
+
+@formula("groups", "axes", "axis_name", "axis_index_groups", "use_fast_variance")
+def _group_moments(
+    x: Array,
+    mask: Array | None,
+    *,
+    groups: int,
+    axes: tuple[int, ...],
+    axis_name: str | None,
+    axis_index_groups: Any,
+    use_fast_variance: bool,
+) -> tuple[Array, Array]:
+    """Moments over ``axes`` and within groups of the last axis, with one entry for each feature."""
+    size = x.shape[-1] // groups
+    grouped = (*x.shape[:-1], groups, size)
+    if mask is not None:
+        mask = _reshape(jnp.broadcast_to(mask, x.shape), grouped)
+    mean, var = moments(
+        _reshape(x, grouped),
+        mask,
+        axes=(*axes, x.ndim),
+        axis_name=axis_name,
+        axis_index_groups=axis_index_groups,
+        use_fast_variance=use_fast_variance,
+    )
+    return _repeat(mean, size), _repeat(var, size)
+
+
+@step("shape")
+def _reshape(x: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.reshape(x, shape)
+
+
+@step("times")
+def _repeat(x: Array, times: int) -> Array:
+    return jnp.repeat(x, times, axis=-1)
+
+
+class InstanceNorm(Module):
+    """Normalise each feature of each example over space.
+
+    Ulyanov, Vedaldi & Lempitsky, "Instance normalization", https://arxiv.org/abs/1607.08022.
+
+    Arguments as :class:`LayerNorm`, but the statistics are taken over all axes except the first, the batch, and
+    ``feature_axes``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.InstanceNorm(1, rngs=nnx.Rngs(0))(jnp.array([[[1.], [3.]], [[4.], [8.]]])).round(2).ravel()
+    Array([-1.,  1., -1.,  1.], dtype=float32)
+    """
+
+    scale: Param[Array] | None
+    bias: Param[Array] | None
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = initializers.zeros,
+        scale_init: Initializer = initializers.ones,
+        feature_axes: Axes = -1,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        rngs: Rngs,
+        bias_metadata: Metadata = NO_METADATA,
+        scale_metadata: Metadata = NO_METADATA,
+    ):
+        _affine_params(
+            self,
+            (num_features,),
+            param_dtype,
+            rngs,
+            (use_scale, scale_init, scale_metadata),
+            (use_bias, bias_init, bias_metadata),
+        )
+        self.num_features = num_features
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.use_bias = use_bias
+        self.use_scale = use_scale
+        self.feature_axes = frozen(feature_axes)
+        self.axis_name = axis_name
+        self.axis_index_groups = frozen(axis_index_groups)
+        self.use_fast_variance = use_fast_variance
+        self.promote_dtype = promote_dtype
+
+    def _nnx_sizes(self) -> str:
+        return str(self.num_features)
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        """Normalise ``x`` of shape ``[batch, *spatial, num_features]``; see :meth:`LayerNorm.__call__`.
+
+        Raises:
+          LayerInputError: if the feature axis has another size.
+          ValueError: if ``feature_axes`` includes the first axis.
+        """
+        affine = self.scale is not None or self.bias is not None
+        feature_axes = _feature_axes(self, x, self.feature_axes, self.num_features if affine else None)
+        if 0 in feature_axes:
+            raise ValueError(
+                "The channel axes cannot include the leading dimension as this is assumed to be the batch axis."
+            )
+        axes = tuple([a for a in range(1, x.ndim) if a not in feature_axes])
+        x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
+        mean, var = moments(
+            x,
+            mask,
+            axes=axes,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            use_fast_variance=self.use_fast_variance,
+        )
+        return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)

@@ -1,0 +1,148 @@
+"""Pooling: reduce windows that slide over the spatial axes, channels last.
+
+Inputs have the shape ``[*batch, *spatial, channels]``; ``window_shape`` has one size for each spatial axis, so any
+number of batch axes, none included, is understood from the number of axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..core.programs import step
+from .dtypes import Array
+
+Padding = str | Sequence[tuple[int, int]]
+
+
+def pool(
+    inputs: Array,
+    init: Any,
+    reduce_fn: Callable[[Any, Any], Any],
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: Padding,
+) -> Array:
+    """Reduce each window of ``inputs`` by ``reduce_fn``, starting from ``init``.
+
+    Args:
+      inputs: array of shape ``[*batch, *spatial, channels]``.
+      init: the neutral element of the reduction.
+      reduce_fn: an associative function of two elements, such as ``jax.lax.add``.
+      window_shape: size of the window along each spatial axis.
+      strides: step between windows along each spatial axis (default 1).
+      padding: ``'SAME'``, ``'VALID'``, or a pair (before, after) for each spatial axis.
+
+    Returns:
+      Array of shape ``[*batch, *spatial', channels]``.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> nnx.pool(jnp.arange(4.).reshape(1, 4, 1), 0., jax.lax.add, (2,), None, 'VALID').ravel()
+    Array([1., 3., 5.], dtype=float32)
+
+    Raises:
+      ValueError: if window, strides or padding do not fit the input.
+    """
+    window, strides, padding = _window(inputs.ndim, inputs.shape, window_shape, strides, padding)
+    return lax.reduce_window(inputs, init, reduce_fn, window, strides, padding)
+
+
+def _window(
+    ndim: int, shape: tuple[int, ...], window_shape: Sequence[int], strides: Sequence[int] | None, padding: Padding
+) -> tuple[tuple[int, ...], tuple[int, ...], str | tuple[tuple[int, int], ...]]:
+    """Spell window, strides and padding out for all axes."""
+    spatial = tuple(window_shape)
+    steps = (1,) * len(spatial) if strides is None else tuple(strides)
+    batch = ndim - len(spatial) - 1
+    if batch < 0:
+        raise ValueError(
+            f"A window of shape {spatial} needs inputs of shape [*batch, *spatial, channels], got {shape}."
+        )
+    if len(steps) != len(spatial):
+        raise ValueError(f"strides {steps} and window_shape {spatial} must have the same length.")
+    ones = (1,) * batch
+    window, steps = (*ones, *spatial, 1), (*ones, *steps, 1)
+    if isinstance(padding, str):
+        return window, steps, padding
+    if len(padding) != len(spatial) or not all(isinstance(p, Sequence) and len(p) == 2 for p in padding):
+        raise ValueError(f"padding {padding} must have one pair (before, after) for each axis of window {spatial}.")
+    return window, steps, (*[(0, 0)] * batch, *[(before, after) for before, after in padding], (0, 0))
+
+
+@step("window", "strides", "padding")
+def _sum_pool(x: Array, window: Any, strides: Any, padding: Any) -> Array:
+    return lax.reduce_window(x, np.zeros((), x.dtype)[()], lax.add, window, strides, padding)
+
+
+@step("window", "strides", "padding")
+def _max_pool(x: Array, window: Any, strides: Any, padding: Any) -> Array:
+    return lax.reduce_window(x, _bound(x.dtype, -1), lax.max, window, strides, padding)
+
+
+@step("window", "strides", "padding")
+def _min_pool(x: Array, window: Any, strides: Any, padding: Any) -> Array:
+    return lax.reduce_window(x, _bound(x.dtype, 1), lax.min, window, strides, padding)
+
+
+def _bound(dtype: Any, sign: int) -> Any:
+    """The largest value of a dtype, or the smallest if ``sign`` is negative; infinite where that exists."""
+    if dtype == np.bool_:
+        return np.bool_(sign > 0)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.asarray(sign * np.inf, dtype)[()]
+    return np.asarray(jnp.iinfo(dtype).max if sign > 0 else jnp.iinfo(dtype).min, dtype)[()]
+
+
+def avg_pool(
+    inputs: Array,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: Padding = "VALID",
+    count_include_pad: bool = True,
+) -> Array:
+    """Average each window; arguments as in :func:`pool`.
+
+    With ``count_include_pad`` the zeros of the padding count as elements of a window, without it they do not.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.avg_pool(jnp.arange(4.).reshape(1, 4, 1), (2,), strides=(2,)).ravel()
+    Array([0.5, 2.5], dtype=float32)
+    """
+    inputs = jnp.asarray(inputs)
+    if not jnp.issubdtype(inputs.dtype, jnp.inexact):  # sums of small integers do not fit their dtype
+        inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.int32))
+    window = _window(inputs.ndim, inputs.shape, window_shape, strides, padding)
+    sums = _sum_pool(inputs, *window)
+    if count_include_pad:
+        return sums / np.prod(window_shape)
+    return sums / _sum_pool(jnp.ones_like(inputs), *window)
+
+
+def max_pool(
+    inputs: Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
+) -> Array:
+    """Take the largest element of each window; arguments as in :func:`pool`.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.max_pool(jnp.arange(4.).reshape(1, 4, 1), (2,), strides=(2,)).ravel()
+    Array([1., 3.], dtype=float32)
+    """
+    inputs = jnp.asarray(inputs)
+    return _max_pool(inputs, *_window(inputs.ndim, inputs.shape, window_shape, strides, padding))
+
+
+def min_pool(
+    inputs: Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
+) -> Array:
+    """Take the smallest element of each window; arguments as in :func:`pool`.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.min_pool(jnp.arange(4.).reshape(1, 4, 1), (2,), strides=(2,)).ravel()
+    Array([0., 2.], dtype=float32)
+    """
+    inputs = jnp.asarray(inputs)
+    return _min_pool(inputs, *_window(inputs.ndim, inputs.shape, window_shape, strides, padding))

@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nnxlib as nnx
+from nnxlib.nn.dtypes import canonicalize_dtype, promote_dtype
+
+VALUES = st.sampled_from(
+    [jnp.ones(2, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.bool_)]
+    + [1, 2.5, True, np.ones(2), np.float32(1), None, nnx.Param(jnp.ones(2, jnp.bfloat16))]
+)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=4), st.sampled_from([None, jnp.float32, "bfloat16"]), st.booleans())
+def test_all_arrays_come_out_in_the_dtype_of_jax_promotion(values, dtype, inexact):
+    """The common dtype is that of jnp.result_type, a floating one if asked for; values, and None, are kept."""
+    given_values = [v for v in values if v is not None]
+    if dtype is None and not given_values:
+        with pytest.raises(ValueError, match="at least one"):
+            promote_dtype(values)
+        return
+    expected = jnp.result_type(*map(jnp.asarray, given_values)) if dtype is None else jnp.dtype(dtype)
+    if inexact and not jnp.issubdtype(expected, jnp.inexact):
+        expected = jnp.dtype("float32")
+    promoted = promote_dtype(tuple(values), dtype=dtype, inexact=inexact)
+    assert [p is None for p in promoted] == [v is None for v in values]
+    for old, new in zip(values, promoted, strict=True):
+        if old is not None:
+            assert (new.dtype, new.weak_type) == (expected, False)
+            np.testing.assert_array_equal(np.asarray(new), np.asarray(jnp.asarray(old).astype(expected)))
+
+
+def test_arrays_of_the_right_dtype_are_passed_through():
+    """Nothing is copied or converted when the dtypes agree already."""
+    x, y = jnp.ones(2), jnp.zeros(3)
+    assert all(a is b for a, b in zip(promote_dtype((x, None, y)), (x, None, y), strict=True))
+    assert promote_dtype((x, y), dtype="float32")[0] is x
+    assert promote_dtype((x, jnp.ones(2, jnp.bfloat16)))[0] is x
+
+
+def test_complex_arrays_stay_complex():
+    """A complex array makes all complex; it is not cast to a real dtype without JAX's warning."""
+    x, y = promote_dtype((jnp.ones(2), jnp.ones(2, jnp.complex64)))
+    assert (x.dtype, y.dtype) == (jnp.complex64, jnp.complex64)
+    with pytest.warns(np.exceptions.ComplexWarning):
+        promote_dtype((y,), dtype=jnp.float32)
+
+
+def test_integer_dtypes_are_refused_unless_asked_for():
+    """Layers compute in floating dtypes; a lookup table may hold integers."""
+    with pytest.raises(ValueError, match="must be inexact"):
+        promote_dtype((jnp.ones(2),), dtype=jnp.int32)
+    with pytest.raises(ValueError, match="must be inexact"):
+        canonicalize_dtype(jnp.ones(2), dtype=int)
+    assert promote_dtype((jnp.ones(2),), dtype=jnp.int32, inexact=False)[0].dtype == jnp.int32
+
+
+def test_traced_arrays_are_converted_by_one_operation():
+    """Where something is traced, an array of another dtype costs one conversion and the others nothing."""
+    jaxpr = jax.make_jaxpr(lambda x, y: promote_dtype((x, y)))(jnp.ones(2), jnp.ones(2, jnp.bfloat16))
+    assert [str(equation.primitive) for equation in jaxpr.jaxpr.eqns] == ["convert_element_type"]

@@ -1,0 +1,282 @@
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nnxlib as nnx
+from nnxlib.nn.dtypes import LayerInputError
+
+normal = jax.nn.initializers.normal(1.0)
+
+
+def array(*shape, mean=1.0, scale=2.0):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(mean, scale, shape), jnp.float32)
+
+
+def reference(x, axes, epsilon, layer, feature_axis=-1, use_mean=True, mask=None):
+    """The formula in float64."""
+    x = np.asarray(x, np.float64)
+    where = np.ones(x.shape, bool) if mask is None else np.broadcast_to(mask, x.shape)
+    mean = x.mean(axes, keepdims=True, where=where) if use_mean else 0.0
+    variance = ((x - mean) ** 2).mean(axes, keepdims=True, where=where)
+    y = (x - mean) / np.sqrt(variance + epsilon)
+    shape = [1] * x.ndim
+    shape[feature_axis] = -1
+    for name, combine in (("scale", np.multiply), ("bias", np.add)):
+        param = getattr(layer, name, None)
+        y = y if param is None else combine(y, np.asarray(param.value, np.float64).reshape(shape))
+    return y
+
+
+OPTIONS = st.fixed_dictionaries(
+    {"use_fast_variance": st.booleans(), "epsilon": st.sampled_from([1e-6, 1e-2]), "use_scale": st.booleans()}
+)
+BIAS = st.booleans()
+rngs = lambda: nnx.Rngs(0)
+
+
+def close(y, expected):
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=10)
+@given(st.sampled_from([((8, 3), -1), ((4, 3, 5), 1), ((2, 3, 4, 5), -3)]), OPTIONS, BIAS, st.booleans())
+def test_batch_norm_against_its_formula(case, options, use_bias, masked):
+    """Statistics over all axes but the feature axis, of the elements that the mask leaves."""
+    shape, axis = case
+    layer = nnx.BatchNorm(3, axis=axis, use_bias=use_bias, bias_init=normal, scale_init=normal, rngs=rngs(), **options)
+    x = array(*shape)
+    mask = np.random.default_rng(0).random(shape) > 0.3 if masked else None
+    axes = tuple(a for a in range(x.ndim) if a != axis % x.ndim)
+    close(layer(x, mask=mask), reference(x, axes, options["epsilon"], layer, axis, mask=mask))
+
+
+@settings(max_examples=10)
+@given(st.sampled_from([((4, 3), -1), ((4, 5, 3), (-2, -1)), ((3,), -1)]), OPTIONS, BIAS)
+def test_layer_and_rms_norm_against_their_formulas(case, options, use_bias):
+    """Statistics of each example over the reduction axes; RMSNorm takes the mean to be 0."""
+    shape, axes = case
+    x = array(*shape)
+    layer = nnx.LayerNorm(
+        3, reduction_axes=axes, use_bias=use_bias, bias_init=normal, scale_init=normal, rngs=rngs(), **options
+    )
+    close(layer(x), reference(x, axes, options["epsilon"], layer))
+    layer = nnx.RMSNorm(3, reduction_axes=axes, scale_init=normal, rngs=rngs(), **options)
+    close(layer(x), reference(x, axes, options["epsilon"], layer, use_mean=False))
+
+
+@settings(max_examples=10)
+@given(st.sampled_from([(4, 6), (4, 5, 6), (2, 3, 4, 6)]), st.sampled_from([1, 2, 3, 6]), OPTIONS, st.booleans())
+def test_group_norm_against_its_formula(shape, groups, options, masked):
+    """Statistics over space and within each group; one group and no space is LayerNorm, one feature InstanceNorm."""
+    layer = nnx.GroupNorm(6, groups, bias_init=normal, scale_init=normal, rngs=rngs(), **options)
+    x = array(*shape)
+    mask = np.random.default_rng(0).random((*shape[:-1], 1)) > -1.0 if masked else None
+    grouped = np.asarray(x).reshape(*shape[:-1], groups, 6 // groups)
+    axes = (*range(1, grouped.ndim - 2), grouped.ndim - 1)
+    plain = nnx.GroupNorm(6, groups, use_bias=False, use_scale=False, epsilon=options["epsilon"], rngs=rngs())
+    expected = reference(grouped, axes, options["epsilon"], plain).reshape(shape)
+    close(plain(x), expected)
+    scale = 1.0 if layer.scale is None else np.asarray(layer.scale.value)
+    close(layer(x, mask=mask), expected * scale + np.asarray(layer.bias.value))
+
+
+@pytest.mark.parametrize("axes", [(-1,), (1, -1), (1, 2, -1)])
+def test_group_norm_over_chosen_spatial_axes(axes):
+    """Spatial axes that are left out have statistics of their own."""
+    layer = nnx.GroupNorm(4, 2, reduction_axes=axes, use_bias=False, use_scale=False, rngs=rngs())
+    x = array(2, 3, 5, 4)
+    grouped = np.asarray(x).reshape(2, 3, 5, 2, 2)
+    expected = reference(grouped, tuple(4 if a == -1 else a for a in axes), 1e-6, layer).reshape(x.shape)
+    close(layer(x), expected)
+
+
+@settings(max_examples=10)
+@given(st.sampled_from([((4, 5, 3), -1), ((4, 3, 5), 1), ((2, 3, 4, 3), -1)]), OPTIONS)
+def test_instance_norm_against_its_formula(case, options):
+    """Statistics over space, of each feature of each example."""
+    shape, axis = case
+    layer = nnx.InstanceNorm(3, feature_axes=axis, bias_init=normal, scale_init=normal, rngs=rngs(), **options)
+    x = array(*shape)
+    axes = tuple(a for a in range(1, x.ndim) if a != axis % x.ndim)
+    close(layer(x), reference(x, axes, options["epsilon"], layer, axis))
+
+
+def test_several_feature_axes_share_one_parameter_vector():
+    """`feature_axes=(-2, -1)` takes scale and bias of the product of their sizes."""
+    layer = nnx.LayerNorm(6, feature_axes=(-2, -1), reduction_axes=(-2, -1), scale_init=normal, rngs=rngs())
+    x = array(4, 2, 3)
+    close(layer(x), reference(x, (1, 2), 1e-6, None) * np.asarray(layer.scale.value).reshape(2, 3))
+    batch_norm = nnx.BatchNorm(6, axis=(1, 2), momentum=0.0, rngs=rngs())
+    batch_norm(x)
+    close(batch_norm.mean.value, np.asarray(x).mean(0).ravel())
+
+
+# --- running statistics -----------------------------------------------------------------------------------------------
+
+
+def test_running_statistics_follow_the_batches():
+    """They move by momentum towards the statistics of each batch, and are then used for evaluation."""
+    layer = nnx.BatchNorm(3, momentum=0.9, rngs=rngs())
+    mean, variance = np.zeros(3), np.ones(3)
+    for seed in range(3):
+        x = array(8, 3, mean=seed)
+        layer(x)
+        mean = 0.9 * mean + 0.1 * np.asarray(x).mean(0)
+        variance = 0.9 * variance + 0.1 * np.asarray(x).var(0)
+    close(layer.mean.value, mean)
+    close(layer.var.value, variance)
+    before = (layer.mean.value, layer.var.value)
+    layer.eval()
+    close(layer(x), (np.asarray(x) - mean) / np.sqrt(variance + 1e-5))
+    assert layer.mean.value is before[0]
+    assert layer.var.value is before[1]
+
+
+def test_train_and_eval_switch_the_mode_and_leave_frozen_layers_alone():
+    """A layer that the user froze stays frozen through train(), eval() and train()."""
+    model = nnx.Sequential(nnx.BatchNorm(3, rngs=rngs()), nnx.BatchNorm(3, use_running_average=True, rngs=rngs()))
+    modes = lambda: [layer.use_running_average for layer in model.layers]
+    assert modes() == [False, True]
+    model.train()
+    assert modes() == [False, True]
+    model.eval()
+    assert modes() == [True, True]
+    model.train()
+    assert modes() == [False, True]
+    model(array(8, 3))
+    assert not np.allclose(model[0].var.value, 1.0)
+    np.testing.assert_array_equal(model[1].var.value, np.ones(3))
+
+
+def test_the_call_overrides_the_attribute():
+    """`use_running_average` of the call counts for that call; without either the error shows the three ways."""
+    layer = nnx.BatchNorm(3, use_running_average=None, rngs=rngs())
+    x = array(8, 3)
+    np.testing.assert_allclose(layer(x, use_running_average=True), x / np.sqrt(1 + 1e-5), rtol=1e-6)
+    assert abs(layer(x, use_running_average=False).mean()) < 1e-5
+    assert layer.use_running_average is None
+    with pytest.raises(ValueError, match=r"(?s)No `use_running_average` argument.*nnx.BatchNorm\(.*model.eval\(\)"):
+        layer(x)
+
+
+def test_statistics_are_updated_in_lifted_transforms_and_carry_no_gradient():
+    """Under jit and grad the new statistics come out; their gradient is stopped."""
+    x = array(8, 3)
+    eager, jitted = nnx.BatchNorm(3, rngs=rngs()), nnx.BatchNorm(3, rngs=rngs())
+    eager(x)
+
+    def loss(layer, x):
+        return (layer(x) ** 3).sum()
+
+    nnx.jit(nnx.grad(loss))(jitted, x)
+    close(jitted.mean.value, eager.mean.value)
+    close(jitted.var.value, eager.var.value)
+
+    def statistic(x):
+        layer = nnx.BatchNorm(3, rngs=rngs())
+        layer(x)
+        return layer.mean.value.sum()
+
+    assert not jax.grad(statistic)(x).any()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+def test_shards_take_the_statistics_of_the_whole_batch(fast, masked):
+    """With `axis_name` each shard sees the statistics of all, weighted by how many elements count in each."""
+    x = array(4, 6, 3)
+    mask = np.arange(6)[None, :, None] < np.array([6, 1, 3, 2])[:, None, None] if masked else np.ones((4, 6, 1), bool)
+    layer = nnx.BatchNorm(3, axis_name="shards", use_fast_variance=fast, momentum=0.0, rngs=rngs())
+    graphdef, state = nnx.split(layer)
+
+    def run(state, x, mask):
+        layer = nnx.merge(graphdef, state)
+        return layer(x, mask=mask if masked else None), layer.mean.value, layer.var.value
+
+    y, mean, var = jax.vmap(run, in_axes=(None, 0, 0), axis_name="shards")(state, x, mask)
+    whole = nnx.BatchNorm(3, momentum=0.0, use_fast_variance=fast, rngs=rngs())
+    expected = whole(x.reshape(24, 3), mask=mask.reshape(24, 1) if masked else None)
+    close(y, expected.reshape(x.shape))
+    close(mean, np.tile(whole.mean.value, (4, 1)))
+    close(var, np.tile(whole.var.value, (4, 1)))
+
+
+# --- dtypes, errors, copies -------------------------------------------------------------------------------------------
+
+MAKERS = {
+    "BatchNorm": lambda **kw: nnx.BatchNorm(4, rngs=rngs(), **kw),
+    "LayerNorm": lambda **kw: nnx.LayerNorm(4, rngs=rngs(), **kw),
+    "RMSNorm": lambda **kw: nnx.RMSNorm(4, rngs=rngs(), **kw),
+    "GroupNorm": lambda **kw: nnx.GroupNorm(4, 2, rngs=rngs(), **kw),
+    "InstanceNorm": lambda **kw: nnx.InstanceNorm(4, rngs=rngs(), **kw),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_statistics_of_low_precision_inputs_are_taken_in_float32(name):
+    """In bfloat16, where 256 + 1 is 256, the result is the float32 one rounded once; so it is for float16 overflow."""
+    x = array(64, 3, 4, mean=3.0)
+    layer = MAKERS[name](dtype=jnp.bfloat16)
+    y = layer(x.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    exact = MAKERS[name]()(x.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2e-2, atol=2e-2)
+    assert np.isfinite(MAKERS[name](dtype=jnp.float16)(1000 * x).astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_wrong_input_names_the_layer_its_sizes_and_the_input(name):
+    """Another number of features is refused, also by a bare array."""
+    layer = MAKERS[name]()
+    with pytest.raises(LayerInputError, match=rf"layer \({name} (4|2x2)\) takes inputs .*float32\[2, 3, 5\]"):
+        layer(jnp.ones((2, 3, 5)))
+    with pytest.raises(LayerInputError, match=r"float32\[\]"):
+        layer(jnp.float32(0))
+
+
+def test_groups_that_do_not_fit_are_refused():
+    """Exactly one of number and size, dividing the features; reduction axes with the feature axis, not the batch."""
+    for kwargs in ({"num_groups": None}, {"num_groups": 2, "group_size": 2}):
+        with pytest.raises(ValueError, match="Either `num_groups` or `group_size`"):
+            nnx.GroupNorm(4, **kwargs, rngs=rngs())
+    for kwargs in ({}, {"num_groups": 3}, {"num_groups": -1}, {"num_groups": 0}):
+        with pytest.raises(ValueError, match="does not divide"):
+            nnx.GroupNorm(4, **kwargs, rngs=rngs())
+    with pytest.raises(ValueError, match="not multiple of the group size"):
+        nnx.GroupNorm(4, None, 3, rngs=rngs())
+    assert nnx.GroupNorm(4, None, 2, rngs=rngs()).num_groups == 2
+    with pytest.raises(ValueError, match="must include the feature axis"):
+        nnx.GroupNorm(4, 2, reduction_axes=(1,), rngs=rngs())(jnp.ones((2, 3, 4)))
+    with pytest.raises(ValueError, match="batch axis"):
+        nnx.InstanceNorm(4, feature_axes=0, rngs=rngs())(jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_trace_holds_few_operations_and_no_calls(name):
+    """The jaxpr is flat, and a traced call runs a fraction of the Python of writing the formula in jax.numpy."""
+    layer = MAKERS[name]()
+    if name == "BatchNorm":
+        layer.eval()
+    equations = jax.make_jaxpr(layer)(jnp.ones((2, 3, 4))).jaxpr.eqns
+    assert not {str(e.primitive) for e in equations} & {"jit", "pjit", "closed_call"}
+    assert len(equations) <= 24
+
+
+def test_copies_of_layers_work():
+    """Settings given as lists or mappings survive pickling, deep copies and cloning."""
+    for layer, x in (
+        (nnx.LinearGeneral([2, 3], [4], axis=[-2, -1], batch_axis={0: 5}, rngs=rngs()), jnp.ones((5, 2, 3))),
+        (nnx.Conv(2, 3, [3], strides=[2], padding=[[1, 1]], rngs=rngs()), jnp.ones((5, 2))),
+        (nnx.BatchNorm(2, axis=[-1], axis_index_groups=[[0]], rngs=rngs()), array(4, 2)),
+        (nnx.LayerNorm(2, reduction_axes=[-1], feature_axes=[-1], rngs=rngs()), array(4, 2)),
+    ):
+        assert [name for name, value in vars(layer).items() if isinstance(value, nnx.List)] == []
+        expected = layer(x)
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), nnx.clone(layer)):
+            np.testing.assert_array_equal(other(x), expected)

@@ -1,0 +1,96 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nnxlib as nnx
+
+
+def windows(x, window, strides, pads, fill):
+    """Each output element with the elements of its window: pairs (position, array)."""
+    batch = x.ndim - len(window) - 1
+    x = np.pad(x, [(0, 0)] * batch + list(pads) + [(0, 0)], constant_values=fill)
+    sizes = [(n - w) // s + 1 for n, w, s in zip(x.shape[batch:-1], window, strides, strict=True)]
+    for position in itertools.product(*map(range, sizes)):
+        cut = [slice(p * s, p * s + w) for p, s, w in zip(position, strides, window, strict=True)]
+        yield position, x[(Ellipsis, *cut, slice(None))], sizes
+
+
+def reference(x, window, strides, pads, fill, reduce):
+    spatial = tuple(range(-len(window) - 1, -1))
+    cells = list(windows(x, window, strides, pads, fill))
+    out = np.stack([reduce(cell, spatial) for _, cell, _ in cells], axis=-2)
+    return out.reshape(*x.shape[: x.ndim - len(window) - 1], *cells[0][2], x.shape[-1])
+
+
+@st.composite
+def cases(draw):
+    rank = draw(st.integers(1, 2))
+    per_axis = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(rank))
+    batch = draw(st.sampled_from([(), (2,), (2, 2)]))
+    pads = tuple((draw(st.integers(0, 1)), draw(st.integers(0, 1))) for _ in range(rank))
+    dtype = draw(st.sampled_from([np.float32, np.int32, np.uint8, np.int8]))
+    return (*batch, *per_axis(3, 5), 2), per_axis(2, 3), per_axis(1, 2), pads, dtype
+
+
+@settings(max_examples=8)
+@given(cases())
+def test_pools_against_sliding_windows(case):
+    """Maximum, minimum and average of each window, for floats and integers of all kinds."""
+    shape, window, strides, pads, dtype = case
+    x = np.random.default_rng(sum(shape)).integers(0, 100, shape).astype(dtype)
+    wide = np.asarray(x, np.float64)
+    low, high = (-np.inf, np.inf) if dtype == np.float32 else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    args = (jnp.asarray(x), window, strides, pads)
+    np.testing.assert_array_equal(nnx.max_pool(*args), reference(wide, window, strides, pads, low, np.max))
+    np.testing.assert_array_equal(nnx.min_pool(*args), reference(wide, window, strides, pads, high, np.min))
+    np.testing.assert_allclose(nnx.avg_pool(*args), reference(wide, window, strides, pads, 0, np.mean), rtol=1e-5)
+    expected = reference(wide, window, strides, pads, np.nan, np.nanmean)
+    np.testing.assert_allclose(nnx.avg_pool(*args, count_include_pad=False), expected, rtol=1e-5)
+    assert nnx.max_pool(*args).dtype == nnx.min_pool(*args).dtype == dtype
+
+
+def test_named_paddings():
+    """`'SAME'` keeps the size at stride 1, `'VALID'` takes whole windows only."""
+    x = jnp.arange(5.0).reshape(1, 5, 1)
+    assert nnx.max_pool(x, (3,), padding="SAME").ravel().tolist() == [1, 2, 3, 4, 4]
+    assert nnx.min_pool(x, (3,), padding="SAME").ravel().tolist() == [0, 0, 1, 2, 3]
+    assert nnx.avg_pool(x, (2,), (2,)).ravel().tolist() == [0.5, 2.5]
+    assert nnx.max_pool(x > 2, (2,)).ravel().tolist() == [False, False, True, True]
+
+
+def test_averages_keep_the_dtype_of_floats():
+    """In bfloat16 the result is bfloat16, however padding counts."""
+    x = jnp.ones((1, 4, 1), jnp.bfloat16)
+    for count in (True, False):
+        assert nnx.avg_pool(x, (2,), padding="SAME", count_include_pad=count).dtype == jnp.bfloat16
+
+
+def test_pool_reduces_by_any_function():
+    """`pool` is the general form: here the product of each window."""
+    x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)
+    assert nnx.pool(x, 1.0, jax.lax.mul, (2,), None, "VALID").ravel().tolist() == [2, 6, 12]
+
+
+def test_gradients_go_to_the_largest_element():
+    """Pools can be differentiated, also where they are traced."""
+    x = jnp.array([1.0, 3.0, 2.0, 4.0]).reshape(1, 4, 1)
+    grad = jax.jit(jax.grad(lambda x: nnx.max_pool(x, (2,), (2,)).sum()))(x)
+    assert grad.ravel().tolist() == [0, 1, 0, 1]
+    grad = jax.grad(lambda x: nnx.avg_pool(x, (2,), (2,)).sum())(x)
+    assert grad.ravel().tolist() == [0.5] * 4
+
+
+def test_windows_that_do_not_fit_are_refused():
+    """Too few axes, and strides or paddings of another length."""
+    x = jnp.ones((4, 4, 1))
+    with pytest.raises(ValueError, match=r"window of shape \(2, 2, 2\) needs inputs"):
+        nnx.max_pool(x, (2, 2, 2))
+    with pytest.raises(ValueError, match="same length"):
+        nnx.max_pool(x, (2, 2), strides=(1,))
+    with pytest.raises(ValueError, match="one pair"):
+        nnx.avg_pool(x, (2, 2), padding=((1, 1),))
