@@ -1,0 +1,124 @@
+"""EMA: the exponential moving average of the Variables of a model.
+
+The averages are Variables of the same types and metadata at the same paths, below ``params``. ``apply_to`` puts them
+into a model without a copy: new nodes, around the averages and around the model's own other Variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..core.errors import EmptySelectionError, describe, format_path
+from ..core.filters import Filter
+from ..core.graph import build, pack
+from ..core.objects import Node, Pytree, Static
+from ..core.ops import state
+from ..core.state import State, filter_state, from_flat_state, to_flat_state
+from ..core.variables import Variable
+from .stored import matched, shown, store, without_aliases
+
+A = TypeVar("A")
+
+
+class EMA(Pytree):
+    """The exponential moving average of the Variables of a model, kept in Variables.
+
+    Each update sets ``average = decay * average + (1 - decay) * value``, computed in float32 or wider and kept in the
+    dtype of the average. What is not floating or complex (counts, random keys) takes the newest value.
+
+    Args:
+      params: a Module, or the State of one; the averages begin as copies of its values.
+      decay: between 0 and 1; 0.999 averages over about the last 1,000 updates.
+      only: which Variables are averaged, as a filter.
+
+    >>> import nnxlib as nnx
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones)
+    >>> ema = nnx.EMA(model, decay=0.75, only=nnx.Param)
+    >>> model.kernel[...] = 2.0
+    >>> ema.update(model)
+    >>> smooth = ema.apply_to(model)
+    >>> smooth.kernel[0].tolist(), smooth.kernel is ema.params.kernel
+    ([1.25, 1.25, 1.25], True)
+
+    Raises:
+      EmptySelectionError: if ``only`` takes nothing.
+      TypeError: if it takes an array that is not in a Variable; names the path.
+    """
+
+    filter: Static[Filter]
+    decay: Any
+    params: Any
+
+    def __init__(self, params: Any, decay: float, *, only: Filter = ...):
+        self.decay = decay
+        self.filter = tuple(only) if isinstance(only, list) else only
+        selected = _selected(params, only)
+        if not selected:
+            raise EmptySelectionError(f"only={shown(only)} takes nothing of this {type(params).__name__} to average.")
+        self.params = store(selected, _copied)
+
+    def update(self, updates: Any) -> None:
+        """Move the averages towards the present values.
+
+        Args:
+          updates: the model, or a State with the same paths.
+
+        Raises:
+          StateMismatchError: for missing, unexpected and wrongly shaped values, naming the paths.
+          TraceContextError: if the EMA belongs to another trace.
+        """
+        averages = dict(to_flat_state(self.params))
+        head = f"The values do not fit what this EMA averages (only={shown(self.filter)}); nothing was changed."
+        found = matched(_selected(updates, self.filter), averages, (), head)
+        for average in averages.values():
+            average.check_writable()
+        for path, average in averages.items():
+            average.set_raw_value(jax.tree.map(self._mean, average.get_raw_value(), found[path]))
+
+    def _mean(self, average: Any, value: Any) -> Any:
+        dtype = jnp.result_type(average)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return value
+        wide = jnp.promote_types(dtype, jnp.float32)
+        mean = self.decay * jnp.asarray(average, wide) + (1 - self.decay) * jnp.asarray(value, wide)
+        return mean.astype(dtype)
+
+    def apply_to(self, model: A) -> A:
+        """Return a model with the averages in place of the Variables that they are of.
+
+        The nodes are new; the averages are the very Variables of this EMA, so later updates show; all other Variables
+        are those of ``model``.
+
+        Raises:
+          StateMismatchError: if the model has no Variable at the path of an average, or one of another shape.
+        """
+        layout, leaves, objects = pack(model)
+        live = {layout.paths[i]: objects[i] for i in layout.variables}
+        averages = dict(to_flat_state(self.params))
+        matched(from_flat_state(live), averages, live.keys(), f"This {type(model).__name__} does not fit the EMA.")
+        given = {i: averages.get(layout.paths[i], objects[i]) for i in layout.variables}
+        return build(layout, leaves, given)[0]
+
+
+def _selected(params: Any, only: Filter) -> State:
+    found = (
+        filter_state(params, only)
+        if isinstance(params, Mapping) and not isinstance(params, Node)
+        else state(params, only)
+    )
+    for path, leaf in to_flat_state(found):
+        if not isinstance(leaf, Variable):
+            raise TypeError(
+                f"An EMA averages Variables, but {format_path(path)} is {describe(leaf)} outside of a Variable. Select "
+                "what it is to average: EMA(model, decay, only=nnx.Param)."
+            )
+    return found
+
+
+def _copied(variable: Variable) -> Variable:
+    value = variable.get_raw_value()
+    return variable.replace(without_aliases([value], [value])[0])

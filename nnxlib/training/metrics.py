@@ -1,0 +1,313 @@
+"""Metrics: running statistics of a stream of batches, in a few scalar Variables.
+
+A metric is updated with keyword arguments, of which it takes those it needs, so that several can share one call (see
+:class:`MultiMetric`). Its state is :class:`MetricState`, float32 sums and int32 counts, so it goes through ``nnx.jit``
+beside the model.
+
+A *mask* says which values count. It is broadcast against the values; what it leaves out has no influence, not even when
+it is nan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..core.objects import Pytree
+from ..core.ops import split
+from ..core.variables import Variable
+
+A = TypeVar("A")
+
+
+class MetricState(Variable[A]):
+    """The state of a metric."""
+
+
+class Metric(Pytree):
+    """Base class of metrics: a subclass has ``__init__``, ``reset``, ``update`` and ``compute``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> class Largest(nnx.Metric):
+    ...   def __init__(self):
+    ...     self.value = nnx.metrics.MetricState(jnp.array(-jnp.inf))
+    ...   def reset(self):
+    ...     self.value.value = jnp.array(-jnp.inf)
+    ...   def update(self, *, values, **_):
+    ...     self.value.value = jnp.maximum(self.value, values.max())
+    ...   def compute(self):
+    ...     return self.value.value
+    >>> metrics = nnx.MultiMetric(largest=Largest(), average=nnx.metrics.Average())
+    >>> metrics.update(values=jnp.array([1.0, 4.0, 1.0]))
+    >>> {name: value.item() for name, value in metrics.compute().items()}
+    {'largest': 4.0, 'average': 2.0}
+    """
+
+    def __init__(self):
+        raise NotImplementedError(f"{type(self).__name__} has to define `__init__`, without calling that of Metric.")
+
+    def reset(self) -> None:
+        """Forget all values."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `reset`.")
+
+    def update(self, **kwargs: Any) -> None:
+        """Take in a batch."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `update`.")
+
+    def compute(self) -> Any:
+        """Return the statistic of all values since the last reset."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `compute`.")
+
+    def split(self, *filters: Any) -> tuple[Any, ...]:
+        """Split into GraphDef and States; as :func:`nnx.split`."""
+        return split(self, *filters)
+
+
+class Average(Metric):
+    """The mean of all values; nan before the first.
+
+    Args:
+      argname: the keyword under which ``update`` takes the values.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> loss = nnx.metrics.Average('loss')
+    >>> loss.update(loss=jnp.array([1.0, 2.0, 6.0]), mask=jnp.array([True, True, False]))
+    >>> loss.update(loss=3.0)
+    >>> loss.compute().item()
+    2.0
+    """
+
+    def __init__(self, argname: str = "values"):
+        self.argname = argname
+        self.total = MetricState(jnp.zeros((), jnp.float32))
+        self.count = MetricState(jnp.zeros((), jnp.int32))
+
+    def reset(self) -> None:
+        """Forget all values."""
+        _zero(self.total, self.count)
+
+    def update(self, mask: jax.Array | None = None, **kwargs: Any) -> None:
+        """Take in a number or an array of any shape, those of its values that ``mask`` says.
+
+        Raises:
+          TypeError: if the argument that this metric takes is missing.
+          ValueError: if mask and values cannot be broadcast.
+        """
+        values, counted = _masked(_argument(self, kwargs), mask)
+        self.total.value += _sum(values, counted)
+        self.count.value += _size(values, counted)
+
+    def compute(self) -> jax.Array:
+        """Return the mean, a float32 scalar."""
+        return self.total.value / self.count.value
+
+
+class Accuracy(Average):
+    """The fraction of right predictions; nan before the first.
+
+    Args:
+      threshold: None for classes: the largest of ``logits[..., classes]`` is the prediction for ``labels[...]``. A
+        float for yes or no: it is yes where ``logits[...]`` is at least that, to be compared with ``labels[...]``.
+      *args: ignored, as are ``kwargs``: they are those of :class:`Average`.
+      **kwargs: see ``args``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> accuracy = nnx.metrics.Accuracy()
+    >>> accuracy.update(logits=jnp.array([[0.1, 2.0], [3.0, 0.4]]), labels=jnp.array([1, 1]))
+    >>> accuracy.compute().item()
+    0.5
+
+    Raises:
+      TypeError: if the threshold is not a float.
+    """
+
+    def __init__(self, threshold: float | None = None, *args: Any, **kwargs: Any):
+        if not (threshold is None or isinstance(threshold, float)):
+            raise TypeError(f"threshold has to be a float or None, got {threshold!r}.")
+        self.threshold = threshold
+        super().__init__(*args, **kwargs)
+
+    def update(  # type: ignore[override]  # flax.nnx has this signature
+        self, *, logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None, **_: Any
+    ) -> None:
+        """Take in predictions, those that ``mask`` (of the shape of ``labels``, or to be broadcast to it) says.
+
+        Raises:
+          ValueError: if ``labels`` is not of integers (or bools, with a threshold), or not of the shape that goes with
+            ``logits``.
+        """
+        logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+        shape = logits.shape if self.threshold is not None else logits.shape[:-1]
+        if labels.shape != shape or (self.threshold is None and logits.ndim == 0):
+            kind = (
+                "yes or no, labels need the shape of logits"
+                if self.threshold is not None
+                else ("classes, labels need the shape of logits without its last axis")
+            )
+            raise ValueError(f"For {kind}; got logits of shape {logits.shape} and labels of shape {labels.shape}.")
+        if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and self.threshold is not None)):
+            raise ValueError(f"labels have to be integers, got {labels.dtype}.")
+        predicted = jnp.argmax(logits, axis=-1) if self.threshold is None else logits >= self.threshold
+        super().update(mask=mask, **{self.argname: predicted == labels})
+
+    def compute(self) -> jax.Array:
+        """Return the fraction, a float32 scalar between 0 and 1."""
+        return super().compute()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What a :class:`Welford` computes: three float32 scalars."""
+
+    mean: jax.Array
+    standard_error_of_mean: jax.Array
+    standard_deviation: jax.Array
+
+    def replace(self, **changes: Any) -> Statistics:
+        """Return a copy with other values."""
+        return dataclasses.replace(self, **changes)
+
+
+class Welford(Metric):
+    """Mean and standard deviation of all values, in one pass that does not lose precision.
+
+    Welford, "Note on a method for calculating corrected sums of squares and products", Technometrics 4 (1962); a batch
+    at a time after Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances"
+    (1979). The deviation is that of the values themselves (divided by n).
+
+    Args:
+      argname: the keyword under which ``update`` takes the values.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> metric = nnx.metrics.Welford()
+    >>> metric.update(values=jnp.array([1.0, 5.0]))
+    >>> metric.update(values=jnp.array([1.0, 5.0, 100.0]), mask=jnp.array([1, 1, 0]))
+    >>> metric.compute().mean.item(), metric.compute().standard_deviation.item()
+    (3.0, 2.0)
+    """
+
+    def __init__(self, argname: str = "values"):
+        self.argname = argname
+        self.count = MetricState(jnp.zeros((), jnp.int32))
+        self.mean = MetricState(jnp.zeros((), jnp.float32))
+        self.m2 = MetricState(jnp.zeros((), jnp.float32))
+
+    def reset(self) -> None:
+        """Forget all values."""
+        _zero(self.count, self.mean, self.m2)
+
+    def update(self, mask: jax.Array | None = None, **kwargs: Any) -> None:
+        """Take in a number or an array of any shape, those of its values that ``mask`` says.
+
+        Raises:
+          TypeError: if the argument that this metric takes is missing.
+          ValueError: if mask and values cannot be broadcast.
+        """
+        values, counted = _masked(_argument(self, kwargs), mask)
+        old, new = self.count.value, _size(values, counted)
+        total = old + new
+        some = jnp.maximum(new, 1)  # a batch of which nothing counts changes nothing
+        mean = _sum(values, counted) / some
+        squares = _sum(jnp.square(values.astype(jnp.float32) - mean), counted)
+        delta = mean - self.mean.value
+        share = new / jnp.maximum(total, 1)
+        self.m2.value += squares + delta * delta * old * share
+        self.mean.value += delta * share
+        self.count.value = total
+
+    def compute(self) -> Statistics:
+        """Return mean, standard error of the mean, and standard deviation; the last two are nan before any value."""
+        count = self.count.value
+        deviation = jnp.sqrt(self.m2.value / count)
+        return Statistics(self.mean.value, deviation / jnp.sqrt(count), deviation)
+
+
+class MultiMetric(Metric):
+    """Several metrics that are updated in one call; each is an attribute.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average())
+    >>> metrics.update(logits=jnp.array([[0.1, 2.0]]), labels=jnp.array([1]), values=0.5)
+    >>> {name: value.item() for name, value in metrics.compute().items()}
+    {'accuracy': 1.0, 'loss': 0.5}
+
+    Raises:
+      TypeError: for a value that is not a metric.
+      ValueError: for a name that a method has.
+    """
+
+    def __init__(self, **metrics: Any):
+        for name, metric in metrics.items():
+            if hasattr(type(self), name):
+                raise ValueError(f"A metric cannot be called {name!r}: MultiMetric.{name} is something else.")
+            if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
+                raise TypeError(
+                    f"{name!r} is not a metric, which has `reset`, `update` and `compute`; got {type(metric).__name__}."
+                )
+        self._metric_names = tuple(metrics)
+        for name, metric in metrics.items():
+            setattr(self, name, metric)
+
+    def reset(self) -> None:
+        """Reset each metric."""
+        for name in self._metric_names:
+            getattr(self, name).reset()
+
+    def update(self, **updates: Any) -> None:
+        """Update each metric with all the arguments.
+
+        Raises:
+          TypeError: if a metric misses an argument; a note names the metric.
+        """
+        for name in self._metric_names:
+            try:
+                getattr(self, name).update(**updates)
+            except Exception as error:
+                error.add_note(f"in the metric {name!r} of a {type(self).__name__}")
+                raise
+
+    def compute(self) -> dict[str, Any]:
+        """Return the statistics by name."""
+        return {name: getattr(self, name).compute() for name in self._metric_names}
+
+
+# --- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def _zero(*variables: MetricState) -> None:
+    for variable in variables:
+        variable.value = jnp.zeros_like(variable.value)
+
+
+def _argument(metric: Any, kwargs: dict[str, Any]) -> Any:
+    if metric.argname not in kwargs:
+        raise TypeError(
+            f"{type(metric).__name__}.update expects the keyword argument {metric.argname!r}, got {sorted(kwargs)}."
+        )
+    return kwargs[metric.argname]
+
+
+def _masked(values: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The values, and which of them count; both of the same shape."""
+    values = jnp.asarray(values)
+    if mask is None:
+        return values, None
+    try:
+        values, counted = jnp.broadcast_arrays(values, jnp.asarray(mask).astype(bool))
+    except ValueError:
+        raise ValueError(
+            f"The mask of shape {jnp.shape(mask)} cannot be broadcast against values of shape {values.shape}."
+        ) from None
+    return values, counted
+
+
+def _sum(values: jax.Array, counted: jax.Array | None) -> jax.Array:
+    return jnp.sum(values, dtype=jnp.float32, where=counted)
+
+
+def _size(values: jax.Array, counted: jax.Array | None) -> Any:
+    return values.size if counted is None else jnp.sum(counted, dtype=jnp.int32)

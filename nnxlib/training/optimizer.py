@@ -1,0 +1,249 @@
+"""Optimizers: an optax transformation, its state in Variables, and the step that writes a model.
+
+The state of an :class:`Optimizer` is the pytree that ``tx.init`` made, with an :class:`OptVariable` at each place where
+that has a value per parameter (with the metadata of the parameter, so that shardings and axis names follow) and an
+:class:`OptArray` for everything else. Below ``opt_state`` the path of a moment is the path of its parameter::
+
+    optimizer.opt_state[0].mu['layers'][0]['kernel']
+    optimizer.opt_state.hyperparams['learning_rate'].value = 1e-4
+
+``tx.init`` sees the State of the Variables; ``tx.update`` sees plain values at the same paths, as does whatever is
+called from it. A mask or label function that is called in both, as those of ``optax.masked`` and
+``optax.multi_transform`` are, goes by path and shape; to go by type or metadata, make the labels beforehand:
+``nnx.map_state(lambda path, v: type(v).__name__, nnx.state(model, nnx.Param))``.
+
+An update computes everything, checks everything that can fail, and then writes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..core.errors import EmptySelectionError, StateMismatchError
+from ..core.filters import Filter
+from ..core.objects import Node, Pytree, Static
+from ..core.ops import state, update, variables
+from ..core.state import State, map_state, to_flat_state
+from ..core.variables import MISSING, Param, Variable
+from .stored import flat, is_variable, matched, plain, restore, set_values, shown, store, without_aliases
+
+M = TypeVar("M")
+A = TypeVar("A")
+
+
+class OptState(Variable[A]):
+    """State of an optimizer."""
+
+
+class OptArray(OptState[A]):
+    """State of an optimizer that belongs to no single parameter, such as a count or a learning rate."""
+
+
+class OptVariable(OptState[A]):
+    """State of an optimizer for one parameter, such as a moment; with the metadata of the parameter."""
+
+
+def to_opt_state(tree: Any) -> Any:
+    """Put a pytree into Variables: Variables become an OptVariable, other leaves an OptArray.
+
+    >>> import nnxlib as nnx
+    >>> nnx.optimizer.to_opt_state((3, nnx.Param(1.0, layer='first')))
+    (OptArray(3), OptVariable(1.0, layer='first'))
+    """
+    return store(tree, _boxed)
+
+
+_VALUE_HOOKS = ("on_get_value", "on_set_value", "on_create_value")
+
+
+def _boxed(leaf: Any) -> OptState:
+    if isinstance(leaf, OptState):
+        return leaf
+    if isinstance(leaf, Variable):  # hooks on axes hold for a moment too, those on values are about the parameter
+        metadata = {name: x for name, x in leaf.get_metadata().items() if name not in _VALUE_HOOKS}
+        return OptVariable.from_metadata(leaf.get_raw_value(), metadata)
+    return OptArray(leaf)
+
+
+class Optimizer(Pytree, Generic[M]):
+    """An optax transformation with its state, for the Variables of a model that a filter takes.
+
+    Args:
+      model: the Module to train, or a pytree of Modules; it is not kept.
+      tx: the transformation, for example ``optax.adam(1e-3)``.
+      wrt: which Variables to train, as a filter. The same filter serves :func:`nnx.grad`, as
+        ``nnx.DiffState(0, filter)``; gradients of more than these Variables are welcome.
+
+    Attributes:
+      step: how many updates were made, a uint32 in an :class:`OptState`.
+      opt_state: the state of ``tx``, see :mod:`nnxlib.training.optimizer`.
+      tx: as given.
+      wrt: as given.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp, optax
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> only_bias = nnx.PathContains('bias')
+    >>> optimizer = nnx.Optimizer(model, optax.sgd(0.5, momentum=0.9), wrt=only_bias)
+    >>> @nnx.jit
+    ... def train_step(model, optimizer, x):
+    ...   loss = lambda model: model(x).sum()
+    ...   grads = nnx.grad(loss, argnums=nnx.DiffState(0, only_bias))(model)
+    ...   optimizer.update(model, grads)
+    >>> train_step(model, optimizer, jnp.ones((1, 2)))
+    >>> model.bias.value.tolist(), optimizer.step.item()
+    ([-0.5, -0.5, -0.5], 1)
+
+    Raises:
+      EmptySelectionError: if ``wrt`` takes nothing of the model; names the types of Variable that it has.
+      TypeError: if ``tx`` is not a transformation.
+    """
+
+    tx: Static[Any]
+    wrt: Static[Filter]
+    step: OptState
+    opt_state: Any
+
+    def __init__(self, model: M, tx: Any, *, wrt: Filter = Param):
+        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+            raise TypeError(
+                f"tx has to be a transformation with `init` and `update`, such as optax.adam(1e-3), got {tx!r}."
+            )
+        params = _trained(_as_node(model), wrt)
+        opt_state = to_opt_state(tx.init(params))
+        kept, _ = flat(restore(opt_state))
+        set_values(kept, without_aliases([plain(x) for x in kept], [plain(x) for x in flat(params)[0]]))
+        self.step = OptState(jnp.zeros((), jnp.uint32))
+        self.tx = tx
+        self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
+        self.opt_state = opt_state
+
+    def update(self, model: Any, grads: Any = MISSING, **extra: Any) -> Any:
+        """Change the parameters of ``model`` and the state of the optimizer by one step.
+
+        Args:
+          model: the model that the optimizer was made for, or one with parameters at the same paths.
+          grads: a gradient for each trained Variable, as a State (what :func:`nnx.grad` returns), a nested dict of
+            values, or a Module that holds them. Gradients of Variables that are not trained are left out.
+          **extra: further arguments of ``tx.update``, such as ``value``, ``grad`` and ``value_fn`` for L-BFGS.
+
+        Returns:
+          The State of what was added to the parameters, as plain values.
+
+        Raises:
+          StateMismatchError: for missing, unexpected and wrongly shaped gradients, naming the paths.
+          TraceContextError: if the model or the optimizer belong to another trace. Nothing has been written then.
+        """
+        if grads is MISSING:
+            raise TypeError(
+                "Optimizer.update takes the model and the gradients: optimizer.update(model, grads). With "
+                "nnx.ModelAndOptimizer, which keeps the model, it is optimizer.update(grads)."
+            )
+        model = _as_node(model)
+        params, structure = flat(_trained(model, self.wrt))
+        values = [plain(x) for x in params]
+        gradients = self._gradients(grads, structure.unflatten(params), model)
+        kept, kept_structure = self._kept()
+        updates, new_state = self.tx.update(
+            gradients,
+            kept_structure.unflatten([plain(x) for x in kept]),
+            structure.unflatten(values),
+            **{name: gradients if x is grads else _without_variables(x) for name, x in extra.items()},
+        )
+        moved = [added(*pair) for pair in zip(values, structure.flatten_up_to(updates))]
+        new_kept = without_aliases(_like(kept_structure, new_state), moved)
+        for variable in (self.step, *kept):
+            variable.check_writable()
+        update(model, structure.unflatten(map(_with_value, params, moved)))
+        set_values(kept, new_kept)
+        self.step.set_raw_value(self.step.get_raw_value() + 1)
+        return updates
+
+    def _gradients(self, grads: Any, params: Any, model: Any) -> Any:
+        """The State of the gradients of the trained Variables, as plain values."""
+        untrained = to_flat_state(state(model)).paths
+        head = f"The gradients do not fit what this optimizer trains (wrt={shown(self.wrt)}); nothing was changed."
+        found = matched(grads, dict(to_flat_state(params)), frozenset(untrained), head)
+        return map_state(lambda path, _: found[path], params)
+
+    def _kept(self) -> tuple[list[OptState], Any]:
+        """The Variables of ``opt_state``, and the pytree that ``tx`` has around their values."""
+        kept, structure = flat(restore(self.opt_state))
+        if not all(isinstance(x, OptState) for x in kept):  # it was set by hand
+            self.opt_state = to_opt_state(self.opt_state)
+            kept, structure = flat(restore(self.opt_state))
+        return kept, structure
+
+
+class ModelAndOptimizer(Optimizer[M]):
+    """An :class:`Optimizer` that keeps its model, so that ``update`` takes the gradients only.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp, optax
+    >>> optimizer = nnx.ModelAndOptimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), optax.adam(1e-3))
+    >>> grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(optimizer.model)
+    >>> updates = optimizer.update(grads)
+    >>> optimizer.step.item()
+    1
+    """
+
+    model: M
+
+    def __init__(self, model: M, tx: Any, *, wrt: Filter = Param):
+        super().__init__(model, tx, wrt=wrt)
+        self.model = model
+
+    def update(self, grads: Any, **extra: Any) -> Any:  # type: ignore[override]  # flax.nnx has this signature
+        """Change the model and the state of the optimizer by one step; as :meth:`Optimizer.update`."""
+        return super().update(self.model, grads, **extra)
+
+
+# --- helpers --------------------------------------------------------------------------------------------------------
+
+
+def _as_node(model: Any) -> Any:
+    """The model; for a State, a node around its Variables."""
+    if isinstance(model, Variable):
+        raise TypeError(
+            f"An optimizer trains a Module or a pytree of Modules, got a {type(model).__name__} by itself; put it into "
+            "one: nnx.Dict(weight=variable)."
+        )
+    return store(model, lambda leaf: leaf) if isinstance(model, State) else model
+
+
+def _trained(model: Any, wrt: Filter) -> State:
+    params = state(model, wrt)
+    if params:
+        return params
+    kinds = Counter(type(variable).__name__ for _, variable in to_flat_state(variables(model)))
+    found = ", ".join(f"{name} ({count})" for name, count in sorted(kinds.items())) or "no Variable at all"
+    raise EmptySelectionError(
+        f"wrt={shown(wrt)} takes nothing of this {type(model).__name__}, so there is nothing to train. It has: {found}."
+        " Pass a filter that takes some of these: a type such as nnx.Param, or nnx.PathContains('name')."
+    )
+
+
+def added(params: Any, updates: Any) -> Any:
+    """Return ``params + updates`` in the dtypes of ``params``, leaf by leaf."""
+    return jax.tree.map(lambda p, u: jnp.asarray(p + u).astype(jnp.asarray(p).dtype), params, updates)
+
+
+def _with_value(leaf: Any, value: Any) -> Any:
+    return leaf.replace(value) if is_variable(leaf) else value
+
+
+def _without_variables(value: Any) -> Any:
+    """An argument of ``tx.update`` with plain values for Variables; Modules in it stay Modules."""
+    return jax.tree.map(plain, value, is_leaf=lambda x: isinstance(x, Variable | Node))
+
+
+def _like(structure: Any, new_state: Any) -> list[Any]:
+    try:
+        return structure.flatten_up_to(new_state)
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]
+        raise StateMismatchError(
+            f"tx.update returned a state of another structure than the one it was given; nothing was changed. {reason}"
+        ) from None
