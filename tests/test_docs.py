@@ -1,0 +1,74 @@
+"""The documentation runs: every ```python block of every page, every doctest, and every public name has words to it."""
+
+import doctest
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGE = pathlib.Path(importlib.util.find_spec("nnxlib").origin).parent
+MODULES = sorted(
+    ".".join(("nnxlib", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def run_examples(text: str, name: str, path: str, line: int, namespace: dict) -> None:
+    """Run a block of `>>>` examples and fail with doctest's report of what differed."""
+    test = doctest.DocTestParser().get_doctest(text, namespace, name, path, line)
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=report.append, clear_globs=False)
+    namespace.update(test.globs)
+    assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    """The ```python blocks of a page run from top to bottom, in one namespace, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    namespace: dict = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        code, line = block[1], text.count("\n", 0, block.start(1))
+        if code.startswith(">>> "):
+            run_examples(code, page.name, str(page), line, namespace)
+        else:
+            # Empty lines before the code give a traceback the line numbers of the page.
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests_of_a_module_pass(name):
+    """The examples in a module's docstrings give what they show; `nnx`, `jax`, `jnp` and `np` are at hand in them."""
+    at_hand = {
+        "nnx": importlib.import_module("nnxlib"),
+        "jax": importlib.import_module("jax"),
+        "jnp": importlib.import_module("jax.numpy"),
+        "np": importlib.import_module("numpy"),
+    }
+    module = importlib.import_module(name)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=OPTIONS)
+    for test in doctest.DocTestFinder().find(module, extraglobs=at_hand):
+        runner.run(test, out=report.append)
+    assert not report, "".join(report)
+
+
+def test_public_names_are_documented():
+    """Each function and class that `nnxlib` exports has a docstring."""
+    library = importlib.import_module("nnxlib")
+    public = {name: value for name, value in vars(library).items() if not name.startswith("_")}
+    bare = [
+        name
+        for name, value in public.items()
+        if (inspect.isclass(value) or inspect.isroutine(value)) and not (inspect.getdoc(value) or "").strip()
+    ]
+    assert public
+    assert not bare, f"without a docstring: {', '.join(bare)}"
