@@ -1,0 +1,441 @@
+"""What a jitted step costs beyond raw `jax.jit`, by library and by number of Variables.
+
+The idea: with arrays of four numbers there is nothing to compute, so the time of a step is the time it takes to hand
+the model to XLA and to take it back. Three kinds of step, the same in every library:
+
+- `read`: add up all Variables, change nothing;
+- `update`: add up all Variables, then change each of them;
+- `train`: one Adam step of a deep narrow MLP with normalisation by running statistics.
+
+The data: an `Adapter` per library and form of use makes a `Call` for each kind of step and size. The baseline is
+`jax.jit` over a flat list of arrays, the least that JAX can charge. flax.nnx and nnxlib share one adapter, for they
+share one programming interface.
+
+    python -m benchmarks.dispatch [--quick] [--markdown FILE]
+"""
+
+import importlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .timing import QUICK, Call, Effort, Measurement, Report, Table, agree, collector_seconds, main, measure
+
+Case = tuple[str, int]  # kind of step, number of Variables
+CASES: Sequence[Case] = [*((kind, size) for kind in ("read", "update") for size in (10, 100, 1000)), ("train", 100)]
+QUICK_CASES: Sequence[Case] = [("read", 10), ("update", 10), ("read", 100), ("update", 100)]
+WATCHED: Sequence[Case] = [("update", 1000)]  # where the garbage collector is watched as well
+WIDTH = 4
+LEARNING_RATE = 1e-3
+
+
+class Adapter(Protocol):
+    """One way to use one library: a method per kind of step builds a model of that size and returns a jitted call."""
+
+    def read(self, variables: int) -> Call: ...
+    def update(self, variables: int) -> Call: ...
+    def train(self, variables: int) -> Call: ...
+
+
+# --- the work, shared by all ----------------------------------------------------------------------
+
+
+def changed(value: Any) -> jax.Array:
+    """Return another value, in such a way that repeating it neither grows nor shrinks."""
+    return 1 - value
+
+
+def block(x: jax.Array, kernel: Any, bias: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return a normalised layer's output, and the mean and variance that it saw."""
+    hidden = x @ kernel
+    mean, variance = hidden.mean(0), hidden.var(0)
+    return jnp.tanh((hidden - mean) * jax.lax.rsqrt(variance + 1e-5) + bias), mean, variance
+
+
+def moved(running: Any, seen: jax.Array) -> jax.Array:
+    """Return a running statistic moved towards what was seen."""
+    return 0.9 * running + 0.1 * seen
+
+
+def squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
+    return ((output - target) ** 2).mean()
+
+
+def small() -> jax.Array:
+    return jnp.ones(WIDTH)
+
+
+def batch() -> tuple[jax.Array, jax.Array]:
+    """Return inputs and targets."""
+    x = jax.random.normal(jax.random.key(0), (8, WIDTH))
+    return x, jnp.sin(x)
+
+
+def carried(step: Callable, carry: Any, *arguments: Any) -> Call:
+    """Return a call of `step(carry, *arguments) -> (loss, carry)` that keeps the carry for the next call."""
+
+    def call() -> jax.Array:
+        nonlocal carry
+        loss, carry = step(carry, *arguments)
+        return loss
+
+    return call
+
+
+# --- the libraries --------------------------------------------------------------------------------
+
+
+class Raw:
+    """`jax.jit` over a flat list of arrays."""
+
+    def read(self, variables: int) -> Call:
+        arrays = [small() for _ in range(variables)]
+        return partial(jax.jit(sum), arrays)
+
+    def update(self, variables: int) -> Call:
+        @jax.jit
+        def step(arrays: list) -> tuple:
+            return sum(arrays), [changed(array) for array in arrays]
+
+        return carried(step, [small() for _ in range(variables)])
+
+    def train(self, variables: int) -> Call:
+        layers = variables // 4
+        optimizer = optax.adam(LEARNING_RATE)
+        parameters = [(jnp.eye(WIDTH), small()) for _ in range(layers)]
+        statistics = [(small(), small()) for _ in range(layers)]
+        leaves, structure = jax.tree.flatten((parameters, statistics, optimizer.init(parameters)))
+
+        def loss_and_statistics(parameters: list, statistics: list, x: jax.Array, target: jax.Array) -> tuple:
+            after = []
+            for (kernel, bias), (mean, variance) in zip(parameters, statistics, strict=True):
+                x, seen_mean, seen_variance = block(x, kernel, bias)
+                after.append((moved(mean, seen_mean), moved(variance, seen_variance)))
+            return squared_error(x, target), after
+
+        @jax.jit
+        def step(leaves: list, x: jax.Array, target: jax.Array) -> tuple:
+            parameters, statistics, moments = structure.unflatten(leaves)
+            differentiate = jax.value_and_grad(loss_and_statistics, has_aux=True)
+            (loss, statistics), gradients = differentiate(parameters, statistics, x, target)
+            updates, moments = optimizer.update(gradients, moments)
+            parameters = jax.tree.map(jnp.add, parameters, updates)
+            return loss, jax.tree.leaves((parameters, statistics, moments))
+
+        return carried(step, leaves, *batch())
+
+
+class ObjectGraph:
+    """flax.nnx and nnxlib: Modules whose Variables change in place.
+
+    `bind(nnx, step, objects)` says how a step over objects becomes a jitted function of the other arguments alone;
+    `bind_reader` does so for a step that changes nothing, where that is written in another way.
+    """
+
+    def __init__(self, library: str, bind: Callable, bind_reader: Callable | None = None) -> None:
+        self.nnx = importlib.import_module(library)
+        self.bind = bind
+        self.bind_reader = bind_reader or bind
+
+    def read(self, variables: int) -> Call:
+        return self.bind_reader(self.nnx, total, [self.pairs(variables)])
+
+    def update(self, variables: int) -> Call:
+        def step(model: Any) -> jax.Array:
+            result = total(model)
+            for variable in variables_of(model):
+                variable[...] = changed(variable[...])
+            return result
+
+        return self.bind(self.nnx, step, [self.pairs(variables)])
+
+    def train(self, variables: int) -> Call:
+        nnx = self.nnx
+        model = self.perceptron(variables // 4)
+        optimizer = nnx.Optimizer(model, optax.adam(LEARNING_RATE), wrt=nnx.Param)
+
+        def loss_of(model: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+            return squared_error(model(x), target)
+
+        def step(model: Any, optimizer: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+            loss, gradients = nnx.value_and_grad(loss_of)(model, x, target)
+            optimizer.update(model, gradients)
+            return loss
+
+        return partial(self.bind(nnx, step, [model, optimizer]), *batch())
+
+    def pairs(self, variables: int) -> Any:
+        """Return a model of layers with a kernel and a bias each."""
+        nnx = self.nnx
+
+        class Layer(nnx.Module):
+            def __init__(self) -> None:
+                self.kernel = nnx.Param(small())
+                self.bias = nnx.Param(small())
+
+        class Model(nnx.Module):
+            def __init__(self) -> None:
+                self.layers = nnx.List([Layer() for _ in range(variables // 2)])
+
+        return Model()
+
+    def perceptron(self, layers: int) -> Any:
+        """Return a model of layers with a kernel, a bias, a running mean and a running variance each."""
+        nnx = self.nnx
+
+        class Layer(nnx.Module):
+            def __init__(self) -> None:
+                self.kernel = nnx.Param(jnp.eye(WIDTH))
+                self.bias = nnx.Param(small())
+                self.mean = nnx.BatchStat(small())
+                self.variance = nnx.BatchStat(small())
+
+            def __call__(self, x: jax.Array) -> jax.Array:
+                y, mean, variance = block(x, self.kernel[...], self.bias[...])
+                self.mean[...] = moved(self.mean[...], mean)
+                self.variance[...] = moved(self.variance[...], variance)
+                return y
+
+        class Perceptron(nnx.Module):
+            def __init__(self) -> None:
+                self.layers = nnx.List([Layer() for _ in range(layers)])
+
+            def __call__(self, x: jax.Array) -> jax.Array:
+                for layer in self.layers:
+                    x = layer(x)
+                return x
+
+        return Perceptron()
+
+
+def variables_of(model: Any) -> Iterator[Any]:
+    for layer in model.layers:
+        yield layer.kernel
+        yield layer.bias
+
+
+def total(model: Any) -> jax.Array:
+    return sum((variable[...] for variable in variables_of(model)), jnp.zeros(WIDTH))
+
+
+def by_jit(nnx: ModuleType, step: Callable, objects: list, **options: Any) -> Callable:
+    """The form of the guides: objects are arguments of `nnx.jit`."""
+    return partial(nnx.jit(step, **options), *objects)
+
+
+def by_cached_partial(nnx: ModuleType, step: Callable, objects: list) -> Callable:
+    return nnx.cached_partial(nnx.jit(step), *objects)
+
+
+def by_jit_partial(nnx: ModuleType, step: Callable, objects: list) -> Callable:
+    return nnx.jit_partial(step, *objects, graph=False)
+
+
+def by_split_merge(
+    nnx: ModuleType, step: Callable, objects: list, form: Callable = lambda nnx, state: state
+) -> Callable:
+    """The functional form: `split` once, `merge` inside `jax.jit`, and the caller keeps the state."""
+    graphdef, state = nnx.split(objects)
+    state = form(nnx, state)
+
+    @jax.jit
+    def pure_step(graphdef: Any, state: Any, *arguments: Any) -> tuple:
+        objects = nnx.merge(graphdef, state)
+        loss = step(*objects, *arguments)
+        return loss, form(nnx, nnx.state(objects))
+
+    def call(*arguments: Any) -> jax.Array:
+        nonlocal state
+        loss, state = pure_step(graphdef, state, *arguments)
+        return loss
+
+    return call
+
+
+def read_by_split_merge(
+    nnx: ModuleType, step: Callable, objects: list, form: Callable = lambda nnx, state: state
+) -> Callable:
+    """The functional form of a step that changes nothing: no state comes out."""
+    graphdef, state = nnx.split(objects)
+
+    @jax.jit
+    def pure_step(graphdef: Any, state: Any, *arguments: Any) -> jax.Array:
+        return step(*nnx.merge(graphdef, state), *arguments)
+
+    return partial(pure_step, graphdef, form(nnx, state))
+
+
+def arrays_only(nnx: ModuleType, state: Any) -> Any:
+    """The state with each Variable replaced by its array, which JAX flattens faster."""
+    return nnx.as_pure(state)
+
+
+class Equinox:
+    """Modules that are immutable pytrees: a step returns the new model. `jit` is `filter_jit` or `jax.jit`."""
+
+    def __init__(self, jit: Callable[[Any], Callable]) -> None:
+        self.eqx = importlib.import_module("equinox")
+        self.jit = jit(self.eqx)
+
+    def read(self, variables: int) -> Call:
+        return partial(self.jit(self.total), self.pairs(variables))
+
+    def update(self, variables: int) -> Call:
+        def step(model: Any) -> tuple:
+            return self.total(model), jax.tree.map(changed, model)
+
+        return carried(self.jit(step), self.pairs(variables))
+
+    def train(self, variables: int) -> Call:
+        eqx = self.eqx
+        layers = variables // 4
+        optimizer = optax.adam(LEARNING_RATE)
+        model = self.model(jnp.eye(WIDTH), layers)
+        statistics = [(small(), small()) for _ in range(layers)]
+        moments = optimizer.init(model)
+
+        def loss_and_statistics(model: Any, statistics: list, x: jax.Array, target: jax.Array) -> tuple:
+            after = []
+            for layer, (mean, variance) in zip(model.layers, statistics, strict=True):
+                x, seen_mean, seen_variance = block(x, layer.kernel, layer.bias)
+                after.append((moved(mean, seen_mean), moved(variance, seen_variance)))
+            return squared_error(x, target), after
+
+        def step(carry: tuple, x: jax.Array, target: jax.Array) -> tuple:
+            model, statistics, moments = carry
+            differentiate = eqx.filter_value_and_grad(loss_and_statistics, has_aux=True)
+            (loss, statistics), gradients = differentiate(model, statistics, x, target)
+            updates, moments = optimizer.update(gradients, moments, model)
+            return loss, (eqx.apply_updates(model, updates), statistics, moments)
+
+        return carried(self.jit(step), (model, statistics, moments), *batch())
+
+    def pairs(self, variables: int) -> Any:
+        return self.model(small(), variables // 2)
+
+    def model(self, kernel: jax.Array, layers: int) -> Any:
+        """Return a model of layers with a kernel and a bias each."""
+        eqx = self.eqx
+
+        class Layer(eqx.Module):
+            kernel: jax.Array
+            bias: jax.Array
+
+        class Model(eqx.Module):
+            layers: list
+
+        return Model([Layer(jnp.copy(kernel), small()) for _ in range(layers)])
+
+    @staticmethod
+    def total(model: Any) -> jax.Array:
+        return sum((leaf for layer in model.layers for leaf in (layer.kernel, layer.bias)), jnp.zeros(WIDTH))
+
+
+BASELINE = "raw jax.jit"
+ADAPTERS: Mapping[str, Callable[[], Adapter]] = {
+    BASELINE: Raw,
+    "nnxlib, nnx.jit": lambda: ObjectGraph("nnxlib", by_jit),
+    "nnxlib, split/merge in jax.jit": lambda: ObjectGraph("nnxlib", by_split_merge, read_by_split_merge),
+    "flax, nnx.jit (default)": lambda: ObjectGraph("flax.nnx", by_jit),
+    "flax, nnx.jit graph=False": lambda: ObjectGraph("flax.nnx", partial(by_jit, graph=False)),
+    "flax, cached_partial": lambda: ObjectGraph("flax.nnx", by_cached_partial),
+    "flax, jit_partial graph=False": lambda: ObjectGraph("flax.nnx", by_jit_partial),
+    "flax, split/merge in jax.jit": lambda: ObjectGraph("flax.nnx", by_split_merge, read_by_split_merge),
+    "flax, split/merge, pure state": lambda: ObjectGraph(
+        "flax.nnx", partial(by_split_merge, form=arrays_only), partial(read_by_split_merge, form=arrays_only)
+    ),
+    "equinox, filter_jit": lambda: Equinox(lambda eqx: eqx.filter_jit),
+    "equinox, jax.jit": lambda: Equinox(lambda eqx: jax.jit),
+}
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+def load() -> tuple[dict[str, Adapter], list[str]]:
+    """Return the adapters whose library is installed, and the labels of the others."""
+    found, missing = {}, []
+    for label, make in ADAPTERS.items():
+        try:
+            found[label] = make()
+        except ModuleNotFoundError:
+            missing.append(label)
+    return found, missing
+
+
+def warm(case: Case, adapters: Mapping[str, Adapter]) -> tuple[dict[str, Call], dict[str, str]]:
+    """Build and compile one kind of step at one size in each library: the calls that work, and why others failed."""
+    kind, variables = case
+    group, failures = {}, {}
+    for label, adapter in adapters.items():
+        try:
+            call = getattr(adapter, kind)(variables)
+            call()
+        except Exception as error:  # a form that this release of a library lacks is a cell of the table, not its end
+            failures[label] = f"{type(error).__name__}: {error}".splitlines()[0]
+        else:
+            group[label] = call
+    agree(group)
+    return group, failures
+
+
+def name(case: Case) -> str:
+    kind, variables = case
+    return f"{kind} {variables:,}"
+
+
+MEASURED: Mapping[str, Callable[[Measurement, Measurement], str]] = {
+    "Ratio to raw jax.jit (medians)": lambda own, raw: f"{own.seconds / raw.seconds:.2f}",
+    "Microseconds per step (median)": lambda own, raw: f"{own.seconds * 1e6:,.1f}",
+    "Python and C functions called per step": lambda own, raw: f"{own.calls:,}",
+}
+COLLECTED = "Ratio to raw jax.jit, the time of the garbage collector added"
+
+
+def run(cases: Sequence[Case], effort: Effort) -> Report:
+    """Measure all cases and put them in tables."""
+    adapters, missing = load()
+    tables = {title: Table(title, [name(case) for case in cases], list(ADAPTERS)) for title in MEASURED}
+    watched = [case for case in cases if case in WATCHED]
+    collected = Table(COLLECTED, [name(case) for case in watched], list(ADAPTERS))
+    reasons: dict[str, list[str]] = {}
+    spreads: list[tuple[float, str]] = []
+    for case in cases:
+        print(f"{name(case)} ...", file=sys.stderr, flush=True)
+        group, failures = warm(case, adapters)
+        measurements = measure(group, effort)
+        for title, table in tables.items():
+            raw = measurements[BASELINE]
+            table.add(name(case), {label: MEASURED[title](own, raw) for label, own in measurements.items()})
+        if case in watched:
+            total_seconds = {
+                label: measurements[label].seconds + collector_seconds(call, effort.watch)
+                for label, call in group.items()
+            }
+            raw_seconds = total_seconds[BASELINE]
+            collected.add(name(case), {label: f"{own / raw_seconds:.2f}" for label, own in total_seconds.items()})
+        for label, reason in failures.items():
+            reasons.setdefault(f"{label}: {reason}", []).append(name(case))
+        spreads += [(own.spread, f"{label}, {name(case)}") for label, own in measurements.items()]
+    remarks = [f"Not installed: {label}." for label in missing]
+    remarks += [f"Failed, {reason} (in {', '.join(columns)})." for reason, columns in reasons.items()]
+    typical, (widest, where) = statistics.median(spread for spread, _ in spreads), max(spreads)
+    remarks.append(
+        f"Interquartile range of a cell's samples: {typical:.0%} of their median, {widest:.0%} in the widest ({where})."
+    )
+    return Report([*tables.values(), *([collected] if watched else [])], remarks)
+
+
+if __name__ == "__main__":
+    main(
+        lambda quick: run(QUICK_CASES, QUICK) if quick else run(CASES, Effort()),
+        description=str(__doc__).splitlines()[0],
+        packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "optax", "numpy"],
+    )

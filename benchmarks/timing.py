@@ -1,0 +1,267 @@
+"""Time several implementations of the same work side by side, and show the result as ratios.
+
+The idea: a time in microseconds belongs to one machine at one moment, a ratio of two times taken in turn in one process
+means something elsewhere. So everything here works on a *group* of calls that do the same work, by label:
+
+- a `Call` does the work once and returns one array that is ready only when the work is done;
+- `agree` refuses a group whose members do not compute the same numbers;
+- `measure` gives each member of a group a `Measurement`, and `collector_seconds` what its garbage costs;
+- a `Table` holds the cells of one comparison and renders for the terminal and as Markdown;
+- `main` is the command line that all benchmarks share.
+
+The contract of `measure`: all members are warm before the first sample. They take turns, in a new random order each
+round; a turn starts with a call that is not counted, so that none is billed for the cache misses another left behind.
+Every sample is one call *and* the wait for its array. A collection of garbage falls on whoever happens to run, so the
+collector is off while sampling.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+Call = Callable[[], jax.Array]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: the number of rounds, the seconds of one turn, and the seconds to watch the collector."""
+
+    rounds: int = 10
+    turn: float = 0.02  # five times shorter ones showed raw jax.jit over 1,000 arrays a quarter slower: cold caches
+    watch: float = 1.5  # a full pass of the collector comes once a second or so
+
+
+QUICK = Effort(rounds=5, turn=0.001, watch=0.1)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one call costs: seconds (median), their interquartile range over the median, and the functions called."""
+
+    seconds: float
+    spread: float
+    calls: int
+
+
+def agree(group: Mapping[str, Call], steps: int = 3, tolerance: float = 1e-3) -> None:
+    """Run each call of the group `steps` times and raise AssertionError if one gives other numbers than the first."""
+    results = {label: [np.asarray(call()) for _ in range(steps)] for label, call in group.items()}
+    (reference, expected), *others = results.items()
+    for label, found in others:
+        message = f"{label!r} does other work than {reference!r}"
+        np.testing.assert_allclose(found, expected, rtol=tolerance, err_msg=message)
+
+
+def measure(group: Mapping[str, Call], effort: Effort) -> dict[str, Measurement]:
+    """Measure each call of a warm group, in turns."""
+    with _collector_off():
+        samples = _sample_in_turns(group, effort)
+        counts = {label: count_calls(call) for label, call in group.items()}
+    return {
+        label: Measurement(statistics.median(samples[label]), _spread(samples[label]), counts[label]) for label in group
+    }
+
+
+def _sample_in_turns(group: Mapping[str, Call], effort: Effort) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {label: [] for label in group}
+    order = list(group)
+    shuffle = random.Random(0).shuffle
+    for _ in range(effort.rounds):
+        shuffle(order)
+        for label in order:
+            samples[label] += _turn(group[label], effort.turn)
+            gc.collect()
+    return samples
+
+
+def _turn(call: Call, seconds: float) -> list[float]:
+    clock = time.perf_counter
+    call().block_until_ready()
+    samples = []
+    end = clock() + seconds
+    while not samples or clock() < end:
+        start = clock()
+        call().block_until_ready()
+        samples.append(clock() - start)
+    return samples
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Turn automatic collection off; what is alive now is set aside, so that collecting by hand takes no time."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _spread(samples: Sequence[float]) -> float:
+    if len(samples) < 2:
+        return 0.0
+    lower, median, upper = statistics.quantiles(samples, n=4)
+    return (upper - lower) / median
+
+
+def collector_seconds(call: Call, seconds: float) -> float:
+    """Return the mean time per call that the garbage collector takes at Python's own settings, watched for `seconds`.
+
+    Timed between the collector's callbacks: a median of whole calls would hide it, a mean would drown it in noise.
+    """
+    clock = time.perf_counter
+    spent, started = 0.0, 0.0
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        nonlocal spent, started
+        if phase == "start":
+            started = clock()
+        else:
+            spent += clock() - started
+
+    gc.collect()
+    gc.callbacks.append(note)
+    count, end = 0, clock() + seconds
+    try:
+        while not count or clock() < end:
+            call().block_until_ready()
+            count += 1
+    finally:
+        gc.callbacks.remove(note)
+    return spent / count
+
+
+def count_calls(call: Call) -> int:
+    """Count the Python and C functions that one call enters, itself included, as far as `sys.setprofile` sees them.
+
+    >>> count_calls(lambda: abs(-1) + len("ab"))
+    3
+    """
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count - 1  # the sys.setprofile that ends the count
+
+
+@dataclass
+class Table:
+    """A title, columns, rows, and the texts of the cells by column and row; a missing cell shows as a dash.
+
+    >>> table = Table("Times", ["small", "large"], ["raw", "ours"])
+    >>> table.add("small", {"raw": "1.0", "ours": "1.1"})
+    >>> print(table.markdown())
+    **Times**
+    <BLANKLINE>
+    | | small | large |
+    |---|---:|---:|
+    | raw | 1.0 | - |
+    | ours | 1.1 | - |
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    cells: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def add(self, column: str, cells: Mapping[str, str]) -> None:
+        """Fill a column with texts by row."""
+        self.cells[column] = cells
+
+    def lines(self) -> list[list[str]]:
+        """Return the header and the rows as lists of text."""
+        filled = [self.cells.get(column, {}) for column in self.columns]
+        return [["", *self.columns]] + [[row, *(cells.get(row, "-") for cells in filled)] for row in self.rows]
+
+    def terminal(self) -> str:
+        """Return the table with aligned columns."""
+        lines = self.lines()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = [
+            "  ".join([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip() for label, *cells in lines
+        ]
+        return "\n".join([self.title, *aligned])
+
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        header, *body = ("| " + " | ".join(line) + " |" for line in self.lines())
+        rule = "|---|" + "---:|" * len(self.columns)
+        return "\n".join([f"**{self.title}**", "", header.replace("|  |", "| |", 1), rule, *body])
+
+
+def environment(packages: Sequence[str]) -> list[str]:
+    """Return lines that say which versions ran, and on what."""
+    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+    device = jax.devices()[0]
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return [
+        f"Python {platform.python_version()}, {versions}",
+        f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores, load {load}; "
+        f"JAX on {device.platform} ({device.device_kind})",
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        return getattr(importlib.import_module(package), "__version__", "from source")
+    except ImportError:
+        return "not installed"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown processor"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark has to say: its tables, and remarks in plain sentences."""
+
+    tables: Sequence[Table]
+    remarks: Sequence[str] = ()
+
+
+def main(run: Callable[[bool], Report], description: str, packages: Sequence[str]) -> None:
+    """Run a benchmark from the command line: `--quick` for a rough look, `--markdown FILE` to keep the tables."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a few seconds: less work and fewer samples")
+    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="also write the tables to FILE")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    about = environment(packages)
+    report = run(options.quick)
+    remarks = [*report.remarks, f"Measured in {time.perf_counter() - start:.0f} s."]
+    print("\n\n".join(["\n".join(about), *(table.terminal() for table in report.tables), "\n".join(remarks)]))
+    if options.markdown:
+        text = "\n\n".join([*about, *(table.markdown() for table in report.tables), *remarks])
+        options.markdown.write_text(text + "\n")

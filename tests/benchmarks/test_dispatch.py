@@ -1,0 +1,82 @@
+"""The dispatch benchmark: every library does the same work, and the tables are filled with sensible numbers."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import dispatch
+from benchmarks.timing import Effort, Report
+
+CASES = [("read", 4), ("update", 4)]
+WATCHED = ("update", 4)
+RATIO, MICROSECONDS, CALLED = dispatch.MEASURED
+
+
+def expected_labels() -> set[str]:
+    """The rows that must be filled: all that are installed, but flax, whose releases differ in the forms they have."""
+    installed, _ = dispatch.load()
+    return {label for label in installed if not label.startswith("flax")}
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "WATCHED", [WATCHED])
+        return dispatch.run(CASES, Effort(rounds=1, turn=0.0, watch=0.0))
+
+
+def test_a_quick_run_fills_every_table(report: Report) -> None:
+    """There is a table for each thing measured, and a row in each for every library that is installed."""
+    assert [table.title for table in report.tables] == [RATIO, MICROSECONDS, CALLED, dispatch.COLLECTED]
+    for table in report.tables:
+        for column in table.columns:
+            assert set(table.cells[column]) >= expected_labels()
+
+
+def test_ratios_are_finite_and_the_baseline_is_one(report: Report) -> None:
+    """Ratios are positive finite numbers, and raw jax.jit compared with itself gives 1."""
+    ratio, *_, collected = report.tables
+    for table in (ratio, collected):
+        for cells in table.cells.values():
+            assert cells[dispatch.BASELINE] == "1.00"
+            assert all(math.isfinite(float(text)) and float(text) > 0 for text in cells.values())
+
+
+def test_each_adapter_trains_the_same_model() -> None:
+    """The losses of the train step agree between all installed libraries, and fall."""
+    installed, _ = dispatch.load()
+    group, _ = dispatch.warm(("train", 8), installed)
+    assert set(group) >= expected_labels()
+    losses = np.array([group[dispatch.BASELINE]() for _ in range(5)])
+    assert losses[-1] < losses[0]
+
+
+def test_update_changes_every_variable() -> None:
+    """The update step of the baseline turns ones into zeros and back, so its sum tells how often it ran."""
+    call = dispatch.Raw().update(6)
+    np.testing.assert_array_equal([call()[0] for _ in range(3)], [6.0, 0.0, 6.0])
+
+
+def test_a_form_that_fails_is_reported_and_the_others_are_measured() -> None:
+    """A library whose step raises is left out of the group, with the reason."""
+
+    class Broken(dispatch.Raw):
+        def read(self, variables: int) -> dispatch.Call:
+            raise AttributeError("no such form")
+
+    group, failures = dispatch.warm(("read", 2), {dispatch.BASELINE: dispatch.Raw(), "broken": Broken()})
+    assert list(group) == [dispatch.BASELINE]
+    assert failures == {"broken": "AttributeError: no such form"}
+
+
+def test_a_library_that_does_other_work_is_refused() -> None:
+    """Times of steps that compute different numbers are never compared."""
+
+    class Lazy(dispatch.Raw):
+        def update(self, variables: int) -> dispatch.Call:
+            return lambda: jnp.zeros(4)
+
+    with pytest.raises(AssertionError, match=r"'lazy' does other work than 'raw jax.jit'"):
+        dispatch.warm(("update", 2), {dispatch.BASELINE: dispatch.Raw(), "lazy": Lazy()})
