@@ -1,14 +1,16 @@
 """Settings and fixtures that all tests share. The tests run on the CPU; JAX reads its settings when first imported."""
 
+import gc
 import os
 import pathlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # the programs are small: compiling takes the time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -17,6 +19,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> Iterator[None]:
+    """Spare the garbage collector what earlier modules left in JAX's caches: some tests collect at every example."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

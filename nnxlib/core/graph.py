@@ -32,7 +32,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, final
 
 import jax.tree_util as jtu
 
@@ -87,6 +87,7 @@ class _Same:
 SAME = _Same()
 
 
+@final
 class Ref(NamedTuple):
     """The spec of an object: the number of its row."""
 
@@ -113,11 +114,13 @@ class BoundMethod(NamedTuple):
 Spec = _Leaf | _Same | Ref | Const | Tree
 
 
+@final
 class VariableRow(NamedTuple):
     type: type
     metadata: Const
 
 
+@final
 class NodeRow(NamedTuple):
     type: type
     names: tuple  # in insertion order, which a user can see
@@ -366,10 +369,9 @@ class Walk:
         self.version += value._nnx_version
         self.exact = self.exact and value._nnx_guarded
         self.arrays[number] = []
-        held = dict(value._nnx_children())
+        held, marks = dict(value._nnx_children()), _frozen_items(value._nnx_marks, path)
         names = tuple(held)
         order = names if isinstance(value, list) else sorted_keys(names)
-        marks = _frozen_items(value._nnx_marks, path)
 
         def build(specs: list[Any]) -> None:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
@@ -475,7 +477,8 @@ def value_of(spec: Spec, objects: Sequence[Any], leaves: Iterator[Any]) -> Any:
         return objects[spec.index]
     if type(spec) is Const:
         return spec.fresh()
-    return spec.treedef.unflatten([value_of(child, objects, leaves) for child in spec.children])
+    tree = cast(Tree, spec)
+    return tree.treedef.unflatten([value_of(child, objects, leaves) for child in tree.children])
 
 
 # --- diff -----------------------------------------------------------------------------------------------------------

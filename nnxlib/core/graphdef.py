@@ -128,7 +128,7 @@ def differences(a: Layout, b: Layout) -> Iterator[tuple[tuple, str, str]]:
     while stack:
         path, x, y = stack.pop()
         if x is None or y is None:
-            yield path, *("nothing" if z is None else _describe(z, of) for z, of in ((x, a), (y, b)))
+            yield path, "nothing" if x is None else _describe(x, a), "nothing" if y is None else _describe(y, b)
             continue
         if isinstance(x, Ref) and isinstance(y, Ref):
             if (x.index, y.index) in seen:

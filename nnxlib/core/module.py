@@ -52,7 +52,7 @@ class Module(Pytree):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        for name, method in list(cls.__dict__.items()):
+        for name, method in list(vars(cls).items()):
             if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
                 setattr(cls, name, observed(method, name))
 
@@ -325,9 +325,10 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     """
     made, predicate, missing = clone(node, variables=False), to_predicate(only), set(settings)
     for path, module in list(iter_graph(made)):
-        if isinstance(module, Node) and hasattr(type(module), "set_view") and predicate(path, module):
+        set_view = getattr(module, "set_view", None)
+        if isinstance(module, Node) and set_view is not None and predicate(path, module):
             accepted = set(_view_parameters(module))
-            module.set_view(**{name: value for name, value in settings.items() if name in accepted})
+            set_view(**{name: value for name, value in settings.items() if name in accepted})
             missing -= accepted
     if raise_if_not_found and missing:
         raise ValueError(f"No Module has a view setting {sorted(missing)}; nnx.view_info(model) lists them.")

@@ -33,8 +33,8 @@ import jax
 import numpy as np
 
 from . import errors
-from . import pickling as pickling  # for its effect: models that hold jax.nn.relu can be pickled and copied
 from .captures import Watch, notice
+from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .tracing import current_trace
 from .variables import MISSING, VERSIONS, Clock, Variable
@@ -96,7 +96,8 @@ class Node:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Iterative, so that a chain of 10,000 nodes is no deeper than one: all shells first, then their contents.
-        originals, stack = [], [self]
+        originals: list[Node] = []
+        stack: list[Node] = [self]
         while stack:
             node = stack.pop()
             if id(node) in memo or type(node).__deepcopy__ is not Node.__deepcopy__:
@@ -111,12 +112,8 @@ class Node:
     def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
         """Give a shell deep copies of what this node holds."""
         held = dict(self._nnx_children())
-        memo |= {id(value): value for value in held.values() if isinstance(value, _FUNCTIONS)}
+        memo |= {id(value): value for value in held.values() if isinstance(value, FUNCTION_TYPES)}
         shell._nnx_fill({key: copy.deepcopy(value, memo) for key, value in held.items()})
-
-
-# Functions that deepcopy would take for objects; the copy of one is not equal to it, and would be traced anew.
-_FUNCTIONS = (type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp)
 
 
 def _nodes_in(values: Any) -> Iterator[Node]:
@@ -314,7 +311,7 @@ def _annotated(annotation: Any) -> bool | None:
     return None
 
 
-CONTAINERS: dict[type, Callable[[Any], Any]] = {}  # list -> List, dict -> Dict; filled by containers.py
+CONTAINERS: dict[type, Callable[[], Any]] = {}  # list -> List, dict -> Dict; filled by containers.py
 
 
 def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:

@@ -73,7 +73,7 @@ def _filtered(state: Any, filters: Sequence[Filter], group: Callable) -> Sequenc
     return groups if len(filters) > 1 else (groups,)
 
 
-def split(node: A, *filters: Filter) -> tuple[Any, ...]:
+def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
     """Split a node into its structure and its State, or one State for each filter.
 
     Args:
@@ -538,7 +538,7 @@ def _mapped(f: Callable, path: Path, value: Any, copies: dict[int, Any]) -> Any:
     return f(path, treedef.unflatten([_mapped(f, (*path, *key), child, copies) for key, child in children]))
 
 
-def pure(tree: A) -> Any:
+def pure(tree: Any) -> Any:
     """Return a pytree with each Variable replaced by its value.
 
     >>> import nnxlib as nnx
@@ -607,7 +607,7 @@ jtu.register_pytree_with_keys(
 )
 
 
-def unpack(node: A, *filters: Filter) -> Any:
+def unpack(node: Any, *filters: Filter) -> Any:
     """Return a :class:`GraphState`, or one for each filter; ``nnx.merge`` takes it alone."""
     graphdef, *states = split(node, *filters)
     found: Sequence[Any] = [GraphState(graphdef, state) for state in states]

@@ -26,5 +26,8 @@ def _by_name(function: Any) -> Any:
     return function.__reduce_ex__(4)
 
 
-for _kind in (type(jax.jit(_by_name)), jax.custom_jvp, jax.custom_vjp):
+# Those that deepcopy takes for objects: the copy of one is not equal to it, and would be traced anew.
+FUNCTION_TYPES = (type(jax.jit(_by_name)), jax.custom_jvp, jax.custom_vjp)
+
+for _kind in FUNCTION_TYPES:
     copyreg.pickle(_kind, _by_name)  # type: ignore[arg-type]

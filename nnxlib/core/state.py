@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import reduce
 from typing import Any, TypeVar
@@ -509,11 +508,10 @@ def _replace_value(leaf: Any, value: Any) -> Any:
     return leaf.replace(value) if isinstance(leaf, Variable) else value
 
 
-_INT = re.compile(r"0|-?[1-9][0-9]*")
-
-
 def _restore_int(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and _INT.fullmatch(key) else key
+    """The int that ``key`` is the usual writing of, if it is one."""
+    written = isinstance(key, str) and key.removeprefix("-").isdecimal() and str(int(key)) == key
+    return int(key) if written else key
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -14,6 +14,9 @@ import weakref
 from jax._src import core as _core
 from jax.core import Tracer as Tracer
 
+# The same function as jax.extend.core's, whose import takes 25 ms: it loads Pallas.
+jaxpr_as_fun = _core.jaxpr_as_fun
+
 TraceRef = weakref.ref | None
 
 _context = _core.trace_ctx

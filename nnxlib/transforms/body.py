@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.extend.core import jaxpr_as_fun
 
 from ..core.captures import CapturedObjects, watching
 from ..core.errors import NnxError, format_path
@@ -39,7 +38,7 @@ from ..core.graph import (
     count_leaves,
 )
 from ..core.graphdef import describe_spec
-from ..core.tracing import at_top_level
+from ..core.tracing import at_top_level, jaxpr_as_fun
 from .lift import cross, place_of
 
 

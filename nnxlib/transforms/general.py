@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import checkify as jax_checkify
 
 from ..core.graph import StaticArgument, build, commit, pack
 from ..core.variables import MISSING
@@ -57,12 +56,12 @@ def make_jaxpr(
     return wrapped
 
 
-def checkify(f: Callable = MISSING, errors: Any = jax_checkify.user_checks) -> Callable:
+def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
     """Return ``f`` with the checks in it returned as an error value; ``jax.experimental.checkify.checkify`` with state.
 
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
-      errors: which checks to make, such as ``checkify.float_checks``.
+      errors: which checks to make, such as ``checkify.float_checks``; by default the user's own, ``user_checks``.
 
     Returns:
       A function that returns ``(error, output)``; ``error.throw()`` raises if a check has failed. What ``f`` changes in
@@ -80,8 +79,10 @@ def checkify(f: Callable = MISSING, errors: Any = jax_checkify.user_checks) -> C
     """
     if f is MISSING:
         return functools.partial(checkify, errors=errors)
-    checked = lift(lambda pure: jax_checkify.checkify(pure, errors), result=_error_and_output)
-    return checked(f)
+    from jax.experimental import checkify as jax_checkify  # here, as few programs want it
+
+    errors = jax_checkify.user_checks if errors is None else errors
+    return lift(lambda pure: jax_checkify.checkify(pure, errors), result=_error_and_output)(f)
 
 
 def _error_and_output(raw: tuple[Any, Any], finish: Callable) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..core.errors import ArgumentError
 from ..core.graph import StaticArgument
@@ -37,7 +38,12 @@ def remat(
     """
     if f is MISSING:
         return functools.partial(remat, prevent_cse=prevent_cse, static_argnums=static_argnums, policy=policy)
-    crossing = lift(lambda pure: jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy))(f)
+
+    def checkpointed(pure: Callable) -> Callable:
+        raw = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
+        return lambda leaves: _as_arrays(raw(leaves))
+
+    crossing = lift(checkpointed)(f)
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
     @functools.wraps(f, updated=())
@@ -48,6 +54,11 @@ def remat(
         return crossing(*(StaticArgument(x, (n,)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
 
     return wrapped
+
+
+def _as_arrays(out: Any) -> Any:
+    # Called eagerly, jax.checkpoint hands out constants as literals of its own, which have no method `at`.
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), out)
 
 
 checkpoint = remat

@@ -67,7 +67,7 @@ def pmap(
     axis_name: Hashable | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     backend: str | None = None,
     axis_size: int | None = None,
 ) -> Callable:

@@ -218,3 +218,17 @@ def test_statistics_inside_grad_inside_remat_inside_scan_inside_jit():
     np.testing.assert_allclose(m.mean.value, plain.mean.value, rtol=1e-6)
     assert m.count.value == 3
     assert_no_tracer(m)
+
+
+def test_constants_come_out_as_arrays():
+    """`jax.checkpoint` called eagerly hands out literals of its own for constants."""
+    v = nnx.Variable(jnp.ones(2))
+
+    @nnx.remat
+    def reset(v):
+        v[...] = jnp.zeros(2)
+        return 0.0
+
+    assert isinstance(reset(v), jax.Array)
+    assert isinstance(v.get_raw_value(), jax.Array)
+    assert jnp.array_equal(v.at[0].set(1.0), jnp.array([1.0, 0.0]))
