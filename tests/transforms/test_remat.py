@@ -214,7 +214,7 @@ def test_statistics_inside_grad_inside_remat_inside_scan_inside_jit():
     m, plain = Norm(), Norm()
     grads = train(m, xs)
     expected = jnp.stack([nnx.grad(loss)(plain, x).scale.value for x in xs])
-    np.testing.assert_allclose(grads, expected, rtol=1e-6)
+    np.testing.assert_allclose(grads, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(m.mean.value, plain.mean.value, rtol=1e-6)
     assert m.count.value == 3
     assert_no_tracer(m)
