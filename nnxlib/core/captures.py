@@ -4,7 +4,7 @@
 would be frozen for ever, so a jitted function finds out what it captures, and takes it as a further input:
 
 1. While it traces, it *watches*. Whenever a Variable is read or a Module is called, packed or written that lives
-   outside of the trace, the object is *noticed*. A trace with noticed objects is thrown away (:class:`CapturedObjects`).
+   outside of the trace, the object is *noticed*. A trace that noticed some is thrown away (:class:`CapturedObjects`).
 2. The next trace *borrows* them: for its duration the very objects hold the tracers of the new inputs and belong to the
    trace, so the function may read and write them through whatever reference it has. Afterwards, also when it fails,
    they are exactly as before; what changed is in the Delta, and is committed as for any argument.

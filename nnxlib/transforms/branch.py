@@ -10,24 +10,10 @@ import jax.numpy as jnp
 
 from ..core.errors import format_path
 from ..core.graph import Delta, Layout, pack
-from .body import (
-    Body,
-    BodyError,
-    Owner,
-    Program,
-    Result,
-    check_same_output,
-    delta_of,
-    positions_of,
-    program_of,
-    run_program,
-    structural_changes,
-    structural_rows,
-    trace_body,
-    type_changes,
-    type_of,
-)
+from .body import Body, Owner, delta_of, positions_of, structural_rows, trace_body, type_of
+from .body_checks import BodyError, check_same_output, structural_changes, type_changes
 from .lift import Arguments, resolve
+from .program import Program, Result, program_of, run_program
 
 
 def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> Any:

@@ -11,22 +11,10 @@ import jax.numpy as jnp
 
 from ..core.errors import format_path
 from ..core.graph import Layout, count_leaves, pack
-from .body import (
-    Body,
-    BodyError,
-    Program,
-    Result,
-    check_same_output,
-    check_types,
-    delta_of,
-    positions_of,
-    program_of,
-    refuse_structure,
-    run_program,
-    trace_body,
-    widened,
-)
+from .body import Body, delta_of, positions_of, trace_body
+from .body_checks import BodyError, check_same_output, check_types, refuse_structure, widened
 from .lift import Arguments, resolve
+from .program import Program, Result, program_of, run_program
 
 
 def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:

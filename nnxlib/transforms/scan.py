@@ -21,22 +21,8 @@ from ..core.errors import PrefixError, format_path
 from ..core.graph import Layout, Spec, Tree, pack
 from ..core.objects import is_node
 from ..core.variables import MISSING
-from .body import (
-    Body,
-    BodyError,
-    Program,
-    Result,
-    check_types,
-    delta_of,
-    positions_of,
-    program_of,
-    refuse,
-    run_program,
-    structural_changes,
-    structural_rows,
-    trace_body,
-    widened,
-)
+from .body import Body, delta_of, positions_of, structural_rows, trace_body
+from .body_checks import BodyError, check_types, refuse, structural_changes, widened
 from .lift import Arguments, place_of, resolve
 from .prefixes import (
     PrefixMapping,
@@ -47,6 +33,7 @@ from .prefixes import (
     mapped_size,
     prefix_key,
 )
+from .program import Program, Result, program_of, run_program
 
 
 class Carry:

@@ -12,20 +12,10 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.graph import commit, pack
-from nnxlib.transforms.body import (
-    BodyError,
-    Program,
-    check_types,
-    delta_of,
-    positions_of,
-    program_of,
-    structural_changes,
-    structural_rows,
-    trace_body,
-    type_of,
-    widened,
-)
+from nnxlib.transforms.body import delta_of, positions_of, structural_rows, trace_body, type_of
+from nnxlib.transforms.body_checks import BodyError, check_types, structural_changes, widened
 from nnxlib.transforms.lift import Arguments
+from nnxlib.transforms.program import Program, program_of
 
 from .models import Layer, Pair, X, counted
 

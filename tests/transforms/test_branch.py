@@ -11,8 +11,8 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core import errors
-from nnxlib.transforms import body
-from nnxlib.transforms.body import BodyError
+from nnxlib.transforms import program
+from nnxlib.transforms.body_checks import BodyError
 from tests.properties.compare import Snapshot, assert_no_tracer
 
 from .models import RAW, Layer, Norm, Pair, X, counted
@@ -241,7 +241,7 @@ def test_eager_calls_trace_as_often_as_jax_does():
 
 
 def test_fresh_lambdas_beside_a_lasting_branch_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(body, "_KEPT", 3)
+    monkeypatch.setattr(program, "_KEPT", 3)
 
     def lasting(x):
         return x

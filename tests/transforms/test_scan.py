@@ -9,7 +9,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core import errors
-from nnxlib.transforms.body import BodyError
+from nnxlib.transforms.body_checks import BodyError
 from tests.properties.compare import Snapshot, assert_no_tracer
 
 from .models import RAW, Layer, Norm, Pair, X, counted, stacked

@@ -1,0 +1,98 @@
+"""Programs: whole operations as functions of leaves, kept with the functions that they were made from.
+
+Called eagerly a program goes through ``jax.jit``, so a loop called again at top level neither traces nor compiles
+again, as with ``jax.lax``. A body that refers to a Module outside of it is traced at each call: the Module may
+have changed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from ..core.captures import CapturedObjects, watching
+from ..core.graph import (
+    Delta,
+    Packed,
+    commit,
+)
+from ..core.tracing import at_top_level
+
+
+class Program:
+    """An operation on leaves, jitted for calls at top level."""
+
+    __slots__ = ("captures", "function", "jitted")
+
+    def __init__(self, function: Callable):
+        self.function, self.jitted = function, jax.jit(_watched(function))
+        self.captures = False  # whether it was found to use live objects that it is not given
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        if at_top_level() and not self.captures:
+            try:
+                return self.jitted(list(leaves))
+            except CapturedObjects:
+                self.captures = True
+        return self.function(list(leaves))
+
+
+def _watched(function: Callable) -> Callable:
+    def watched(leaves: list[Any]) -> Any:
+        with watching():
+            return function(leaves)
+
+    return watched
+
+
+class _Programs(dict):
+    """The programs of a function, by key; not pickled with it."""
+
+    def __reduce__(self) -> tuple:
+        return _Programs, ()
+
+
+_KEPT = 64  # programs per function: with a lambda for the other branch each call makes another key
+
+
+def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], Program]) -> Program:
+    """The program made for functions under ``key``, kept on the first of them, so that it goes when that goes.
+
+    Only for plain functions: what another callable does may change.
+    """
+    if not all(isinstance(f, types.FunctionType) for f in functions):
+        return make()
+    programs = functions[0].__dict__.setdefault("_nnx_programs", _Programs())
+    key = (functions, *key)  # functools.wraps hands the programs on to the wrapper
+    program = programs.get(key)
+    if program is None:
+        if len(programs) >= _KEPT:
+            del programs[next(iter(programs))]
+        program = programs[key] = make()
+    return program
+
+
+@jtu.register_static
+class Result:
+    """The Delta of a program, static in its output."""
+
+    __slots__ = ("delta",)
+
+    def __init__(self, delta: Delta):
+        self.delta = delta
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Result) and self.delta == other.delta
+
+    def __hash__(self) -> int:
+        return hash(self.delta)
+
+
+def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
+    """Run a program, which returns (leaves, Result), on the packed leaves and ``extra`` ones; commit."""
+    leaves, result = program([*packed.leaves, *extra])
+    return commit(packed.layout, result.delta, leaves, packed.objects)
