@@ -93,6 +93,7 @@ from .core.streams import fork_rngs as fork_rngs
 from .core.streams import reseed as reseed
 from .core.streams import restore_rngs as restore_rngs
 from .core.streams import split_rngs as split_rngs
+from .core.streams import with_rngs as with_rngs
 from .core.variables import A as A
 from .core.variables import BatchStat as BatchStat
 from .core.variables import Cache as Cache

@@ -2,8 +2,9 @@
 
 A transform over an axis wants a stream per lane; afterwards the model should have its one stream again, further along.
 :func:`split_rngs` and :func:`fork_rngs` change the streams of a node in place and return what they were, as
-:class:`SplitBackups`: a context manager that puts it back. Both are decorators, too. As in ``rngs.py``, every split and
-fork consumes a key of the stream, and putting back keeps the count that was reached, so no key comes twice.
+:class:`SplitBackups`: a context manager that puts it back. :func:`with_rngs` leaves the node alone and returns a copy
+with other streams around the same Variables. All three are decorators, too. As in ``rngs.py``, every split and fork
+consumes a key of the stream, and putting back keeps the count that was reached, so no key comes twice.
 
 Everything is checked before the first stream is changed.
 """
@@ -12,15 +13,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .errors import format_path
-from .filters import Filter, filters_to_predicates, to_predicate
-from .ops import iter_graph
+from .filters import Everything, Filter, filters_to_predicates, to_predicate
+from .ops import clone, iter_graph
 from .rngs import RngStream, RngValue, Shape, as_key
 from .variables import MISSING
 
@@ -66,12 +67,7 @@ def _streams(node: Any, only: Filter = ...) -> list[tuple[Path, RngStream]]:
 def _replace(targets: list[tuple[Path, RngStream, Callable[[RngStream], RngStream]]]) -> SplitBackups:
     """Replace key and count of each stream by those of the stream that a function makes from it."""
     for path, stream, _ in targets:
-        if stream.key.ndim:
-            raise ValueError(
-                f"The RngStream at {format_path(path)} is split into lanes of shape {stream.key.shape} already. Put it "
-                "back first (leave the `with nnx.split_rngs(...)` block, or call nnx.restore_rngs), or split by a "
-                "shape: splits=(4, 2)."
-            )
+        _check_whole(path, stream)
     backups = SplitBackups()
     for _, stream, make in targets:
         key = stream.key.get_value()
@@ -80,6 +76,15 @@ def _replace(targets: list[tuple[Path, RngStream, Callable[[RngStream], RngStrea
         stream.key.set_value(made.key.get_value())
         stream.count.set_value(made.count.get_value())
     return backups
+
+
+def _check_whole(path: Path, stream: RngStream) -> None:
+    if stream.key.ndim:
+        raise ValueError(
+            f"The RngStream at {format_path(path)} is split into lanes of shape {stream.key.shape} already. Put it "
+            "back first (leave the `with nnx.split_rngs(...)` block, or call nnx.restore_rngs), or split by a shape: "
+            "splits=(4, 2)."
+        )
 
 
 def _while_called(prepare: Callable[[Any], SplitBackups]) -> Callable[[Callable], Callable]:
@@ -160,6 +165,103 @@ def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | 
         shape = next(shape for takes, shape in zip(predicates, rules.values()) if takes(path, stream))
         targets.append((path, stream, functools.partial(RngStream.fork, split=shape)))
     return _replace(targets)
+
+
+def with_rngs(
+    node: Any = MISSING,
+    /,
+    *,
+    split: Shape | Mapping[Filter, Shape] | None = None,
+    fork: Filter | Sequence[Filter] = None,
+    broadcast: Shape | Mapping[Filter, Shape] | None = None,
+    only: Filter = True,
+) -> Any:
+    """Return a copy of a node with other streams in it; or decorate a function to get such copies of its arguments.
+
+    The copy has nodes of its own around the *same* Variables, so what is written to a Param in it is written to the
+    original. Of each stream that is replaced the original uses up one key; nothing is to be put back.
+
+    Args:
+      node: a Module, an Rngs, or a pytree of these; without it the result is a decorator.
+      split: into how many lanes streams are split, as an int or a shape; or a mapping from filters to these.
+      fork: filter of the streams that are forked; ``...`` for those that are neither split nor broadcast.
+      broadcast: as ``split``, for lanes that draw alike.
+      only: filter of the streams; the others are shared with the original, as those that nothing else takes.
+
+    >>> import nnxlib as nnx
+    >>> rngs = nnx.Rngs(params=0, dropout=1)
+    >>> lanes = nnx.with_rngs(rngs, split={'params': 4}, fork='dropout')
+    >>> lanes.params.key.shape, lanes.dropout.key.shape, rngs.params.key.shape, rngs.params.count.value
+    ((4,), (), (), Array(1, dtype=uint32))
+
+    As a decorator it hands the lanes of a Module's streams to a transform:
+
+    >>> @nnx.with_rngs(split=4)
+    ... @nnx.vmap
+    ... def make(rngs):
+    ...   return nnx.Linear(2, 3, rngs=rngs)
+    >>> make(rngs).kernel.shape
+    (4, 2, 3)
+
+    Raises:
+      ValueError: if a stream that is to be replaced is split already, or two rules other than ``...`` take it; no key
+        has been used up then.
+    """
+    if node is MISSING:
+
+        def decorate(function: Callable) -> Callable:
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = with_rngs((args, kwargs), split=split, fork=fork, broadcast=broadcast, only=only)
+                return function(*args, **kwargs)
+
+            return wrapper
+
+        return decorate
+    forks = fork if isinstance(fork, Sequence) and not isinstance(fork, str) else (fork,)
+    rules = {
+        "split": _rules(split, RngStream.split),
+        "broadcast": _rules(broadcast, RngStream.broadcast),
+        "fork": [(takes, RngStream.fork) for takes in filters_to_predicates(forks)],
+    }
+    chosen, copied = to_predicate(only), clone(node, variables=False)
+    streams = [(path, x) for path, x in iter_graph(copied) if isinstance(x, RngStream)]
+    makers: dict[int, Callable[[], RngStream]] = {}  # by count: some streams share it under two names
+    for path, stream in streams:
+        make = _rule_for(path, stream, rules) if chosen(path, stream) else None
+        if make is not None:
+            _check_whole(path, stream)
+            makers.setdefault(id(stream.count), functools.partial(make, stream))
+    made = {count: make() for count, make in makers.items()}
+    for _, stream in streams:
+        if id(stream.count) in made:
+            new = made[id(stream.count)]
+            stream.key, stream.count = new.key, new.count
+    return copied
+
+
+_Rules = list[tuple[Callable, Callable]]
+
+
+def _rules(shapes: Any, act: Callable[[RngStream, Shape], RngStream]) -> _Rules:
+    given = shapes if isinstance(shapes, Mapping) else {} if shapes is None else {...: shapes}
+    return [
+        (takes, lambda stream, k=shape: act(stream, k))
+        for takes, shape in zip(filters_to_predicates(tuple(given)), given.values(), strict=True)
+    ]
+
+
+def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Callable | None:
+    """What to do with a stream: by the first rule that takes it; two that do so other than by `...` are an error."""
+    found = {name: next((rule for rule in given if rule[0](path, stream)), None) for name, given in rules.items()}
+    matches = {name: rule for name, rule in found.items() if rule is not None}
+    explicit = [f"{name} ({rule[0]!r})" for name, rule in matches.items() if rule[0] != Everything()]
+    if len(explicit) > 1:
+        raise ValueError(
+            f"The RngStream at {format_path(path)} is taken by {' and '.join(explicit)}. Let one of the filters leave "
+            "it out; only `...` gives way to the others."
+        )
+    return next((make for _, make in matches.values()), None)
 
 
 def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngValue) -> None:

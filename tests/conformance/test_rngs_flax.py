@@ -172,6 +172,30 @@ def test_streams_of_a_model_are_split_forked_and_reseeded_alike():
     assert program(nnx, streams_module) == program(flax, flax)
 
 
+def test_with_rngs_gives_the_same_streams():
+    """In flax.nnx it needs `graph=False`."""
+
+    def program(lib, **switches):
+        facts = []
+        for options in (
+            {"split": 3},
+            {"split": {"params": (2, 2)}, "fork": ...},
+            {"split": {"params": 2}, "broadcast": 4},
+            {"fork": "noise"},
+            {"split": 2, "only": "params"},
+            {"split": {"params": 2}, "broadcast": {"noise": 3}, "fork": ["dropout", ...]},
+            {},
+        ):
+            rngs = lib.Rngs(params=0, dropout=1, noise=2)
+            copy = lib.with_rngs(rngs, **options, **switches)
+            for stream in (rngs.params, rngs.noise, copy.params, copy.dropout, copy.noise):
+                key = jax.random.key_data(key_of(stream))
+                facts.append((key.tolist(), stream.count.get_value().tolist(), stream.tag))
+        return facts
+
+    assert program(nnx) == program(flax, graph=False)
+
+
 def test_same_kinds_of_errors():
     """What flax.nnx refuses by AttributeError, KeyError or ValueError is refused by the same class here."""
     for lib in (nnx, flax):

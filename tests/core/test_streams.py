@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.streams import fork_rngs, reseed, restore_rngs, split_rngs
+from nnxlib.core.streams import fork_rngs, reseed, restore_rngs, split_rngs, with_rngs
 
 
 class Model(nnx.Module):
@@ -158,3 +158,79 @@ def test_reseeding_nothing_is_an_error():
     with pytest.raises(ValueError, match="Invalid rng value"):
         reseed(m, params=1.5)
     assert look() == before
+
+
+def test_with_rngs_gives_a_copy_with_other_streams_around_the_same_variables():
+    """Split comes before broadcast, and that before fork; what nothing takes is shared; the original counts on."""
+    m = model()
+    copy = with_rngs(
+        m,
+        split={"params": 2},
+        broadcast={nnx.PathContains("first"): 3},
+        fork=True,
+        only=["params", "dropout", nnx.PathContains("first")],
+    )
+    assert copy is not m
+    assert copy.rngs.default.key is m.rngs.default.key
+    assert [shape for _, shape, _ in facts(copy)] == [(3,), (), (2,), (), (), (2,)]
+    assert copy.alias.default.key is copy.rngs.params.key  # a stream under two names stays one
+    assert [count for _, _, count in facts(m)] == [1, 1, 1, 3, 0, 1]
+    broadcast = copy.first.rngs.key.value
+    assert len({bits(key) for key in broadcast}) == 1
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert with_rngs([linear], split=2)[0].kernel is linear.kernel
+
+
+def test_with_rngs_leaves_what_only_does_not_take():
+    m = model()
+    copy = with_rngs(m, split=2, only="dropout")
+    assert [shape for _, shape, _ in facts(copy)] == [(2,), (2,), (), (2,), (), ()]
+    assert copy.rngs.params.count is m.rngs.params.count
+
+
+def test_with_rngs_as_a_decorator_gives_copies_to_the_function():
+    @with_rngs(split=4)
+    @nnx.vmap
+    def make(rngs):
+        """Make a layer."""
+        return nnx.Linear(2, 3, rngs=rngs)
+
+    rngs = nnx.Rngs(0)
+    stacked = make(rngs)
+    assert (make.__name__, make.__doc__) == ("make", "Make a layer.")
+    assert stacked.kernel.shape == (4, 2, 3)
+    assert rngs.default.key.shape == ()
+    assert len({bits(x) for x in jax.random.wrap_key_data(stacked.kernel.view(jnp.uint32)[:, 0, :2])}) == 4
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "unsafe_rbg"])
+def test_no_key_of_with_rngs_comes_twice(impl):
+    rngs = nnx.Rngs(jax.random.key(0, impl=impl), params=jax.random.key(1, impl=impl))
+    keys = []
+    for options in ({"split": 2}, {"fork": ...}, {"broadcast": {"params": 2}, "fork": ...}, {}):
+        copy = with_rngs(rngs, **options)
+        for stream in (copy.params, copy.default):
+            roots = [stream.key.value] if options == {} else stream.key.value.reshape(-1)
+            roots = roots[:1] if "broadcast" in options else roots
+            keys += [stream()] if options == {} else [jax.random.fold_in(root, n) for root in roots for n in range(2)]
+        keys += [rngs.params(), rngs.default()]
+    assert len({bits(key) for key in keys}) == len(keys)
+
+
+def test_with_rngs_refuses_a_split_stream_before_any_key_is_used():
+    m = model()
+    m.second.rngs = m.second.rngs.split(3)
+    before = facts(m)
+    with pytest.raises(ValueError, match=r"second.rngs is split into lanes of shape \(3,\)"):
+        with_rngs(m, split=2)
+    assert facts(m) == before
+    assert with_rngs(m, split=2, only=nnx.PathContains("first")).second.rngs.key is m.second.rngs.key
+
+
+def test_two_rules_for_one_stream_are_an_error():
+    """Only `...` gives way; the error names the path and both rules, and nothing has been drawn."""
+    m = model()
+    before = facts(m)
+    with pytest.raises(ValueError, match=r"RngStream at params is taken by split \(WithTag\('params'\)\) and fork"):
+        with_rngs(m.rngs, split={"params": 2}, fork=["params"])
+    assert facts(m) == before
