@@ -23,7 +23,7 @@ from ..core.rngs import Rngs
 from ..core.variables import Param
 from .dtypes import Array, Dtype, input_error, promote_dtype
 from .initializers import Initializer
-from .linear import NO_METADATA, Metadata, add_bias, as_tuple, default_bias_init, default_kernel_init, frozen
+from .settings import NO_METADATA, Metadata, add_bias, as_tuple, default_bias_init, default_kernel_init, frozen
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 Sizes = int | Sequence[int] | None

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ..core.module import Module
@@ -19,15 +18,14 @@ from ..core.programs import step
 from ..core.rngs import Rngs
 from ..core.variables import Param
 from . import initializers
+from .conv import Conv as Conv  # flax.nnx has the convolutions in this module
+from .conv import ConvTranspose as ConvTranspose
+from .conv import canonicalize_padding as canonicalize_padding
 from .dtypes import Array, Dtype, input_error, promote_dtype
 from .initializers import Initializer
+from .settings import NO_METADATA, Metadata, add_bias, as_tuple, default_bias_init, default_kernel_init, frozen
 
-default_kernel_init = initializers.lecun_normal()
-default_bias_init = initializers.zeros
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
-
-Metadata = Mapping[str, Any]
-NO_METADATA: Metadata = MappingProxyType({})
 
 _dot_general = step("dimension_numbers", "precision", "preferred_element_type", "out_sharding")(lax.dot_general)
 
@@ -40,21 +38,6 @@ def contract(layer: Any, dot_general: Any, x: Array, kernel: Array, dimension_nu
     if dot_general is None or dot_general is lax.dot_general:
         dot_general = _dot_general
     return dot_general(x, kernel, dimension_numbers, precision=layer.precision, **kwargs)
-
-
-@step()
-def add_bias(y: Array, bias: Array) -> Array:
-    """Add a bias to the last axes; broadcast by hand, since a user may have made rank promotion an error."""
-    return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
-
-
-def as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
-    return (x,) if isinstance(x, int | np.integer) else tuple(x)
-
-
-def frozen(x: Any) -> Any:
-    """A setting with its lists made tuples: an attribute that is a list would be a node of the graph."""
-    return tuple([frozen(item) for item in x]) if isinstance(x, list | tuple) else x
 
 
 class Linear(Module):

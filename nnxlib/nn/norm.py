@@ -24,7 +24,7 @@ from ..core.variables import BatchStat, Param
 from . import initializers
 from .dtypes import Array, Dtype, convert, input_error, promote_dtype
 from .initializers import Initializer
-from .linear import NO_METADATA, Metadata, as_tuple, frozen
+from .settings import NO_METADATA, Metadata, as_tuple, frozen
 
 Axes = int | Sequence[int]
 

@@ -1,0 +1,35 @@
+"""What the layers with weights share: default initializers, metadata, settings in one form, and adding a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.programs import step
+from . import initializers
+from .dtypes import Array
+
+default_kernel_init = initializers.lecun_normal()
+default_bias_init = initializers.zeros
+
+Metadata = Mapping[str, Any]
+NO_METADATA: Metadata = MappingProxyType({})
+
+
+@step()
+def add_bias(y: Array, bias: Array) -> Array:
+    """Add a bias to the last axes; broadcast by hand, since a user may have made rank promotion an error."""
+    return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
+def as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+    return (x,) if isinstance(x, int | np.integer) else tuple(x)
+
+
+def frozen(x: Any) -> Any:
+    """A setting with its lists made tuples: an attribute that is a list would be a node of the graph."""
+    return tuple([frozen(item) for item in x]) if isinstance(x, list | tuple) else x
