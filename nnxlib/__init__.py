@@ -109,6 +109,7 @@ from .core.variables import register_variable_name as register_variable_name
 from .core.variables import variable_name_from_type as variable_name_from_type
 from .core.variables import variable_type_from_name as variable_type_from_name
 from .core.variables import with_metadata as with_metadata
+from .core.variables import with_partitioning as with_partitioning
 from .nn import initializers as initializers
 from .nn.activations import celu as celu
 from .nn.activations import elu as elu
@@ -165,6 +166,7 @@ from .training.optimizer import OptVariable as OptVariable
 from .training.train_state import TrainState as TrainState
 from .transforms import extract as extract
 from .transforms.abstract import eval_shape as eval_shape
+from .transforms.axes import PARTITION_NAME as PARTITION_NAME
 from .transforms.branch import cond as cond
 from .transforms.branch import switch as switch
 from .transforms.capture import capture as capture
@@ -185,6 +187,8 @@ from .transforms.jit import jit as jit
 from .transforms.lift import lift as lift
 from .transforms.loops import fori_loop as fori_loop
 from .transforms.loops import while_loop as while_loop
+from .transforms.metadata import add_metadata_axis as add_metadata_axis
+from .transforms.metadata import transform_metadata as transform_metadata
 from .transforms.partials import cached_partial as cached_partial
 from .transforms.partials import jit_partial as jit_partial
 from .transforms.prefixes import StateAxes as StateAxes

@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from . import errors
 from .captures import Watch, notice
@@ -76,9 +77,9 @@ def with_metadata(initializer: F, **metadata: Any) -> F:
     """Wrap an initializer so that the Variable made from its value gets ``metadata`` and hooks.
 
     >>> import nnxlib as nnx, jax
-    >>> init = nnx.with_metadata(nnx.initializers.ones, sharding=(None, 'model'))
-    >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding
-    (None, 'model')
+    >>> init = nnx.with_metadata(nnx.initializers.ones, layer='first')
+    >>> nnx.Param(init(jax.random.key(0), (2, 3))).layer
+    'first'
     """
     hooks = {name: metadata.pop(name) for name in HOOKS if name in metadata}
 
@@ -89,8 +90,39 @@ def with_metadata(initializer: F, **metadata: Any) -> F:
     return wrapped  # type: ignore[return-value]  # an initializer still, of a boxed value
 
 
+def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadata: Any) -> F:
+    """Wrap an initializer so that the Variable made from its value has names for its axes.
+
+    Args:
+      initializer: makes the value.
+      sharding: for each axis the name of a mesh axis, a logical name, a tuple of names, or None.
+      mesh: the mesh that the names are of, where it is not the one of the context.
+      **metadata: more metadata.
+
+    >>> import nnxlib as nnx, jax
+    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'model'))
+    >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding_names
+    (None, 'model')
+    """
+    if mesh is not None:
+        metadata["mesh"] = mesh
+    return with_metadata(initializer, out_sharding=sharding, **metadata)
+
+
+def _same_kind(names: Any, items: list[Any]) -> Any:
+    return PartitionSpec(*items) if isinstance(names, PartitionSpec) else type(names)(items)
+
+
 def _as_hooks(hooks: Any) -> tuple[Callable, ...]:
     return (hooks,) if callable(hooks) else tuple(hooks)
+
+
+def _canonical(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata with the names of axes under the one key ``out_sharding``."""
+    return {"out_sharding" if name in _AXIS_NAMES else name: value for name, value in metadata.items()}
+
+
+_AXIS_NAMES = frozenset({"sharding", "sharding_names"})
 
 
 def _unwrap(x: Any) -> Any:
@@ -132,6 +164,8 @@ class Variable(Generic[A]):
         class_hooks = type(self)._class_hooks
         if class_hooks:
             metadata = {**class_hooks, **metadata}
+        if not _AXIS_NAMES.isdisjoint(metadata):
+            metadata = _canonical(metadata)
         _set(self, "_trace", current_trace())
         _set(self, "_version", next(VERSIONS))
         _set(self, "_metadata", metadata or _NO_METADATA)
@@ -244,7 +278,7 @@ class Variable(Generic[A]):
         if len(args) == 2:
             metadata = {args[0]: args[1], **metadata}
         replace = len(args) == 1
-        self._replace_metadata({**(args[0] if replace else self._metadata), **metadata})
+        self._replace_metadata({**(args[0] if replace else self._metadata), **_canonical(metadata)})
 
     def has_metadata(self, name: str) -> bool:
         return name in self._metadata
@@ -263,13 +297,36 @@ class Variable(Generic[A]):
         _set(self, "_version", next(VERSIONS))
         Clock.epoch = object()
 
+    @property
+    def sharding_names(self) -> Any:
+        """The names of the axes, as given by ``sharding=`` or ``out_sharding=``; None if there are none."""
+        return self._metadata.get("out_sharding")
+
     def add_axis(self, axis_index: int, axis_name: str | None = None) -> None:
-        """Tell the ``on_add_axis`` hooks that a transform stacked the value along a new axis."""
+        """Name the new axis along which a transform is about to stack the value; then run the ``on_add_axis`` hooks.
+
+        Names that are as many already as the stacked value has axes are left alone.
+        """
+        names = self.sharding_names
+        ndim = getattr(self._value, "ndim", -1)
+        if isinstance(names, tuple | list | PartitionSpec) and len(names) <= ndim:
+            wide = [*names, *[None] * (ndim - len(names))]
+            wide.insert(axis_index % (ndim + 1), axis_name)
+            self.set_metadata("out_sharding", _same_kind(names, wide))
         for hook in _as_hooks(self._metadata.get("on_add_axis", ())):
             hook(self, axis_index, axis_name)
 
     def remove_axis(self, axis_index: int, axis_name: str | None = None) -> None:
-        """Tell the ``on_remove_axis`` hooks that a transform takes one slice along an axis of the value."""
+        """Drop the name of the axis along which a transform took this slice; then run the ``on_remove_axis`` hooks.
+
+        Names that do not count that axis are left alone.
+        """
+        names = self.sharding_names
+        ndim = getattr(self._value, "ndim", -1)
+        if isinstance(names, tuple | list | PartitionSpec) and len(names) == ndim + 1:
+            narrow = list(names)
+            del narrow[axis_index % len(narrow)]
+            self.set_metadata("out_sharding", _same_kind(names, narrow))
         for hook in _as_hooks(self._metadata.get("on_remove_axis", ())):
             hook(self, axis_index, axis_name)
 
@@ -458,7 +515,7 @@ def _with_item(value: Any, index: Any, item: Any) -> Any:
 
 
 def variable_repr(variable: Variable) -> str:
-    """Write a Variable with its size: ``Param(float32[2, 3], sharding=(None, 'model'))``; never raises."""
+    """Write a Variable with its size: ``Param(float32[2, 3], out_sharding=(None, 'model'))``; never raises."""
     value = variable._value
     shown = errors.describe(value) if hasattr(value, "shape") else repr(value)
     if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, Tracer) and value.size <= 16:

@@ -64,16 +64,17 @@ def trace_body(
     layout: Layout,
     leaves: Sequence[Any],
     label: Callable[[After, Any], Sequence[Any]] | None = None,
+    delta: Callable[[After, Sequence[Any]], Delta] = lambda after, labels: after.delta,
 ) -> Body:
     """Trace a function of the objects of a layout; ``leaves`` are arrays or their shapes.
 
-    ``label(after, output)`` gives the labels of the leaves that come back.
+    ``label(after, output)`` gives the labels of the leaves that come back, ``delta(after, labels)`` the Delta.
     """
 
     def pure(leaves: Sequence[Any]) -> tuple[list[Any], _Traced]:
         out, after = cross(function, layout, leaves, (), lambda out: (out, out))
         labels = () if label is None else tuple(label(after, out))
-        return after.leaves, _Traced(after.delta, tuple(after.owners), after.paths, labels)
+        return after.leaves, _Traced(delta(after, labels), tuple(after.owners), after.paths, labels)
 
     closed, (shapes, traced) = jax.make_jaxpr(pure, return_shape=True)(list(leaves))
     structure = jtu.tree_structure(shapes)
@@ -82,8 +83,8 @@ def trace_body(
     def run(leaves: Sequence[Any]) -> list[Any]:
         return structure.unflatten(evaluate(*jtu.tree_leaves(list(leaves))))
 
-    delta, owners, paths, labels = traced.found
-    return Body(run, delta, owners, paths, labels, structure.unflatten(map(_struct, closed.out_avals)))
+    found, owners, paths, labels = traced.found
+    return Body(run, found, owners, paths, labels, structure.unflatten(map(_struct, closed.out_avals)))
 
 
 # --- positions: the leaves of a layout, by row ----------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from ..core.graph import StaticArgument, build, commit, pack
+from ..core.graph import build, commit, pack
 from ..core.variables import MISSING
-from .lift import Arguments, Crossing, lift, resolve
+from .lift import Arguments, Crossing, lift, resolve, static_arguments
 
 
 def make_jaxpr(
@@ -40,20 +40,17 @@ def make_jaxpr(
     if f is MISSING:
         return functools.partial(make_jaxpr, static_argnums=static_argnums, return_shape=return_shape, **options)
     function, bound, bound_kwargs = resolve(f)
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        chosen = {n % len(args) for n in static}
-        given = [StaticArgument(x, (n,)) if n in chosen else x for n, x in enumerate(args)]
-        layout, leaves, _ = pack(Arguments((*bound, *given), {**bound_kwargs, **kwargs}))
+        layout, leaves, _ = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
         jaxpr, (groups, outcome) = jax.make_jaxpr(Crossing(layout).pure(function), return_shape=True, **options)(leaves)
         if not return_shape:
             return jaxpr
         _, shells = build(layout, [jax.eval_shape(lambda x: x, leaf) for leaf in leaves])
         return jaxpr, commit(layout, outcome.delta, groups[0], shells)
 
-    return wrapped
+    return static_arguments(wrapped, static_argnums)
 
 
 def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:

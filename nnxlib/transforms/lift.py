@@ -31,7 +31,8 @@ from ..core.errors import ArgumentError, OutputError, format_path
 from ..core.escapes import check_contained
 from ..core.graph import After, Delta, Layout, Packed, StaticArgument, build, commit, diff, has_refs, pack, path_key
 from ..core.objects import Node, is_data
-from ..core.variables import set_value_slot
+from ..core.variables import MISSING, set_value_slot
+from .axes import stack_axes, strip_axes
 from .prefixes import (
     Labels,
     broadcast_prefix,
@@ -126,6 +127,7 @@ class Crossing:
       out_prefix: the prefix of the output.
       forced: positions of leaves that are returned even when unchanged.
       watch: whether to look out for objects that the function captures.
+      axis_name: where labels are axes: the name of the axis in the metadata of Variables, see axes.py.
     """
 
     def __init__(
@@ -137,8 +139,9 @@ class Crossing:
         out_prefix: Any = None,
         forced: Collection[int] = (),
         watch: bool = False,
+        axis_name: Any = MISSING,
     ):
-        self.watch = watch
+        self.watch, self.axis_name = watch, axis_name
         self.layout, self.lanes, self.lane_of, self.forced = layout, lanes, lane_of, forced
         self.labels, self.out_prefix = labels, out_prefix
 
@@ -150,20 +153,22 @@ class Crossing:
 
         def pure(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
             leaves = join_lanes(groups, self.lane_of)
+            layout = self.layout
+            if self.axis_name is not MISSING and self.labels is not None:
+                layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
             with watching() if self.watch else nullcontext():
-                out, after = cross(f, self.layout, leaves, self.forced, lambda out: (out, out), loan_for(self))
+                out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), loan_for(self))
             check_returned(after, out)
-            lane_of = () if self.labels is None else self._lanes_after(after, out, self.labels)
-            paths = after.paths if lane_of else ()
-            return split_lanes(after.leaves, lane_of, len(self.lanes)), Outcome(after.delta, lane_of, paths)
+            if self.labels is None:
+                return (list(after.leaves),), Outcome(after.delta, ())
+            labels = labels_after(self.labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
+            delta = after.delta if self.axis_name is MISSING else stack_axes(after, labels, self.axis_name)
+            lane_of = lane_numbers(labels, self.lanes)
+            return split_lanes(after.leaves, lane_of, len(self.lanes)), Outcome(delta, lane_of, after.paths)
 
         # Not functools.wraps: JAX would report our groups under the names of the user's arguments.
         pure.__name__ = getattr(f, "__name__", type(f).__name__)
         return pure
-
-    def _lanes_after(self, after: After, out: Any, labels: Labels) -> tuple[int, ...]:
-        found = labels_after(labels, self.layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
-        return lane_numbers(found, self.lanes)
 
 
 def place_of(path: tuple) -> str:
@@ -216,6 +221,24 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     return f, bound, {name: x if is_data(x) else StaticArgument(x) for name, x in kwargs.items()}
 
 
+def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
+    """``call`` with the positional arguments of these numbers as part of the program.
+
+    Raises:
+      ArgumentError: when called with fewer arguments.
+    """
+    static = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if any(not -len(args) <= n < len(args) for n in static):
+            raise ArgumentError(f"static_argnums={static} does not fit a call with {len(args)} positional arguments.")
+        chosen = {n % len(args) for n in static}
+        return call(*(StaticArgument(x, (n,)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
+
+    return wrapped if static else call
+
+
 def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: finish(raw)) -> Callable:
     """Make any transformation of functions of arrays take functions of Modules.
 
@@ -263,6 +286,7 @@ def lift_lanes(
     contexts: Sequence[Any],
     out: Any,
     check: Callable[[Packed, Sequence[Any]], object] = lambda packed, labels: None,
+    axis_name: Any = MISSING,
 ) -> Any:
     """Cross with a lane for each label: ``over(pure, lanes)`` is the function of one list of leaves per lane.
 
@@ -273,5 +297,5 @@ def lift_lanes(
     labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
     check(packed, in_order)
     lanes = tuple(dict.fromkeys([*in_order, *labels_in(out)]))
-    crossing = Crossing(packed.layout, lanes, lane_numbers(in_order, lanes), labels, out)
+    crossing = Crossing(packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name)
     return finish(packed, over(crossing.pure(function), lanes)(*crossing.split(packed.leaves)))

@@ -156,6 +156,10 @@ class Labels:
             self._descend([(spec, path, own, plain)], context, depth)
         return own
 
+    def of_variables(self, layout: Layout) -> list[Label]:
+        """The labels of the Variables of the layout that was visited, in order."""
+        return [self.of_row[i][0] for i in layout.variables]
+
     def revisit(self, count: int, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]) -> None:
         """Go over the first ``count`` rows as they are after a call: new objects get labels from what holds them."""
         self.rows, self.values = rows, values
@@ -286,7 +290,7 @@ def label_arguments(
             owned[i] = [next(arrays) for _ in range(sum(count_leaves(spec) for _, spec in row.fields))]
     labels = Labels(layout.rows, owned.__getitem__)
     own = labels.visit(layout.root, contexts, list(arrays), depth)
-    in_order = [labels.of_row[i][0] for i in layout.variables]
+    in_order = labels.of_variables(layout)
     for i, row in enumerate(layout.rows):
         if isinstance(row, NodeRow):
             in_order += labels.of_row[i]

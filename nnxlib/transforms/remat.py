@@ -9,10 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import ArgumentError
-from ..core.graph import StaticArgument
 from ..core.variables import MISSING
-from .lift import lift
+from .lift import lift, static_arguments
 
 
 def remat(
@@ -43,17 +41,7 @@ def remat(
         raw = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
         return lambda leaves: _as_arrays(raw(leaves))
 
-    crossing = lift(checkpointed)(f)
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-
-    @functools.wraps(f, updated=())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if any(not -len(args) <= n < len(args) for n in static):
-            raise ArgumentError(f"{static_argnums=} does not fit a call with {len(args)} positional arguments.")
-        chosen = {n % len(args) for n in static}
-        return crossing(*(StaticArgument(x, (n,)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
-
-    return wrapped
+    return static_arguments(lift(checkpointed)(f), static_argnums)
 
 
 def _as_arrays(out: Any) -> Any:

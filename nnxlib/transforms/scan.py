@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from ..core.errors import PrefixError, format_path
 from ..core.graph import Layout, Spec, Tree, pack
 from ..core.objects import is_node
 from ..core.variables import MISSING
+from .axes import NO_METADATA, axis_name_in, stack_axes, strip_axes
 from .body import Body, delta_of, positions_of, structural_rows, trace_body
 from .body_checks import BodyError, check_types, refuse, structural_changes, widened
 from .lift import Arguments, place_of, resolve
@@ -49,6 +50,7 @@ def scan(
     _split_transpose: bool = False,
     in_axes: Any = (Carry, 0),
     out_axes: Any = (Carry, 0),
+    transform_metadata: Mapping[str, Any] = NO_METADATA,
 ) -> Callable:
     """Loop a function over an axis of its arguments; ``jax.lax.scan`` with state.
 
@@ -60,6 +62,7 @@ def scan(
       in_axes: for each positional argument ``nnx.Carry`` (one at most), an axis, None, or for a Module
         :class:`StateAxes` of these. Keyword arguments that have no position are passed whole.
       out_axes: the same for the output; has ``nnx.Carry`` if ``in_axes`` has.
+      transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one.
 
     Returns:
       A function of the same arguments. What changes in a stacked Module is stacked, what changes in a carried one is
@@ -79,8 +82,10 @@ def scan(
     """
     options: dict[str, Any] = {"reverse": reverse, "unroll": unroll, "_split_transpose": _split_transpose}
     if f is MISSING:
-        return functools.partial(scan, length=length, in_axes=in_axes, out_axes=out_axes, **options)
+        ours = {"length": length, "in_axes": in_axes, "out_axes": out_axes, "transform_metadata": transform_metadata}
+        return functools.partial(scan, **ours, **options)
     function, bound, bound_kwargs = resolve(f)
+    name = axis_name_in(transform_metadata)
     in_axes = (Carry,) if in_axes is Carry else in_axes
     place = _place_of_carry(in_axes, "in_axes")
     out_place = _place_of_carry(out_axes, "out_axes")
@@ -107,7 +112,8 @@ def scan(
 
             def program(leaves: list[Any]) -> Any:
                 slices = [_slice_type(x, axis) for x, axis in zip(leaves, in_order, strict=True)]
-                body = trace_body(function, layout, slices, label)
+                inner = strip_axes(layout, slices, in_order, name)
+                body = trace_body(function, inner, slices, label, lambda after, labels: stack_axes(after, labels, name))
                 if carried is not None:
                     _check_carry(layout.root, carried, body.delta.root, out_place or ())
                 _check_changes(layout, body)
@@ -116,7 +122,7 @@ def scan(
 
             return Program(program)
 
-        key = ("scan", layout, tuple(in_order), size, *options.values(), *prefix_key(axes), *prefix_key(out_axes))
+        key = ("scan", layout, name, tuple(in_order), size, *options.values(), *prefix_key(axes), *prefix_key(out_axes))
         return run_program(program_of((function,), key, make), packed)
 
     return wrapped

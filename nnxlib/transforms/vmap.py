@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from ..core.errors import PrefixError
 from ..core.graph import Packed
 from ..core.objects import is_node
 from ..core.variables import MISSING
-from .lift import Arguments, lift_lanes, resolve
+from .axes import NO_METADATA, axis_name_in
+from .lift import Arguments, lift_lanes, resolve, static_arguments
 from .prefixes import broadcast_prefix, labels_in, mapped_size
 
 
@@ -25,6 +26,7 @@ def vmap(
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
+    transform_metadata: Mapping[str, Any] = NO_METADATA,
 ) -> Callable:
     """Map a function over an axis of its arguments, Modules among them; ``jax.vmap`` with state.
 
@@ -37,6 +39,7 @@ def vmap(
       axis_name: a name for the axis, for collectives inside.
       axis_size: the size of the axis, when no argument has one.
       spmd_axis_name: as in ``jax.vmap``.
+      transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> make = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))
@@ -53,12 +56,15 @@ def vmap(
     """
     options: dict[str, Any] = {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
     if f is MISSING:
-        return functools.partial(vmap, in_axes=in_axes, out_axes=out_axes, **options)
+        return functools.partial(
+            vmap, in_axes=in_axes, out_axes=out_axes, transform_metadata=transform_metadata, **options
+        )
 
     def over(pure: Callable, lanes: tuple) -> Callable:
         return _checked(pure, lanes, lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options))
 
-    return _mapped(f, over, in_axes, out_axes, "vmap", axis_size)
+    check = functools.partial(_check_sizes, "vmap", axis_size)
+    return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), check)
 
 
 def pmap(
@@ -70,6 +76,9 @@ def pmap(
     devices: Sequence[Any] | None = None,
     backend: str | None = None,
     axis_size: int | None = None,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    transform_metadata: Mapping[str, Any] = NO_METADATA,
 ) -> Callable:
     """Map a function over devices, with Modules; ``jax.pmap`` with state. JAX recommends ``shard_map`` instead.
 
@@ -81,25 +90,36 @@ def pmap(
       devices: the devices to run on.
       backend: as in ``jax.pmap``.
       axis_size: the size of the axis, when no argument has one.
+      static_broadcasted_argnums: numbers of arguments that are part of the program; their ``in_axes`` must be None.
+      donate_argnums: accepted, and without effect: nothing is deleted.
+      transform_metadata: as of :func:`vmap`.
     """
     options: dict[str, Any] = {"axis_name": axis_name, "devices": devices, "backend": backend, "axis_size": axis_size}
     if f is MISSING:
-        return functools.partial(pmap, in_axes=in_axes, out_axes=out_axes, **options)
+        ours = {"static_broadcasted_argnums": static_broadcasted_argnums, "transform_metadata": transform_metadata}
+        return functools.partial(pmap, in_axes=in_axes, out_axes=out_axes, **ours, **options)
 
     def over(pure: Callable, lanes: tuple) -> Callable:
         return _checked(pure, lanes, lambda fun, out: jax.pmap(fun, in_axes=lanes, out_axes=out, **options))
 
-    return _mapped(f, over, in_axes, out_axes, "pmap", axis_size)
+    check = functools.partial(_check_sizes, "pmap", axis_size)
+    call = mapped(f, over, in_axes, out_axes, "pmap", axis_name_in(transform_metadata), check)
+    return static_arguments(call, static_broadcasted_argnums)
 
 
-def _mapped(f: Callable, over: Callable, in_axes: Any, out_axes: Any, what: str, axis_size: int | None) -> Callable:
+def mapped(
+    f: Callable,
+    over: Callable,
+    in_axes: Any,
+    out_axes: Any,
+    what: str,
+    axis: str | None,
+    check: Callable[[Packed, Sequence[Any]], object] = lambda packed, labels: None,
+) -> Callable:
+    """``f`` behind ``over``, with a lane for each axis; ``axis`` is its name in the metadata of Variables."""
     function, bound, bound_kwargs = resolve(f)
     _check_axes(in_axes, "in_axes", what)
     _check_axes(out_axes, "out_axes", what)
-    given = {} if axis_size is None else {axis_size: "axis_size"}
-
-    def check(packed: Packed, labels: Sequence[Any]) -> None:
-        mapped_size(packed.layout, packed.leaves, labels, given, what)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -109,9 +129,14 @@ def _mapped(f: Callable, over: Callable, in_axes: Any, out_axes: Any, what: str,
         named = {**bound_kwargs, **kwargs}
         for name in sorted(named):
             contexts += [0 if name in kwargs else None] * len(_leaves(named[name]))
-        return lift_lanes(over, function, Arguments((*bound, *args), named), contexts, out_axes, check)
+        return lift_lanes(over, function, Arguments((*bound, *args), named), contexts, out_axes, check, axis)
 
     return wrapped
+
+
+def _check_sizes(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> None:
+    given = {} if axis_size is None else {axis_size: "axis_size"}
+    mapped_size(packed.layout, packed.leaves, labels, given, what)
 
 
 def _check_axes(axes: Any, name: str, what: str) -> None:

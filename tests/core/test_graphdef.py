@@ -202,7 +202,7 @@ def test_repr():
         == """GraphDef(
   Net
     first: Layer
-      w: Param(sharding=(None, 'model'))
+      w: Param(out_sharding=(None, 'model'))
       act: relu
       n: 2
     layers: List

@@ -676,7 +676,7 @@ def test_metadata_survives_every_crossing():
         nnx.state(m),
     ]
     for x in made:
-        assert (x["w"].sharding, x["w"].weight_loader is loader) == (("model", None), True)
+        assert (x["w"].sharding_names, x["w"].weight_loader is loader) == (("model", None), True)
 
 
 def test_states_of_lists_by_attribute_and_item():
@@ -713,7 +713,7 @@ def test_an_annotated_model_needs_no_mesh():
     """Sharding metadata is kept and nothing is sharded, in eager code, jit and split."""
     m = nnx.Dict(w=nnx.Param(jnp.ones((2, 2)), sharding=("data", "model")))
     assert nnx.jit(lambda m: m.w.sum())(m).item() == 4
-    assert nnx.merge(*nnx.split(m)).w.sharding == ("data", "model")
+    assert nnx.merge(*nnx.split(m)).w.sharding_names == ("data", "model")
 
 
 # --- large graphs ---

@@ -387,9 +387,37 @@ def test_generic_alias():
 def test_metadata_is_read_as_attributes_and_by_name():
     """Keyword arguments of the constructor are metadata."""
     v = nnx.Param(jnp.zeros(1), sharding=(None, "model"), weight_loader=len)
-    assert (v.sharding, v.weight_loader, v.get_metadata("sharding")) == ((None, "model"), len, (None, "model"))
-    assert v.get_metadata() == {"sharding": (None, "model"), "weight_loader": len}
-    assert (v.get_metadata("other", 5), v.has_metadata("sharding"), v.has_metadata("other")) == (5, True, False)
+    assert (v.weight_loader, v.get_metadata("weight_loader")) == (len, len)
+    assert v.get_metadata() == {"out_sharding": (None, "model"), "weight_loader": len}
+    assert (v.get_metadata("other", 5), v.has_metadata("out_sharding"), v.has_metadata("other")) == (5, True, False)
+
+
+@pytest.mark.parametrize("keyword", ["sharding", "sharding_names", "out_sharding"])
+def test_names_of_axes_have_one_place(keyword):
+    """Whatever keyword they came by; `v.sharding` is that of the array."""
+    v = nnx.Param(jnp.zeros((2, 3)), **{keyword: ("a", None)})
+    assert v.get_metadata() == {"out_sharding": ("a", None)}
+    assert v.sharding_names == v.out_sharding == ("a", None)
+    assert isinstance(v.sharding, jax.sharding.Sharding)
+    v.set_metadata(**{keyword: (None, "b")})
+    assert v.sharding_names == (None, "b")
+    assert nnx.Param(jnp.zeros(2)).sharding_names is None
+
+
+def test_axes_come_and_go_with_their_names():
+    """Names that do not fit the number of axes are left alone."""
+    v = nnx.Param(jnp.zeros((2, 3)), sharding=("a",))  # as in a PartitionSpec, the rest is None
+    v.add_axis(-1, "b")
+    assert v.sharding_names == ("a", None, "b")
+    v.add_axis(0, "c")
+    assert v.sharding_names == ("a", None, "b"), "they are of the stacked value already"
+    v.remove_axis(1)
+    assert v.sharding_names == ("a", "b")
+    v.remove_axis(1)
+    assert v.sharding_names == ("a", "b")
+    v.set_metadata(sharding=jax.P("a", "b"))
+    v.add_axis(0)
+    assert v.sharding_names == jax.P(None, "a", "b")
     with pytest.raises(KeyError, match="other"):
         v.get_metadata("other")
 
@@ -552,7 +580,7 @@ def test_with_metadata_attaches_to_the_variable_made_from_an_initializer():
     hook = lambda v, x: x
     init = nnx.with_metadata(lambda key, shape: jnp.zeros(shape), sharding=("a",), layer=1, on_set_value=hook)
     v = nnx.Param(init(None, (2,)), layer=2)
-    assert (v.shape, v.sharding, v.layer, v.get_metadata("on_set_value")) == ((2,), ("a",), 2, (hook,))
+    assert (v.shape, v.sharding_names, v.layer, v.get_metadata("on_set_value")) == ((2,), ("a",), 2, (hook,))
 
 
 def test_variable_metadata_refuses_unknown_hooks():
@@ -885,7 +913,7 @@ def test_names_made_on_demand():
 
 def test_repr_is_short_and_says_type_size_and_metadata():
     """Small arrays are written out, large ones as dtype and shape; tracers and strange values do not break it."""
-    assert repr(nnx.Param(jnp.zeros((100, 3)), sharding=("a",))) == "Param(float32[100, 3], sharding=('a',))"
+    assert repr(nnx.Param(jnp.zeros((100, 3)), sharding=("a",))) == "Param(float32[100, 3], out_sharding=('a',))"
     assert repr(nnx.Param(jnp.ones(2))) == "Param(Array([1., 1.], dtype=float32))"
     assert repr(nnx.Variable({"a": 1})) == "Variable({'a': 1})"
     shown = []

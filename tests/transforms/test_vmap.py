@@ -289,3 +289,17 @@ def test_pmap_maps_over_devices_with_state():
     np.testing.assert_array_equal(many.calls.value, [1])
     with pytest.raises(errors.PrefixError, match=r"pmap takes an int, None or nnx\.StateAxes"):
         nnx.pmap(read, in_axes=nnx.Carry)
+
+
+def test_pmap_takes_static_arguments():
+    """`static_broadcasted_argnums` are part of the program; `donate_argnums` deletes nothing."""
+    m = nnx.vmap(lambda key: nnx.Linear(2, 2, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 1))
+    f = nnx.pmap(
+        lambda m, mode, x: m(x) if mode == "on" else x,
+        in_axes=(0, None, None),
+        static_broadcasted_argnums=1,
+        donate_argnums=0,
+    )
+    x = jnp.ones((1, 2))
+    assert jnp.allclose(f(m, "on", x)[0], x @ m.kernel[0])
+    assert jnp.array_equal(f(m, "off", x)[0], x)

@@ -1,0 +1,67 @@
+"""``transform_metadata``: a name for the axis that a transform around a function stacks; see axes.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..core.filters import Filter
+from ..core.variables import MISSING
+from .axes import PARTITION_NAME, axis_name_in
+from .prefixes import StateAxes
+from .vmap import mapped
+
+
+def transform_metadata(
+    f: Callable = MISSING, *, in_axes: Any = 0, out_axes: Any = 0, partition: str | None = None
+) -> Callable:
+    """Return ``f`` with a name for the axis that a transform around it stacks.
+
+    ``nnx.vmap`` and ``nnx.scan`` move the names themselves; this gives the new axis a name where they were not told
+    one, or under a raw JAX transform.
+
+    Args:
+      f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
+      in_axes: the axes of the transform around, as for :func:`vmap`: their names are dropped on the way in, where they
+        still are.
+      out_axes: the same for the output: new Variables, and those whose metadata changed, get the name there.
+      partition: the name.
+
+    >>> import nnxlib as nnx, jax
+    >>> init = nnx.with_partitioning(nnx.initializers.ones, ('in', 'out'))
+    >>> @nnx.vmap
+    ... @nnx.transform_metadata(partition='layers')
+    ... def make(key):
+    ...   return nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(key))
+    >>> make(jax.random.split(jax.random.key(0), 5)).kernel.sharding_names
+    ('layers', 'in', 'out')
+    """
+    if f is MISSING:
+        return functools.partial(transform_metadata, in_axes=in_axes, out_axes=out_axes, partition=partition)
+    return mapped(f, lambda pure, lanes: pure, in_axes, out_axes, "transform_metadata", partition)
+
+
+def add_metadata_axis(
+    f: Callable = MISSING,
+    *,
+    variable_axes: Mapping[Filter, int],
+    metadata_params: Mapping[str, Any] = {PARTITION_NAME: None},
+) -> Callable:
+    """Return ``f`` with :func:`transform_metadata` for some kinds of Variables; Linen's transform of this name.
+
+    Args:
+      f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
+      variable_axes: from filters to the axis that a transform around stacks.
+      metadata_params: ``{nnx.PARTITION_NAME: name}`` of that axis.
+
+    >>> import nnxlib as nnx, jax
+    >>> init = nnx.with_partitioning(nnx.initializers.ones, ('in', 'out'))
+    >>> make = nnx.add_metadata_axis(
+    ...   lambda key: nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(key)),
+    ...   variable_axes={nnx.Param: 0}, metadata_params={nnx.PARTITION_NAME: 'layers'})
+    >>> make(jax.random.key(0)).kernel.sharding_names
+    ('layers', 'in', 'out')
+    """
+    axes = StateAxes({**variable_axes, ...: None})
+    return transform_metadata(f, in_axes=axes, out_axes=axes, partition=axis_name_in(metadata_params))
