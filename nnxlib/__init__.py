@@ -136,6 +136,13 @@ from .nn.activations import softplus as softplus
 from .nn.activations import standardize as standardize
 from .nn.activations import swish as swish
 from .nn.activations import tanh as tanh
+from .nn.attention import MultiHeadAttention as MultiHeadAttention
+from .nn.attention import RoPE as RoPE
+from .nn.attention import combine_masks as combine_masks
+from .nn.attention import dot_product_attention as dot_product_attention
+from .nn.attention import dot_product_attention_with_rope as dot_product_attention_with_rope
+from .nn.attention import make_attention_mask as make_attention_mask
+from .nn.attention import make_causal_mask as make_causal_mask
 from .nn.conv import Conv as Conv
 from .nn.conv import ConvTranspose as ConvTranspose
 from .nn.initializers import Initializer as Initializer
@@ -152,6 +159,13 @@ from .nn.pooling import avg_pool as avg_pool
 from .nn.pooling import max_pool as max_pool
 from .nn.pooling import min_pool as min_pool
 from .nn.pooling import pool as pool
+from .nn.recurrent import RNN as RNN
+from .nn.recurrent import Bidirectional as Bidirectional
+from .nn.recurrent import GRUCell as GRUCell
+from .nn.recurrent import LSTMCell as LSTMCell
+from .nn.recurrent import OptimizedLSTMCell as OptimizedLSTMCell
+from .nn.recurrent import RNNCellBase as RNNCellBase
+from .nn.recurrent import SimpleCell as SimpleCell
 from .nn.stochastic import Dropout as Dropout
 from .training import metrics as metrics
 from .training import optimizer as optimizer
@@ -187,6 +201,7 @@ from .transforms.jit import jit as jit
 from .transforms.lift import lift as lift
 from .transforms.loops import fori_loop as fori_loop
 from .transforms.loops import while_loop as while_loop
+from .transforms.map_variables import map_variables as map_variables
 from .transforms.metadata import add_metadata_axis as add_metadata_axis
 from .transforms.metadata import transform_metadata as transform_metadata
 from .transforms.partials import cached_partial as cached_partial

@@ -6,10 +6,12 @@ Python before. ``_nnx_sizes()`` is a layer's declared sizes in words, for error 
 """
 
 from . import activations as activations
+from . import attention as attention
 from . import conv as conv
 from . import dtypes as dtypes
 from . import initializers as initializers
 from . import linear as linear
 from . import norm as norm
 from . import pooling as pooling
+from . import recurrent as recurrent
 from . import stochastic as stochastic

@@ -1,0 +1,746 @@
+"""Recurrent networks: cells, the loop RNN over a sequence, and Bidirectional.
+
+A *cell* is one step, ``(carry, x) -> (carry, y)``; its carry is what it remembers. It makes the carry of a beginning
+with ``initialize_carry``, and says with ``num_feature_axes`` how many of the last axes of its input are features.
+:class:`RNN` scans a cell over the time axis of ``[*batch, time, *features]``, or of ``[time, *batch, *features]`` with
+``time_major``. The four cells below are defined for vectors; any Module with these three methods will do.
+
+Sequences of different lengths are padded at the end. ``seq_lengths`` then says where each one ends: the carry that an
+RNN returns is the one at that place, and a reversed sequence begins there. The outputs beyond it mean nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.filters import Filter, to_predicate
+from ..core.module import Module
+from ..core.ops import iter_graph
+from ..core.programs import step
+from ..core.rngs import Rngs, RngStream
+from ..core.streams import split_rngs
+from ..transforms.prefixes import StateAxes
+from ..transforms.scan import Carry as Scanned
+from ..transforms.scan import scan
+from . import initializers
+from .activations import sigmoid, tanh
+from .dtypes import Array, Dtype, input_error, promote_dtype
+from .initializers import Initializer
+from .linear import Linear
+from .settings import NO_METADATA, Metadata, default_bias_init, default_kernel_init, frozen
+
+A = TypeVar("A")
+Carry = Any
+Output = Any
+Shape = tuple[int, ...]
+
+
+def modified_orthogonal(key: Array, shape: Shape, dtype: Dtype = jnp.float32) -> Array:
+    """Draw an orthogonal matrix; in float32 for dtypes of lower precision, which have no QR decomposition.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from nnxlib.nn.recurrent import modified_orthogonal
+    >>> q = modified_orthogonal(jax.random.key(0), (3, 3), jnp.bfloat16)
+    >>> q.dtype, jnp.abs(q.T @ q - jnp.eye(3)).max() < 0.02
+    (dtype(bfloat16), Array(True, dtype=bool))
+    """
+    return _orthogonal(key, shape, jnp.promote_types(dtype, jnp.float32)).astype(dtype)
+
+
+_orthogonal = initializers.orthogonal()
+
+
+class RNNCellBase(Module):
+    """Base class of cells. A subclass defines :meth:`initialize_carry`, :meth:`__call__` and ``num_feature_axes``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> class Sum(nnx.RNNCellBase):
+    ...   num_feature_axes = 1
+    ...   def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+    ...     return jnp.zeros(input_shape)
+    ...   def __call__(self, carry, inputs):
+    ...     return carry + inputs, carry + inputs
+    >>> nnx.RNN(Sum())(jnp.ones((1, 3, 1))).ravel()
+    Array([1., 2., 3.], dtype=float32)
+    """
+
+    def initialize_carry(
+        self, input_shape: Shape, rngs: Rngs | RngStream | None = None, carry_init: Initializer | None = None
+    ) -> Carry:
+        """Return the carry to begin with, for inputs of shape ``input_shape = (*batch, *features)``."""
+        raise NotImplementedError(_UNDEFINED.format(type(self).__name__, "initialize_carry(input_shape, rngs=None)"))
+
+    def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+        """Make one step: return the next carry and the output."""
+        raise NotImplementedError(_UNDEFINED.format(type(self).__name__, "__call__(carry, inputs)"))
+
+    @property
+    def num_feature_axes(self) -> int:
+        """How many of the last axes of an input are features; those before are batch axes."""
+        raise NotImplementedError(_UNDEFINED.format(type(self).__name__, "num_feature_axes"))
+
+
+_UNDEFINED = "{0} is an RNNCellBase without {1}; define it in the class."
+
+
+class _VectorCell(RNNCellBase):
+    """What the cells below have in common: one feature axis, and a carry of one or several vectors of one size."""
+
+    in_features: int
+    hidden_features: int
+    param_dtype: Dtype
+    carry_init: Initializer | None
+    rngs: RngStream | None
+
+    def _nnx_sizes(self) -> str:
+        return f"{self.in_features}->{self.hidden_features}"
+
+    @property
+    def num_feature_axes(self) -> int:
+        """One: an input is ``[*batch, in_features]``."""
+        return 1
+
+    def initialize_carry(
+        self, input_shape: Shape, rngs: Rngs | RngStream | None = None, carry_init: Initializer | None = None
+    ) -> Any:
+        """Return ``h`` of shape ``[*batch, hidden_features]`` for inputs of shape ``(*batch, in_features)``.
+
+        Args:
+          input_shape: shape of the input of one step.
+          rngs: where an initializer draws from: the stream ``carry``, one key for each vector.
+          carry_init: initializer to use instead of the cell's own.
+
+        Raises:
+          ValueError: if there is an initializer, and no stream to draw from.
+        """
+        return self._initial_vectors(1, input_shape, rngs, carry_init)[0]
+
+    def _initial_vectors(
+        self, count: int, input_shape: Shape, rngs: Rngs | RngStream | None, carry_init: Initializer | None
+    ) -> tuple[Array, ...]:
+        shape = (*input_shape[:-1], self.hidden_features)
+        init = self.carry_init if carry_init is None else carry_init
+        if init is None:
+            return (initializers.zeros(None, shape, self.param_dtype),) * count
+        rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError(
+                f"RNGs must be provided to initialize the cell carry of {type(self).__name__} {self._nnx_sizes()} with "
+                "its carry_init. Pass rngs=nnx.Rngs(0) to the call or to RNN, or keep_rngs=True to the cell."
+            )
+        draw = rngs.carry if isinstance(rngs, Rngs) else rngs
+        return tuple([init(draw(), shape, self.param_dtype) for _ in range(count)])
+
+    def _check(self, inputs: Array, *vectors: Array) -> None:
+        """Check an input, and the vectors of a carry, whose batch axes may also be 1 or missing."""
+        expected = (*inputs.shape[:-1], self.hidden_features)
+        if inputs.shape[-1:] != (self.in_features,):
+            raise input_error(self, f"inputs of shape [..., {self.in_features}]", inputs)
+        for h in vectors:
+            if h.shape != expected and (h.shape[-1:] != expected[-1:] or not _agree(h.shape, expected)):
+                raise input_error(self, f"a carry of {list(expected)} with inputs of {list(inputs.shape)}", h)
+
+
+def _agree(a: Shape, b: Shape) -> bool:
+    """Whether two shapes broadcast to one another."""
+    return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b), strict=False))
+
+
+_sum = step()(jnp.add)
+_product = step()(jnp.multiply)
+
+
+@step("parts")
+def _chunks(x: Array, parts: int) -> list[Array]:
+    return jnp.split(x, parts, axis=-1)
+
+
+@step()
+def _two_products(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array]:
+    return a * b, c * d
+
+
+@step()
+def _weighted(gate: Array, a: Array, b: Array) -> tuple[Array, Array]:
+    return (1.0 - gate) * a, gate * b
+
+
+class SimpleCell(_VectorCell):
+    """The recurrent cell of Elman: ``h' = activation_fn(x @ W_i + b + h @ W_h)``; the output is ``h'``.
+
+    Elman, "Finding structure in time", Cognitive Science 14 (1990).
+
+    Args:
+      in_features: size of an input.
+      hidden_features: size of the carry and of the output.
+      dtype: what the linear maps compute in (``None``: inferred from input and parameters).
+      param_dtype: what parameters, and a fresh carry, are stored in.
+      carry_init: initializer of the carry; ``None``: zeros, for which no key is drawn.
+      residual: whether ``h`` itself is added inside of the activation.
+      activation_fn: the nonlinearity.
+      kernel_init, recurrent_kernel_init, bias_init: initializers.
+      promote_dtype: what brings inputs and parameters to one dtype.
+      keep_rngs: whether to keep a fork of the stream ``carry``, for a ``carry_init`` that draws.
+      rngs: the stream ``params`` gives one key for each kernel and bias.
+      kernel_metadata, recurrent_kernel_metadata, bias_metadata: metadata of the Params.
+
+    Attributes: ``dense_i`` with the kernel ``[in_features, hidden_features]`` and the bias, ``dense_h`` with the
+    kernel ``[hidden_features, hidden_features]``. The carry is ``h`` of shape ``[*batch, hidden_features]``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> cell = nnx.SimpleCell(3, 4, rngs=nnx.Rngs(0))
+    >>> h, y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+    >>> h.shape, y is h
+    ((2, 4), True)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        dtype: Dtype | None = jnp.float32,
+        param_dtype: Dtype = jnp.float32,
+        carry_init: Initializer | None = None,
+        residual: bool = False,
+        activation_fn: Callable[..., Any] = tanh,
+        kernel_init: Initializer = default_kernel_init,
+        recurrent_kernel_init: Initializer = modified_orthogonal,
+        bias_init: Initializer = default_bias_init,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        keep_rngs: bool = False,
+        rngs: Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        recurrent_kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+    ):
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.carry_init = carry_init
+        self.residual = residual
+        self.activation_fn = activation_fn
+        self.promote_dtype = promote_dtype
+        self.rngs = rngs.carry.fork() if keep_rngs else None
+        dense = functools.partial(
+            Linear, dtype=dtype, param_dtype=param_dtype, promote_dtype=promote_dtype, rngs=rngs, bias_init=bias_init
+        )
+        self.dense_h = dense(
+            hidden_features,
+            hidden_features,
+            use_bias=False,
+            kernel_init=recurrent_kernel_init,
+            kernel_metadata=recurrent_kernel_metadata,
+        )
+        self.dense_i = dense(
+            in_features,
+            hidden_features,
+            kernel_init=kernel_init,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+        )
+
+    def __call__(self, carry: Array, inputs: Array) -> tuple[Array, Array]:
+        """Make one step with ``carry`` of shape ``[*batch, hidden_features]``, ``inputs`` ``[*batch, in_features]``.
+
+        Raises:
+          LayerInputError: if the shape of the input or of the carry does not fit.
+        """
+        self._check(inputs, carry)
+        h = _sum(self.dense_i(inputs), self.dense_h(carry))
+        h = self.activation_fn(_sum(h, carry) if self.residual else h)
+        return h, h
+
+
+class _GatedCell(_VectorCell):
+    """A cell with gates. A subclass makes its linear maps in ``_make_maps``, from an input and from a carry."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        gate_fn: Callable[..., Any] = sigmoid,
+        activation_fn: Callable[..., Any] = tanh,
+        kernel_init: Initializer = default_kernel_init,
+        recurrent_kernel_init: Initializer = modified_orthogonal,
+        bias_init: Initializer = default_bias_init,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        carry_init: Initializer | None = None,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        keep_rngs: bool = False,
+        rngs: Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        recurrent_kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+    ):
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.gate_fn = gate_fn
+        self.activation_fn = activation_fn
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.carry_init = carry_init
+        self.promote_dtype = promote_dtype
+        self.rngs = rngs.carry.fork() if keep_rngs else None
+        dense = functools.partial(
+            Linear,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            promote_dtype=promote_dtype,
+            rngs=rngs,
+            bias_init=bias_init,
+            bias_metadata=bias_metadata,
+        )
+        self._make_maps(
+            functools.partial(dense, in_features, kernel_init=kernel_init, kernel_metadata=kernel_metadata),
+            functools.partial(
+                dense, hidden_features, kernel_init=recurrent_kernel_init, kernel_metadata=recurrent_kernel_metadata
+            ),
+        )
+
+    def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:
+        """Make the linear maps; ``of_input(out_features, use_bias=...)`` is one of an input."""
+        raise NotImplementedError
+
+
+class _LongShortTermCell(_GatedCell):
+    """A cell with the carry ``(c, h)``."""
+
+    def initialize_carry(
+        self, input_shape: Shape, rngs: Rngs | RngStream | None = None, carry_init: Initializer | None = None
+    ) -> tuple[Array, Array]:
+        """Return ``(c, h)``; see :meth:`SimpleCell.initialize_carry`."""
+        c, h = self._initial_vectors(2, input_shape, rngs, carry_init)
+        return c, h
+
+    def _remember(self, c: Array, i: Array, f: Array, g: Array, o: Array) -> tuple[tuple[Array, Array], Array]:
+        """Keep part of ``c``, add to it, and show part of it; the arguments are what enters the gates."""
+        gate, activation = self.gate_fn, self.activation_fn
+        c = _sum(*_two_products(gate(f), c, gate(i), activation(g)))
+        h = _product(gate(o), activation(c))
+        return (c, h), h
+
+
+class LSTMCell(_LongShortTermCell):
+    """Long short-term memory, with a kernel for each gate.
+
+    Hochreiter & Schmidhuber, "Long short-term memory", Neural Computation 9 (1997), with the forget gate of Gers,
+    Schmidhuber & Cummins (2000)::
+
+        i = gate_fn(x @ W_ii + h @ W_hi + b_hi)         input gate
+        f = gate_fn(x @ W_if + h @ W_hf + b_hf)         forget gate
+        g = activation_fn(x @ W_ig + h @ W_hg + b_hg)   what is to be stored
+        o = gate_fn(x @ W_io + h @ W_ho + b_ho)         output gate
+        c' = f * c + i * g
+        h' = o * activation_fn(c')
+
+    Args:
+      in_features: size of an input.
+      hidden_features: size of ``c``, of ``h`` and of the output ``h'``.
+      gate_fn, activation_fn: the nonlinearities.
+      kernel_init, recurrent_kernel_init, bias_init: initializers, of each gate by itself.
+      dtype: what the linear maps compute in (default: inferred from input and parameters).
+      Others as in :class:`SimpleCell`.
+
+    Attributes: the Linear maps ``ii, if_, ig, io`` of the input, without bias, and ``hi, hf, hg, ho`` of ``h``, with
+    bias. The carry is ``(c, h)``, each of shape ``[*batch, hidden_features]``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> cell = nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0))
+    >>> (c, h), y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+    >>> c.shape, h.shape, y is h
+    ((2, 4), (2, 4), True)
+    """
+
+    def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:
+        features = self.hidden_features
+        self.ii = of_input(features, use_bias=False)
+        self.if_ = of_input(features, use_bias=False)
+        self.ig = of_input(features, use_bias=False)
+        self.io = of_input(features, use_bias=False)
+        self.hi, self.hf, self.hg, self.ho = [of_carry(features) for _ in range(4)]
+
+    def __call__(self, carry: tuple[Array, Array], inputs: Array) -> tuple[tuple[Array, Array], Array]:
+        """Make one step with ``carry = (c, h)`` and ``inputs`` of shape ``[*batch, in_features]``.
+
+        Raises:
+          LayerInputError: if the shape of the input or of the carry does not fit.
+        """
+        c, h = carry
+        self._check(inputs, c, h)
+        i = _sum(self.ii(inputs), self.hi(h))
+        f = _sum(self.if_(inputs), self.hf(h))
+        g = _sum(self.ig(inputs), self.hg(h))
+        o = _sum(self.io(inputs), self.ho(h))
+        return self._remember(c, i, f, g, o)
+
+
+class OptimizedLSTMCell(_LongShortTermCell):
+    """Long short-term memory with the kernels of all gates in one: the formulas of :class:`LSTMCell`, two products.
+
+    Args:
+      As of :class:`LSTMCell`; the initializers make the kernels of all gates at once.
+
+    Attributes: ``dense_i`` with the kernel ``[in_features, 4 * hidden_features]``, ``dense_h`` with the kernel
+    ``[hidden_features, 4 * hidden_features]`` and the bias; the gates in the order i, f, g, o.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> cell = nnx.OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0))
+    >>> (c, h), y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+    >>> c.shape, cell.dense_i.kernel.shape
+    ((2, 4), (3, 16))
+    """
+
+    def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:
+        self.dense_i = of_input(4 * self.hidden_features, use_bias=False)
+        self.dense_h = of_carry(4 * self.hidden_features)
+
+    def __call__(self, carry: tuple[Array, Array], inputs: Array) -> tuple[tuple[Array, Array], Array]:
+        """Make one step; see :meth:`LSTMCell.__call__`."""
+        c, h = carry
+        self._check(inputs, c, h)
+        return self._remember(c, *_chunks(_sum(self.dense_i(inputs), self.dense_h(h)), 4))
+
+
+class GRUCell(_GatedCell):
+    """A gated recurrent unit.
+
+    Cho et al., "Learning phrase representations using RNN encoder-decoder", https://arxiv.org/abs/1406.1078, with the
+    reset gate after the product::
+
+        r = gate_fn(x @ W_ir + b_ir + h @ W_hr)               reset gate
+        z = gate_fn(x @ W_iz + b_iz + h @ W_hz)               update gate
+        n = activation_fn(x @ W_in + b_in + r * (h @ W_hn))   candidate
+        h' = (1 - z) * n + z * h
+
+    Args:
+      As of :class:`OptimizedLSTMCell`.
+
+    Attributes: ``dense_i`` with the kernel ``[in_features, 3 * hidden_features]`` and the bias, ``dense_h`` with the
+    kernel ``[hidden_features, 3 * hidden_features]``; in the order r, z, n. The carry is ``h``, and so is the output.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+    >>> h, y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+    >>> h.shape, cell.dense_h.kernel.shape
+    ((2, 4), (4, 12))
+    """
+
+    def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:
+        self.dense_i = of_input(3 * self.hidden_features)
+        self.dense_h = of_carry(3 * self.hidden_features, use_bias=False)
+
+    def __call__(self, carry: Array, inputs: Array) -> tuple[Array, Array]:
+        """Make one step; see :meth:`SimpleCell.__call__`."""
+        self._check(inputs, carry)
+        gate = self.gate_fn
+        (i_r, i_z, i_n), (h_r, h_z, h_n) = _chunks(self.dense_i(inputs), 3), _chunks(self.dense_h(carry), 3)
+        n = self.activation_fn(_sum(i_n, _product(gate(_sum(i_r, h_r)), h_n)))
+        h = _sum(*_weighted(gate(_sum(i_z, h_z)), n, carry))
+        return h, h
+
+
+# --- over a sequence --------------------------------------------------------------------------------------------------
+
+
+class RNNBase(Protocol):
+    """What :class:`Bidirectional` takes: a Module that is called as an :class:`RNN` is."""
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Carry | None = None,
+        rngs: Rngs | RngStream | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+    ) -> Output | tuple[Carry, Output]: ...
+
+
+def _kept_stream(rngs: Rngs | RngStream | bool) -> RngStream | None:
+    """A fork of the stream ``carry``; ``True`` stands for one with the seed 0, ``False`` for none."""
+    if isinstance(rngs, bool):
+        return RngStream(0, tag="carry") if rngs else None
+    if isinstance(rngs, Rngs | RngStream):
+        return (rngs.carry if isinstance(rngs, Rngs) else rngs).fork()
+    raise ValueError(f"rngs must be an Rngs, an RngStream, True or False, but got {type(rngs).__name__}.")
+
+
+class RNN(Module):
+    """A cell, applied along the time axis of its input.
+
+    Args:
+      cell: a Module as described at the top of this file, such as :class:`LSTMCell`.
+      time_major: whether the time axis is the first of the input, and not the one after the batch axes.
+      return_carry: whether to return ``(carry, outputs)``, and not the outputs only.
+      reverse: whether to go from the end of each sequence to its beginning.
+      keep_order: whether the outputs of a reversed run are put in the order of the inputs.
+      unroll: how many steps to put into one iteration of the compiled loop.
+      state_axes: what happens to the Variables of the cell, as in :func:`nnxlib.scan`; by default all are carried from
+        step to step: ``nnx.StateAxes({...: nnx.Carry})``.
+      broadcast_rngs: filter of the random streams in the cell that give each step the same keys: with ``'dropout'``,
+        the dropout mask of a sequence is the same at each time (Gal & Ghahramani, https://arxiv.org/abs/1512.05287).
+      rngs: where to draw an initial carry from, if the cell draws one; the RNN keeps a fork of the stream ``carry``.
+        ``True`` is a stream with the seed 0, ``False`` none.
+
+    The carry keeps the dtype that it begins with.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> rnn = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)))
+    >>> rnn(jnp.ones((2, 5, 3))).shape
+    (2, 5, 4)
+    >>> (c, h), y = rnn(jnp.ones((2, 5, 3)), seq_lengths=jnp.array([2, 5]), return_carry=True)
+    >>> bool((h[0] == y[0, 1]).all())
+    True
+
+    Raises:
+      ValueError: if ``rngs`` is something else.
+    """
+
+    def __init__(
+        self,
+        cell: RNNCellBase,
+        *,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        unroll: int = 1,
+        state_axes: Mapping[Filter, Any] | None = None,
+        broadcast_rngs: Filter | None = None,
+        rngs: Rngs | RngStream | bool = True,
+    ):
+        self.cell = cell
+        self.time_major = time_major
+        self.return_carry = return_carry
+        self.reverse = reverse
+        self.keep_order = keep_order
+        self.unroll = unroll
+        axes = {...: Scanned} if state_axes is None else state_axes
+        self.state_axes = axes if isinstance(axes, StateAxes) else StateAxes(axes)
+        self.broadcast_rngs = frozen(broadcast_rngs)
+        self.rngs = _kept_stream(rngs)
+
+    def _nnx_sizes(self) -> str:
+        sizes = getattr(type(self.cell), "_nnx_sizes", None)
+        name = type(self.cell).__name__
+        return f"of {name}" if sizes is None else f"of {name} {sizes(self.cell)}"
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Carry | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        rngs: Rngs | RngStream | None = None,
+    ) -> Output | tuple[Carry, Output]:
+        """Run the cell over ``inputs`` of shape ``[*batch, time, *features]`` (``[time, *batch, *features]``).
+
+        Args:
+          inputs: the sequences.
+          initial_carry: the carry to begin with; by default what the cell initializes.
+          seq_lengths: integers of shape ``[*batch]``: the length of each sequence, without its padding. A sequence of
+            length 0 returns the carry it began with.
+          return_carry: overrides the attribute.
+          time_major: overrides the attribute.
+          reverse: overrides the attribute.
+          keep_order: overrides the attribute.
+          rngs: where to draw the initial carry from, instead of the RNN's own stream.
+
+        Returns:
+          The outputs, with the time axis where it is in the inputs; or ``(carry, outputs)``.
+
+        Raises:
+          LayerInputError: if an axis is missing, or ``seq_lengths`` or the features do not fit.
+          BodyError: if the cell returns a carry of another shape or structure than it got.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        n_batch = inputs.ndim - self.cell.num_feature_axes - 1
+        if n_batch < 0:
+            axes = "[time, *batch, *features]" if time_major else "[*batch, time, *features]"
+            raise input_error(self, f"inputs of shape {axes}", inputs)
+        time_axis = 0 if time_major else n_batch
+        step_shape = inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :]
+        batch = step_shape[:n_batch]
+        if initial_carry is None:
+            initial_carry = self.cell.initialize_carry(step_shape, self.rngs if rngs is None else rngs)
+        if seq_lengths is not None:
+            seq_lengths = jnp.asarray(seq_lengths)
+            if seq_lengths.ndim > n_batch or not _agree(seq_lengths.shape, batch):
+                raise input_error(self, f"seq_lengths of shape {list(batch)} with these inputs", seq_lengths)
+            seq_lengths = seq_lengths if seq_lengths.shape == batch else jnp.broadcast_to(seq_lengths, batch)
+            if reverse:
+                inputs = flip_sequences(inputs, seq_lengths, n_batch, time_major)
+        ends = seq_lengths if return_carry else None
+        times = None if ends is None else np.arange(1, inputs.shape[time_axis] + 1, dtype=np.int32)
+        only = self.broadcast_rngs
+        run = _loop(self.state_axes, time_axis, self.unroll, reverse and seq_lengths is None, only)
+        with nullcontext() if only is None else split_rngs(self.cell, splits=1, only=only, squeeze=True):
+            carried = (initial_carry, None if ends is None else initial_carry)
+            (carry, at_end), outputs = run(self.cell, carried, inputs, times, ends)
+        if reverse and keep_order == (seq_lengths is not None):  # else the loop has put them in order
+            outputs = flip_sequences(outputs, seq_lengths, n_batch, time_major)
+        return (carry if ends is None else at_end, outputs) if return_carry else outputs
+
+
+@functools.lru_cache(maxsize=256)
+def _loop(state_axes: StateAxes, time_axis: int, unroll: int, reverse: bool, only: Filter | None) -> Callable:
+    """The scan of a cell; kept, since it keeps its compiled programs."""
+    return scan(
+        _step if only is None else _repeating(only),
+        in_axes=(state_axes, Scanned, time_axis, 0, None),
+        out_axes=(Scanned, time_axis),
+        unroll=unroll,
+        reverse=reverse,
+    )
+
+
+def _step(cell: Any, carried: tuple[Carry, Carry], x: Array, time: Any, ends: Any) -> tuple[tuple[Carry, Carry], Array]:
+    """One step; besides the carry, the one at the end of each sequence is handed on, if these are given."""
+    carry, at_end = carried
+    new, y = cell(carry, x)
+    if jax.tree.structure(new) == jax.tree.structure(carry):  # else scan says what is wrong
+        new = jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), new, carry)
+        if ends is not None:
+            at_end = jax.tree.map(functools.partial(_where, time == ends), new, at_end)
+    return (new, at_end), y
+
+
+def _where(of_batch: Array, a: Array, b: Array) -> Array:
+    if a.shape[: of_batch.ndim] != of_batch.shape:
+        raise ValueError(
+            f"With seq_lengths of shape {list(of_batch.shape)} every part of a carry must begin with these batch axes, "
+            f"but one has the shape {list(a.shape)}: there is not one value for each sequence. Use return_carry=False."
+        )
+    return jnp.where(jnp.reshape(of_batch, of_batch.shape + (1,) * (a.ndim - of_batch.ndim)), a, b)
+
+
+def _repeating(only: Filter) -> Callable:
+    """The step that leaves the random streams that a filter takes where they were, for the next one to draw alike."""
+    takes = to_predicate(only)
+
+    def repeating(cell: Any, *args: Any) -> Any:
+        counts = [x.count for path, x in iter_graph(cell) if isinstance(x, RngStream) and takes(path, x)]
+        before = [count.get_raw_value() for count in counts]
+        out = _step(cell, *args)
+        for count, value in zip(counts, before, strict=True):
+            count.set_raw_value(value)
+        return out
+
+    return repeating
+
+
+def flip_sequences(inputs: Array, seq_lengths: Array | None, num_batch_dims: int, time_major: bool) -> Array:
+    """Reverse each sequence up to its length; what lies beyond it is reversed, too, and stays beyond it.
+
+    Args:
+      inputs: array of shape ``[*batch, time, ...]``, or ``[time, *batch, ...]`` with ``time_major``.
+      seq_lengths: integers of shape ``[*batch]``; ``None``: all of the time axis.
+      num_batch_dims: number of batch axes.
+      time_major: whether the time axis is the first.
+
+    >>> import jax.numpy as jnp
+    >>> from nnxlib.nn.recurrent import flip_sequences
+    >>> flip_sequences(jnp.array([[1, 2, 3, 0, 0], [4, 5, 0, 0, 0]]), jnp.array([3, 2]), 1, False)
+    Array([[3, 2, 1, 0, 0],
+           [5, 4, 0, 0, 0]], dtype=int32)
+    """
+    time_axis = 0 if time_major else num_batch_dims
+    if seq_lengths is None:
+        return jnp.flip(inputs, time_axis)
+    times = inputs.shape[time_axis]
+    lengths = jnp.expand_dims(jnp.minimum(seq_lengths, times), time_axis)
+    order = jnp.expand_dims(jnp.arange(times), tuple(a for a in range(num_batch_dims + 1) if a != time_axis))
+    source = jnp.mod(lengths - 1 - order, max(times, 1))
+    source = jnp.reshape(source, source.shape + (1,) * (inputs.ndim - source.ndim))
+    return jnp.take_along_axis(inputs, source, time_axis)
+
+
+def _concatenate(a: Array, b: Array) -> Array:
+    return jnp.concatenate([a, b], axis=-1)
+
+
+class Bidirectional(Module):
+    """Two RNNs over one input, one from each end; their outputs are merged, in the order of the input.
+
+    Schuster & Paliwal, "Bidirectional recurrent neural networks", IEEE Transactions on Signal Processing 45 (1997).
+
+    Args:
+      forward_rnn, backward_rnn: the RNNs; their own settings of order, time axis and carry are overridden.
+      merge_fn: combines the two outputs; by default along the last axis.
+      time_major: as of :class:`RNN`.
+      return_carry: whether to return ``((forward carry, backward carry), outputs)``, and not the outputs only.
+      rngs: where to draw initial carries from, as in :class:`RNN`; with ``False`` each RNN draws from its own stream.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> rngs = nnx.Rngs(0)
+    >>> rnn = nnx.Bidirectional(nnx.RNN(nnx.GRUCell(3, 4, rngs=rngs)), nnx.RNN(nnx.GRUCell(3, 4, rngs=rngs)))
+    >>> rnn(jnp.ones((2, 5, 3))).shape
+    (2, 5, 8)
+
+    Raises:
+      ValueError: if ``rngs`` is something else.
+    """
+
+    def __init__(
+        self,
+        forward_rnn: RNNBase,
+        backward_rnn: RNNBase,
+        *,
+        merge_fn: Callable[[Array, Array], Array] = _concatenate,
+        time_major: bool = False,
+        return_carry: bool = False,
+        rngs: Rngs | RngStream | bool = True,
+    ):
+        self.forward_rnn = forward_rnn
+        self.backward_rnn = backward_rnn
+        self.merge_fn = merge_fn
+        self.time_major = time_major
+        self.return_carry = return_carry
+        self.rngs = _kept_stream(rngs)
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: tuple[Carry, Carry] | None = None,
+        rngs: Rngs | RngStream | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+    ) -> Output | tuple[tuple[Carry, Carry], Output]:
+        """Run both RNNs; see :meth:`RNN.__call__`.
+
+        ``reverse`` and ``keep_order`` are there for callers of any RNN and change nothing: both directions are run.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        forward, backward = (None, None) if initial_carry is None else initial_carry
+        settings: dict[str, Any] = {"seq_lengths": seq_lengths, "time_major": time_major, "return_carry": True}
+        settings["rngs"] = self.rngs if rngs is None else rngs
+        forward, y = self.forward_rnn(inputs, initial_carry=forward, reverse=False, **settings)
+        backward, z = self.backward_rnn(inputs, initial_carry=backward, reverse=True, keep_order=True, **settings)
+        merged = self.merge_fn(y, z)
+        return ((forward, backward), merged) if return_carry else merged
