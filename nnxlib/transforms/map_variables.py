@@ -1,0 +1,163 @@
+"""``map_variables``: run a function on transformed weights (masked, tied, normalised, quantised).
+
+The Variables that a filter takes hold what is *stored*; the function sees what ``trans_in`` makes of it. The crossing
+is that of every transform, with nothing in between: the function runs on fresh objects, and only those ever hold
+transformed values. So the live model has its stored values before, afterwards, and when the function raises.
+
+What the function leaves in a mapped Variable is a transformed value; ``trans_out`` makes a stored one of it. Without
+``trans_out`` the mapped Variables are read-only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..core.errors import ArgumentError, EmptySelectionError, NnxError, StateMismatchError, format_path
+from ..core.filters import Filter, to_predicate
+from ..core.graph import Layout, Packed, VariableRow, commit, pack
+from ..core.state import from_flat_state, to_flat_state
+from ..core.variables import MISSING, Param, Variable, make_variable
+from .lift import Arguments, Crossing, Outcome, resolve
+
+Trans = Callable[[Any], Any]
+
+
+class ReadOnlyError(NnxError, ValueError):
+    """A change of a Variable that holds a transformed value, with no ``trans_out`` to store it."""
+
+
+def map_variables(
+    f: Callable = MISSING,
+    filter: Filter = Param,
+    trans_in: Trans = MISSING,
+    trans_out: Trans | None = None,
+) -> Callable:
+    """Return ``f`` run on transformed values of the Variables that a filter takes.
+
+    Args:
+      f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
+      filter: which Variables of the arguments are mapped; it sees paths from each argument down.
+      trans_in: takes the State of the mapped Variables of one argument as they are stored, and returns one with the
+        same paths and the values that ``f`` is to see, of any shape and dtype. Called for each argument that has some.
+      trans_out: takes the State of those mapped Variables that ``f`` has changed, and returns the values to be stored,
+        for these or for other mapped Variables of the argument. Without it a change is an error.
+
+    Returns:
+      A function of the same arguments. Gradients with respect to the stored values flow through ``trans_in``; all else
+      that ``f`` changes is changed as by a plain call.
+
+    A strictly lower triangular kernel, so that no output depends on an input at its own or a later place:
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> layer = nnx.Linear(3, 3, use_bias=False, rngs=nnx.Rngs(0))
+    >>> causal = nnx.map_variables(layer, nnx.Param, lambda params: jax.tree.map(lambda w: jnp.triu(w, 1), params))
+    >>> jax.jacobian(causal)(jnp.ones(3))[0].tolist()
+    [0.0, 0.0, 0.0]
+
+    Raises:
+      EmptySelectionError: if the filter takes no Variable of the arguments.
+      ReadOnlyError: if ``f`` changes a mapped Variable and there is no ``trans_out``; names the path. As for all
+        errors, nothing has been changed then.
+      StateMismatchError: if ``trans_in`` or ``trans_out`` returns other paths than it may; names them.
+    """
+    if f is MISSING:
+        return functools.partial(map_variables, filter=filter, trans_in=trans_in, trans_out=trans_out)
+    if not callable(trans_in):
+        raise ArgumentError(
+            "map_variables needs trans_in, a function of a State: nnx.map_variables(f, filter, trans_in)."
+        )
+    function, bound, bound_kwargs = resolve(f)
+    predicate = to_predicate(filter)
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        packed = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        mapped = _mapped_rows(packed, predicate)
+        position = {row: k for k, row in enumerate(packed.layout.variables)}
+        leaves = list(packed.leaves)
+        for rows in mapped:
+            found = _called(trans_in, "trans_in", packed.layout, rows, {i: leaves[position[i]] for i in rows})
+            if missing := rows.keys() - found.keys():
+                raise StateMismatchError(f"trans_in has returned no value for {_names(packed.layout, missing)}.")
+            for i, value in found.items():
+                leaves[position[i]] = value
+        (returned,), outcome = Crossing(packed.layout).pure(function)(leaves)
+        return _commit(packed, mapped, leaves, trans_out, returned, outcome)
+
+    return wrapped
+
+
+Rows = dict[int, tuple]  # the mapped Variables of one argument: row -> path below the argument
+
+
+def _mapped_rows(packed: Packed, predicate: Callable[[tuple, Any], bool]) -> list[Rows]:
+    found: dict[tuple, Rows] = {}
+    for i in packed.layout.variables:
+        path = packed.layout.paths[i]
+        if predicate(path[2:], packed.objects[i]):
+            found.setdefault(path[:2], {})[i] = path[2:]
+    if not found:
+        raise EmptySelectionError("map_variables maps nothing: its filter takes no Variable of the arguments.")
+    return list(found.values())
+
+
+def _called(trans: Trans, name: str, layout: Layout, rows: Rows, values: Mapping[int, Any]) -> dict[int, Any]:
+    """Call ``trans`` on the State of the Variables in some rows; returns what it gives, by row."""
+    variables = [(rows[i], _variable(layout.rows[i], value)) for i, value in values.items()]
+    alone = len(variables) == 1 and variables[0][0] == ()  # the argument is itself a Variable
+    given = trans(variables[0][1] if alone else from_flat_state(variables))
+    returned = [((), given)] if alone else list(to_flat_state(given))
+    row_of = {path: i for i, path in rows.items()}
+    unknown = [path for path, _ in returned if path not in row_of]
+    if unknown:
+        raise StateMismatchError(
+            f"{name} has returned values for {', '.join(map(format_path, unknown))}, but the mapped Variables are "
+            f"{', '.join(map(format_path, row_of))}."
+        )
+    return {row_of[path]: x.get_raw_value() if isinstance(x, Variable) else x for path, x in returned}
+
+
+def _variable(row: Any, value: Any) -> Variable:
+    return make_variable(row.type, value, row.metadata.fresh())
+
+
+def _names(layout: Layout, rows: Any) -> str:
+    return ", ".join(format_path(layout.paths[i]) for i in sorted(rows))
+
+
+def _commit(
+    packed: Packed,
+    mapped: list[Rows],
+    leaves: Sequence[Any],
+    trans_out: Trans | None,
+    returned: Sequence[Any],
+    outcome: Outcome,
+) -> Any:
+    """Commit, with stored values in place of the transformed ones that the function left in mapped Variables."""
+    layout, delta = packed.layout, outcome.delta
+    seen = dict(zip(layout.variables, leaves, strict=False))
+    stored = dict(zip(layout.variables, packed.leaves, strict=False))
+    renewed = [i for i, row in delta.rows if isinstance(row, VariableRow)]  # with other metadata, or new
+    numbers = [*delta.values, *renewed]
+    values = dict(zip(numbers, returned, strict=False))
+    for rows in mapped:
+        values |= {i: stored[i] for i in rows if i in values and values[i] is seen[i]}  # only the metadata changed
+        changed = {i: values[i] for i in rows if i in values and values[i] is not stored[i]}
+        if changed and trans_out is None:
+            raise ReadOnlyError(_READ_ONLY.format(paths=_names(layout, changed)))
+        if changed and trans_out is not None:
+            found = _called(trans_out, "trans_out", layout, rows, changed)
+            if missing := changed.keys() - found.keys():
+                raise StateMismatchError(f"trans_out has returned no value for {_names(layout, missing)}.")
+            values |= found
+    plain = tuple(sorted(values.keys() - set(renewed)))
+    new = [*(values[i] for i in (*plain, *renewed)), *returned[len(numbers) :]]
+    return commit(layout, delta._replace(values=plain), new, packed.objects)
+
+
+_READ_ONLY = """\
+The function changes {paths}, which holds a transformed value: map_variables has no trans_out that could make a value \
+to be stored of it. Nothing has been written.
+Pass trans_out, or leave the Variable out of the filter."""

@@ -1,0 +1,225 @@
+"""nnx.map_variables: the function sees transformed values, the model holds stored ones, always."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import errors
+from tests.properties.compare import Snapshot, assert_no_tracer
+
+from .models import RAW, Layer, Norm, Pair, X
+
+
+def twice(state):
+    return jax.tree.map(lambda x: 2 * x, state)
+
+
+def half(state):
+    return jax.tree.map(lambda x: x / 2, state)
+
+
+def run(model, x):
+    return model(x)
+
+
+class Decorated(Layer):
+    @nnx.map_variables(filter=nnx.Param, trans_in=twice)
+    def doubled(self, x):
+        return self(x)
+
+
+WAYS = {
+    "function": lambda m: nnx.map_variables(run, nnx.Param, twice)(m, X),
+    "by default the Params": lambda m: nnx.map_variables(run, trans_in=twice)(m, X),
+    "decorated method": lambda m: m.doubled(X),
+    "Module": lambda m: nnx.map_variables(m, nnx.Param, twice)(X),
+    "bound method": lambda m: nnx.map_variables(m.__call__, nnx.Param, twice)(X),
+    "partial": lambda m: nnx.map_variables(functools.partial(run, x=X), nnx.Param, twice)(m),
+    "keyword": lambda m: nnx.map_variables(run, nnx.Param, twice)(model=m, x=X),
+    "path filter": lambda m: nnx.map_variables(run, nnx.filterlib.PathIn(("w",)), twice)(m, X),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_use_runs_on_the_transformed_weights_and_keeps_the_stored_ones(way):
+    model = Decorated()
+    stored = model.w.value
+    np.testing.assert_allclose(WAYS[way](model), jnp.sin(2 * stored * X), rtol=1e-6)
+    assert model.w.value is stored
+    assert model.calls.value == 1  # what is not mapped is written as ever
+
+
+def test_gradients_flow_through_the_transformation():
+    def loss(model, x):
+        return nnx.map_variables(run, nnx.Param, twice)(model, x).sum()
+
+    model = Layer()
+    grads = nnx.grad(loss)(model, X)
+    np.testing.assert_allclose(grads.w.value, 2 * X * jnp.cos(2 * model.w * X), rtol=1e-6)
+    assert_no_tracer(model)
+
+
+def test_what_is_written_is_stored_through_trans_out():
+    """Only what changed: the other mapped Variable keeps the very array it had."""
+
+    def add(m):
+        m.a.w.value += 1
+        return m.a.w
+
+    m = Pair()
+    other, tied = m.b.w.value, m.a.w
+    out = nnx.map_variables(add, nnx.Param, twice, half)(m)
+    assert out is tied is m.tied
+    np.testing.assert_allclose(tied.value, 1.5)
+    assert m.b.w.value is other
+
+
+def test_trans_out_may_store_in_another_mapped_variable():
+    """A tied pair: the second is seen as the transpose of the first, and a change of it is one of the first."""
+
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Param(jnp.arange(6.0).reshape(2, 3))
+            self.head = nnx.Param(jnp.zeros((3, 2)))
+
+    def tie(state):
+        state["head"].value = state["embed"].value.T
+        return state
+
+    def untie(state):
+        return nnx.State({"embed": state["head"].value.T, "head": jnp.zeros((3, 2))})
+
+    @nnx.map_variables(filter=nnx.Param, trans_in=tie, trans_out=untie)
+    def scale(m):
+        m.head.value *= 2
+        return m.head.value
+
+    m = Tied()
+    np.testing.assert_array_equal(scale(m), 2 * jnp.arange(6.0).reshape(2, 3).T)
+    np.testing.assert_array_equal(m.embed.value, 2 * jnp.arange(6.0).reshape(2, 3))
+    np.testing.assert_array_equal(m.head.value, jnp.zeros((3, 2)))
+
+
+def test_stored_values_may_have_another_dtype_shape_and_structure():
+    """Quantised weights: an int8 array and a scale, in one Variable."""
+
+    def dequantise(state):
+        return nnx.map_state(lambda path, v: v.replace(v.value["q"] * v.value["scale"]), state)
+
+    layer = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    kernel = layer.kernel.value
+    scale = jnp.abs(kernel).max() / 127
+    layer.kernel.value = {"q": jnp.round(kernel / scale).astype(jnp.int8), "scale": scale}
+    before = Snapshot(layer)
+    y = nnx.map_variables(layer, nnx.Param, dequantise)(jnp.ones((1, 2)))
+    np.testing.assert_allclose(y, jnp.ones((1, 2)) @ kernel, atol=0.02)
+    before.assert_unchanged()
+
+
+def test_metadata_alone_may_change_without_trans_out():
+    def rename(m):
+        m.w.set_metadata(name="renamed")
+
+    m = Layer()
+    stored = m.w.value
+    nnx.map_variables(rename, nnx.Param, twice)(m)
+    assert m.w.name == "renamed"
+    assert m.w.value is stored
+
+
+def test_each_argument_has_a_state_of_its_own():
+    seen = []
+
+    def look(state):
+        seen.append(nnx.to_flat_state(state).paths if isinstance(state, nnx.State) else type(state))
+        return twice(state)
+
+    def f(pair, v, x):
+        return pair.a.w.value + v.value + x
+
+    m, v = Pair(), nnx.Param(jnp.ones(3))
+    np.testing.assert_array_equal(nnx.map_variables(f, nnx.Param, look)(m, v, X), 2 + 2 + X)
+    assert seen == [(("a", "w"), ("b", "w")), nnx.Param]
+
+
+def write(m):
+    m.a.w.value += 1
+
+
+def fail(m):
+    m.a.w.value += 1
+    m.a.calls.value += 1
+    m.new = nnx.Param(m.b.w.value)
+    raise KeyError("failed")
+
+
+def lose(state):
+    return nnx.State({"a": state["a"]})
+
+
+def rename(state):
+    return nnx.State({"a": {"v": state["a"]["w"]}})
+
+
+FAILURES = {
+    "write without trans_out": (write, nnx.Param, twice, None, ValueError, r"changes args\[0\]\.a\.w, .*no trans_out"),
+    "the function": (fail, nnx.Param, twice, half, KeyError, "failed"),
+    "nothing mapped": (write, nnx.BatchStat, twice, half, errors.EmptySelectionError, "maps nothing"),
+    "lost in": (write, nnx.Param, lose, half, errors.StateMismatchError, r"trans_in .* no value for args\[0\]\.b\.w"),
+    "other path in": (write, nnx.Param, rename, half, errors.StateMismatchError, r"values for a\.v, but .* a\.w, b\.w"),
+    "lost out": (
+        write,
+        nnx.Param,
+        twice,
+        lambda s: nnx.State({}),
+        errors.StateMismatchError,
+        r"no value for args\[0\]\.a",
+    ),
+    "other path out": (write, nnx.Param, twice, rename, errors.StateMismatchError, r"trans_out .* values for a\.v"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failure_changes_nothing(case):
+    f, filter_, trans_in, trans_out, error, message = FAILURES[case]
+    m = Pair()
+    before = Snapshot(m)
+    with pytest.raises(error, match=message):
+        nnx.map_variables(f, filter_, trans_in, trans_out)(m)
+    before.assert_unchanged()
+
+
+def test_a_missing_trans_in_is_an_error():
+    with pytest.raises(errors.ArgumentError, match="needs trans_in"):
+        nnx.map_variables(run, nnx.Param)
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_a_read_only_forward_under_raw_jax_leaves_the_live_model_as_it_was(raw):
+    m = Norm()
+    m.training = False
+    before = Snapshot(m)
+    RAW[raw](lambda x: nnx.map_variables(m, nnx.Param, twice)(x))
+    before.assert_unchanged()
+
+
+def test_inside_jit_and_scan_no_tracer_leaks():
+    def step(m, x):
+        y = nnx.map_variables(run, nnx.Param, twice)(m, x)
+        return nnx.map_variables(write_all, nnx.Param, twice, half)(m) + y
+
+    def write_all(m):
+        m.w.value += 2
+        return m.w.value
+
+    axes = nnx.StateAxes({...: nnx.Carry})
+    m = Layer()
+    with jax.checking_leaks():
+        nnx.jit(nnx.scan(step, in_axes=(axes, 0), out_axes=0))(m, jnp.stack([X, X]))
+    np.testing.assert_allclose(m.w.value, 4.0)
+    assert m.calls.value == 2
+    assert_no_tracer(m)
