@@ -111,6 +111,7 @@ from .core.variables import variable_type_from_name as variable_type_from_name
 from .core.variables import with_metadata as with_metadata
 from .core.variables import with_partitioning as with_partitioning
 from .nn import initializers as initializers
+from .nn.activations import PReLU as PReLU
 from .nn.activations import celu as celu
 from .nn.activations import elu as elu
 from .nn.activations import gelu as gelu
@@ -166,6 +167,8 @@ from .nn.recurrent import LSTMCell as LSTMCell
 from .nn.recurrent import OptimizedLSTMCell as OptimizedLSTMCell
 from .nn.recurrent import RNNCellBase as RNNCellBase
 from .nn.recurrent import SimpleCell as SimpleCell
+from .nn.reparametrised import SpectralNorm as SpectralNorm
+from .nn.reparametrised import WeightNorm as WeightNorm
 from .nn.stochastic import Dropout as Dropout
 from .training import metrics as metrics
 from .training import optimizer as optimizer
@@ -208,6 +211,7 @@ from .transforms.partials import cached_partial as cached_partial
 from .transforms.partials import jit_partial as jit_partial
 from .transforms.prefixes import StateAxes as StateAxes
 from .transforms.prefixes import StateSharding as StateSharding
+from .transforms.prefixes import prefix as prefix
 from .transforms.remat import checkpoint as checkpoint
 from .transforms.remat import remat as remat
 from .transforms.scan import Carry as Carry

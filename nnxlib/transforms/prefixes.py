@@ -20,7 +20,7 @@ import numpy as np
 
 from ..core.errors import AliasingError, PrefixError, format_path
 from ..core.filters import Filter, to_predicate
-from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, count_leaves
+from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, count_leaves, pack, path_key
 from ..core.objects import is_node
 
 Label = Hashable
@@ -117,6 +117,51 @@ class StateAxes(PrefixMapping):
     >>> nnx.StateAxes({nnx.Param: 0, ...: None}).labels
     (0, None)
     """
+
+
+class _LabelsByFunction(PrefixMapping):
+    """Labels that a function of path and leaf gives; ``labels`` are those that it can give."""
+
+    def __init__(self, function: Callable[[tuple, Any], Label], labels: Sequence[Label]):
+        super().__init__([(function, label) for label in labels])
+        self._function = function
+
+    def resolve(self, path: tuple, leaf: Any) -> Label:
+        return self._function(path, leaf)
+
+
+def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any], Label], /) -> Any:
+    """Return a prefix for ``node``: what a transform is told about each of its leaves.
+
+    Args:
+      node: a Module, or a pytree with Modules.
+      filter_map: from filters to labels, the first that fits counts; or a function of the path of a leaf, from the
+        argument down, and the leaf.
+
+    Returns:
+      ``node`` with a label, or a mapping to labels, in place of each Module and leaf.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> d = {'a': nnx.Param(jnp.array(2)), 'b': nnx.BatchStat(jnp.arange(3))}
+    >>> axes = nnx.prefix(d, lambda path, x: 0 if 'b' in path else None)
+    >>> nnx.vmap(lambda d: d['a'] * d['b'], in_axes=(axes,))(d)
+    Array([0, 2, 4], dtype=int32)
+
+    Raises:
+      PrefixError: if no filter takes a leaf.
+    """
+    resolve = PrefixMapping(filter_map).resolve if isinstance(filter_map, Mapping) else filter_map
+
+    def label(keys: tuple, x: Any) -> Any:
+        start = tuple([path_key(key) for key in keys])
+        if not is_node(x):
+            return resolve(start, x)
+        layout, leaves, objects = pack(x)
+        values = [objects[i] for i in layout.variables] + leaves[len(layout.variables) :]
+        found = [resolve((*start, *path), value) for path, value in zip(layout.leaf_paths, values, strict=True)]
+        return found[0] if layout.leaf_paths == ((),) else _LabelsByFunction(resolve, list(dict.fromkeys(found)))
+
+    return jtu.tree_map_with_path(label, node, is_leaf=is_node)
 
 
 def labels_in(prefix: Any) -> list[Label]:

@@ -1,5 +1,6 @@
 """Prefixes: labels by filter, which label falls on which leaf, and lanes."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
@@ -244,3 +245,32 @@ def test_one_lane():
     assert split_lanes((1, 2), (), 1) == ([1, 2],)
     assert join_lanes(([1, 2],), ()) == [1, 2]
     assert lane_numbers(["b", "a", "b"], ("a", "b")) == (1, 0, 1)
+
+
+# --- nnx.prefix ---
+
+
+def test_prefix_labels_each_leaf_by_filter():
+    m = nnx.Dict(w=nnx.Param(jnp.arange(3.0)), s=nnx.BatchStat(jnp.float32(2)))
+    axes = nnx.prefix(m, {nnx.Param: 0, ...: None})
+    assert jnp.array_equal(nnx.vmap(lambda m: m.w * m.s, in_axes=(axes,))(m), 2 * jnp.arange(3.0))
+
+
+def test_prefix_stands_above_a_pytree():
+    """A Module keeps its place in the tuple; the same one twice has the same axes."""
+    m = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 4))
+    first, second, _ = nnx.prefix(
+        (m, m, jnp.ones(2)), lambda path, x: 0 if "kernel" in path or "bias" in path else None
+    )
+
+    @nnx.vmap(in_axes=(first, second, None))
+    def forward(m1, m2, x):
+        assert m1 is m2
+        return m1(x) + m2(x)
+
+    assert forward(m, m, jnp.ones(2)).shape == (4, 3)
+
+
+def test_prefix_covers_every_leaf():
+    with pytest.raises(PrefixError, match=r"has no filter that takes s \(BatchStat\)"):
+        nnx.prefix(nnx.Dict(w=nnx.Param(1.0), s=nnx.BatchStat(2.0)), {nnx.Param: 0})
