@@ -12,6 +12,8 @@ from . import dtypes as dtypes
 from . import initializers as initializers
 from . import linear as linear
 from . import norm as norm
+from . import normalization as normalization
 from . import pooling as pooling
 from . import recurrent as recurrent
+from . import reparametrised as reparametrised
 from . import stochastic as stochastic

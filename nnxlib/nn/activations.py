@@ -1,5 +1,11 @@
-"""Activation functions: those of :mod:`jax.nn`, and ``jax.numpy.tanh``, under one roof."""
+"""Activation functions: those of :mod:`jax.nn`, and ``jax.numpy.tanh``, under one roof; and the layer PReLU."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
 from jax.nn import celu as celu
 from jax.nn import elu as elu
 from jax.nn import gelu as gelu
@@ -25,3 +31,66 @@ from jax.nn import softplus as softplus
 from jax.nn import standardize as standardize
 from jax.nn import swish as swish
 from jax.numpy import tanh as tanh
+
+from ..core.module import Module
+from ..core.programs import step
+from ..core.variables import Param
+from .dtypes import Array, Dtype, input_error, promote_dtype
+from .settings import NO_METADATA, Metadata
+
+
+class PReLU(Module):
+    """A rectifier with a learned slope for negative inputs: ``where(x >= 0, x, negative_slope * x)``.
+
+    He et al., "Delving deep into rectifiers", https://arxiv.org/abs/1502.01852.
+
+    Args:
+      negative_slope_init: the slope to begin with; a number, or an array of one for each feature.
+      dtype: what to compute in (default: the dtype of the input, float32 for integers).
+      param_dtype: what the slope is stored in.
+      promote_dtype: what brings ``(inputs, slope)`` to one dtype.
+      negative_slope_metadata: metadata of the Param.
+
+    Attributes: ``negative_slope``, a Param.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.PReLU(0.25)(jnp.array([-4.0, 2.0]))
+    Array([-1.,  2.], dtype=float32)
+    """
+
+    negative_slope: Param[Array]
+
+    def __init__(
+        self,
+        negative_slope_init: float | Array = 0.01,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        negative_slope_metadata: Metadata = NO_METADATA,
+    ):
+        self.negative_slope = Param(jnp.asarray(negative_slope_init, param_dtype), **negative_slope_metadata)
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.promote_dtype = promote_dtype
+
+    def _nnx_sizes(self) -> str:
+        return str(list(self.negative_slope.shape))
+
+    def __call__(self, inputs: Array) -> Array:
+        """Rectify an array of any shape that the slope broadcasts to.
+
+        Raises:
+          LayerInputError: if the slope does not broadcast to the shape of the input.
+        """
+        x = inputs if hasattr(inputs, "dtype") else jnp.asarray(inputs)
+        dtype = x.dtype if self.dtype is None and jnp.issubdtype(x.dtype, jnp.inexact) else self.dtype
+        x, slope = self.promote_dtype((x, self.negative_slope.get_value()), dtype=dtype)
+        if slope.ndim > x.ndim or any(n not in (1, m) for n, m in zip(reversed(slope.shape), reversed(x.shape))):
+            raise input_error(self, f"inputs that a slope of shape {list(slope.shape)} broadcasts to", inputs)
+        return _leaky(x, slope)
+
+
+@step()
+def _leaky(x: Array, slope: Array) -> Array:
+    return jnp.where(x >= 0, x, slope * x)

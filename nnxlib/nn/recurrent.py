@@ -529,7 +529,7 @@ class RNN(Module):
         self.reverse = reverse
         self.keep_order = keep_order
         self.unroll = unroll
-        axes = {...: Scanned} if state_axes is None else state_axes
+        axes: Mapping[Filter, Any] = {...: Scanned} if state_axes is None else state_axes
         self.state_axes = axes if isinstance(axes, StateAxes) else StateAxes(axes)
         self.broadcast_rngs = frozen(broadcast_rngs)
         self.rngs = _kept_stream(rngs)

@@ -1,0 +1,306 @@
+"""Layers whose weights are normalised at each call: SpectralNorm and WeightNorm.
+
+Both wrap a Module and call it with other weights than it holds. The call is a crossing, as of any transform (see
+``transforms/lift.py``) with no JAX transformation in the middle: the wrapped Module runs on fresh objects whose weights
+are normalised, and what it changes is committed to the live ones. Its Params are read, and never written, whatever
+happens in the call; gradients reach them through the normalisation. The live objects hold nothing in the meantime, so
+calls in several threads do not disturb one another.
+
+A weight that is used in several places is one Variable, and is normalised once, under its first path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..core.containers import Dict
+from ..core.errors import EmptySelectionError, describe, format_path
+from ..core.filters import Filter, PathContains, to_predicate
+from ..core.graph import commit, pack
+from ..core.module import Module
+from ..core.ops import iter_graph
+from ..core.programs import step
+from ..core.rngs import Rngs
+from ..core.variables import BatchStat, Param
+from ..transforms.lift import Arguments, cross
+from . import initializers
+from .dtypes import Array, Dtype, promote_dtype
+from .initializers import Initializer
+from .settings import as_tuple, frozen
+
+Path = tuple[Any, ...]
+
+
+def _call_with(module: Module, reweigh: Callable[[Path, Any, Array], Array], args: tuple, kwargs: dict) -> Any:
+    """Call a Module in which each Variable has the value ``reweigh(path, variable, value)``; keep its other changes."""
+    packed = pack(Arguments((module, *args), kwargs))
+    layout, leaves = packed.layout, list(packed.leaves)
+    for k, row in enumerate(layout.variables):
+        path = layout.leaf_paths[k]
+        if path[:2] == ("args", 0):
+            leaves[k] = reweigh(path[2:], packed.objects[row], leaves[k])
+    _, after = cross(type(module).__call__, layout, leaves, (), lambda out: (None, out))
+    return commit(layout, after.delta, after.leaves, packed.objects)
+
+
+def _params(module: Module) -> list[tuple[Path, Param]]:
+    return [(path, x) for path, x in iter_graph(module) if isinstance(x, Param)]
+
+
+def _describe_params(module: Module) -> str:
+    return ", ".join(f"{format_path(path)} ({describe(x.get_raw_value())})" for path, x in _params(module)) or "none"
+
+
+@step("n_steps")
+def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any) -> tuple[Array, Array, Array]:
+    """The weight divided by its largest singular value ``sigma``; with ``u`` and ``sigma`` for the next call."""
+    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    matrix = jnp.reshape(wide, (-1, wide.shape[-1]))
+    u = u.astype(wide.dtype)
+    v = u
+    for _ in range(n_steps):
+        v = _unit(u @ matrix.T, epsilon)
+        u = _unit(v @ matrix, epsilon)
+    u, v = lax.stop_gradient((u, v))
+    sigma = (v @ matrix @ u.T)[0, 0]
+    return wide / jnp.where(sigma == 0, 1, sigma), u, lax.stop_gradient(sigma)
+
+
+def _unit(x: Array, epsilon: Any) -> Array:
+    return x * lax.rsqrt(jnp.sum(lax.square(x)) + epsilon)
+
+
+class SpectralNorm(Module):
+    """A layer whose weights are divided by their largest singular value, so that each is a map of Lipschitz constant 1.
+
+    The singular value ``sigma`` is found by power iteration: from ``u``, which is kept from call to call,
+    ``v = u W^T / |u W^T|`` and ``u = v W / |v W|``, and then ``sigma = v W u^T``. A weight of more than two axes counts
+    as a matrix with the last one as its columns. Miyato et al., "Spectral normalization for generative adversarial
+    networks", https://arxiv.org/abs/1802.05957.
+
+    The layer's own Params stay as they are: what is normalised exists for the call only.
+
+    Args:
+      layer_instance: the layer; all its Params of two axes or more are normalised.
+      n_steps: number of power iterations at each call.
+      epsilon: added to the squared norms of ``u`` and ``v``.
+      dtype: dtype of the normalised weights (default: that of each weight).
+      param_dtype: what ``u`` and ``sigma`` are stored in.
+      error_on_non_matrix: whether a weight of more than two axes is an error.
+      update_stats: whether a call stores ``u`` and ``sigma``. ``model.eval()`` turns that off, ``model.train()`` on.
+      rngs: the stream ``params`` gives one key for the ``u`` of each weight.
+
+    Attributes: ``layer_instance``; ``batch_stats``, which holds for the weight at ``path`` the BatchStats
+    ``(*path, 'u')`` of shape ``[1, features]`` and ``(*path, 'sigma')``; ``use_running_average``, which is
+    ``not update_stats``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.SpectralNorm(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), n_steps=10, rngs=nnx.Rngs(1))
+    >>> kernel = layer.layer_instance.kernel.value
+    >>> y = layer(jnp.eye(3))
+    >>> float(jnp.linalg.norm(y, 2).round(3)), layer.layer_instance.kernel.value is kernel
+    (1.0, True)
+
+    Raises:
+      ValueError: if a weight has more than two axes and ``error_on_non_matrix`` is set, or is not of a floating dtype.
+      EmptySelectionError: if the layer has no Param of two axes or more.
+    """
+
+    def __init__(
+        self,
+        layer_instance: Module,
+        *,
+        n_steps: int = 1,
+        epsilon: float = 1e-12,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        error_on_non_matrix: bool = False,
+        update_stats: bool = True,
+        rngs: Rngs,
+    ):
+        if n_steps < 1:
+            raise ValueError(f"SpectralNorm needs one power iteration at least, but n_steps is {n_steps}.")
+        self.layer_instance = layer_instance
+        self.n_steps = n_steps
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.error_on_non_matrix = error_on_non_matrix
+        self.use_running_average = not update_stats
+        stats: dict[Any, BatchStat] = {}
+        for path, param in _params(layer_instance):
+            if param.ndim >= 2:
+                self._check(path, param)
+                u = initializers.normal()(rngs.params(), (1, param.shape[-1]), param_dtype)
+                stats[*path, "u"] = BatchStat(u)
+                stats[*path, "sigma"] = BatchStat(initializers.ones(None, (), param_dtype))
+        if not stats:
+            raise EmptySelectionError(
+                f"SpectralNorm finds nothing to normalise in {type(layer_instance).__name__}: it takes Params of two "
+                f"axes or more, and there are: {_describe_params(layer_instance)}."
+            )
+        self.batch_stats: dict[Any, BatchStat] = Dict(stats)
+
+    def _check(self, path: Path, param: Param) -> None:
+        where = f"{type(self.layer_instance).__name__}.{format_path(path)}"
+        if self.error_on_non_matrix and param.ndim > 2:
+            raise ValueError(
+                f"SpectralNorm: {where} is {param.ndim}D but error_on_non_matrix is True. Without it, such a weight "
+                "counts as a matrix with the last axis as its columns."
+            )
+        if not jnp.issubdtype(param.dtype, jnp.floating):
+            raise ValueError(f"SpectralNorm normalises real weights, but {where} is {describe(param.get_raw_value())}.")
+
+    def __call__(self, x: Any, update_stats: bool | None = None, **kwargs: Any) -> Any:
+        """Call the layer on ``x`` with normalised weights.
+
+        Args:
+          x: passed on.
+          update_stats: whether to store ``u`` and ``sigma``; overrides the attribute.
+          **kwargs: passed on.
+        """
+        update = not self.use_running_average if update_stats is None else update_stats
+        stats = self.batch_stats
+
+        def normalised(path: Path, variable: Any, weight: Array) -> Array:
+            if (*path, "u") not in stats:
+                return weight
+            kept_u, kept_sigma = stats[*path, "u"], stats[*path, "sigma"]
+            weight_dtype = weight.dtype if self.dtype is None else self.dtype
+            wide, u, sigma = _spectral(weight, kept_u.get_value(), self.n_steps, self.epsilon)
+            if update:
+                kept_u.set_value(u.astype(kept_u.dtype))
+                kept_sigma.set_value(sigma.astype(kept_sigma.dtype))
+            return wide.astype(weight_dtype)
+
+        return _call_with(self.layer_instance, normalised, (x,), kwargs)
+
+
+@step("axes")
+def _unit_over(weight: Array, axes: tuple[int, ...], epsilon: Any) -> Array:
+    """The weight with norm 1 over the axes, in float32 at least."""
+    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    squares = lax.square(lax.real(wide)) + lax.square(lax.imag(wide)) if jnp.iscomplexobj(wide) else lax.square(wide)
+    return wide * lax.rsqrt(jnp.sum(squares, axes, keepdims=True) + epsilon)
+
+
+@step("shape", "dtype")
+def _scaled(weight: Array, scale: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
+    return (weight if scale is None else weight * jnp.reshape(scale, shape)).astype(dtype)
+
+
+class WeightNorm(Module):
+    """A layer whose weights are given by a direction and a length: ``scale * W / |W|``, for each feature.
+
+    Salimans & Kingma, "Weight normalization", https://arxiv.org/abs/1602.07868. The layer's own Params give the
+    direction and stay as they are: what is normalised exists for the call only.
+
+    Args:
+      layer_instance: the layer.
+      feature_axes: the axes of a weight that have a length for each index, and are not summed over; ``None``: one
+        length for all of the weight.
+      use_scale: whether lengths are learned; else they are 1.
+      scale_init: initializer of the scales.
+      epsilon: added to the squared norm.
+      dtype: dtype of the normalised weights (default: inferred from weight and scale).
+      param_dtype: what the scales are stored in.
+      variable_filter: which of the layer's Params are normalised.
+      promote_dtype: what brings ``(weight, scale)`` to one dtype.
+      rngs: the stream ``params`` gives one key for each scale; none for the default initializer.
+
+    Attributes: ``layer_instance``, and ``scales``, which holds a Param for each weight under its path, of the sizes of
+    ``feature_axes``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.WeightNorm(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    >>> kernel = layer.layer_instance.kernel.value
+    >>> y = layer(jnp.eye(3))
+    >>> jnp.linalg.norm(y, axis=0).round(3), layer.layer_instance.kernel.value is kernel
+    (Array([1., 1., 1., 1.], dtype=float32), True)
+
+    Raises:
+      ValueError: if a weight does not have the feature axes.
+      EmptySelectionError: if the filter takes none of the layer's Params.
+    """
+
+    def __init__(
+        self,
+        layer_instance: Module,
+        *,
+        feature_axes: int | Sequence[int] | None = -1,
+        use_scale: bool = True,
+        scale_init: Initializer = initializers.ones,
+        epsilon: float = 1e-12,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        variable_filter: Filter = PathContains("kernel"),  # noqa: B008  # a frozen record
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        rngs: Rngs,
+    ):
+        self.layer_instance = layer_instance
+        self.feature_axes = frozen(feature_axes)
+        self.use_scale = use_scale
+        self.scale_init = scale_init
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.variable_filter = frozen(variable_filter)
+        self.promote_dtype = promote_dtype
+        takes = to_predicate(self.variable_filter)
+        chosen = [(path, param) for path, param in _params(layer_instance) if takes(path, param)]
+        if not chosen:
+            raise EmptySelectionError(
+                f"WeightNorm finds nothing to normalise in {type(layer_instance).__name__}: variable_filter "
+                f"{variable_filter!r} takes none of its Params, which are: {_describe_params(layer_instance)}."
+            )
+        scales: dict[Any, Param] = {}
+        for path, param in chosen:
+            shape = [param.shape[axis] for axis in self._feature_axes(path, param.ndim)]
+            if use_scale:
+                # A constant looks at no key, and drawing one would change the weights of the layers made next.
+                key: Any = None if scale_init is initializers.ones else rngs.params()
+                scales[path] = Param(scale_init(key, tuple(shape), param_dtype))
+        self.scales: dict[Any, Param] = Dict(scales)
+
+    def _feature_axes(self, path: Path, ndim: int) -> tuple[int, ...]:
+        axes = () if self.feature_axes is None else as_tuple(self.feature_axes)
+        if not all(-ndim <= axis < ndim for axis in axes):
+            raise ValueError(
+                f"WeightNorm: {type(self.layer_instance).__name__}.{format_path(path)} has {ndim} axes, and so not all "
+                f"of feature_axes={self.feature_axes}. Give others, or leave it out with variable_filter."
+            )
+        return tuple([axis % ndim for axis in axes])
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer on ``x``, and whatever else is given, with normalised weights.
+
+        Raises:
+          ValueError: if the layer has got a weight that it did not have when it was wrapped.
+        """
+        takes = to_predicate(self.variable_filter)
+
+        def normalised(path: Path, variable: Any, weight: Array) -> Array:
+            if not (isinstance(variable, Param) and takes(path, variable)):
+                return weight
+            axes = self._feature_axes(path, weight.ndim)
+            wide = _unit_over(weight, tuple([a for a in range(weight.ndim) if a not in axes]), self.epsilon)
+            scale = self._scale(path)
+            weight, scale = self.promote_dtype((weight, scale), dtype=self.dtype)
+            shape = tuple([size if axis in axes else 1 for axis, size in enumerate(weight.shape)])
+            return _scaled(wide, scale, shape, weight.dtype)
+
+        return _call_with(self.layer_instance, normalised, (x, *args), kwargs)
+
+    def _scale(self, path: Path) -> Array | None:
+        if not self.use_scale:
+            return None
+        if path not in self.scales:
+            raise ValueError(
+                f"WeightNorm has no scale for {format_path(path)}: {type(self.layer_instance).__name__} did not have "
+                "this Param when it was wrapped. Wrap the layer again."
+            )
+        return self.scales[path].get_value()
