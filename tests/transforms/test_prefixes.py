@@ -259,9 +259,8 @@ def test_prefix_labels_each_leaf_by_filter():
 def test_prefix_stands_above_a_pytree():
     """A Module keeps its place in the tuple; the same one twice has the same axes."""
     m = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 4))
-    first, second, _ = nnx.prefix(
-        (m, m, jnp.ones(2)), lambda path, x: 0 if "kernel" in path or "bias" in path else None
-    )
+    axes = lambda path, x: 0 if "kernel" in path or "bias" in path else None
+    first, second, _ = nnx.prefix((m, m, jnp.ones(2)), axes)
 
     @nnx.vmap(in_axes=(first, second, None))
     def forward(m1, m2, x):
