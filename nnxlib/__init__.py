@@ -214,6 +214,7 @@ from .transforms.prefixes import StateSharding as StateSharding
 from .transforms.prefixes import prefix as prefix
 from .transforms.remat import checkpoint as checkpoint
 from .transforms.remat import remat as remat
+from .transforms.remat_scan import remat_scan as remat_scan
 from .transforms.scan import Carry as Carry
 from .transforms.scan import scan as scan
 from .transforms.shard import shard_map as shard_map

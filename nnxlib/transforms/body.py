@@ -65,14 +65,17 @@ def trace_body(
     leaves: Sequence[Any],
     label: Callable[[After, Any], Sequence[Any]] | None = None,
     delta: Callable[[After, Sequence[Any]], Delta] = lambda after, labels: after.delta,
+    enter: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Body:
     """Trace a function of the objects of a layout; ``leaves`` are arrays or their shapes.
 
     ``label(after, output)`` gives the labels of the leaves that come back, ``delta(after, labels)`` the Delta.
+    ``enter(leaves)`` are what the function sees in place of the leaves.
     """
 
     def pure(leaves: Sequence[Any]) -> tuple[list[Any], _Traced]:
-        out, after = cross(function, layout, leaves, (), lambda out: (out, out))
+        seen = leaves if enter is None else enter(leaves)
+        out, after = cross(function, layout, seen, (), lambda out: (out, out))
         labels = () if label is None else tuple(label(after, out))
         return after.leaves, _Traced(delta(after, labels), tuple(after.owners), after.paths, labels)
 

@@ -24,6 +24,7 @@ from ..core.variables import MISSING
 from .axes import NO_METADATA, axis_name_in, stack_axes, strip_axes
 from .body import Body, delta_of, positions_of, structural_rows, trace_body
 from .body_checks import BodyError, check_types, refuse, structural_changes, widened
+from .data_transform import DataTransform, transformed_data
 from .lift import Arguments, place_of, resolve
 from .prefixes import (
     PrefixMapping,
@@ -51,6 +52,7 @@ def scan(
     in_axes: Any = (Carry, 0),
     out_axes: Any = (Carry, 0),
     transform_metadata: Mapping[str, Any] = NO_METADATA,
+    data_transform: DataTransform | None = None,
 ) -> Callable:
     """Loop a function over an axis of its arguments; ``jax.lax.scan`` with state.
 
@@ -63,6 +65,10 @@ def scan(
         :class:`StateAxes` of these. Keyword arguments that have no position are passed whole.
       out_axes: the same for the output; has ``nnx.Carry`` if ``in_axes`` has.
       transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one.
+      data_transform: ``data_transform(label, state)`` is called inside the body for each label (an axis, None or
+        ``nnx.Carry``) with the State of the Variables that have it, as the body is to see them: slices, for an axis.
+        It returns them with other values, say with ``jax.lax.with_sharding_constraint``. Paths begin with the number
+        or name of the argument.
 
     Returns:
       A function of the same arguments. What changes in a stacked Module is stacked, what changes in a carried one is
@@ -81,9 +87,36 @@ def scan(
         attaching Variables in a lane with an axis; names the path.
     """
     options: dict[str, Any] = {"reverse": reverse, "unroll": unroll, "_split_transpose": _split_transpose}
+    ours: dict[str, Any] = {
+        "length": length,
+        "in_axes": in_axes,
+        "out_axes": out_axes,
+        "transform_metadata": transform_metadata,
+        "data_transform": data_transform,
+    }
     if f is MISSING:
-        ours = {"length": length, "in_axes": in_axes, "out_axes": out_axes, "transform_metadata": transform_metadata}
         return functools.partial(scan, **ours, **options)
+    return looped(f, functools.partial(jax.lax.scan, **options), ("scan", *options.values()), **ours)
+
+
+Loop = Callable[..., tuple[list[Any], list[Any]]]
+
+
+def looped(
+    f: Callable,
+    loop: Loop,
+    loop_key: tuple,
+    *,
+    length: int | None,
+    in_axes: Any,
+    out_axes: Any,
+    transform_metadata: Mapping[str, Any],
+    data_transform: DataTransform | None,
+) -> Callable:
+    """``f`` as the body of ``loop(step, init, xs, length=...)``, which is ``jax.lax.scan`` or computes the same.
+
+    ``loop_key`` tells one loop from another.
+    """
     function, bound, bound_kwargs = resolve(f)
     name = axis_name_in(transform_metadata)
     in_axes = (Carry,) if in_axes is Carry else in_axes
@@ -113,16 +146,19 @@ def scan(
             def program(leaves: list[Any]) -> Any:
                 slices = [_slice_type(x, axis) for x, axis in zip(leaves, in_order, strict=True)]
                 inner = strip_axes(layout, slices, in_order, name)
-                body = trace_body(function, inner, slices, label, lambda after, labels: stack_axes(after, labels, name))
+                enter = None if data_transform is None else transformed_data(data_transform, inner, in_order)
+                stack = functools.partial(stack_axes, name=name)
+                body = trace_body(function, inner, slices, label, stack, enter)
                 if carried is not None:
                     _check_carry(layout.root, carried, body.delta.root, out_place or ())
                 _check_changes(layout, body)
                 wider = widened(leaves, *_recurring(layout, body, in_order))
-                return program(wider) if wider else _run(layout, body, leaves, in_order, size, options)
+                return program(wider) if wider else _run(layout, body, leaves, in_order, size, loop)
 
             return Program(program)
 
-        key = ("scan", layout, name, tuple(in_order), size, *options.values(), *prefix_key(axes), *prefix_key(out_axes))
+        settings = (name, data_transform, *prefix_key(axes), *prefix_key(out_axes))
+        key = (*loop_key, layout, tuple(in_order), size, *settings)
         return run_program(program_of((function,), key, make), packed)
 
     return wrapped
@@ -137,7 +173,7 @@ def _by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     return bound.args, {name: value for name, value in bound.kwargs.items() if name in kwargs}
 
 
-def _run(layout: Layout, body: Body, leaves: list[Any], labels: list[Any], size: int, options: dict[str, Any]) -> Any:
+def _run(layout: Layout, body: Body, leaves: list[Any], labels: list[Any], size: int, loop: Loop) -> Any:
     carried = _carried(body)
     stacked = [k for k in range(len(body.owners)) if body.labels[k] is not Carry]
     sources, types = _recurring(layout, body, labels)
@@ -155,7 +191,7 @@ def _run(layout: Layout, body: Body, leaves: list[Any], labels: list[Any], size:
         return [results[k] for k in carried], [results[k] for k in stacked]
 
     xs = [jax.tree.map(lambda x, a=labels[k]: jnp.moveaxis(x, a, 0), leaves[k]) for k in sliced]
-    last, ys = jax.lax.scan(step, init, xs, length=size, **options)
+    last, ys = loop(step, init, xs, length=size)
     found = dict(zip(carried, last, strict=True))
     for k, y in zip(stacked, ys, strict=True):
         found[k] = jax.tree.map(lambda x, a=body.labels[k]: jnp.moveaxis(x, 0, a), y)
