@@ -169,6 +169,7 @@ from .nn.recurrent import RNNCellBase as RNNCellBase
 from .nn.recurrent import SimpleCell as SimpleCell
 from .nn.reparametrised import SpectralNorm as SpectralNorm
 from .nn.reparametrised import WeightNorm as WeightNorm
+from .nn.stack import Stack as Stack
 from .nn.stochastic import Dropout as Dropout
 from .training import metrics as metrics
 from .training import optimizer as optimizer

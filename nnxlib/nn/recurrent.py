@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.errors import EmptySelectionError
 from ..core.filters import Filter, to_predicate
 from ..core.module import Module
 from ..core.ops import iter_graph
@@ -570,6 +571,7 @@ class RNN(Module):
         Raises:
           LayerInputError: if an axis is missing, or ``seq_lengths`` or the features do not fit.
           BodyError: if the cell returns a carry of another shape or structure than it got.
+          EmptySelectionError: if ``broadcast_rngs`` takes none of the cell's streams.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
@@ -593,14 +595,25 @@ class RNN(Module):
                 inputs = flip_sequences(inputs, seq_lengths, n_batch, time_major)
         ends = seq_lengths if return_carry else None
         times = None if ends is None else np.arange(1, inputs.shape[time_axis] + 1, dtype=np.int32)
-        only = self.broadcast_rngs
-        run = _loop(self.state_axes, time_axis, self.unroll, reverse and seq_lengths is None, only)
-        with nullcontext() if only is None else split_rngs(self.cell, splits=1, only=only, squeeze=True):
+        run = _loop(self.state_axes, time_axis, self.unroll, reverse and seq_lengths is None, self.broadcast_rngs)
+        with self._broadcasting():
             carried = (initial_carry, None if ends is None else initial_carry)
             (carry, at_end), outputs = run(self.cell, carried, inputs, times, ends)
         if reverse and keep_order == (seq_lengths is not None):  # else the loop has put them in order
             outputs = flip_sequences(outputs, seq_lengths, n_batch, time_major)
         return (carry if ends is None else at_end, outputs) if return_carry else outputs
+
+    def _broadcasting(self) -> AbstractContextManager:
+        only = self.broadcast_rngs
+        if only is None:
+            return nullcontext()
+        backups = split_rngs(self.cell, splits=1, only=only, squeeze=True)
+        if not backups:
+            raise EmptySelectionError(
+                f"broadcast_rngs={only!r} takes no random stream of the {type(self.cell).__name__}. Give the tag of a "
+                "stream, such as 'dropout', nnx.RngStream for all, or None."
+            )
+        return backups
 
 
 @functools.lru_cache(maxsize=256)

@@ -164,7 +164,7 @@ class SpectralNorm(Module):
           **kwargs: passed on.
         """
         update = not self.use_running_average if update_stats is None else update_stats
-        stats = self.batch_stats
+        stats, found = self.batch_stats, []
 
         def normalised(path: Path, variable: Any, weight: Array) -> Array:
             if (*path, "u") not in stats:
@@ -172,12 +172,14 @@ class SpectralNorm(Module):
             kept_u, kept_sigma = stats[*path, "u"], stats[*path, "sigma"]
             weight_dtype = weight.dtype if self.dtype is None else self.dtype
             wide, u, sigma = _spectral(weight, kept_u.get_value(), self.n_steps, self.epsilon)
-            if update:
-                kept_u.set_value(u.astype(kept_u.dtype))
-                kept_sigma.set_value(sigma.astype(kept_sigma.dtype))
+            found.extend([(kept_u, u), (kept_sigma, sigma)])
             return wide.astype(weight_dtype)
 
-        return _call_with(self.layer_instance, normalised, (x,), kwargs)
+        out = _call_with(self.layer_instance, normalised, (x,), kwargs)
+        if update:
+            for statistic, value in found:
+                statistic.set_value(value.astype(statistic.dtype))
+        return out
 
 
 @step("axes")
