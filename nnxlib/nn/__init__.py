@@ -16,4 +16,5 @@ from . import normalization as normalization
 from . import pooling as pooling
 from . import recurrent as recurrent
 from . import reparametrised as reparametrised
+from . import stack as stack
 from . import stochastic as stochastic

@@ -1,0 +1,250 @@
+"""Stack: equal layers one after the other, stored as one layer with a leading axis, and applied by one loop.
+
+A Python loop over ``N`` layers compiles ``N`` copies of a layer; the compiled loop of a Stack has one. The Variables of
+layer ``i`` are the slices ``[i]`` of the Variables of ``stack.layers``, a Module of the class of the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..core.errors import ArgumentError, StateMismatchError, describe, format_path
+from ..core.graph import build, pack
+from ..core.graphdef import differences
+from ..core.module import Module
+from ..core.objects import is_data, new_node
+from ..core.ops import clone, update
+from ..core.ops import state as state_of
+from ..core.rngs import Rngs, RngStream
+from ..core.state import from_flat_state, to_flat_state
+from ..core.variables import Variable
+from ..transforms.axes import PARTITION_NAME, strip_axes
+from ..transforms.body_checks import BodyError
+from ..transforms.prefixes import StateAxes
+from ..transforms.remat_scan import check_lengths, remat_scan
+from ..transforms.scan import Carry, scan
+from ..transforms.vmap import vmap
+
+S = TypeVar("S", bound="Stack")
+
+
+class Stack(Module):
+    """A stack of layers of one kind, each with parameters of its own, applied by a compiled loop.
+
+    Args:
+      make_layer: makes one layer, ``make_layer(rngs=rngs)``; without ``rngs``, ``make_layer()``.
+      depth: the number of layers.
+      rngs: random streams; each layer gets its own keys.
+      remat: whether to compute what is inside a layer again in the backward pass, instead of keeping it. As a sequence
+        of lengths whose product is ``depth``, such as ``(10, 10)``: nested, in memory that grows with the square root
+        of the depth, see :func:`nnxlib.remat_scan`.
+      policy: with ``remat``, which values to keep all the same, of ``jax.checkpoint_policies``.
+      unroll: how many layers to put into one step of the compiled loop; True for all.
+      has_aux: whether a layer returns a pair ``(x, aux)``; then the stack does, with each ``aux`` stacked.
+      partition: what a Variable that names its axes calls the axis of the layers.
+
+    Call it as you would call a layer: what a layer returns is the first argument of the next; all other arguments go
+    to each layer as they are (arrays, Modules, and Python values, which stay Python values). State inside the layers
+    (dropout, batch statistics, ``sow``), and in Modules among the arguments, changes as in a Python loop.
+
+    ``stack[3]`` is a layer, ``stack[2:5]`` a Stack, both with copies of the values; ``stack[3] = layer`` writes the
+    values of a layer into the stack. ``for layer in stack`` goes over the layers.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> class Block(nnx.Module):
+    ...   def __init__(self, features, *, rngs):
+    ...     self.linear = nnx.Linear(features, features, rngs=rngs)
+    ...   def __call__(self, x):
+    ...     return x + nnx.relu(self.linear(x))
+    >>> stack = nnx.Stack(lambda rngs: Block(4, rngs=rngs), 6, remat=True, rngs=nnx.Rngs(0))
+    >>> stack.layers.linear.kernel.shape, stack(jnp.ones((1, 4))).shape
+    ((6, 4, 4), (1, 4))
+    >>> len(stack[2:5]), type(stack[3]).__name__, stack[3].linear.kernel.shape
+    (3, 'Block', (4, 4))
+
+    Raises:
+      ArgumentError: if ``depth`` is not a positive number, or does not fit the lengths of ``remat``.
+      BodyError: when called, if a layer returns another shape, dtype or structure than it takes.
+    """
+
+    def __init__(
+        self,
+        make_layer: Callable[..., Any],
+        depth: int,
+        *,
+        rngs: Rngs | RngStream | None = None,
+        remat: bool | Sequence[int] = False,
+        policy: Callable[..., bool] | None = None,
+        unroll: int | bool = 1,
+        has_aux: bool = False,
+        partition: str | None = None,
+    ):
+        if type(depth) is not int or depth < 1:
+            raise ArgumentError(f"The depth of a Stack is the number of its layers, at least 1, but got {depth!r}.")
+        self._set_up(depth, remat, policy, unroll, has_aux, partition)
+        names = {"axis_size": depth, "transform_metadata": self._metadata()}
+        if rngs is None:
+            self.layers = vmap(lambda: make_layer(), **names)()
+        else:
+            self.layers = vmap(lambda rngs: make_layer(rngs=rngs), **names)(rngs.fork(split=depth))
+
+    @classmethod
+    def from_layers(
+        cls: type[S],
+        layers: Sequence[Any],
+        *,
+        remat: bool | Sequence[int] = False,
+        policy: Callable[..., bool] | None = None,
+        unroll: int | bool = 1,
+        has_aux: bool = False,
+        partition: str | None = None,
+    ) -> S:
+        """Make a Stack of existing layers, with copies of their values; options as of the class.
+
+        >>> import nnxlib as nnx
+        >>> rngs = nnx.Rngs(0)
+        >>> nnx.Stack.from_layers([nnx.Linear(2, 2, rngs=rngs) for _ in range(3)]).layers.kernel.shape
+        (3, 2, 2)
+
+        Raises:
+          ArgumentError: if there are none, or they differ in structure or shape; says in what.
+        """
+        if not layers:
+            raise ArgumentError("A Stack needs at least one layer.")
+        packed = [pack(layer) for layer in layers]
+        layout, first, _ = packed[0]
+        for i, (other, leaves, _) in enumerate(packed):
+            if other is not layout:
+                found = "\n".join(f"  {format_path(p)}: {a} and {b}" for p, a, b in differences(layout, other))
+                raise ArgumentError(f"The layers of a Stack have one structure, but layers 0 and {i} differ:\n{found}")
+            for path, a, b in zip(layout.leaf_paths, first, leaves, strict=True):
+                if _shapes(a) != _shapes(b):
+                    raise ArgumentError(
+                        f"The layers of a Stack have equal shapes, but {format_path(path)} is {describe(a)} in layer 0 "
+                        f"and {describe(b)} in layer {i}."
+                    )
+        sample, objects = build(layout, first)
+        for x in objects:
+            if isinstance(x, Variable):
+                x.add_axis(0, partition)
+        columns = zip(*(leaves for _, leaves, _ in packed), strict=True)
+        stacked = [jax.tree.map(lambda *xs: jnp.stack(xs), *column) for column in columns]
+        self = new_node(cls)
+        self._set_up(len(layers), remat, policy, unroll, has_aux, partition)
+        self.layers, _ = build(pack(sample).layout, stacked)
+        return self
+
+    def _set_up(self, depth: int, remat: Any, policy: Any, unroll: Any, has_aux: bool, partition: str | None) -> None:
+        if not isinstance(remat, bool):
+            remat = check_lengths(remat)
+            if math.prod(remat) != depth:
+                raise ArgumentError(f"remat={remat} is for {math.prod(remat)} layers, but the Stack has {depth}.")
+        self.depth, self.remat, self.policy, self.unroll = depth, remat, policy, unroll
+        self.has_aux, self.partition = has_aux, partition
+
+    def _metadata(self) -> Mapping[str, Any]:
+        return {PARTITION_NAME: self.partition}
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply the layers, the first one to ``x``.
+
+        Args:
+          x: what a layer takes and returns: an array, or any pytree of arrays.
+          *args: passed to each layer.
+          **kwargs: passed to each layer.
+
+        Returns:
+          What the last layer returns; with ``has_aux``, a pair of that and the stacked ``aux`` of all layers.
+        """
+        positional, named = _parted(dict(enumerate(args))), _parted(kwargs)
+        step = functools.partial(_step, positional[1], named[1])
+        options: dict[str, Any] = {
+            "in_axes": (_AS_IN_A_LOOP, Carry, _LAYERS),
+            "out_axes": (Carry, 0) if self.has_aux else Carry,
+            "unroll": self.unroll,
+            "transform_metadata": self._metadata(),
+        }
+        if self.remat:
+            lengths = (self.depth,) if self.remat is True else self.remat
+            forward = remat_scan(step, lengths=lengths, policy=self.policy, **options)
+        else:
+            forward = scan(step, length=self.depth, **options)
+        try:
+            return forward((positional[0], named[0]), x, self)
+        except BodyError as error:
+            error.add_note("The layers of a Stack follow each other: each returns what the next one takes.")
+            raise
+
+    def __len__(self) -> int:
+        return self.depth
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(self.depth))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        layout, leaves, _ = pack(self.layers)
+        if not isinstance(index, slice):
+            i = self._position(index)
+            leaves = [jax.tree.map(lambda x: x[i], leaf) for leaf in leaves]
+            return build(strip_axes(layout, leaves, [0] * len(leaves), self.partition), leaves)[0]
+        made = clone(self, variables=False)
+        made.layers, _ = build(layout, [jax.tree.map(lambda x: x[index], leaf) for leaf in leaves])
+        made.depth = len(range(self.depth)[index])
+        made.remat = bool(self.remat) and made.depth > 0  # lengths were for all
+        return made
+
+    def __setitem__(self, index: int, layer: Any) -> None:
+        i = self._position(index)
+        old, new = dict(to_flat_state(state_of(self.layers))), dict(to_flat_state(state_of(layer)))
+        if old.keys() != new.keys():
+            lost, added = [[format_path(p) for p in (*a.keys(),) if p not in b] for a, b in ((old, new), (new, old))]
+            raise StateMismatchError(f"Not a layer of this Stack: it does not have {lost}, and has {added}.")
+        values = {}
+        for path, variable in old.items():
+            stacked, value = _raw(variable), _raw(new[path])
+            if _shapes(jax.tree.map(lambda x: x[i], stacked)) != _shapes(value):
+                raise StateMismatchError(
+                    f"Not a layer of this Stack: {format_path(path)} is {describe(value)}, and {describe(stacked)} in "
+                    "the Stack."
+                )
+            values[path] = jax.tree.map(lambda x, y: x.at[i].set(y), stacked, value)
+        update(self.layers, from_flat_state(values))
+
+    def _position(self, index: Any) -> int:
+        i = operator.index(index)
+        if not -self.depth <= i < self.depth:
+            raise IndexError(f"There is no layer {i} in a Stack of {self.depth}.")
+        return i % self.depth
+
+
+_LAYERS = StateAxes([(lambda path, leaf: path[0] == "layers", 0), (..., None)])  # of the stack itself: for the paths
+# What changes in a Variable among the further arguments, the next layer finds; the rest is passed whole.
+_AS_IN_A_LOOP = StateAxes({Variable: Carry, ...: None})
+
+
+def _parted(values: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The values that JAX is to trace, and those that are to stay as they are."""
+    data = {key: value for key, value in values.items() if is_data(value)}
+    return data, {key: value for key, value in values.items() if key not in data}
+
+
+def _step(static_args: dict, static_kwargs: dict, data: tuple[dict, dict], x: Any, stack: Stack) -> Any:
+    args, kwargs = data
+    args = {**static_args, **args}
+    return stack.layers(x, *(args[i] for i in range(len(args))), **static_kwargs, **kwargs)
+
+
+def _shapes(value: Any) -> Any:
+    leaves, structure = jax.tree.flatten(value)
+    return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
