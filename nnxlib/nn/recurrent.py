@@ -563,7 +563,8 @@ class RNN(Module):
           time_major: overrides the attribute.
           reverse: overrides the attribute.
           keep_order: overrides the attribute.
-          rngs: where to draw the initial carry from, instead of the RNN's own stream.
+          rngs: where to draw the initial carry from, instead of the RNN's own stream: a stream, or an Rngs, of whose
+            stream ``carry`` a fork is used.
 
         Returns:
           The outputs, with the time axis where it is in the inputs; or ``(carry, outputs)``.
@@ -585,7 +586,8 @@ class RNN(Module):
         step_shape = inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :]
         batch = step_shape[:n_batch]
         if initial_carry is None:
-            initial_carry = self.cell.initialize_carry(step_shape, self.rngs if rngs is None else rngs)
+            stream = self.rngs if rngs is None else rngs.carry.fork() if isinstance(rngs, Rngs) else rngs
+            initial_carry = self.cell.initialize_carry(step_shape, stream)
         if seq_lengths is not None:
             seq_lengths = jnp.asarray(seq_lengths)
             if seq_lengths.ndim > n_batch or not _agree(seq_lengths.shape, batch):
@@ -752,7 +754,7 @@ class Bidirectional(Module):
         time_major = self.time_major if time_major is None else time_major
         forward, backward = (None, None) if initial_carry is None else initial_carry
         settings: dict[str, Any] = {"seq_lengths": seq_lengths, "time_major": time_major, "return_carry": True}
-        settings["rngs"] = self.rngs if rngs is None else rngs
+        settings["rngs"] = self.rngs if rngs is None else rngs.carry if isinstance(rngs, Rngs) else rngs
         forward, y = self.forward_rnn(inputs, initial_carry=forward, reverse=False, **settings)
         backward, z = self.backward_rnn(inputs, initial_carry=backward, reverse=True, keep_order=True, **settings)
         merged = self.merge_fn(y, z)

@@ -199,9 +199,10 @@ def test_where_a_random_carry_is_drawn_from():
     begin(without)
     assert int(cell.rngs.count.value) == 1
     rngs = nnx.Rngs(0, carry=1)
-    expected = normal(nnx.Rngs(0, carry=1).carry(), (2, 4), jnp.float32)
+    expected = normal(nnx.RngStream(1, tag="carry").fork()(), (2, 4), jnp.float32)
     np.testing.assert_array_equal(begin(own, rngs=rngs), expected)
     assert [int(rngs[name].count.value) for name in ("carry", "default")] == [1, 0]
+    expected = normal(nnx.RngStream(1, tag="carry")(), (2, 4), jnp.float32)
     np.testing.assert_array_equal(begin(own, rngs=nnx.RngStream(1, tag="carry")), expected)
     c, h = make("LSTMCell", carry_init=normal).initialize_carry((2, 3), nnx.Rngs(0))
     assert not jnp.array_equal(c, h)
