@@ -4,8 +4,8 @@ The Variables that a filter takes hold what is *stored*; the function sees what 
 is that of every transform, with nothing in between: the function runs on fresh objects, and only those ever hold
 transformed values. So the live model has its stored values before, afterwards, and when the function raises.
 
-What the function leaves in a mapped Variable is a transformed value; ``trans_out`` makes a stored one of it. Without
-``trans_out`` the mapped Variables are read-only.
+What the function leaves in a mapped Variable, also in one that it has made, is a transformed value; ``trans_out`` makes
+a stored one of it. Without ``trans_out`` the mapped Variables are read-only.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from ..core.errors import ArgumentError, EmptySelectionError, NnxError, StateMismatchError, format_path
 from ..core.filters import Filter, to_predicate
-from ..core.graph import Layout, Packed, VariableRow, commit, pack
+from ..core.graph import After, Packed, VariableRow, commit, pack
 from ..core.state import from_flat_state, to_flat_state
-from ..core.variables import MISSING, Param, Variable, make_variable
-from .lift import Arguments, Crossing, Outcome, resolve
+from ..core.variables import MISSING, Param, Variable
+from .lift import Arguments, cross, resolve
 
 Trans = Callable[[Any], Any]
 
@@ -41,8 +41,9 @@ def map_variables(
       filter: which Variables of the arguments are mapped; it sees paths from each argument down.
       trans_in: takes the State of the mapped Variables of one argument as they are stored, and returns one with the
         same paths and the values that ``f`` is to see, of any shape and dtype. Called for each argument that has some.
-      trans_out: takes the State of those mapped Variables that ``f`` has changed, and returns the values to be stored,
-        for these or for other mapped Variables of the argument. Without it a change is an error.
+      trans_out: takes the State of those mapped Variables that ``f`` has changed, or attached to the argument, and
+        returns the values to be stored, for these and for other mapped Variables of the argument if need be. Without
+        it a change is an error.
 
     Returns:
       A function of the same arguments. Gradients with respect to the stored values flow through ``trans_in``; all else
@@ -74,40 +75,41 @@ def map_variables(
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         packed = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
-        mapped = _mapped_rows(packed, predicate)
-        position = {row: k for k, row in enumerate(packed.layout.variables)}
-        leaves = list(packed.leaves)
-        for rows in mapped:
-            found = _called(trans_in, "trans_in", packed.layout, rows, {i: leaves[position[i]] for i in rows})
+        layout = packed.layout
+        stored = dict(zip(layout.variables, packed.leaves, strict=False))
+        seen = dict(stored)
+        for rows in _by_argument(predicate, layout.variables, layout.paths, packed.objects):
+            found = _called(trans_in, "trans_in", layout.paths, rows, {i: packed.objects[i] for i in rows})
             if missing := rows.keys() - found.keys():
-                raise StateMismatchError(f"trans_in has returned no value for {_names(packed.layout, missing)}.")
-            for i, value in found.items():
-                leaves[position[i]] = value
-        (returned,), outcome = Crossing(packed.layout).pure(function)(leaves)
-        return _commit(packed, mapped, leaves, trans_out, returned, outcome)
+                raise StateMismatchError(f"trans_in has returned no value for {_names(layout.paths, missing)}.")
+            seen |= found
+        leaves = [*seen.values(), *packed.leaves[len(seen) :]]
+        _, after = cross(function, layout, leaves)
+        return _commit(packed, predicate, trans_out, stored, seen, after)
 
     return wrapped
 
 
 Rows = dict[int, tuple]  # the mapped Variables of one argument: row -> path below the argument
+Predicate = Callable[[tuple, Any], bool]
 
 
-def _mapped_rows(packed: Packed, predicate: Callable[[tuple, Any], bool]) -> list[Rows]:
+def _by_argument(
+    predicate: Predicate, rows: Sequence[int], paths: Mapping[int, tuple] | Sequence[tuple], objects: Sequence[Any]
+) -> list[Rows]:
     found: dict[tuple, Rows] = {}
-    for i in packed.layout.variables:
-        path = packed.layout.paths[i]
-        if predicate(path[2:], packed.objects[i]):
-            found.setdefault(path[:2], {})[i] = path[2:]
-    if not found:
-        raise EmptySelectionError("map_variables maps nothing: its filter takes no Variable of the arguments.")
+    for i in rows:
+        argument, path = paths[i][:2], paths[i][2:]
+        if argument[0] != "<output>" and predicate(path, objects[i]):
+            found.setdefault(argument, {})[i] = path
     return list(found.values())
 
 
-def _called(trans: Trans, name: str, layout: Layout, rows: Rows, values: Mapping[int, Any]) -> dict[int, Any]:
-    """Call ``trans`` on the State of the Variables in some rows; returns what it gives, by row."""
-    variables = [(rows[i], _variable(layout.rows[i], value)) for i, value in values.items()]
-    alone = len(variables) == 1 and variables[0][0] == ()  # the argument is itself a Variable
-    given = trans(variables[0][1] if alone else from_flat_state(variables))
+def _called(trans: Trans, name: str, paths: Any, rows: Rows, variables: Mapping[int, Variable]) -> dict[int, Any]:
+    """Call ``trans`` on the State of some mapped Variables of an argument; returns the values that it gives, by row."""
+    items = [(rows[i], x.copy()) for i, x in variables.items()]
+    alone = len(items) == 1 and items[0][0] == ()  # the argument is itself a Variable
+    given = trans(items[0][1] if alone else from_flat_state(items))
     returned = [((), given)] if alone else list(to_flat_state(given))
     row_of = {path: i for i, path in rows.items()}
     unknown = [path for path, _ in returned if path not in row_of]
@@ -119,42 +121,39 @@ def _called(trans: Trans, name: str, layout: Layout, rows: Rows, values: Mapping
     return {row_of[path]: x.get_raw_value() if isinstance(x, Variable) else x for path, x in returned}
 
 
-def _variable(row: Any, value: Any) -> Variable:
-    return make_variable(row.type, value, row.metadata.fresh())
-
-
-def _names(layout: Layout, rows: Any) -> str:
-    return ", ".join(format_path(layout.paths[i]) for i in sorted(rows))
+def _names(paths: Any, rows: Any) -> str:
+    return ", ".join(format_path(paths[i]) for i in sorted(rows))
 
 
 def _commit(
     packed: Packed,
-    mapped: list[Rows],
-    leaves: Sequence[Any],
+    predicate: Predicate,
     trans_out: Trans | None,
-    returned: Sequence[Any],
-    outcome: Outcome,
+    stored: Mapping[int, Any],
+    seen: Mapping[int, Any],
+    after: After,
 ) -> Any:
     """Commit, with stored values in place of the transformed ones that the function left in mapped Variables."""
-    layout, delta = packed.layout, outcome.delta
-    seen = dict(zip(layout.variables, leaves, strict=False))
-    stored = dict(zip(layout.variables, packed.leaves, strict=False))
-    renewed = [i for i, row in delta.rows if isinstance(row, VariableRow)]  # with other metadata, or new
+    delta, paths, objects = after.delta, after.walk.paths, after.walk.objects
+    mapped = _by_argument(predicate, sorted(after.walk.values), paths, objects)
+    if not mapped:
+        raise EmptySelectionError("map_variables maps nothing: its filter takes no Variable of the arguments.")
+    renewed = [i for i, row in delta.rows if isinstance(row, VariableRow)]  # new, or with other metadata
     numbers = [*delta.values, *renewed]
-    values = dict(zip(numbers, returned, strict=False))
+    values = dict(zip(numbers, after.leaves, strict=False))
     for rows in mapped:
-        values |= {i: stored[i] for i in rows if i in values and values[i] is seen[i]}  # only the metadata changed
-        changed = {i: values[i] for i in rows if i in values and values[i] is not stored[i]}
+        values |= {i: stored[i] for i in rows if i in values and i in seen and values[i] is seen[i]}  # other metadata
+        changed = {i: objects[i] for i in rows if i in values and (i not in seen or values[i] is not stored[i])}
         if changed and trans_out is None:
-            raise ReadOnlyError(_READ_ONLY.format(paths=_names(layout, changed)))
+            raise ReadOnlyError(_READ_ONLY.format(paths=_names(paths, changed)))
         if changed and trans_out is not None:
-            found = _called(trans_out, "trans_out", layout, rows, changed)
+            found = _called(trans_out, "trans_out", paths, rows, changed)
             if missing := changed.keys() - found.keys():
-                raise StateMismatchError(f"trans_out has returned no value for {_names(layout, missing)}.")
+                raise StateMismatchError(f"trans_out has returned no value for {_names(paths, missing)}.")
             values |= found
     plain = tuple(sorted(values.keys() - set(renewed)))
-    new = [*(values[i] for i in (*plain, *renewed)), *returned[len(numbers) :]]
-    return commit(layout, delta._replace(values=plain), new, packed.objects)
+    leaves = [*(values[i] for i in (*plain, *renewed)), *after.leaves[len(numbers) :]]
+    return commit(packed.layout, delta._replace(values=plain), leaves, packed.objects)
 
 
 _READ_ONLY = """\
