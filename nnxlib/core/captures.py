@@ -34,6 +34,7 @@ class CapturedObjects(BaseException):
 class _Thread(threading.local):
     watch: Watch | None = None
     loan: tuple[Any, Callable[[], Mapping[int, Any]]] | None = None
+    borrowed: tuple[Any, ...] = ()  # live objects that belong to a running trace for now
     caller: TraceRef = None  # the trace from which the innermost jitted function was called
 
 
@@ -110,11 +111,18 @@ def loan_for(crossing: Any) -> Mapping[int, Any]:
 def borrowed(objects: Sequence[Any]) -> Iterator[None]:
     """Make live objects belong to the running trace within the block; afterwards they are exactly as before."""
     saved = [x._nnx_save() for x in objects]
-    trace = current_trace()
+    trace, outer = current_trace(), _thread.borrowed
+    _thread.borrowed = (*outer, *objects)
     try:
         for x in objects:
             x._nnx_join(trace)
         yield
     finally:
+        _thread.borrowed = outer
         for x, state in zip(objects, saved, strict=True):
             x._nnx_restore(state)
+
+
+def all_borrowed() -> tuple[Any, ...]:
+    """The live objects that belong to running traces of this thread: of this crossing, and of those around it."""
+    return _thread.borrowed

@@ -27,7 +27,7 @@ def check_contained(after: After, borrowed: Iterable[Any]) -> None:
 
     Args:
       after: the table at the end of the trace.
-      borrowed: those of its objects that are the live ones themselves.
+      borrowed: live objects that hold tracers for now.
 
     Raises:
       TraceContextError: naming the path of the value.

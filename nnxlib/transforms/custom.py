@@ -111,7 +111,8 @@ class _Custom:
 
     def __init__(self, fun: Callable, nondiff_argnums: int | DiffState | Sequence[int | DiffState]):
         functools.update_wrapper(self, fun, updated=())
-        self._function, self._bound, self._kwargs = resolve(fun)
+        opaque = isinstance(fun, functools.partial) and not any(map(is_data, (*fun.args, *fun.keywords.values())))
+        self._function, self._bound, self._kwargs = (fun, (), {}) if opaque else resolve(fun)
         single = isinstance(nondiff_argnums, int | DiffState)
         self._chosen: list[Any] = [nondiff_argnums] if single else list(nondiff_argnums)  # type: ignore[arg-type]
 

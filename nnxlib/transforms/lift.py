@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..core.calls import inside, listening
-from ..core.captures import borrowed, loan_for, watching
+from ..core.captures import all_borrowed, borrowed, loan_for, watching
 from ..core.errors import ArgumentError, OutputError, format_path
 from ..core.escapes import check_contained
 from ..core.graph import After, Delta, Layout, Packed, StaticArgument, build, commit, diff, has_refs, pack, path_key
@@ -108,7 +108,7 @@ def cross(
         direct, rest = (None, out) if take is None else take(out)
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
         after = diff(layout, leaves, objects, rest, {*forced, *edited})
-        check_contained(after, loan.values())
+        check_contained(after, all_borrowed())
         return direct, after
 
 
@@ -219,6 +219,24 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
             break
     bound = tuple([x if is_data(x) else StaticArgument(x) for x in args])
     return f, bound, {name: x if is_data(x) else StaticArgument(x) for name, x in kwargs.items()}
+
+
+class Observed:
+    """A pure function that remembers what it raised itself, to tell it from what JAX says about it."""
+
+    def __init__(self, pure: Callable):
+        self.pure, self.raised = pure, []
+        self.__name__ = getattr(pure, "__name__", "pure")
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.pure(*args)
+        except BaseException as error:
+            self.raised.append(error)
+            raise
+
+    def has_raised(self, error: BaseException) -> bool:
+        return any(error is x for x in self.raised)
 
 
 def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:

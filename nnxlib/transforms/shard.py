@@ -14,10 +14,12 @@ from ..core.errors import format_path
 from ..core.graph import pack
 from ..core.objects import is_node
 from ..core.variables import MISSING
-from .lift import Arguments, lift_lanes, resolve
+from .classes import lifts_classes
+from .lift import Arguments, Observed, lift_lanes, resolve
 from .prefixes import broadcast_prefix, label_arguments
 
 
+@lifts_classes()
 def shard_map(
     f: Callable = MISSING,
     *,
@@ -67,9 +69,12 @@ def shard_map(
             specs = tuple([_REPLICATED if spec is None else spec for spec in lanes])
 
             def run(*groups: Any) -> Any:
+                function = Observed(pure)
                 try:
-                    return jax.shard_map(pure, in_specs=specs, out_specs=(specs, _REPLICATED), **options)(*groups)
+                    return jax.shard_map(function, in_specs=specs, out_specs=(specs, _REPLICATED), **options)(*groups)
                 except ValueError as error:
+                    if function.has_raised(error):
+                        raise
                     named = map(_by_name, _names(arguments, contexts, lanes), groups)
                     raise ValueError(_explain(pure, specs, options, tuple(named)) or str(error)) from None
 

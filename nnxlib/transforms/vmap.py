@@ -14,10 +14,12 @@ from ..core.graph import Packed
 from ..core.objects import is_node
 from ..core.variables import MISSING
 from .axes import NO_METADATA, axis_name_in
-from .lift import Arguments, lift_lanes, resolve, static_arguments
+from .classes import lifts_classes
+from .lift import Arguments, Observed, lift_lanes, resolve, static_arguments
 from .prefixes import broadcast_prefix, labels_in, mapped_size
 
 
+@lifts_classes()
 def vmap(
     f: Callable = MISSING,
     *,
@@ -67,6 +69,7 @@ def vmap(
     return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), check)
 
 
+@lifts_classes()
 def pmap(
     f: Callable = MISSING,
     *,
@@ -154,9 +157,12 @@ def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
     out_axes = (lanes, None)
 
     def run(*groups: Sequence[Any]) -> Any:
+        function = Observed(pure)
         try:
-            return transform(pure, out_axes)(*groups)
-        except ValueError:
+            return transform(function, out_axes)(*groups)
+        except ValueError as error:
+            if function.has_raised(error):
+                raise
             without_axis = _without_axis(pure, lanes, transform, groups)
             if without_axis:
                 raise PrefixError("The axis in out_axes does not exist:\n" + "\n".join(without_axis)) from None

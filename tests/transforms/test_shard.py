@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import nnxlib as nnx
 
@@ -26,3 +27,23 @@ def test_on_one_device():
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     f = nnx.shard_map(lambda m, x: m(x), mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
     assert (f(layer, jnp.ones((4, 2))) == layer(jnp.ones((4, 2)))).all()
+
+
+def test_an_error_of_the_function_itself_is_left_alone():
+    """Only JAX's own complaints are put into other words."""
+
+    class Own(ValueError):
+        pass
+
+    calls = []
+
+    def fail(layer, x):
+        calls.append(1)
+        raise Own("mine")
+
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    with pytest.raises(Own, match="mine"):
+        nnx.shard_map(fail, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2)
+        )
+    assert len(calls) == 1

@@ -303,3 +303,16 @@ def test_pmap_takes_static_arguments():
     x = jnp.ones((1, 2))
     assert jnp.allclose(f(m, "on", x)[0], x @ m.kernel[0])
     assert jnp.array_equal(f(m, "off", x)[0], x)
+
+
+def test_an_error_of_the_function_itself_runs_it_once():
+    """Only when JAX complains is the function looked at again, to find out about what."""
+    calls = []
+
+    def fail(m):
+        calls.append(1)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="^mine"):
+        nnx.vmap(fail)(nnx.Dict(w=nnx.Param(jnp.ones(3))))
+    assert len(calls) == 1
