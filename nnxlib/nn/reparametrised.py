@@ -1,10 +1,10 @@
 """Layers whose weights are normalised at each call: SpectralNorm and WeightNorm.
 
 Both wrap a Module and call it with other weights than it holds. The call is a crossing, as of any transform (see
-``transforms/lift.py``) with no JAX transformation in the middle: the wrapped Module runs on fresh objects whose weights
-are normalised, and what it changes is committed to the live ones. Its Params are read, and never written, whatever
-happens in the call; gradients reach them through the normalisation. The live objects hold nothing in the meantime, so
-calls in several threads do not disturb one another.
+``transforms/lift.py``) with no JAX transformation in the middle: it runs on a copy of the wrapper's objects, in which
+weights are exchanged, and what else changes is committed to the live ones. So the Params are read and never written,
+whatever happens in the call, and gradients reach them through the normalisation. As the live objects hold nothing in
+the meantime, calls in several threads do not disturb one another.
 
 A weight that is used in several places is one Variable, and is normalised once, under its first path.
 """
@@ -28,23 +28,35 @@ from ..core.rngs import Rngs
 from ..core.variables import BatchStat, Param
 from ..transforms.lift import Arguments, cross
 from . import initializers
-from .dtypes import Array, Dtype, promote_dtype
+from .dtypes import Array, Dtype, convert, promote_dtype
 from .initializers import Initializer
 from .settings import as_tuple, frozen
 
 Path = tuple[Any, ...]
 
 
-def _call_with(module: Module, reweigh: Callable[[Path, Any, Array], Array], args: tuple, kwargs: dict) -> Any:
-    """Call a Module in which each Variable has the value ``reweigh(path, variable, value)``; keep its other changes."""
-    packed = pack(Arguments((module, *args), kwargs))
-    layout, leaves = packed.layout, list(packed.leaves)
-    for k, row in enumerate(layout.variables):
-        path = layout.leaf_paths[k]
-        if path[:2] == ("args", 0):
-            leaves[k] = reweigh(path[2:], packed.objects[row], leaves[k])
-    _, after = cross(type(module).__call__, layout, leaves, (), lambda out: (None, out))
-    return commit(layout, after.delta, after.leaves, packed.objects)
+class _Reparametrised(Module):
+    """A wrapper of a Module; a subclass says in ``_normalised`` what is to be called with which weights."""
+
+    layer_instance: Module
+
+    def _normalised(self, update_stats: bool) -> list[tuple[Param, Array]]:
+        raise NotImplementedError
+
+    def _call_layer(self, update_stats: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # of a copy
+            weights = self._normalised(update_stats)
+            own = [param.get_raw_value() for param, _ in weights]
+            for param, value in weights:
+                param.set_raw_value(value)
+            out = self.layer_instance(*args, **kwargs)
+            for (param, _), value in zip(weights, own, strict=True):
+                param.set_raw_value(value)  # and so it has not changed
+            return out
+
+        packed = pack(Arguments((self, *args), kwargs))
+        _, after = cross(call, packed.layout, packed.leaves, (), lambda out: (None, out))
+        return commit(packed.layout, after.delta, after.leaves, packed.objects)
 
 
 def _params(module: Module) -> list[tuple[Path, Param]]:
@@ -74,7 +86,7 @@ def _unit(x: Array, epsilon: Any) -> Array:
     return x * lax.rsqrt(jnp.sum(lax.square(x)) + epsilon)
 
 
-class SpectralNorm(Module):
+class SpectralNorm(_Reparametrised):
     """A layer whose weights are divided by their largest singular value, so that each is a map of Lipschitz constant 1.
 
     The singular value ``sigma`` is found by power iteration: from ``u``, which is kept from call to call,
@@ -163,23 +175,20 @@ class SpectralNorm(Module):
           update_stats: whether to store ``u`` and ``sigma``; overrides the attribute.
           **kwargs: passed on.
         """
-        update = not self.use_running_average if update_stats is None else update_stats
-        stats, found = self.batch_stats, []
+        return self._call_layer(not self.use_running_average if update_stats is None else update_stats, (x,), kwargs)
 
-        def normalised(path: Path, variable: Any, weight: Array) -> Array:
-            if (*path, "u") not in stats:
-                return weight
-            kept_u, kept_sigma = stats[*path, "u"], stats[*path, "sigma"]
-            weight_dtype = weight.dtype if self.dtype is None else self.dtype
-            wide, u, sigma = _spectral(weight, kept_u.get_value(), self.n_steps, self.epsilon)
-            found.extend([(kept_u, u), (kept_sigma, sigma)])
-            return wide.astype(weight_dtype)
-
-        out = _call_with(self.layer_instance, normalised, (x,), kwargs)
-        if update:
-            for statistic, value in found:
-                statistic.set_value(value.astype(statistic.dtype))
-        return out
+    def _normalised(self, update_stats: bool) -> list[tuple[Param, Array]]:
+        found = []
+        for path, param in _params(self.layer_instance):
+            if (*path, "u") in self.batch_stats:
+                kept_u, kept_sigma = self.batch_stats[*path, "u"], self.batch_stats[*path, "sigma"]
+                weight = param.get_raw_value()
+                wide, u, sigma = _spectral(weight, kept_u.get_value(), self.n_steps, self.epsilon)
+                found.append((param, convert(wide, jnp.dtype(weight.dtype if self.dtype is None else self.dtype))))
+                if update_stats:
+                    kept_u.set_value(convert(u, kept_u.dtype))
+                    kept_sigma.set_value(convert(sigma, kept_sigma.dtype))
+        return found
 
 
 @step("axes")
@@ -195,7 +204,7 @@ def _scaled(weight: Array, scale: Array | None, shape: tuple[int, ...], dtype: A
     return (weight if scale is None else weight * jnp.reshape(scale, shape)).astype(dtype)
 
 
-class WeightNorm(Module):
+class WeightNorm(_Reparametrised):
     """A layer whose weights are given by a direction and a length: ``scale * W / |W|``, for each feature.
 
     Salimans & Kingma, "Weight normalization", https://arxiv.org/abs/1602.07868. The layer's own Params give the
@@ -283,19 +292,19 @@ class WeightNorm(Module):
         Raises:
           ValueError: if the layer has got a weight that it did not have when it was wrapped.
         """
-        takes = to_predicate(self.variable_filter)
+        return self._call_layer(False, (x, *args), kwargs)
 
-        def normalised(path: Path, variable: Any, weight: Array) -> Array:
-            if not (isinstance(variable, Param) and takes(path, variable)):
-                return weight
-            axes = self._feature_axes(path, weight.ndim)
-            wide = _unit_over(weight, tuple([a for a in range(weight.ndim) if a not in axes]), self.epsilon)
-            scale = self._scale(path)
-            weight, scale = self.promote_dtype((weight, scale), dtype=self.dtype)
-            shape = tuple([size if axis in axes else 1 for axis, size in enumerate(weight.shape)])
-            return _scaled(wide, scale, shape, weight.dtype)
-
-        return _call_with(self.layer_instance, normalised, (x, *args), kwargs)
+    def _normalised(self, update_stats: bool) -> list[tuple[Param, Array]]:
+        found, takes = [], to_predicate(self.variable_filter)
+        for path, param in _params(self.layer_instance):
+            if takes(path, param):
+                weight = param.get_raw_value()
+                axes = self._feature_axes(path, weight.ndim)
+                unit = _unit_over(weight, tuple([a for a in range(weight.ndim) if a not in axes]), self.epsilon)
+                weight, scale = self.promote_dtype((weight, self._scale(path)), dtype=self.dtype)
+                shape = tuple([size if axis in axes else 1 for axis, size in enumerate(weight.shape)])
+                found.append((param, _scaled(unit, scale, shape, weight.dtype)))
+        return found
 
     def _scale(self, path: Path) -> Array | None:
         if not self.use_scale:
