@@ -10,9 +10,11 @@ import jax
 
 from ..core.graph import build, commit, pack
 from ..core.variables import MISSING
+from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift, resolve, static_arguments
 
 
+@lifts_classes()
 def make_jaxpr(
     f: Callable = MISSING,
     *,
@@ -53,6 +55,7 @@ def make_jaxpr(
     return static_arguments(wrapped, static_argnums)
 
 
+@lifts_classes()
 def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
     """Return ``f`` with the checks in it returned as an error value; ``jax.experimental.checkify.checkify`` with state.
 
@@ -86,6 +89,7 @@ def _error_and_output(raw: tuple[Any, Any], finish: Callable) -> tuple[Any, Any]
     return raw[0], finish(raw[1])
 
 
+@lifts_classes("__call__")
 def named_call(f: Callable = MISSING, *, name: str | None = None) -> Callable:
     """Return ``f`` with its operations labelled in profiles and compiled programs; ``jax.named_call`` for Modules.
 

@@ -11,11 +11,13 @@ import jax
 from ..core.errors import ArgumentError, describe
 from ..core.graph import commit, pack
 from ..core.variables import MISSING, Variable
+from .classes import lifts_classes
 from .lift import Arguments, Outcome, cross, resolve
 from .prefixes import join_lanes, split_lanes
 from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
 
 
+@lifts_classes()
 def grad(
     f: Callable = MISSING,
     *,
@@ -46,6 +48,7 @@ def grad(
     return wrapped
 
 
+@lifts_classes()
 def value_and_grad(
     f: Callable = MISSING,
     *,

@@ -16,12 +16,14 @@ import jax
 from ..core.errors import ArgumentError, format_path
 from ..core.graph import LEAF, Tree
 from ..core.variables import MISSING
+from .classes import lifts_classes
 from .tangents import OUTPUT, PARAMS, DiffState, Tangents, check_differentiable
 from .vjp import Derivation
 
 Argnums = int | DiffState | Sequence[int | DiffState]
 
 
+@lifts_classes()
 def jacfwd(
     f: Callable = MISSING, *, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable:
@@ -51,6 +53,7 @@ def jacfwd(
     return _jacobian(jax.jacfwd, f, argnums, has_aux, options)
 
 
+@lifts_classes()
 def jacrev(
     f: Callable = MISSING,
     *,
@@ -77,6 +80,7 @@ def jacrev(
     return _jacobian(jax.jacrev, f, argnums, has_aux, options)
 
 
+@lifts_classes()
 def hessian(
     f: Callable = MISSING, *, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable:

@@ -36,10 +36,12 @@ from ..core.static import freeze
 from ..core.tracing import at_top_level
 from ..core.variables import MISSING, Variable, get_value_slot, set_value_slot
 from .abstract import eval_packed
+from .classes import lifts_classes
 from .lift import Arguments, Crossing, Outcome, resolve
 from .prefixes import PrefixMapping, broadcast_prefix, join_lanes, label_arguments, lane_numbers
 
 
+@lifts_classes()
 def jit(
     fun: Callable = MISSING,
     *,
@@ -367,7 +369,7 @@ class JitWrapped:
             contexts = self._contexts(arguments, donate)
             labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
             out = jax.tree.map(lambda x: _to_lane(x, False), self._out_shardings, is_leaf=_is_label)
-            lanes = tuple(dict.fromkeys([*in_order, *_lanes_in(out)]))
+            lanes = tuple(dict.fromkeys([*in_order, *_lanes_in(contexts), *_lanes_in(out)]))
             lane_of = lane_numbers(in_order, lanes)
             forced = frozenset(i for i, lane in enumerate(lane_of) if lanes[lane].donated)
         key = layout, lanes, lane_of

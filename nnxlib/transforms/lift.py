@@ -314,6 +314,6 @@ def lift_lanes(
     packed = pack(arguments)
     labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
     check(packed, in_order)
-    lanes = tuple(dict.fromkeys([*in_order, *labels_in(out)]))
+    lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(contexts)), *labels_in(out)]))
     crossing = Crossing(packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name)
     return finish(packed, over(crossing.pure(function), lanes)(*crossing.split(packed.leaves)))

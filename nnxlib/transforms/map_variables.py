@@ -19,6 +19,7 @@ from ..core.filters import Filter, to_predicate
 from ..core.graph import After, Packed, VariableRow, commit, pack
 from ..core.state import from_flat_state, to_flat_state
 from ..core.variables import MISSING, Param, Variable
+from .classes import lifts_classes
 from .lift import Arguments, cross, resolve
 
 Trans = Callable[[Any], Any]
@@ -28,6 +29,7 @@ class ReadOnlyError(NnxError, ValueError):
     """A change of a Variable that holds a transformed value, with no ``trans_out`` to store it."""
 
 
+@lifts_classes("__call__")
 def map_variables(
     f: Callable = MISSING,
     filter: Filter = Param,

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ..core.variables import MISSING
+from .classes import lifts_classes
 from .lift import lift, static_arguments
 
 
+@lifts_classes("__call__")
 def remat(
     f: Callable = MISSING,
     *,

@@ -21,10 +21,12 @@ import jax
 from ..core.errors import ArgumentError
 from ..core.variables import MISSING
 from .axes import NO_METADATA
+from .classes import lifts_classes
 from .data_transform import DataTransform
 from .scan import Carry, looped
 
 
+@lifts_classes()
 def remat_scan(
     f: Callable = MISSING,
     *,

@@ -24,6 +24,7 @@ from ..core.variables import MISSING
 from .axes import NO_METADATA, axis_name_in, stack_axes, strip_axes
 from .body import Body, delta_of, positions_of, structural_rows, trace_body
 from .body_checks import BodyError, check_types, refuse, structural_changes, widened
+from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
 from .lift import Arguments, place_of, resolve
 from .prefixes import (
@@ -42,6 +43,7 @@ class Carry:
     """The label of what is handed from one iteration to the next; used as the class itself: ``nnx.Carry``."""
 
 
+@lifts_classes()
 def scan(
     f: Callable = MISSING,
     *,

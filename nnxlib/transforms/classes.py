@@ -1,0 +1,176 @@
+"""Transforms of classes: a Module class some of whose methods run under a transform.
+
+``nnx.remat(Block)`` and ``nnx.vmap(Block, methods=["encode", "decode"], in_axes=(0, None))`` are subclasses of
+``Block`` in which each named ``method`` is replaced by ``transform(method, **options)``, and nothing else. The
+transform sees a method as the function that it is, with ``self`` for argument 0. That is all there is to know about
+what is mapped, carried, differentiated or made static: the first entry of ``in_axes`` is for the Module,
+``nnx.StateAxes`` there says it by kind of Variable, and ``argnums=0`` is the gradient with respect to the Module.
+
+``__init__`` is a method like any other. It runs as ever unless it is named; then ``self`` has nothing in it yet, and
+what it makes gets the axis of ``self``. So a class whose instances hold stacked parameters is one that names both::
+
+    Ensemble = nnx.vmap(Block, methods={"__init__": {"in_axes": 0}, "__call__": {"in_axes": (0, None)}})
+    ensemble = Ensemble(64, rngs=nnx.Rngs(0).split(5))       # the numbers, strings, ... among the arguments are static
+
+Without ``methods`` a class is what it is to JAX, a function that makes an instance: ``nnx.vmap(Block)(keys)``,
+``nnx.jit(Block)(rngs)``. Only for transforms that would be of no use there (``remat``, ``map_variables``,
+``named_call``) the default is to lift ``__call__``.
+
+A lifted class is made once per class, methods and options, and is pickled by these. So instances are picklable if those
+of the class are, and equal calls give the same class, and with it the same compiled functions.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import operator
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax.tree_util as jtu
+
+from ..core.errors import ArgumentError, StaticValueError
+from ..core.graph import StaticArgument
+from ..core.objects import Pytree, is_data, new_node
+from ..core.static import Const
+from ..core.variables import MISSING
+
+R = TypeVar("R")
+Methods = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
+
+
+def lifts_classes(*default: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Let a transform of functions take classes, with a further keyword argument ``methods``.
+
+    ``methods`` is the name of a method or several, or a mapping from names to options of the transform that are only
+    for this method. ``default`` are the methods where it is not given; if there are none, a class is a function.
+    """
+
+    def decorate(transform: Callable[..., R]) -> Callable[..., R]:
+        parameters = inspect.signature(transform).parameters
+        name = next(iter(parameters))
+
+        @functools.wraps(transform)
+        def wrapper(*args: Any, methods: Methods | None = None, **options: Any) -> Any:
+            f = args[0] if args else options.pop(name, MISSING)
+            given = {**dict(zip(list(parameters)[1:], args[1:], strict=False)), **options}
+            chosen = default if methods is None else methods
+            if f is MISSING and methods is not None:
+                return functools.partial(wrapper, methods=methods, **given)
+            target = f
+            while isinstance(target, functools.partial):
+                target = target.func
+            is_class = isinstance(target, type) and issubclass(target, Pytree)
+            if methods is not None and not is_class:
+                raise ArgumentError(f"methods={methods!r} is for a class of Modules, but got {f!r}.")
+            if not (is_class and chosen):
+                return transform(f, *args[1:], **options)
+            return _rebound(f, lifted_class(wrapper, target, _options_by_method(chosen, given)))
+
+        wrapper._nnx_transform = transform  # type: ignore[attr-defined]
+        methods_parameter = inspect.Parameter("methods", inspect.Parameter.KEYWORD_ONLY, default=None)
+        wrapper.__signature__ = _with_parameter(transform, methods_parameter)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
+def _with_parameter(f: Callable, parameter: inspect.Parameter) -> inspect.Signature:
+    signature = inspect.signature(f)
+    own = list(signature.parameters.values())
+    place = len(own) - (bool(own) and own[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    return signature.replace(parameters=[*own[:place], parameter, *own[place:]])
+
+
+def _options_by_method(methods: Any, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    if isinstance(methods, Mapping):
+        return {name: {**given, **own} for name, own in methods.items()}
+    return {name: dict(given) for name in ((methods,) if isinstance(methods, str) else methods)}
+
+
+def _rebound(f: Any, cls: type) -> Any:
+    """``cls``, with what the partials around a class have bound."""
+    if not isinstance(f, functools.partial):
+        return cls
+    return functools.partial(_rebound(f.func, cls), *f.args, **f.keywords)
+
+
+def lifted_class(transform: Any, cls: type, options: dict[str, dict[str, Any]]) -> type:
+    """The subclass of ``cls`` with methods under a transform, by name, each with its options.
+
+    Raises:
+      ArgumentError: if a name is not that of a method.
+    """
+    try:
+        key = transform, Const.of(options)
+    except StaticValueError:  # options that cannot be compared: another class at each call
+        return _make_class(transform, cls, options)
+    made = cls.__dict__.get("_nnx_lifted")
+    if made is None:
+        made = {}
+        type.__setattr__(cls, "_nnx_lifted", made)
+    if key not in made:
+        made[key] = _make_class(transform, cls, options)
+    return made[key]
+
+
+def _make_class(transform: Any, cls: type, options: dict[str, dict[str, Any]]) -> type:
+    body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    for name, own in options.items():
+        lifted = transform._nnx_transform(_method(cls, name), **own)
+        body[name] = _constructor(lifted) if name == "__init__" else lifted
+    prefix = "".join(part.capitalize() for part in transform.__name__.split("_"))
+    body["__qualname__"] = prefix + cls.__name__
+    body["_nnx_recipe"] = transform, cls, options
+    keywords = {"metaclass": _metaclass(type(cls)), "pytree": not jtu.all_leaves([new_node(cls)])}
+    return types.new_class(prefix + cls.__name__, (cls,), keywords, lambda namespace: namespace.update(body))
+
+
+def _method(cls: type, name: str) -> Callable:
+    found = inspect.getattr_static(cls, name, None)
+    if not callable(found) or isinstance(found, type | staticmethod | classmethod):
+        raise ArgumentError(f"{cls.__name__} has no method {name!r} that could be lifted.")
+    return found
+
+
+def _constructor(lifted: Callable) -> Callable:
+    """``__init__`` under a transform: what is not data among its arguments is part of the program."""
+
+    @functools.wraps(lifted)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        named = {name: x if is_data(x) else StaticArgument(x) for name, x in kwargs.items()}
+        lifted(self, *(x if is_data(x) else StaticArgument(x) for x in args), **named)
+
+    return __init__
+
+
+# --- pickling: by how the class was made ------------------------------------------------------------------------------
+
+
+@functools.cache
+def _metaclass(base: type) -> type:
+    """A metaclass of lifted classes: pickle asks the copyreg table by it, before it looks for a class by name."""
+    made = type(base.__name__, (base,), {})
+    copyreg.pickle(made, _reduced)  # type: ignore[arg-type]
+    return made
+
+
+def _reduced(cls: Any) -> tuple[Callable, tuple]:
+    recipe = cls.__dict__.get("_nnx_recipe")
+    if recipe is None:  # a class of the user derived from a lifted one
+        return _named, (cls.__module__, cls.__qualname__)
+    base = recipe[1]
+    if _named(base.__module__, base.__qualname__) is cls:  # a decorated class: the name is that of the lifted one
+        return _named, (base.__module__, base.__qualname__)
+    return lifted_class, recipe
+
+
+def _named(module: str, qualname: str) -> Any:
+    try:
+        return operator.attrgetter(qualname)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
