@@ -61,7 +61,7 @@ def lifts_classes(*default: str) -> Callable[[Callable[..., R]], Callable[..., R
             chosen = default if methods is None else methods
             if f is MISSING and methods is not None:
                 return functools.partial(wrapper, methods=methods, **given)
-            target = f
+            target: Any = f
             while isinstance(target, functools.partial):
                 target = target.func
             is_class = isinstance(target, type) and issubclass(target, Pytree)
