@@ -151,6 +151,12 @@ from .nn.linear import Einsum as Einsum
 from .nn.linear import Embed as Embed
 from .nn.linear import Linear as Linear
 from .nn.linear import LinearGeneral as LinearGeneral
+from .nn.lora import LoRA as LoRA
+from .nn.lora import LoRALinear as LoRALinear
+from .nn.lora import LoRALinearGeneral as LoRALinearGeneral
+from .nn.lora import LoRAParam as LoRAParam
+from .nn.lora import add_lora as add_lora
+from .nn.lora import merge_lora as merge_lora
 from .nn.norm import BatchNorm as BatchNorm
 from .nn.norm import GroupNorm as GroupNorm
 from .nn.norm import InstanceNorm as InstanceNorm

@@ -11,6 +11,7 @@ from . import conv as conv
 from . import dtypes as dtypes
 from . import initializers as initializers
 from . import linear as linear
+from . import lora as lora
 from . import norm as norm
 from . import normalization as normalization
 from . import pooling as pooling

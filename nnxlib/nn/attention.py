@@ -352,21 +352,22 @@ def _check_rate(rate: Any) -> None:
 # --- rotary positions -------------------------------------------------------------------------------------------------
 
 
-@step("theta")
-def _frequencies(exponents: Any, theta: float) -> Array:
-    return 1.0 / theta**exponents
+@step()  # theta is an operand, and the quotient another step: XLA compiles a power of a constant to other bits
+def _periods(theta: Any, exponents: Any) -> Array:
+    return theta**exponents
 
 
 @step()
-def _turns(positions: Array, frequencies: Array) -> tuple[Array, Array]:
-    angles = positions[..., None].astype(frequencies.dtype) * _aligned(frequencies, positions.ndim + 1)
+def _sin_and_cos_of_quotient(positions: Array, periods: Array) -> tuple[Array, Array]:
+    angles = positions[..., None].astype(periods.dtype) / _aligned(periods, positions.ndim + 1)
     return jnp.sin(angles), jnp.cos(angles)
 
 
 @formula("theta", "half")
 def _sin_and_cos(positions: Any, *, theta: float, half: int) -> tuple[Array, Array]:
     """Sine and cosine of ``position * theta ** (-i / half)``: ``[..., length, half]``."""
-    return _turns(positions, _frequencies(np.arange(half, dtype=np.float32) / np.float32(half), theta))
+    periods = _periods(theta, np.arange(half, dtype=np.float32) / np.float32(half))
+    return _sin_and_cos_of_quotient(positions, periods)
 
 
 @step("shape")

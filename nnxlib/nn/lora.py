@@ -1,0 +1,407 @@
+"""Low-rank adaptation: train a small change of a layer, and leave the layer as it is.
+
+A layer whose kernel, as a matrix, is ``W`` of shape ``[in, out]`` becomes one with ``W + A B``, where ``A`` is
+``[in, rank]`` and ``B`` is ``[rank, out]``. ``B`` starts as zero, so nothing changes at first, and only ``A`` and ``B``
+are trained: they are of a type of their own, :class:`LoRAParam`. Hu et al., "LoRA: low-rank adaptation of large
+language models", https://arxiv.org/abs/2106.09685.
+
+- :class:`LoRA` is the product by itself, or around any function; :class:`LoRALinear` and :class:`LoRALinearGeneral` are
+  layers that have one beside their kernel.
+- :func:`add_lora` turns layers of a model into these, in place. A layer stays the same object, wherever it is shared,
+  and its kernel keeps its path, so checkpoints of the base model still fit.
+- :func:`merge_lora` adds the products to the kernels and turns the layers back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from ..core.errors import EmptySelectionError, describe, format_path
+from ..core.filters import Filter, to_predicate
+from ..core.module import Module
+from ..core.objects import Node
+from ..core.ops import iter_children, iter_graph
+from ..core.programs import step
+from ..core.rngs import Rngs
+from ..core.variables import Param, Variable
+from . import initializers
+from .dtypes import Array, Dtype, input_error, promote_dtype
+from .initializers import Initializer
+from .linear import NO_METADATA, Linear, LinearGeneral, Metadata, as_tuple
+
+A = TypeVar("A")
+Path = tuple[Any, ...]
+
+default_a_initializer = initializers.he_uniform()
+default_b_initializer = initializers.zeros
+
+
+class LoRAParam(Param[A]):
+    """A parameter of a low-rank adaptation.
+
+    The filter that trains them alone, for gradients and optimizer:
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
+    >>> grads = nnx.grad(lambda layer: layer(jnp.ones(3)).sum(), argnums=nnx.DiffState(0, nnx.LoRAParam))(layer)
+    >>> [path for path, _ in nnx.to_flat_state(grads)]
+    [('lora', 'lora_a'), ('lora', 'lora_b')]
+    """
+
+
+@step()
+def _product(x: Array, a: Array, b: Array) -> Array:
+    return x @ a @ b
+
+
+@step()
+def _sum(x: Array, y: Array) -> Array:
+    return jnp.add(x, y)
+
+
+class LoRA(Module):
+    """A product of low rank, ``x @ A @ B``, added to the output of a base if there is one.
+
+    Args:
+      in_features: size of the last axis of the input.
+      lora_rank: number of columns of ``A`` and rows of ``B``.
+      out_features: size of the last axis of the output.
+      base_module: a Module, or any function, whose output on the input, in the dtype computed in, is added.
+      dtype: what to compute in (default: inferred from input and parameters).
+      param_dtype: what parameters are stored in.
+      a_initializer, b_initializer: initializers; ``B`` is zeros by default, so that the base's output is unchanged.
+      lora_param_type: type of the parameters.
+      promote_dtype: what brings ``(inputs, lora_a, lora_b)`` to one dtype.
+      rngs: the stream ``params`` gives one key for each parameter.
+      a_metadata, b_metadata: metadata of the parameters.
+
+    Attributes: ``lora_a`` of shape ``[in_features, lora_rank]``, ``lora_b`` of shape ``[lora_rank, out_features]``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> base = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    >>> layer = nnx.LoRA(3, 2, 4, base_module=base, rngs=nnx.Rngs(1))
+    >>> x = jnp.ones((16, 3))
+    >>> bool((layer(x) == base(x)).all()), layer.lora_a.shape
+    (True, (3, 2))
+    """
+
+    lora_a: Variable[Array]
+    lora_b: Variable[Array]
+
+    def __init__(
+        self,
+        in_features: int,
+        lora_rank: int,
+        out_features: int,
+        *,
+        base_module: Callable[..., Array] | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        a_initializer: Initializer = default_a_initializer,
+        b_initializer: Initializer = default_b_initializer,
+        lora_param_type: type[Variable] = LoRAParam,
+        promote_dtype: Callable[..., Any] = promote_dtype,
+        rngs: Rngs,
+        a_metadata: Metadata = NO_METADATA,
+        b_metadata: Metadata = NO_METADATA,
+    ):
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.lora_param_type = lora_param_type
+        self.base_module = base_module
+        self.promote_dtype = promote_dtype
+        a = a_initializer(rngs.params(), (in_features, lora_rank), param_dtype)
+        b = b_initializer(rngs.params(), (lora_rank, out_features), param_dtype)
+        self.lora_a = lora_param_type(a, **a_metadata)
+        self.lora_b = lora_param_type(b, **b_metadata)
+
+    def _nnx_sizes(self) -> str:
+        return f"{self.in_features}->{self.lora_a.shape[-1]}->{self.out_features}"
+
+    def __call__(self, x: Array, **kwargs: Any) -> Array:
+        """Map ``x`` of shape ``[..., in_features]`` to ``[..., out_features]``; ``**kwargs`` go to the base.
+
+        Raises:
+          LayerInputError: if the last axis of the input does not fit.
+          ValueError: if the base cannot be called, or its output is of another shape.
+        """
+        inputs, a, b = self.promote_dtype((x, self.lora_a.get_value(), self.lora_b.get_value()), dtype=self.dtype)
+        if inputs.shape[-1:] != a.shape[:1]:
+            raise input_error(self, f"inputs of shape [..., {a.shape[0]}]", x)
+        out = _product(inputs, a, b)
+        if self.base_module is None:
+            return out
+        if not callable(self.base_module):
+            raise ValueError(f"`self.base_module` must be callable, but is a {type(self.base_module).__name__}.")
+        base = self.base_module(inputs, **kwargs)
+        if base.shape != out.shape:
+            raise ValueError(
+                f"LoRA {self._nnx_sizes()} adds {describe(out)} to the output of its base, which is {describe(base)}: "
+                f"give it the base's sizes."
+            )
+        return _sum(out, base)
+
+
+class LoRALinear(Linear):
+    """A :class:`Linear` with a :class:`LoRA` beside its kernel: ``y = x @ kernel + bias + x @ A @ B``.
+
+    Args:
+      in_features: size of the last axis of the input.
+      out_features: size of the last axis of the output.
+      lora_rank, lora_dtype, lora_param_dtype, a_initializer, b_initializer, lora_param_type, lora_promote_dtype,
+        a_metadata, b_metadata: of the :class:`LoRA`.
+      rngs: the stream ``params`` gives keys for kernel and bias, then for ``A`` and ``B``.
+      **kwargs: of the :class:`Linear`.
+
+    Attributes: those of the Linear, and ``lora``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> layer = nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((16, 3))).shape, layer.kernel.shape, layer.lora.lora_a.shape
+    ((16, 4), (3, 4), (3, 2))
+    """
+
+    lora: LoRA
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        lora_rank: int,
+        lora_dtype: Dtype | None = None,
+        lora_param_dtype: Dtype = jnp.float32,
+        a_initializer: Initializer = default_a_initializer,
+        b_initializer: Initializer = default_b_initializer,
+        lora_param_type: type[Variable] = LoRAParam,
+        lora_promote_dtype: Callable[..., Any] = promote_dtype,
+        rngs: Rngs,
+        a_metadata: Metadata = NO_METADATA,
+        b_metadata: Metadata = NO_METADATA,
+        **kwargs: Any,
+    ):
+        super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+        self.lora = LoRA(
+            in_features,
+            lora_rank,
+            out_features,
+            dtype=lora_dtype,
+            param_dtype=lora_param_dtype,
+            a_initializer=a_initializer,
+            b_initializer=b_initializer,
+            lora_param_type=lora_param_type,
+            promote_dtype=lora_promote_dtype,
+            rngs=rngs,
+            a_metadata=a_metadata,
+            b_metadata=b_metadata,
+        )
+
+    def __call__(self, x: Array, out_sharding: Any = None) -> Array:
+        """Map ``x`` of shape ``[..., in_features]`` to ``[..., out_features]``.
+
+        Raises:
+          LayerInputError: if the last axis of the input does not fit the kernel.
+        """
+        return _sum(super().__call__(x, out_sharding), self.lora(x))
+
+
+class LoRALinearGeneral(LinearGeneral):
+    """A :class:`LinearGeneral` with a :class:`LoRA` beside its kernel; :func:`add_lora` makes them.
+
+    The product is that of the kernel as a matrix, ``[prod(in_features), prod(out_features)]``.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> attention = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))
+    >>> nnx.add_lora(attention, 3, filter=nnx.PathContains('out'), rngs=nnx.Rngs(1))
+    [('out',)]
+    >>> attention.out.kernel.shape, attention.out.lora.lora_a.shape, attention.out.lora.lora_b.shape
+    ((2, 4, 8), (8, 3), (3, 8))
+    """
+
+    lora: LoRA
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        """Contract the axes ``axis`` of ``inputs``: ``[..., *out_features]``.
+
+        Raises:
+          LayerInputError: if an axis of the input does not fit the kernel, or is missing.
+        """
+        y = super().__call__(inputs, out_sharding)
+        return _sum(y, self._lora_output(inputs))
+
+    def _lora_output(self, inputs: Any) -> Array:
+        x = jnp.asarray(inputs)
+        axes = sorted([axis % x.ndim for axis in self.axis])
+        x = jnp.moveaxis(x, axes, range(-len(axes), 0))
+        batch = x.shape[: x.ndim - len(axes)]
+        return jnp.reshape(self.lora(jnp.reshape(x, (*batch, -1))), (*batch, *self.out_features))
+
+
+# --- a whole model ----------------------------------------------------------------------------------------------------
+
+_ADAPTED: dict[type, type] = {Linear: LoRALinear, LinearGeneral: LoRALinearGeneral}
+_PLAIN = {adapted: plain for plain, adapted in _ADAPTED.items()}
+
+
+def add_lora(
+    model: Any,
+    rank: int,
+    *,
+    filter: Filter = Linear,
+    rngs: Rngs,
+    dtype: Dtype | None = None,
+    param_dtype: Dtype | None = None,
+    a_initializer: Initializer = default_a_initializer,
+    b_initializer: Initializer = default_b_initializer,
+    lora_param_type: type[Variable] = LoRAParam,
+) -> list[Path]:
+    """Give layers of a model a :class:`LoRA` each, in place; the outputs of the model stay the same.
+
+    A Linear becomes a :class:`LoRALinear`, a LinearGeneral a :class:`LoRALinearGeneral`. Layers keep their identity, so
+    that a shared one is adapted once, and their parameters keep their paths.
+
+    Args:
+      model: a Module, or anything that holds Modules.
+      rank: rank of the adaptations.
+      filter: which of the Linear and LinearGeneral layers to adapt: a type, ``nnx.PathContains('query')``, ``...`` for
+        all, or any other filter.
+      rngs: the stream ``params`` gives two keys for each layer, in the order of the paths.
+      dtype: what the adaptations compute in (default: as the layer).
+      param_dtype: what they are stored in (default: as the layer).
+      a_initializer: of ``A``.
+      b_initializer: of ``B``; with the default, zeros, outputs stay the same.
+      lora_param_type: type of the parameters.
+
+    Returns:
+      The paths of the layers that were adapted.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> model = nnx.Sequential(nnx.Linear(2, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 1, rngs=nnx.Rngs(1)))
+    >>> nnx.add_lora(model, 4, rngs=nnx.Rngs(2))
+    [('layers', 0), ('layers', 2)]
+    >>> len(nnx.state(model, nnx.LoRAParam).flat_state())
+    4
+
+    Raises:
+      EmptySelectionError: if the filter takes no layer.
+      ValueError: if it takes a layer that has a LoRA, is of a subclass with a forward of its own, or has batch axes.
+        Nothing is changed then.
+    """
+    takes = to_predicate(filter)
+    layers = [(path, x) for path, x in iter_graph(model) if isinstance(x, Linear | LinearGeneral)]
+    chosen = [(path, x) for path, x in layers if takes(path, x)]
+    if not chosen:
+        known = ", ".join(f"{format_path(path)} ({type(x).__name__})" for path, x in layers) or "none"
+        raise EmptySelectionError(
+            f"filter={to_predicate(filter)!r} takes no layer that can have a LoRA; Linear and LinearGeneral layers of "
+            f"this {type(model).__name__}: {known}."
+        )
+    for path, layer in chosen:
+        if problem := _not_adaptable(layer):
+            raise ValueError(f"Cannot add a LoRA to {format_path(path)} ({type(layer).__name__}): {problem}")
+    for _, layer in chosen:
+        lora = LoRA(
+            math.prod(as_tuple(layer.in_features)),
+            rank,
+            math.prod(as_tuple(layer.out_features)),
+            dtype=layer.dtype if dtype is None else dtype,
+            param_dtype=layer.param_dtype if param_dtype is None else param_dtype,
+            a_initializer=a_initializer,
+            b_initializer=b_initializer,
+            lora_param_type=lora_param_type,
+            rngs=rngs,
+        )
+        layer.__class__ = _ADAPTED[type(layer)]
+        layer.lora = lora
+    return [path for path, _ in chosen]
+
+
+def _not_adaptable(layer: Any) -> str | None:
+    if type(layer) in _PLAIN:
+        return "it has one; merge it first with nnx.merge_lora(model), or leave the layer out of the filter."
+    if type(layer) not in _ADAPTED:
+        return "its class may compute something else; put nnx.LoRA(..., base_module=layer) in its place."
+    if isinstance(layer, LinearGeneral) and layer.batch_axis:
+        return "it has batch axes, along which there is more than one kernel; leave it out of the filter."
+    return None
+
+
+def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
+    """Add each LoRA to the kernel of its layer, and turn the layers back; the outputs stay the same up to rounding.
+
+    A LoRALinear becomes a Linear, a LoRALinearGeneral a LinearGeneral: the same objects with a new kernel. A
+    :class:`LoRA` around a Linear is replaced by that Linear in all that hold it. One without a base stays. The sum is
+    made in float32 at least, and stored in the dtype of the kernel.
+
+    Args:
+      model: a Module, or anything that holds Modules.
+      filter: which of the layers with a LoRA to merge.
+
+    Returns:
+      The paths of the layers that were merged.
+
+    >>> import nnxlib as nnx
+    >>> layer = nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
+    >>> nnx.merge_lora(layer), type(layer).__name__
+    ([()], 'Linear')
+
+    Raises:
+      ValueError: if a LoRA is around something other than a Linear of its sizes, or around one that others use without
+        it, or if nothing holds it in which it could be replaced. Nothing is changed then.
+    """
+    takes = to_predicate(filter)
+    nodes = list(iter_graph(model))
+    chosen = [(path, x) for path, x in nodes if type(x) in (LoRA, *_PLAIN) and takes(path, x)]
+    beside = [(path, x) for path, x in chosen if type(x) is not LoRA]
+    around = [(path, x) for path, x in chosen if type(x) is LoRA and x.base_module is not None]
+    holders: dict[int, list[tuple[Any, Any]]] = {}
+    for _, node in nodes:
+        if isinstance(node, Node):
+            for key, child in iter_children(node):
+                holders.setdefault(id(child), []).append((node, key))
+    for path, wrapper in around:
+        if problem := _not_mergeable(wrapper, holders):
+            raise ValueError(f"Cannot merge the LoRA at {format_path(path)}: {problem}")
+    for _, layer in beside:
+        _add_to_kernel(layer, layer.lora)
+        layer.__class__ = _PLAIN[type(layer)]
+        del layer.lora
+    for _, wrapper in around:
+        _add_to_kernel(wrapper.base_module, wrapper)
+        for node, key in holders[id(wrapper)]:
+            if isinstance(node, list | dict):
+                node[key] = wrapper.base_module
+            else:
+                setattr(node, key, wrapper.base_module)
+    return [path for path, _ in beside + around]
+
+
+def _not_mergeable(wrapper: LoRA, holders: dict[int, list[tuple[Any, Any]]]) -> str | None:
+    base: Any = wrapper.base_module
+    if type(base) is not Linear:
+        return f"it is around a {type(base).__name__}, and only the kernel of a Linear can take it up."
+    if base.kernel.shape != (wrapper.in_features, wrapper.out_features):
+        return f"it has the sizes {wrapper._nnx_sizes()}, but the kernel of its Linear {describe(base.kernel)}."
+    if len(holders[id(base)]) > 1:
+        return "others use its Linear without it, and would change; leave it out of the filter."
+    held = holders.get(id(wrapper), [])
+    if not held or any(isinstance(key, tuple) for _, key in held):
+        return "it is the model itself, or in a tuple, where nothing can take its place; hold it in a Module or List."
+    return None
+
+
+@step()
+def _merged(kernel: Array, a: Array, b: Array) -> Array:
+    wide = jnp.promote_types(kernel.dtype, jnp.float32)
+    change = jnp.reshape(a.astype(wide) @ b.astype(wide), kernel.shape)
+    return (kernel.astype(wide) + change).astype(kernel.dtype)
+
+
+def _add_to_kernel(layer: Any, lora: LoRA) -> None:
+    layer.kernel.set_value(_merged(layer.kernel.get_value(), lora.lora_a.get_value(), lora.lora_b.get_value()))
