@@ -1,7 +1,11 @@
+import jax
 import jax.nn
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import nnxlib as nnx
+from nnxlib.nn.dtypes import LayerInputError
 
 NAMES = """celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu log_sigmoid log_softmax
 logsumexp one_hot relu relu6 selu sigmoid silu soft_sign softmax softplus standardize swish""".split()
@@ -11,3 +15,40 @@ def test_activations_are_those_of_jax():
     """Every name is the very function of JAX, so that custom derivatives and names in profiles are JAX's own."""
     assert [name for name in NAMES if getattr(nnx, name) is not getattr(jax.nn, name)] == []
     assert nnx.tanh is jnp.tanh
+
+
+def test_prelu():
+    """`where(x >= 0, x, slope * x)`, with one slope or one for each feature, which is learned."""
+    x = jnp.array([[-2.0, -2.0, 3.0]])
+    np.testing.assert_allclose(nnx.PReLU(0.5)(x), [[-1.0, -1.0, 3.0]])
+    layer = nnx.PReLU(jnp.array([0.5, 0.25, 2.0]))
+    np.testing.assert_allclose(layer(x), [[-1.0, -0.5, 3.0]])
+    gradient = nnx.grad(lambda m: m(x).sum())(layer)["negative_slope"].value
+    np.testing.assert_allclose(gradient, [-2.0, -2.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "input_dtype", "expected"),
+    [
+        (None, "bfloat16", "bfloat16"),
+        (None, "float32", "float32"),
+        (None, "int32", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_prelu_dtypes(dtype, input_dtype, expected):
+    """The dtype of the input is kept, if it is a floating one and no other is asked for; the slope is float32."""
+    layer = nnx.PReLU(0.25, dtype=dtype)
+    y = layer(jnp.array([-4, 4], input_dtype))
+    assert (layer.negative_slope.dtype, y.dtype) == (jnp.float32, jnp.dtype(expected))
+    assert y.tolist() == [-1.0, 4.0]
+    assert layer(-4.0).tolist() == -1.0
+
+
+def test_prelu_of_a_wrong_shape():
+    layers = nnx.List([nnx.PReLU(jnp.zeros(3))])
+    for x in (jnp.zeros((2, 4)), jnp.zeros(())):
+        with pytest.raises(
+            LayerInputError, match=r"layers\[0\] \(PReLU \[3\]\) takes inputs that a slope"
+        ):
+            layers[0](x)
