@@ -14,6 +14,7 @@ import jax
 
 from .errors import format_path
 from .graph import LEAF, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
+from .pickling import exportable
 from .reprs import static_repr
 from .static import Const
 
@@ -22,6 +23,7 @@ A = TypeVar("A")
 Aval = tuple[tuple[int, ...], Any] | None
 
 
+@exportable
 @jax.tree_util.register_static
 class GraphDef(Generic[A]):
     """The structure of an object graph: classes, static values, sharing, and the metadata of Variables.

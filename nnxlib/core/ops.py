@@ -21,6 +21,7 @@ from .filters import Filter, to_predicate
 from .graph import SAME, Delta, Layout, NodeRow, Ref, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
 from .graphdef import Aval, GraphDef, aval_of
 from .objects import Node, Pytree, is_data_leaf, is_node, new_node
+from .pickling import exportable
 from .records import record_of
 from .state import FlatState, State, filter_state, from_flat_state, split_state
 from .static import Const, same_items
@@ -605,6 +606,7 @@ jtu.register_pytree_with_keys(
     lambda graphdef, children: GraphState(graphdef, *children),
     lambda x: ((x._state,), x._graphdef),
 )
+exportable(GraphState)
 
 
 def unpack(node: Any, *filters: Filter) -> Any:

@@ -1,19 +1,24 @@
-"""Pickles and copies of jitted functions that have a name, such as ``jax.nn.relu``, which models hold as activations.
+"""Pickles and copies of jitted functions with a name, and static halves of pytrees in exported programs.
 
-Python pickles a function as its name and copies it as itself. JAX's jitted functions and those with custom derivatives
-do neither: pickling them fails, and ``copy.deepcopy`` makes another function, so the copy of a model would have another
-structure than the model. Importing this module teaches them the manners of a function, if they are found under their
-name; others are left as they were.
+Models hold functions such as ``jax.nn.relu`` as activations. Python pickles a function as its name and copies it as
+itself. JAX's jitted functions and those with custom derivatives do neither: pickling them fails, and ``copy.deepcopy``
+makes another function, so the copy of a model would have another structure than the model. Importing this module
+teaches them the manners of a function, if they are found under their name; others are left as they were.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import operator
+import pickle
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+from jax import export
+
+K = TypeVar("K", bound=type)
 
 
 def _by_name(function: Any) -> Any:
@@ -31,3 +36,18 @@ FUNCTION_TYPES = (type(jax.jit(_by_name)), jax.custom_jvp, jax.custom_vjp)
 
 for _kind in FUNCTION_TYPES:
     copyreg.pickle(_kind, _by_name)  # type: ignore[arg-type]
+
+
+def exportable(kind: K) -> K:
+    """Let programs whose arguments or results have pytrees of this class be serialized by ``jax.export``.
+
+    Their static halves are pickled. A class that is defined again under the same name is not taken.
+    """
+    with contextlib.suppress(ValueError):
+        export.register_pytree_node_serialization(
+            kind,
+            serialized_name=f"{kind.__module__}.{kind.__qualname__}",
+            serialize_auxdata=pickle.dumps,
+            deserialize_auxdata=lambda static: pickle.loads(bytes(static)),
+        )
+    return kind

@@ -20,6 +20,7 @@ import jax.tree_util as jtu
 from .containers import Dict, List, holds_data
 from .graph import Layout, build, sorted_keys
 from .objects import PYTREE_REGISTRARS, Pytree, explicit_mark, is_data, is_node, new_node
+from .pickling import exportable
 from .records import record_of
 from .static import Const
 from .variables import Clock, Variable
@@ -150,6 +151,7 @@ def _name_key(name: Any) -> Any:
 def register_pytree(cls: type) -> None:
     """Register a class of nodes with JAX."""
     jtu.register_pytree_with_keys(cls, _flatten_with_keys, lambda shape, children: shape.unflatten(children), _flatten)
+    exportable(cls)
 
 
 PYTREE_REGISTRARS.append(register_pytree)

@@ -23,6 +23,7 @@ import numpy as np
 
 from .errors import NonExhaustiveFiltersError, StateMismatchError, format_path
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
+from .pickling import exportable
 from .traversals import build, empty_node, flatten_mapping, insert, path_sort_key, sorted_keys, walk
 from .variables import Variable
 
@@ -582,6 +583,7 @@ def _register(cls: type[State]) -> None:
         return cls._view(dict(zip(keys, children)))
 
     jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+    exportable(cls)
 
 
 _register(State)
@@ -591,3 +593,4 @@ jax.tree_util.register_pytree_with_keys(
     FlatState.from_sorted_keys_values,
     lambda flat: (flat.leaves, flat.paths),
 )
+exportable(FlatState)

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from . import errors
 from .captures import Watch, notice
+from .pickling import exportable
 from .static import freeze, same_items
 from .tracing import Tracer, TraceRef, current_trace
 
@@ -612,6 +613,7 @@ def _register(kind: type[Variable]) -> None:
         lambda static, children: make_variable(kind, next(iter(children)), static.metadata),
         lambda v: ((v._value,), _static_half(v)),
     )
+    exportable(kind)
 
 
 _register(Variable)

@@ -42,8 +42,7 @@ def test_an_error_of_the_function_itself_is_left_alone():
         raise Own("mine")
 
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    mapped = nnx.shard_map(fail, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     with pytest.raises(Own, match="mine"):
-        nnx.shard_map(fail, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(
-            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2)
-        )
+        mapped(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2))
     assert len(calls) == 1
