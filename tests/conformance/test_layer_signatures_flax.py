@@ -15,7 +15,7 @@ import nnxlib as nnx
 flax = pytest.importorskip("flax.nnx")
 
 LAYERS = """BatchNorm Bidirectional Conv ConvTranspose Dropout Einsum Embed GroupNorm GRUCell InstanceNorm LayerNorm
-Linear LinearGeneral LSTMCell OptimizedLSTMCell PReLU RMSNorm RNN RNNCellBase Sequential SimpleCell SpectralNorm
+Linear LinearGeneral LSTMCell OptimizedLSTMCell PReLU RMSNorm RNN RNNCellBase SimpleCell SpectralNorm
 WeightNorm""".split()
 ELSEWHERE = {"flax.nnx.nn.attention", "flax.nnx.nn.lora"}  # tests/conformance has files of their own for these
 

@@ -52,6 +52,17 @@ def layers(lib, kind, param_dtype=jnp.float32):
 KINDS = st.sampled_from(["linear", "conv", "sequential"])
 
 
+def scales_are_learned():
+    """Version 0.12.8 keeps the scales of WeightNorm as arrays, which no gradient reaches."""
+    (scale,) = flax.WeightNorm(layers(flax, "linear")[0], rngs=flax.Rngs(0)).scales.values()
+    return isinstance(scale, flax.Param)
+
+
+with_learned_scales = pytest.mark.skipif(
+    not scales_are_learned(), reason="the scales of WeightNorm are no Params there"
+)
+
+
 def check(name, kind, kwargs, param_dtype=jnp.float32, tolerance=None):
     def run(lib):
         layer, x = layers(lib, kind, param_dtype)
@@ -70,7 +81,7 @@ def check(name, kind, kwargs, param_dtype=jnp.float32, tolerance=None):
     assert_close(grads, their_grads, tolerance and 4 * tolerance)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     KINDS,
     st.fixed_dictionaries(
@@ -82,7 +93,8 @@ def test_spectral_norm(kind, kwargs):
     check("SpectralNorm", kind, kwargs)
 
 
-@settings(max_examples=8)
+@with_learned_scales
+@settings(max_examples=6)
 @given(
     KINDS,
     st.fixed_dictionaries(
@@ -99,13 +111,14 @@ def test_weight_norm(kind, kwargs):
 
 
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # there
-@pytest.mark.parametrize("name", ["SpectralNorm", "WeightNorm"])
+@pytest.mark.parametrize("name", ["SpectralNorm", pytest.param("WeightNorm", marks=with_learned_scales)])
 def test_low_precision(name):
     """Norms are computed in float32 here, in bfloat16 there, so they agree to the precision of bfloat16."""
     check(name, "linear", {}, jnp.bfloat16, 3e-2)
     check(name, "linear", {"dtype": jnp.bfloat16}, jnp.float32, 3e-2)
 
 
+@with_learned_scales
 def test_filters():
     """`variable_filter` by path and by type; Params that it leaves are used as they are."""
     for make in (lambda lib: lib.PathContains("bias"), lambda lib: lib.Param):
