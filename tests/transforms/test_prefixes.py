@@ -273,3 +273,20 @@ def test_prefix_stands_above_a_pytree():
 def test_prefix_covers_every_leaf():
     with pytest.raises(PrefixError, match=r"has no filter that takes s \(BatchStat\)"):
         nnx.prefix(nnx.Dict(w=nnx.Param(1.0), s=nnx.BatchStat(2.0)), {nnx.Param: 0})
+
+
+def test_a_label_that_only_something_attached_inside_gets():
+    """No leaf of the arguments has the label None, nor the replicated sharding; what the function attaches does."""
+
+    def attach(m):
+        m.count = nnx.BatchStat(jnp.zeros(()))
+
+    axes = nnx.StateAxes({nnx.BatchStat: None, ...: 0})
+    m = nnx.Module()
+    m.w = nnx.Param(jnp.ones((4, 2)))
+    nnx.vmap(attach, in_axes=axes)(m)
+    assert m.count.shape == ()
+    del m.count
+    replicated = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
+    nnx.jit(attach, in_shardings=(nnx.StateSharding({nnx.BatchStat: replicated, ...: None}),))(m)
+    assert m.count.sharding.is_equivalent_to(replicated, 0)
