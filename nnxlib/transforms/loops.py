@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..core.errors import format_path
 from ..core.graph import Layout, count_leaves, pack
+from ..core.tracing import at_top_level
 from .body import Body, delta_of, positions_of, trace_body
 from .body_checks import BodyError, check_same_output, check_types, refuse_structure, widened
 from .lift import Arguments, resolve
@@ -82,7 +83,9 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     packed = pack(Arguments((init_val, bound, jnp.asarray(lower)), {}))
     layout = packed.layout
     first, last = _known(lower), _known(upper)
-    static = first is not None and last is not None
+    # With known bounds the loop can be differentiated in reverse. At top level nothing differentiates it, and one
+    # program serves all bounds.
+    static = first is not None and last is not None and (unroll is not None or not at_top_level())
 
     def apply(value: Any, bound: Any, i: Any) -> Arguments:
         return Arguments((step(*bound[0], i, value, **bound[1]), bound, i), {})
@@ -92,9 +95,10 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
             *leaves, stop = leaves
             index_type = jnp.result_type(leaves[-1])
             loop = _loop(layout, apply, leaves, "body of fori_loop")
+            start, stop = (first, last) if static else _promoted(leaves[-1], stop)
             carry = jax.lax.fori_loop(
-                first if static else leaves[-1],
-                last if static else stop,
+                start,
+                stop,
                 lambda i, carry: loop.step([*loop.leaves(carry)[:-1], jax.lax.convert_element_type(i, index_type)]),
                 loop.carry,
                 unroll=unroll,
@@ -108,11 +112,16 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
 
 
 def _known(bound: Any) -> int | None:
-    """The value of a bound, or None if it is traced. With known bounds the loop can be differentiated in reverse."""
+    """The value of a bound, or None if it is traced."""
     try:
         return operator.index(bound)
     except TypeError:
         return None
+
+
+def _promoted(*bounds: Any) -> list[Any]:
+    wide = jnp.result_type(*bounds)
+    return [jax.lax.convert_element_type(bound, wide) for bound in bounds]
 
 
 def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _Loop:

@@ -264,7 +264,6 @@ def test_eager_calls_trace_as_often_as_jax_does():
     assert [f.count for f in ours] == [f.count for f in theirs] == [1, 1, 1]
 
 
-@pytest.mark.xfail(strict=True, reason="known bounds are part of the program, so each pair of them traces once")
 def test_other_bounds_do_not_trace_again_as_in_jax():
     ours, theirs = counted(lambda i, x: x + 1), counted(lambda i, x: x + 1)
     for upper in (2, 3, 4):
