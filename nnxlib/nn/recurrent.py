@@ -324,6 +324,13 @@ class _LongShortTermCell(_GatedCell):
         c, h = self._initial_vectors(2, input_shape, rngs, carry_init)
         return c, h
 
+    def _checked_pair(self, carry: tuple[Array, Array], inputs: Array) -> tuple[Array, Array]:
+        if not (isinstance(carry, tuple | list) and len(carry) == 2):  # an array of two rows would come apart, too
+            raise input_error(self, "a carry (c, h)", carry)
+        c, h = carry
+        self._check(inputs, c, h)
+        return c, h
+
     def _remember(self, c: Array, i: Array, f: Array, g: Array, o: Array) -> tuple[tuple[Array, Array], Array]:
         """Keep part of ``c``, add to it, and show part of it; the arguments are what enters the gates."""
         gate, activation = self.gate_fn, self.activation_fn
@@ -377,8 +384,7 @@ class LSTMCell(_LongShortTermCell):
         Raises:
           LayerInputError: if the shape of the input or of the carry does not fit.
         """
-        c, h = carry
-        self._check(inputs, c, h)
+        c, h = self._checked_pair(carry, inputs)
         i = _sum(self.ii(inputs), self.hi(h))
         f = _sum(self.if_(inputs), self.hf(h))
         g = _sum(self.ig(inputs), self.hg(h))
@@ -408,8 +414,7 @@ class OptimizedLSTMCell(_LongShortTermCell):
 
     def __call__(self, carry: tuple[Array, Array], inputs: Array) -> tuple[tuple[Array, Array], Array]:
         """Make one step; see :meth:`LSTMCell.__call__`."""
-        c, h = carry
-        self._check(inputs, c, h)
+        c, h = self._checked_pair(carry, inputs)
         return self._remember(c, *_chunks(_sum(self.dense_i(inputs), self.dense_h(h)), 4))
 
 
@@ -519,7 +524,7 @@ class RNN(Module):
         return_carry: bool = False,
         reverse: bool = False,
         keep_order: bool = False,
-        unroll: int = 1,
+        unroll: int | bool = 1,
         state_axes: Mapping[Filter, Any] | None = None,
         broadcast_rngs: Filter | None = None,
         rngs: Rngs | RngStream | bool = True,
@@ -618,8 +623,8 @@ class RNN(Module):
         return backups
 
 
-@functools.lru_cache(maxsize=256)
-def _loop(state_axes: StateAxes, time_axis: int, unroll: int, reverse: bool, only: Filter | None) -> Callable:
+@functools.lru_cache(maxsize=256, typed=True)  # unroll=True is not unroll=1
+def _loop(state_axes: StateAxes, time_axis: int, unroll: int | bool, reverse: bool, only: Filter | None) -> Callable:
     """The scan of a cell; kept, since it keeps its compiled programs."""
     return scan(
         _step if only is None else _repeating(only),
