@@ -220,10 +220,17 @@ def test_wrong_axes_are_errors_that_say_what_and_where(case):
         call()
 
 
-@pytest.mark.xfail(strict=True, reason="a filter of StateAxes that takes nothing is silent; flax is silent, too")
-def test_a_filter_that_takes_nothing_is_an_error():
-    with pytest.raises(errors.PrefixError):
-        nnx.vmap(read, in_axes=(nnx.StateAxes({nnx.BatchStat: 0, ...: None}), 0))(Layer(), XS)
+def test_a_filter_may_take_nothing():
+    """It may be for what the function attaches, or for a kind of layer that this model does not have."""
+    axes = nnx.StateAxes({nnx.BatchStat: 0, nnx.Intermediate: 0, ...: None})
+    m = Layer()
+
+    def f(m, x):
+        m.seen = nnx.Intermediate(x)
+        return m.read(x)
+
+    np.testing.assert_array_equal(nnx.vmap(f, in_axes=(axes, 0))(m, XS), jax.vmap(m.read)(XS))
+    np.testing.assert_array_equal(m.seen.value, XS)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
