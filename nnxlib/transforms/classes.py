@@ -29,7 +29,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax.tree_util as jtu
 
@@ -39,20 +39,37 @@ from ..core.objects import Pytree, is_data, new_node
 from ..core.static import Const
 from ..core.variables import MISSING
 
-R = TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+Class = TypeVar("Class", bound=type)
 Methods = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 
-def lifts_classes(*default: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+class Transform(Protocol[P, R]):
+    """A transform of functions, which takes a class, too."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, cls: Class, /, *, methods: Methods, **options: Any) -> Class: ...
+    @overload
+    def __call__(self, cls: functools.partial, /, *, methods: Methods, **options: Any) -> functools.partial: ...
+    @overload
+    def __call__(self, *, methods: Methods, **options: Any) -> Callable[[Class], Class]: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
     """Let a transform of functions take classes, with a further keyword argument ``methods``.
 
     ``methods`` is the name of a method or several, or a mapping from names to options of the transform that are only
     for this method. ``default`` are the methods where it is not given; if there are none, a class is a function.
     """
 
-    def decorate(transform: Callable[..., R]) -> Callable[..., R]:
+    def decorate(transform: Callable[P, R]) -> Transform[P, R]:
         parameters = inspect.signature(transform).parameters
-        name = next(iter(parameters))
+        name, plain = next(iter(parameters)), cast(Callable[..., R], transform)
 
         @functools.wraps(transform)
         def wrapper(*args: Any, methods: Methods | None = None, **options: Any) -> Any:
@@ -68,13 +85,13 @@ def lifts_classes(*default: str) -> Callable[[Callable[..., R]], Callable[..., R
             if methods is not None and not is_class:
                 raise ArgumentError(f"methods={methods!r} is for a class of Modules, but got {f!r}.")
             if not (is_class and chosen):
-                return transform(f, *args[1:], **options)
+                return plain(f, *args[1:], **options)
             return _rebound(f, lifted_class(wrapper, target, _options_by_method(chosen, given)))
 
         wrapper._nnx_transform = transform  # type: ignore[attr-defined]
         methods_parameter = inspect.Parameter("methods", inspect.Parameter.KEYWORD_ONLY, default=None)
         wrapper.__signature__ = _with_parameter(transform, methods_parameter)  # type: ignore[attr-defined]
-        return wrapper
+        return cast(Transform[P, R], wrapper)
 
     return decorate
 

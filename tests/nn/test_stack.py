@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -341,3 +343,35 @@ def test_it_is_a_module_like_any_other():
         ("layers", "norm", "bias"),
         ("layers", "norm", "scale"),
     }
+
+
+def test_called_again_eagerly_it_is_not_traced_again_and_it_is_freed():
+    calls = []
+
+    class Counted(Block):
+        def __call__(self, x):
+            calls.append(1)
+            return super().__call__(x)
+
+    m = stack(lambda rngs: Counted(4, rngs=rngs), remat=(2, 3))
+    for _ in range(3):
+        m(X)
+    assert len(calls) == 1
+    layers = weakref.ref(m.layers)
+    del m
+    gc.collect()
+    assert layers() is None
+
+
+def test_each_layer_is_known_by_the_path_under_which_it_is_stored():
+    """In the name scopes of the compiled program, and in messages, inside whatever transforms."""
+
+    @nnx.jit
+    def forward(model, x):
+        return nnx.remat(lambda model, x: model.inner(x))(model, x)
+
+    model = nnx.Dict(inner=stack(remat=(2, 3)))
+    assert "layers/linear/dot_general" in forward.lower(model, X).as_text(debug_info=True)
+    with pytest.raises(ValueError, match="takes inputs of shape") as found:
+        forward(model, jnp.ones((2, 3)))
+    assert found.value.__notes__[0].startswith("in inner.layers.linear (Linear)")

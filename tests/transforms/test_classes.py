@@ -224,3 +224,23 @@ def test_a_failing_method_changes_nothing():
         with pytest.raises(KeyError, match="failed"):
             m(X)
         before.assert_unchanged()
+
+
+def test_options_that_differ_make_classes_that_differ():
+    a, b = (nnx.remat(Coder, policy=jax.checkpoint_policies.save_only_these_names(name)) for name in "ab")
+    assert a is not b
+
+
+def test_a_transform_as_a_decorator_with_methods():
+    @nnx.jit(methods=["encode", "decode"])
+    class Jitted(Coder):
+        pass
+
+    @nnx.vmap(methods={"loss": {"in_axes": (None, 0)}})
+    class Losses(Layer):
+        def loss(self, x):
+            return self.read(x).sum()
+
+    assert Jitted.__name__ == "JitJitted"
+    np.testing.assert_allclose(coder(Jitted)(X), coder()(X), rtol=1e-6)
+    assert Losses().loss(jnp.stack([X, X])).shape == (2,)

@@ -223,3 +223,33 @@ def test_inside_jit_and_scan_no_tracer_leaks():
     np.testing.assert_allclose(m.w.value, 4.0)
     assert m.calls.value == 2
     assert_no_tracer(m)
+
+
+class Lazy(nnx.Module):
+    """Makes its parameter at the first call."""
+
+    def __call__(self, x):
+        if not hasattr(self, "w"):
+            self.w = nnx.Param(jnp.full(3, 4.0))
+        return self.w * x
+
+
+def test_what_the_function_makes_is_stored_through_trans_out():
+    m = Lazy()
+    mapped = nnx.map_variables(run, nnx.Param, twice, half)
+    np.testing.assert_array_equal(mapped(m, X), 4 * X)
+    np.testing.assert_array_equal(m.w.value, 2.0)
+    np.testing.assert_array_equal(mapped(m, X), 4 * X)
+    fresh = Lazy()
+    before = Snapshot(fresh)
+    with pytest.raises(ValueError, match=r"changes args\[0\]\.w, .*no trans_out"):
+        nnx.map_variables(run, nnx.Param, twice)(fresh, X)
+    before.assert_unchanged()
+
+
+def test_a_class_stores_transformed_parameters_from_the_beginning():
+    """Linen's `init=True` is `__init__` among the methods."""
+    cls = nnx.map_variables(nnx.Linear, nnx.Param, twice, half, methods=["__init__", "__call__"])
+    m, plain = cls(3, 2, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(m.kernel.value, plain.kernel.value / 2)
+    np.testing.assert_allclose(m(X), plain(X), rtol=1e-6)
