@@ -19,7 +19,7 @@ from ..core.errors import ArgumentError, StateMismatchError, describe, format_pa
 from ..core.graph import build, pack
 from ..core.graphdef import differences
 from ..core.module import Module
-from ..core.objects import is_data, new_node
+from ..core.objects import Node, is_data, new_node
 from ..core.ops import clone, update
 from ..core.ops import state as state_of
 from ..core.rngs import Rngs, RngStream
@@ -70,7 +70,8 @@ class Stack(Module):
     (3, 'Block', (4, 4))
 
     Raises:
-      ArgumentError: if ``depth`` is not a positive number, or does not fit the lengths of ``remat``.
+      ArgumentError: if ``depth`` is not a positive number, or does not fit the lengths of ``remat``; or if
+        ``make_layer`` does not return a Module that can be called.
       BodyError: when called, if a layer returns another shape, dtype or structure than it takes.
     """
 
@@ -91,9 +92,9 @@ class Stack(Module):
         self._set_up(depth, remat, policy, unroll, has_aux, partition)
         names = {"axis_size": depth, "transform_metadata": self._metadata()}
         if rngs is None:
-            self.layers = vmap(lambda: make_layer(), **names)()
+            self.layers = _checked(vmap(lambda: make_layer(), **names)())
         else:
-            self.layers = vmap(lambda rngs: make_layer(rngs=rngs), **names)(rngs.fork(split=depth))
+            self.layers = _checked(vmap(lambda rngs: make_layer(rngs=rngs), **names)(rngs.fork(split=depth)))
 
     @classmethod
     def from_layers(
@@ -138,7 +139,7 @@ class Stack(Module):
         stacked = [jax.tree.map(lambda *xs: jnp.stack(xs), *column) for column in columns]
         self = new_node(cls)
         self._set_up(len(layers), remat, policy, unroll, has_aux, partition)
-        self.layers, _ = build(pack(sample).layout, stacked)
+        self.layers = _checked(build(pack(sample).layout, stacked)[0])
         return self
 
     def _set_up(self, depth: int, remat: Any, policy: Any, unroll: Any, has_aux: bool, partition: str | None) -> None:
@@ -164,9 +165,9 @@ class Stack(Module):
           What the last layer returns; with ``has_aux``, a pair of that and the stacked ``aux`` of all layers.
         """
         positional, named = _parted(dict(enumerate(args))), _parted(kwargs)
-        step = functools.partial(_step, positional[1], named[1])
+        step = functools.partial(_step, static_args=positional[1], static_kwargs=named[1])
         options: dict[str, Any] = {
-            "in_axes": (_AS_IN_A_LOOP, Carry, _LAYERS),
+            "in_axes": (Carry, _AS_IN_A_LOOP, _LAYERS),
             "out_axes": (Carry, 0) if self.has_aux else Carry,
             "unroll": self.unroll,
             "transform_metadata": self._metadata(),
@@ -177,7 +178,7 @@ class Stack(Module):
         else:
             forward = scan(step, length=self.depth, **options)
         try:
-            return forward((positional[0], named[0]), x, self)
+            return forward(x, (positional[0], named[0]), self)
         except BodyError as error:
             error.add_note("The layers of a Stack follow each other: each returns what the next one takes.")
             raise
@@ -229,13 +230,19 @@ _LAYERS = StateAxes([(lambda path, leaf: path[0] == "layers", 0), (..., None)]) 
 _AS_IN_A_LOOP = StateAxes({Variable: Carry, ...: None})
 
 
+def _checked(layers: Any) -> Any:
+    if not (isinstance(layers, Node) and callable(layers)):
+        raise ArgumentError(f"The layers of a Stack are Modules that can be called, not {describe(layers)}.")
+    return layers
+
+
 def _parted(values: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The values that JAX is to trace, and those that are to stay as they are."""
     data = {key: value for key, value in values.items() if is_data(value)}
     return data, {key: value for key, value in values.items() if key not in data}
 
 
-def _step(static_args: dict, static_kwargs: dict, data: tuple[dict, dict], x: Any, stack: Stack) -> Any:
+def _step(x: Any, data: tuple[dict, dict], stack: Stack, *, static_args: dict, static_kwargs: dict) -> Any:
     args, kwargs = data
     args = {**static_args, **args}
     return stack.layers(x, *(args[i] for i in range(len(args))), **static_kwargs, **kwargs)

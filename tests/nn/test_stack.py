@@ -238,8 +238,9 @@ def test_a_stack_of_existing_layers():
             "layers 0 and 1 dif",
         ),
         ([nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(3))], r"is float32\[2\] in layer 0 and float32\[3\] in layer 1"),
+        ([Other(), Other()], "Modules that can be called, not Other"),
     ],
-    ids=["none", "structure", "shape"],
+    ids=["none", "structure", "shape", "not callable"],
 )
 def test_layers_that_differ_cannot_be_stacked(layers, message):
     with pytest.raises(errors.ArgumentError, match=message):
@@ -275,10 +276,15 @@ def test_bad_options_are_errors(depth, options, message):
         stack(depth=depth, **options)
 
 
+def test_what_is_not_a_layer_is_an_error():
+    with pytest.raises(errors.ArgumentError, match=r"Modules that can be called, not float32\[3, 2\]"):
+        nnx.Stack(lambda: jnp.ones(2), 3)
+
+
 def test_a_layer_that_returns_another_shape_is_an_error_and_changes_nothing():
     m = stack(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
     before = Snapshot(m)
-    with pytest.raises(TypeError, match=r"float32\[2, 4\] became float32\[2, 3\]") as found:
+    with pytest.raises(TypeError, match=r"args\[0\]: float32\[2, 4\] became float32\[2, 3\]") as found:
         m(X)
     assert "each returns what the next one takes" in found.value.__notes__[-1]
     before.assert_unchanged()
