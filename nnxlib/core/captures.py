@@ -9,7 +9,8 @@ would be frozen for ever, so a jitted function finds out what it captures, and t
    trace, so the function may read and write them through whatever reference it has. Afterwards, also when it fails,
    they are exactly as before; what changed is in the Delta, and is committed as for any argument.
 
-Functions without closures pay one test of :attr:`Watch.count` per read, and only while something is being traced.
+Modules that the function names itself are captured from the start; whether it still refers to the same objects, each
+call finds out by ``references.py``. Functions without closures pay one test of :attr:`Watch.count` per read, and only while something is being traced.
 """
 
 from __future__ import annotations

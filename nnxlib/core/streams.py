@@ -54,12 +54,23 @@ def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
         stream.count.set_value(count)
 
 
+def _stream_filter(only: Filter) -> Callable[[Path, RngStream], bool]:
+    """A stream is taken when it is taken itself, or both of its Variables are (``nnx.RngState``)."""
+    predicate = to_predicate(only)
+
+    def takes(path: Path, stream: RngStream) -> bool:
+        parts = [((*path, name), getattr(stream, name)) for name in ("key", "count")]
+        return predicate(path, stream) or all(predicate(*part) for part in parts)
+
+    return takes
+
+
 def _streams(node: Any, only: Filter = ...) -> list[tuple[Path, RngStream]]:
     """The streams of a node that the filter takes, one for each count: some share it under two names."""
-    predicate = to_predicate(only)
+    takes = _stream_filter(only)
     found: dict[int, tuple[Path, RngStream]] = {}
     for path, x in iter_graph(node):
-        if isinstance(x, RngStream) and predicate(path, x):
+        if isinstance(x, RngStream) and takes(path, x):
             found.setdefault(id(x.count), (path, x))
     return list(found.values())
 

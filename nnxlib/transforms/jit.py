@@ -28,12 +28,13 @@ import jax.tree_util as jtu
 from ..core.captures import CapturedObjects, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, format_path, reachable
 from ..core.filters import looks_at_values
-from ..core.graph import LEAF, Layout, NodeRow, Packed, Ref, StaticArgument, Tree, commit, pack, value_of
+from ..core.graph import LEAF, Layout, NodeRow, Packed, Ref, StaticArgument, Tree, commit, pack, trace_of, value_of
 from ..core.graphdef import differences
 from ..core.objects import Node, is_node
 from ..core.records import record_of
+from ..core.references import named_in, ways_from
 from ..core.static import freeze
-from ..core.tracing import at_top_level
+from ..core.tracing import at_top_level, current_trace
 from ..core.variables import MISSING, Variable, get_value_slot, set_value_slot
 from .abstract import eval_packed
 from .classes import lifts_classes
@@ -171,58 +172,46 @@ class _Captures:
 
     def __init__(self, function: Callable):
         self._function = function
-        self.references: list[weakref.ref] = []
-        self._places: list[tuple[Callable[[], Any], weakref.ref]] = []  # where the function refers to them directly
+        self.references: list[weakref.ref] | None = None  # None: not yet looked for
+        self._unchanged: list[Callable[[], bool]] = []  # whether the function still refers to these very objects
 
     def add(self, roots: Sequence[Any]) -> None:
         if not {id(root) for root in roots} - {id(root) for root in self.objects()}:
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
-        self.references += [weakref.ref(root) for root in self._whole(roots)]
-        known = {id(root): root for root in self.objects()}
-        places = [(place, place()) for place in _places(self._function)]
-        self._places = [(place, weakref.ref(x)) for place, x in places if id(x) in known]
+        ways = ways_from(self._function)
+        named = [way.value for way in ways if isinstance(way.value, Node)]
+        self.references = (self.references or []) + [weakref.ref(root) for root in _whole(roots, named)]
+        known = {id(root) for root in self.objects()}
+        self._unchanged = [check for way in ways if id(way.value) in known for check in way.checks()]
 
-    def _whole(self, roots: Sequence[Any]) -> list[Any]:
-        """In place of a part of a Module that the function refers to by name, that Module: it may get other parts."""
-        named = [x for x in (place() for place in _places(self._function)) if isinstance(x, Node)]
-        parts = [(x, {id(part) for _, part in reachable(x, set())}) for x in named]
-        whole = [next((x for x, below in parts if id(root) in below), root) for root in roots]
-        return list({id(x): x for x in whole}.values())
+    def look(self) -> None:
+        """Before the first trace: what the function names itself, it may ask for no more than a static attribute."""
+        if self.references is None:
+            self.references = []
+            named = [x for x in named_in(self._function) if isinstance(x, Node)]
+            here = [x for x in named if trace_of(x) is current_trace()]
+            if here:
+                raise CapturedObjects(here)
 
     def objects(self) -> tuple[Any, ...]:
         """The objects; none, so that they are looked for anew, if one is gone or the function refers to another now."""
-        found = tuple([reference() for reference in self.references])
-        if any(x is None for x in found) or any(place() is not reference() for place, reference in self._places):
-            self.references, self._places = [], []
+        found = tuple([reference() for reference in self.references or ()])
+        if any(x is None for x in found) or not all(check() for check in self._unchanged):
+            self.references, self._unchanged = None, []
             return ()
         return found
+
+
+def _whole(roots: Sequence[Any], named: Sequence[Node]) -> list[Any]:
+    """In place of a part of a Module that the function refers to, that Module: it may get other parts."""
+    parts = [(x, {id(part) for _, part in reachable(x, set())}) for x in named]
+    whole = [next((x for x, below in parts if id(root) in below), root) for root in roots]
+    return list({id(x): x for x in whole}.values())
 
 
 _CAPTURED = """\
 The function uses objects ({names}) that belong to another trace, in a way that nnx.jit cannot follow. Pass them as \
 arguments."""
-
-
-def _places(function: Callable) -> list[Callable[[], Any]]:
-    """How to look up what a function refers to directly: its closure, its defaults, the globals that it names."""
-    function = inspect.unwrap(function)
-    cells = getattr(function, "__closure__", None) or ()
-    namespace = getattr(function, "__globals__", {})
-    names, codes = set[str](), [getattr(function, "__code__", None)]
-    while codes:
-        code = codes.pop()
-        if code is not None:
-            names.update(code.co_names)
-            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    found: list[Callable[[], Any]] = [functools.partial(_contents, cell) for cell in cells]
-    return found + [functools.partial(namespace.get, name) for name in sorted(names & namespace.keys())]
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
 
 
 class JitWrapped:
@@ -296,6 +285,7 @@ class JitWrapped:
         return out
 
     def _call_packed(self, arguments: Arguments, key: tuple | None) -> Any:
+        self._captures.look()
         packed = pack(arguments)
         plan = self._plan(packed, arguments, at_top_level())
         found = None if key is None else _gather(arguments[:] if arguments.captured else arguments[:2])
@@ -325,10 +315,11 @@ class JitWrapped:
         return self._stage("trace", args, kwargs)
 
     def _stage(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Stage:
-        arguments = self._arguments(args, kwargs)
-        packed = pack(arguments)
-        plan = self._plan(packed, arguments, True)
         try:
+            self._captures.look()
+            arguments = self._arguments(args, kwargs)
+            packed = pack(arguments)
+            plan = self._plan(packed, arguments, True)
             with plan.lending(lambda: packed.objects):
                 stage = getattr(plan.jitted, name)(*plan.crossing.split(packed.leaves))
         except CapturedObjects as found:

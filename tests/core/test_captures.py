@@ -75,13 +75,21 @@ def test_every_change_of_a_captured_module_is_seen(form):
 
 
 def test_traces_are_made_again_once():
-    """A function with a closure is traced twice at first, then never again; one without is traced once."""
+    """A function that captures what it does not name is traced twice at first, then never again; others once."""
     layer, traces = Layer(), []
-    with_closure = nnx.jit(lambda x: (traces.append(1), layer(x))[1])
+    held = [layer]
+    for captured, times in ((lambda: held[0], 2), (lambda: layer, 1)):
+        with_closure = nnx.jit(lambda x, captured=captured: (traces.append(1), captured()(x))[1])
+        for _ in range(4):
+            with_closure(X)
+            layer.w.value += 1
+        assert len(traces) == 2, times
+        traces.clear()
+    naming = nnx.jit(lambda x: (traces.append(1), layer(x))[1])
     for _ in range(4):
-        with_closure(X)
+        naming(X)
         layer.w.value += 1
-    assert len(traces) == 2
+    assert len(traces) == 1
     traces.clear()
     without = nnx.jit(lambda layer, x: (traces.append(1), layer(x))[1])
     for _ in range(4):

@@ -234,3 +234,12 @@ def test_two_rules_for_one_stream_are_an_error():
     with pytest.raises(ValueError, match=r"RngStream at params is taken by split \(WithTag\('params'\)\) and fork"):
         with_rngs(m.rngs, split={"params": 2}, fork=["params"])
     assert facts(m) == before
+
+
+def test_a_filter_may_name_the_variables_of_a_stream():
+    """`nnx.RngState` takes both Variables of each stream, so it takes the stream."""
+    rngs = nnx.Rngs(params=0, dropout=1)
+    with nnx.split_rngs(rngs, splits=2, only=nnx.RngState):
+        assert rngs.params.key.shape == rngs.dropout.key.shape == (2,)
+    with nnx.split_rngs(rngs, splits=2, only=nnx.RngKey):
+        assert rngs.params.key.shape == ()

@@ -119,7 +119,6 @@ def test_closures(graph: Graph, program: tuple, edits: tuple) -> None:
         assert_same(eager.call(lambda *args: run(edits, args)), jitted.call(lambda *args: run(edits, args)))
 
 
-@pytest.mark.xfail(reason="the attributes of a plain object are not looked at again while what they held is alive")
 def test_a_closure_over_a_plain_object() -> None:
     """A Module that is reached through an object that nnxlib does not know, and is exchanged there."""
     holder, old, new = types.SimpleNamespace(), Block(), Block()
@@ -130,7 +129,6 @@ def test_a_closure_over_a_plain_object() -> None:
         assert f() == model.a.value
 
 
-@pytest.mark.xfail(reason="reading nothing but a static attribute of a captured Module is not seen")
 def test_a_closure_that_reads_a_flag_only() -> None:
     """A function that depends on nothing but a static attribute of a captured Module."""
     model = Block()

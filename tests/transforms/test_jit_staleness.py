@@ -419,7 +419,6 @@ def test_a_closure_sees_what_its_names_refer_to_now():
     np.testing.assert_array_equal(jitted(1.0), model(1.0))
 
 
-@pytest.mark.xfail(reason="what a captured object was reached through is looked at only where the function names it")
 @pytest.mark.parametrize("holder", ["dict", "object"])
 def test_a_closure_through_a_plain_container(holder):
     """A Module that a closure reaches through a dict or a plain object, replaced there while the old one lives on."""
@@ -434,7 +433,6 @@ def test_a_closure_through_a_plain_container(holder):
     np.testing.assert_array_equal(jitted(1.0), second(1.0))
 
 
-@pytest.mark.xfail(reason="a plain list in a closure is not compared")
 def test_a_closure_over_a_plain_list_that_grows():
     """A Module appended to a plain list that the function iterates over."""
     layers = [Layer(1.0)]

@@ -1,0 +1,79 @@
+"""The ways from a function to what it refers to, and whether they still lead there."""
+
+import functools
+import types
+
+import jax.numpy as jnp
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.references import named_in, ways_from
+
+GLOBAL = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+
+
+def names_a_global(x, default=(1, 2), *, named=GLOBAL):
+    return GLOBAL.w * x
+
+
+def test_a_function_names_its_closure_its_defaults_and_globals():
+    local = nnx.Dict()
+    found = named_in(lambda: (local, GLOBAL))
+    assert any(x is local for x in found)
+    assert any(x is GLOBAL for x in found)
+    assert any(x is GLOBAL for x in named_in(names_a_global))
+    assert named_in(functools.partial(names_a_global)) == []
+
+
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+
+    def step(self):
+        return self.model
+
+
+def ways():
+    """For each kind of way: a function, and a change after which it leads to another object."""
+    old, new = nnx.Dict(), nnx.Dict()
+    listed, named, plain, tupled = [old], {"m": old}, types.SimpleNamespace(m=old), ({"m": [old]},)
+    trainer = Trainer(old)
+    bound = functools.partial(lambda m: m, old)
+
+    def helper():
+        return named["m"]
+
+    return {
+        "list": (old, lambda: listed[0], lambda: listed.__setitem__(0, new)),
+        "list that grows": (old, lambda: listed, lambda: listed.append(new)),
+        "list that shrinks": (old, lambda: listed, listed.clear),
+        "dict": (old, lambda: named["m"], lambda: named.update(m=new)),
+        "plain object": (old, lambda: plain.m, lambda: setattr(plain, "m", new)),
+        "nested": (old, lambda: tupled, lambda: tupled[0]["m"].__setitem__(0, new)),
+        "method": (old, trainer.step, lambda: setattr(trainer, "model", new)),
+        "another function": (old, lambda: helper(), lambda: named.update(m=new)),
+        "partial": (old, lambda: bound, None),
+    }
+
+
+@pytest.mark.parametrize("kind", ways())
+def test_a_way_is_followed_again(kind):
+    old, function, change = ways()[kind]
+    (way,) = [way for way in ways_from(function) if way.value is old]
+    checks = list(way.checks())
+    assert all(check() for check in checks)
+    if change is not None:
+        change()
+        assert not all(check() for check in checks)
+
+
+def test_nodes_are_not_looked_into():
+    inner = nnx.Dict()
+    outer = nnx.Dict(inner=inner)
+    assert not [way for way in ways_from(lambda: outer) if way.value is inner]
+
+
+def test_cycles_end():
+    held = []
+    held.append(held)
+    assert len(ways_from(lambda: held)) < 20
