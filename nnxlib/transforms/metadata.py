@@ -9,10 +9,12 @@ from typing import Any
 from ..core.filters import Filter
 from ..core.variables import MISSING
 from .axes import PARTITION_NAME, axis_name_in
+from .classes import lifts_classes
 from .prefixes import StateAxes
 from .vmap import mapped
 
 
+@lifts_classes()
 def transform_metadata(
     f: Callable = MISSING, *, in_axes: Any = 0, out_axes: Any = 0, partition: str | None = None
 ) -> Callable:
@@ -42,6 +44,7 @@ def transform_metadata(
     return mapped(f, lambda pure, lanes: pure, in_axes, out_axes, "transform_metadata", partition)
 
 
+@lifts_classes()
 def add_metadata_axis(
     f: Callable = MISSING,
     *,

@@ -17,6 +17,7 @@ from .models import Layer, X
 
 TRANSFORMS = ["jit", "vmap", "pmap", "scan", "remat_scan", "remat", "checkpoint", "grad", "value_and_grad", "jacfwd"]
 TRANSFORMS += ["jacrev", "hessian", "shard_map", "make_jaxpr", "checkify", "named_call", "map_variables"]
+TRANSFORMS += ["transform_metadata", "add_metadata_axis"]
 
 
 class Coder(nnx.Module):
@@ -63,6 +64,7 @@ def test_every_transform_takes_a_class(name):
     options = {
         "remat_scan": {"lengths": (2,)},
         "map_variables": {"trans_in": lambda s: s},
+        "add_metadata_axis": {"variable_axes": {nnx.Param: 0}},
         "shard_map": {"mesh": jax.make_mesh((1,), "x"), "in_specs": jax.P(), "out_specs": jax.P()},
     }.get(name, {})
     cls = transform(Coder, methods="decode", **options)
