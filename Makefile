@@ -59,6 +59,7 @@ check: $(call env,dev)/.installed
 
 bench: $(call env,bench)/.installed
 	$(<D)/bin/python -m benchmarks.dispatch $(ARGS)
+	$(<D)/bin/python -m benchmarks.layers $(ARGS)
 
 clean:
 	rm -rf .venv demo_output .coverage .pytest_cache .ruff_cache .hypothesis build dist

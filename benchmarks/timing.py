@@ -255,7 +255,7 @@ def main(run: Callable[[bool], Report], description: str, packages: Sequence[str
     """Run a benchmark from the command line: `--quick` for a rough look, `--markdown FILE` to keep the tables."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a few seconds: less work and fewer samples")
-    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="also write the tables to FILE")
+    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="also append the tables to FILE")
     options = parser.parse_args()
     start = time.perf_counter()
     about = environment(packages)
@@ -264,4 +264,5 @@ def main(run: Callable[[bool], Report], description: str, packages: Sequence[str
     print("\n\n".join(["\n".join(about), *(table.terminal() for table in report.tables), "\n".join(remarks)]))
     if options.markdown:
         text = "\n\n".join([*about, *(table.markdown() for table in report.tables), *remarks])
-        options.markdown.write_text(text + "\n")
+        with options.markdown.open("a") as file:  # several benchmarks may share a file
+            file.write(f"# {description}\n\n{text}\n\n")
