@@ -123,8 +123,18 @@ class _LabelsByFunction(PrefixMapping):
     """Labels that a function of path and leaf gives; ``labels`` are those that it can give."""
 
     def __init__(self, function: Callable[[tuple, Any], Label], labels: Sequence[Label]):
-        super().__init__([(function, label) for label in labels])
-        self._function = function
+        super().__init__({})
+        self._function, self._labels = function, tuple(labels)
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return self._labels
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LabelsByFunction) and self._function == other._function
+
+    def __hash__(self) -> int:
+        return hash(self._function)
 
     def resolve(self, path: tuple, leaf: Any) -> Label:
         return self._function(path, leaf)
