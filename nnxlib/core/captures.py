@@ -10,7 +10,8 @@ would be frozen for ever, so a jitted function finds out what it captures, and t
    they are exactly as before; what changed is in the Delta, and is committed as for any argument.
 
 Modules that the function names itself are captured from the start; whether it still refers to the same objects, each
-call finds out by ``references.py``. Functions without closures pay one test of :attr:`Watch.count` per read, and only while something is being traced.
+call finds out by ``references.py``. Functions without closures pay one test of :attr:`Watch.count` per read, and only
+while something is being traced.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from .filters import Filter, filters_to_predicates
 from .objects import Pytree, attributes_of, new_node
 from .programs import step
 from .tracing import Tracer
-from .variables import RngCount, RngKey, Variable
+from .variables import RngCount, RngKey, RngState, Variable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -252,6 +252,11 @@ class RngStream(_Samplers, Pytree):
 
     key: RngKey[jax.Array]
     count: RngCount[jax.Array]
+
+    @property
+    def type(self) -> type:
+        """What a stream is to filters, as its Variables are: ``nnx.split_rngs(model, splits=4, only=nnx.RngState)``."""
+        return RngState
 
     def __init__(self, key: RngValue, *, tag: str):
         root = as_key(key)

@@ -54,29 +54,12 @@ def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
         stream.count.set_value(count)
 
 
-StreamFilter = Callable[[Path, RngStream], bool]
-
-
-def _stream_filter(only: Filter) -> StreamFilter:
-    """A stream is taken when it is taken itself, or both of its Variables are (``nnx.RngState``)."""
+def _streams(node: Any, only: Filter = ...) -> list[tuple[Path, RngStream]]:
+    """The streams of a node that the filter takes, one for each count: some share it under two names."""
     predicate = to_predicate(only)
-
-    def takes(path: Path, stream: RngStream) -> bool:
-        parts = [((*path, name), getattr(stream, name)) for name in ("key", "count")]
-        return predicate(path, stream) or all(predicate(*part) for part in parts)
-
-    return takes
-
-
-def _everything(path: Path, stream: RngStream) -> bool:
-    return True
-
-
-def _streams(node: Any, takes: StreamFilter = _everything) -> list[tuple[Path, RngStream]]:
-    """The streams of a node that a filter takes, one for each count: some share it under two names."""
     found: dict[int, tuple[Path, RngStream]] = {}
     for path, x in iter_graph(node):
-        if isinstance(x, RngStream) and takes(path, x):
+        if isinstance(x, RngStream) and predicate(path, x):
             found.setdefault(id(x.count), (path, x))
     return list(found.values())
 
@@ -150,7 +133,7 @@ def split_rngs(node: Any = MISSING, /, *, splits: Shape, only: Filter = ..., squ
         lanes = stream.split(splits)
         return RngStream(lanes.key.get_value()[0], tag=stream.tag) if squeeze else lanes
 
-    return _replace([(path, stream, make) for path, stream in _streams(node, _stream_filter(only))])
+    return _replace([(path, stream, make) for path, stream in _streams(node, only)])
 
 
 def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | None] | None = None) -> Any:
@@ -176,13 +159,11 @@ def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | 
     if node is MISSING:
         return _while_called(lambda args: fork_rngs(args, split=split))
     rules = split if isinstance(split, Mapping) else {...: split}
-    filters_to_predicates(tuple(rules))  # which checks that only the last takes everything
-    shapes = [(_stream_filter(only), shape) for only, shape in rules.items()]
+    predicates = filters_to_predicates(tuple(rules))
     targets = []
-    for path, stream in _streams(node):
-        found = [shape for takes, shape in shapes if takes(path, stream)]
-        if found:
-            targets.append((path, stream, functools.partial(RngStream.fork, split=found[0])))
+    for path, stream in _streams(node, list(rules)):
+        shape = next(shape for takes, shape in zip(predicates, rules.values()) if takes(path, stream))
+        targets.append((path, stream, functools.partial(RngStream.fork, split=shape)))
     return _replace(targets)
 
 
@@ -243,7 +224,7 @@ def with_rngs(
         "broadcast": _rules(broadcast, RngStream.broadcast),
         "fork": [(takes, RngStream.fork) for takes in filters_to_predicates(forks)],
     }
-    chosen, copied = _stream_filter(only), clone(node, variables=False)
+    chosen, copied = to_predicate(only), clone(node, variables=False)
     streams = [(path, x) for path, x in iter_graph(copied) if isinstance(x, RngStream)]
     makers: dict[int, Callable[[], RngStream]] = {}  # by count: some streams share it under two names
     for path, stream in streams:
