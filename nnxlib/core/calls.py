@@ -30,7 +30,7 @@ class Listener:
     is packed while a listener is active is noted in ``entered``, and :func:`inside` looks there.
     """
 
-    __slots__ = ("base", "captured", "entered", "on_output", "paths", "stack")
+    __slots__ = ("base", "captured", "entered", "on_output", "outer", "paths", "stack")
 
     def __init__(
         self,
@@ -43,19 +43,23 @@ class Listener:
         self.stack: list[tuple[Any, str]] = []
         self.on_output = on_output
         self.entered: dict[Any, Sequence[tuple | None]] = {}  # layout -> the paths of what was last packed with it
+        self.outer: Listener | None = None  # of the trace around this one: it knows what this one captures
         self.base: tuple | None = None  # the path of the call outside that this trace is part of
         self.captured = captured  # the types of Variables that an enclosing nnx.capture takes out, if there is one
 
     def path_of(self, module: Any) -> tuple:
         """The path of a module; one that was made in this trace is looked up below the module that calls it."""
-        found = self.paths.get(id(module))
-        if found is None:
-            for caller, _ in reversed(self.stack):
-                for name, child in caller._nnx_children():
-                    if child is module:
-                        return (*self.path_of(caller), name)
-            found = (type(module).__name__,)
-        return found
+        found = self._known(module)
+        return (type(module).__name__,) if found is None else found
+
+    def _known(self, module: Any) -> tuple | None:
+        if id(module) in self.paths:
+            return self.paths[id(module)]
+        for caller, _ in reversed(self.stack):
+            for name, child in caller._nnx_children():
+                if child is module:
+                    return (*self.path_of(caller), name)
+        return None if self.outer is None else self.outer._known(module)
 
 
 class _Active(threading.local):
@@ -86,6 +90,7 @@ def inside(layout: Any, objects: Sequence[Any], paths: Sequence[tuple]) -> Liste
     if found is not None:
         paths = [path if there is None else there for path, there in zip(paths, found, strict=True)]
     listener = Listener(objects, paths)
+    listener.outer = outer
     listener.base = outer.path_of(outer.stack[-1][0]) if outer.stack else outer.base
     return listener
 

@@ -6,6 +6,7 @@ import pickle
 import re
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -150,6 +151,22 @@ INSIDE = {
     "cond": lambda f, m, x: nnx.cond(True, f, f, m, x),
     "vmap": lambda f, m, x: nnx.vmap(f, in_axes=(None, 0))(m, x),
     "fori_loop": lambda f, m, x: nnx.fori_loop(0, 2, lambda i, c: (c[0], f(*c)), (m, x))[1],
+    "scan": lambda f, m, x: nnx.scan(lambda x, m: f(m, x), in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=2)(
+        x, m
+    ),
+    "while_loop": lambda f, m, x: nnx.while_loop(lambda c: c[1].sum() < 0, lambda c: (c[0], f(*c)), (m, x))[1],
+    "switch": lambda f, m, x: nnx.switch(1, [f, f], m, x),
+    "vjp": lambda f, m, x: nnx.vjp(f, m, x)[0],
+    "jvp": lambda f, m, x: nnx.jvp(lambda x: f(m, x), (x,), (x,))[1],
+    "linearize": lambda f, m, x: nnx.linearize(lambda x: f(m, x), x)[1](x),
+    "jacrev": lambda f, m, x: nnx.jacrev(lambda x: f(m, x).sum())(x),
+    "jacfwd": lambda f, m, x: nnx.jacfwd(lambda x: f(m, x).sum())(x),
+    "checkify": lambda f, m, x: nnx.checkify(f)(m, x)[1],
+    "lift": lambda f, m, x: nnx.lift(jax.checkpoint)(f)(m, x),
+    "map_variables": lambda f, m, x: nnx.map_variables(f, nnx.Param, lambda state: state)(m, x),
+    "shard_map": lambda f, m, x: nnx.shard_map(
+        f, mesh=jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), in_specs=jax.P(), out_specs=jax.P()
+    )(m, x),
     "capture": lambda f, m, x: nnx.capture(f, nnx.Intermediate)(m, x)[0],
     "grad in jit in remat": lambda f, m, x: nnx.remat(
         lambda m, x: nnx.jit(lambda m, x: nnx.grad(lambda m, x: f(m, x).sum(), argnums=1)(m, x))(m, x)
