@@ -37,7 +37,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -115,7 +115,7 @@ def as_key(value: Any) -> jax.Array:
     (Array(True, dtype=bool), Array(True, dtype=bool))
 
     Raises:
-      ValueError: if the value is none of these.
+      ValueError: if the value is none of these, or a raw key of another implementation than JAX's default.
     """
     if isinstance(value, Variable):
         value = value.get_value()
@@ -123,9 +123,9 @@ def as_key(value: Any) -> jax.Array:
     if is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
     if is_array and value.ndim > 0 and value.dtype == jnp.uint32:
-        return jax.random.wrap_key_data(value)
+        return _typed(value)
     if jnp.issubdtype(value.dtype, jnp.integer) and value.ndim == 0 if is_array else type(value) is int:
-        return jax.random.key(value)
+        return _seeded(value)
     shown = repr(value) if isinstance(value, bool | float | str | None) else describe(value)
     raise ValueError(
         f"Invalid rng value: {shown}. A stream is made from a seed (nnx.Rngs(0)), a key (jax.random.key(0)), a raw "
@@ -135,6 +135,34 @@ def as_key(value: Any) -> jax.Array:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic)
+
+
+def _typed(raw: Any) -> jax.Array:
+    try:
+        return jax.random.wrap_key_data(raw)
+    except TypeError:
+        raise ValueError(
+            f"A raw key of shape {raw.shape} is none of JAX's default implementation, "
+            f"{jax.random.key_impl(jax.random.key(0))!r}. Say what it is: jax.random.wrap_key_data(key, impl='rbg')."
+        ) from None
+
+
+def _seeded(seed: Any) -> jax.Array:
+    try:
+        return jax.random.key(seed)
+    except OverflowError:
+        raise ValueError(f"A seed is a number of 64 bits at most, but got {seed}.") from None
+
+
+def _lanes(k: Any) -> tuple[int, ...]:
+    """The shape of the lanes that ``k`` says, an int or a sequence of ints."""
+    try:
+        shape = tuple([operator.index(size) for size in (k if isinstance(k, Sequence) else (k,))])
+    except TypeError:
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise ValueError(f"The lanes of a stream are given by their number or shape, such as 5 or (2, 3); got {k!r}.")
+    return shape
 
 
 # --- samplers ---------------------------------------------------------------------------------------------------------
@@ -284,8 +312,12 @@ class RngStream(_Samplers, Pytree):
         >>> import nnxlib as nnx
         >>> nnx.RngStream(0, tag='params').split(5).key.shape
         (5,)
+
+        Raises:
+          ValueError: if ``k`` is no number or shape, or the stream is split already.
         """
-        return RngStream(jax.random.split(self(), k), tag=self.tag)
+        shape = _lanes(k)
+        return RngStream(jax.random.split(self(), shape), tag=self.tag)
 
     def fork(self, *, split: Shape | None = None) -> RngStream:
         """Return a new stream whose root is the next key of this one; with ``split``, the same as :meth:`split`."""
@@ -297,7 +329,7 @@ class RngStream(_Samplers, Pytree):
 
     def broadcast(self, k: Shape, /) -> RngStream:
         """Return a stream of ``k`` lanes (an int or a shape) that all draw the same keys, none of them drawn before."""
-        shape = (k,) if isinstance(k, int) else tuple(k)
+        shape = _lanes(k)
         return RngStream(jnp.broadcast_to(_as_root(self()), shape), tag=self.tag)
 
     def fold_in(self, *static: str | int) -> RngStream:

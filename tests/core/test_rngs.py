@@ -156,6 +156,35 @@ def test_what_is_not_a_key_is_refused(value):
         nnx.Rngs(params=value)
 
 
+def test_a_raw_key_of_another_implementation_has_to_say_so():
+    """Four words may be of two implementations; the error shows how to name one, and such a key is taken."""
+    raw = jax.random.key_data(jax.random.key(3, impl="rbg"))
+    with pytest.raises(ValueError, match=r"raw key of shape \(4,\).*'threefry2x32'.*wrap_key_data\(key, impl='rbg'\)"):
+        nnx.Rngs(raw)
+    key = jax.random.wrap_key_data(raw, impl="rbg")
+    assert same(nnx.Rngs(key)(), jax.random.fold_in(key, 0))
+    with jax.default_prng_impl("rbg"):
+        assert same(nnx.Rngs(raw)(), nnx.Rngs(3)())
+
+
+def test_a_seed_that_is_too_large_is_refused():
+    """Seeds have 64 bits."""
+    with pytest.raises(ValueError, match="64 bits at most, but got 18446744073709551616"):
+        nnx.Rngs(2**64)
+
+
+@pytest.mark.parametrize("act", [nnx.RngStream.split, nnx.RngStream.broadcast, lambda s, k: s.fork(split=k)])
+def test_lanes_are_given_by_a_number_or_a_shape(act):
+    """Numbers of NumPy count; anything else is refused before a key is used up."""
+    stream = nnx.RngStream(0, tag="params")
+    for k in (-1, 2.0, "ab", (2, -1)):
+        with pytest.raises(ValueError, match="number or shape, such as 5 or"):
+            act(stream, k)
+    assert int(stream.count.value) == 0
+    assert act(stream, np.int64(2)).key.shape == (2,)
+    assert act(stream, [2, 3]).key.shape == (2, 3)
+
+
 def test_stream_names_that_cannot_be_attributes_are_refused():
     """A name must be a string without a leading underscore."""
     with pytest.raises(ValueError, match="'_params'"):

@@ -110,6 +110,31 @@ def test_members_of_an_ensemble_and_rows_when_asked_drop_others():
     assert len(masks(ensemble, 0)) == 4
 
 
+AXIS_NAME = nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0), axis_name="row")
+
+
+@pytest.mark.parametrize("members", [
+    nnx.split_rngs(splits=4)(nnx.vmap(lambda layer, x: layer(x))),
+    nnx.split_rngs(splits=4)(nnx.vmap(lambda layer, x: layer(x), in_axes=(nnx.StateAxes({nnx.RngState: 0}), 0))),
+    nnx.with_rngs(split=4)(nnx.vmap(lambda layer, x: layer(x))),
+    AXIS_NAME,
+], ids=["split_rngs", "StateAxes", "with_rngs", "axis_name"])  # fmt: skip
+def test_members_drop_others_at_every_call(members):
+    """One layer, its stream split for the call, or its key folded with the row: all masks of two calls differ."""
+    layer = make(axis_name="row") if members is AXIS_NAME else make()
+    masks = np.concatenate([dropped(members(layer, jnp.ones((4, 64)))) for _ in range(2)])
+    assert len(np.unique(masks, axis=0)) == 8
+    assert (layer.rngs.key.shape, int(layer.rngs.count.value)) == ((), 2)
+
+
+def test_an_ensemble_of_dropouts_has_a_stream_for_each_member():
+    """Made by a vmapped constructor over a split Rngs; without the split, members are alike."""
+    construct = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs))
+    run = nnx.vmap(lambda layer, x: layer(x))
+    for rngs, masks in ((nnx.Rngs(0).split(3), 3), (nnx.Rngs(0).broadcast(3), 1)):
+        assert len(np.unique(dropped(run(construct(rngs), jnp.ones((3, 64)))), axis=0)) == masks
+
+
 def test_low_precision_inputs_keep_their_dtype():
     """The mask and the scaling do not promote."""
     assert make()(jnp.ones(4, jnp.bfloat16)).dtype == jnp.bfloat16
