@@ -13,6 +13,7 @@ from .compat import helpers as helpers
 from .compat import module as module
 from .compat import pytreelib as pytreelib
 from .compat import rnglib as rnglib
+from .compat import spmd as spmd
 from .compat import statelib as statelib
 from .compat import variablelib as variablelib
 from .core import traversals as traversals
@@ -177,6 +178,14 @@ from .nn.reparametrised import SpectralNorm as SpectralNorm
 from .nn.reparametrised import WeightNorm as WeightNorm
 from .nn.stack import Stack as Stack
 from .nn.stochastic import Dropout as Dropout
+from .sharding import abstract_with_sharding as abstract_with_sharding
+from .sharding import as_abstract as as_abstract
+from .sharding import get_abstract_model as get_abstract_model
+from .sharding import get_named_sharding as get_named_sharding
+from .sharding import get_partition_spec as get_partition_spec
+from .sharding import logical_axis_rules as logical_axis_rules
+from .sharding import use_eager_sharding as use_eager_sharding
+from .sharding import using_eager_sharding as using_eager_sharding
 from .training import metrics as metrics
 from .training import optimizer as optimizer
 from .training.ema import EMA as EMA

@@ -6,7 +6,7 @@ here stands for the files of ours that have its contents.
 
 import sys
 
-from . import filterlib, graphlib, helpers, module, pytreelib, rnglib, statelib, variablelib
+from . import filterlib, graphlib, helpers, module, pytreelib, rnglib, spmd, statelib, variablelib
 
 ALIASES = {
     "filterlib": filterlib,
@@ -17,6 +17,7 @@ ALIASES = {
     "object": pytreelib,
     "pytreelib": pytreelib,
     "rnglib": rnglib,
+    "spmd": spmd,
     "statelib": statelib,
     "variablelib": variablelib,
 }

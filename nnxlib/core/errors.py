@@ -67,6 +67,10 @@ class PathError(NnxError, ValueError):
     """A path that is empty, or is both a leaf and the beginning of another path."""
 
 
+class PlacementError(NnxError, ValueError):
+    """A Variable whose named axes do not fit the mesh that it is to be sharded over."""
+
+
 class VariableNameError(NnxError, ValueError):
     """A name or type that the Variable registry does not know, or knows differently."""
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import weakref
 
+import jax
+
 # jax.extend.core.get_opaque_trace_state answers the same question, but allocates an object a call and compares in
 # Python (0.6 us against 0.07 us); every attribute write of every Module asks it.
 from jax._src import core as _core
+
+# The mesh of a `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
+from jax._src.mesh import thread_resources as _thread_resources
 from jax.core import Tracer as Tracer
 
 # The same function as jax.extend.core's, whose import takes 25 ms: it loads Pallas.
@@ -38,3 +43,11 @@ def at_top_level() -> bool:
 def in_current_trace(value: object) -> bool:
     """Whether ``value`` is a tracer of the running trace itself, not of one around it."""
     return isinstance(value, Tracer) and value._trace is _context.trace
+
+
+def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """The mesh of the context: of a ``shard_map``, ``jax.set_mesh`` or a ``with mesh:`` block; None without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = _thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 from . import errors
 from .captures import Watch, notice
 from .pickling import exportable
+from .placement import placed
 from .static import freeze, same_items
 from .tracing import Tracer, TraceRef, current_trace
 
@@ -172,7 +173,9 @@ class Variable(Generic[A]):
         _set(self, "_metadata", metadata or _NO_METADATA)
         for hook in _as_hooks(metadata.get("on_create_value", ())):
             value = hook(self, value)
-        _set(self, "_value", value._value if isinstance(value, Variable) else value)
+        if isinstance(value, Variable):
+            value = value._value
+        _set(self, "_value", placed(value, metadata, type(self)) if "out_sharding" in metadata else value)
 
     _class_hooks: Mapping[str, Callable] = {}
 

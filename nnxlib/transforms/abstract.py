@@ -8,6 +8,9 @@ from typing import Any
 import jax
 
 from ..core.graph import Packed, build, commit, pack
+from ..core.ops import iter_graph
+from ..core.placement import placed, using_eager_sharding
+from ..core.variables import Variable
 from .lift import Arguments, Crossing, resolve
 
 
@@ -28,7 +31,12 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
     function, bound, bound_kwargs = resolve(f)
-    return eval_packed(function, pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
+    out = eval_packed(function, pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
+    if using_eager_sharding():  # JAX forgets the sharding that a shape was constrained to
+        for _, x in iter_graph(out):
+            if isinstance(x, Variable) and x.has_metadata("out_sharding"):
+                x.set_raw_value(placed(x.get_raw_value(), x.get_metadata(), type(x)))
+    return out
 
 
 def eval_packed(f: Callable, packed: Packed) -> Any:

@@ -1,0 +1,3 @@
+"""Sharding, under the name that flax.nnx has for it."""
+
+from ..sharding import *  # noqa: F403

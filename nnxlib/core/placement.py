@@ -1,0 +1,224 @@
+"""Placement: a Variable that names its axes is sharded where it is made, if a mesh knows the names.
+
+The names (metadata ``out_sharding``) are names of mesh axes, or logical names that rules turn into those. The mesh is
+the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. Names that the mesh does not know shard
+nothing: the same model runs on one device, in a unit test without a mesh, and under any mesh. Rules and the switch
+belong to the thread, and are read when a Variable is made; a compiled function keeps what it was traced with.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .errors import PlacementError, describe
+from .tracing import Tracer, at_top_level, current_mesh
+
+Rules = Sequence[tuple[str, str | Sequence[str] | None]]
+
+
+class _Settings(threading.local):
+    eager: bool = True
+    rules: Rules = ()
+
+
+_settings = _Settings()
+
+
+class use_eager_sharding:
+    """Set whether Variables that name their axes are sharded when they are made; as a context manager, for a block.
+
+    Args:
+      value: whether they are; True by default, in each thread.
+
+    >>> import nnxlib as nnx
+    >>> with nnx.use_eager_sharding(False):
+    ...   nnx.using_eager_sharding()
+    False
+    >>> nnx.using_eager_sharding()
+    True
+    """
+
+    def __init__(self, value: bool, /):
+        self._before = _settings.eager
+        _settings.eager = bool(value)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        _settings.eager = self._before
+
+
+def using_eager_sharding() -> bool:
+    """Return whether Variables that name their axes are sharded when they are made, in this thread.
+
+    >>> import nnxlib as nnx
+    >>> nnx.using_eager_sharding()
+    True
+    """
+    return _settings.eager
+
+
+@contextmanager
+def logical_axis_rules(rules: Rules):
+    """Within the block, translate logical names of axes into names of mesh axes.
+
+    Args:
+      rules: pairs of a logical name and a mesh axis, several mesh axes, or None. Those that come first have priority:
+        a mesh axis is used for one axis of an array only, so a rule whose mesh axis is taken is passed over, and a name
+        without a rule left is not sharded. A name that no rule mentions is the name of a mesh axis itself.
+
+    Rules within rules replace them. A Variable may have rules of its own, which come first: metadata
+    ``sharding_rules``.
+
+    >>> import nnxlib as nnx, jax
+    >>> kernel = nnx.Param(jax.numpy.ones((2, 3)), out_sharding=('embed', 'mlp'))
+    >>> with nnx.logical_axis_rules([('embed', None), ('mlp', 'model')]):
+    ...   nnx.get_partition_spec(kernel).value == jax.sharding.PartitionSpec(None, 'model')
+    True
+    """
+    before, _settings.rules = _settings.rules, tuple(rules)
+    try:
+        yield
+    finally:
+        _settings.rules = before
+
+
+# --- from names to a sharding ---------------------------------------------------------------------------------------
+
+
+def spec_of(metadata: Mapping[str, Any]) -> PartitionSpec | None:
+    """The PartitionSpec of a Variable, with logical names translated; None if it does not name its axes."""
+    names = metadata.get("out_sharding")
+    if names is None:
+        return None
+    if isinstance(names, NamedSharding):
+        return names.spec
+    rules = (*(metadata.get("sharding_rules") or ()), *_settings.rules)
+    if isinstance(names, PartitionSpec) and not rules:
+        return names
+    return _translated([names] if isinstance(names, str) else names, rules)
+
+
+def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
+    """The mesh for a Variable, and the part of its spec that the mesh knows; None if there is none."""
+    spec = spec_of(metadata)
+    names = metadata.get("out_sharding")
+    mesh = names.mesh if isinstance(names, NamedSharding) else metadata.get("mesh") or current_mesh()
+    if spec is None or mesh is None:
+        return None
+    known = _within(spec, _axes(mesh, AxisType.Auto, AxisType.Explicit))
+    return (mesh, known) if names_in(known) or not names_in(spec) else None
+
+
+def names_in(spec: PartitionSpec) -> list[str]:
+    """The names of mesh axes in a PartitionSpec."""
+    return [name for entry in spec for name in _parts(entry) if isinstance(name, str)]
+
+
+def _parts(entry: Any) -> tuple:
+    """What shards one axis of an array: names of mesh axes, or PartitionSpec.UNCONSTRAINED."""
+    return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def _entry(parts: Sequence[Any]) -> Any:
+    return tuple(parts) if len(parts) > 1 else parts[0] if parts else None
+
+
+def _translated(names: Sequence[Any], rules: Rules) -> PartitionSpec:
+    logical = {name for name, _ in rules}
+    found: dict[tuple[int, str], tuple] = {}
+    used = {part for entry in names for part in _parts(entry) if part not in logical}
+    for name, axes in rules:
+        for i, entry in enumerate(names):
+            if name in _parts(entry) and (i, name) not in found and used.isdisjoint(_parts(axes)):
+                found[i, name] = _parts(axes)
+                used.update(_parts(axes))
+
+    def translated(i: int, part: Any) -> tuple:
+        return found.get((i, part), ()) if part in logical else (part,)
+
+    return PartitionSpec(
+        *[_entry([axis for part in _parts(entry) for axis in translated(i, part)]) for i, entry in enumerate(names)]
+    )
+
+
+def _axes(mesh: Any, *types: AxisType) -> set[str]:
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind in types}
+
+
+def _within(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """The PartitionSpec with these mesh axes only."""
+    return PartitionSpec(
+        *[_entry([part for part in _parts(e) if part in axes or not isinstance(part, str)]) for e in spec]
+    )
+
+
+# --- placing --------------------------------------------------------------------------------------------------------
+
+
+def placed(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
+    """The value of a Variable of this kind that is being made, sharded if it is to be and can be.
+
+    Raises:
+      PlacementError: if the value does not fit the mesh.
+    """
+    return sharded(value, metadata, kind) if metadata.get("eager_sharding", _settings.eager) else value
+
+
+def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
+    """:func:`placed`, whatever the switch says; a ``jax.ShapeDtypeStruct`` gets a sharding if it has none."""
+    target = target_of(metadata)
+    if target is None or not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return value
+    mesh, spec = target
+    is_shape, eager = isinstance(value, jax.ShapeDtypeStruct), at_top_level() and not isinstance(value, Tracer)
+    _check(value, mesh, spec, metadata["out_sharding"], kind, even=eager and not is_shape)
+    if is_shape:
+        return value if value.sharding is not None else value.update(sharding=NamedSharding(mesh, spec))
+    if eager:
+        return jax.device_put(value, NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec)
+    return _constrained(value, mesh, spec)
+
+
+def _constrained(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
+    """A traced array with a sharding: explicit axes of a mesh are part of an array's type, automatic ones a hint."""
+    explicit, automatic = _axes(mesh, AxisType.Explicit), _axes(mesh, AxisType.Auto)
+    if explicit:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, _within(spec, explicit)))
+    if automatic:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _within(spec, automatic)))
+    return x
+
+
+def problem_with(spec: PartitionSpec) -> str | None:
+    """What keeps a PartitionSpec from being the sharding of any array."""
+    names = names_in(spec)
+    return f"{tuple(spec)} would use a mesh axis twice" if len(set(names)) < len(names) else None
+
+
+def _check(value: Any, mesh: Any, spec: PartitionSpec, names: Any, kind: type, even: bool) -> None:
+    parts = [math.prod(mesh.shape[name] for name in names_in(PartitionSpec(entry))) for entry in spec]
+    problem = problem_with(spec)
+    if len(spec) > value.ndim:
+        problem = f"it has {value.ndim} axes, and {len(spec)} names"
+    elif even and any(size % n for size, n in zip(value.shape, parts)):
+        uneven = [f"axis {i} of size {size} by {n}" for i, (size, n) in enumerate(zip(value.shape, parts)) if size % n]
+        problem = f"the mesh does not divide {', '.join(uneven)}"
+    if problem is not None:
+        what = f"{kind.__name__} ({describe(value)})"
+        raise PlacementError(_DOES_NOT_FIT.format(what=what, names=names, mesh=dict(mesh.shape), problem=problem))
+
+
+_DOES_NOT_FIT = """\
+Cannot shard a {what} with the axes {names} over the mesh {mesh}: {problem}.
+Name other axes (out_sharding=..., nnx.with_partitioning), translate them by nnx.logical_axis_rules, or leave it where \
+it is: eager_sharding=False for one Variable, `with nnx.use_eager_sharding(False):` for all."""

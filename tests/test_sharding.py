@@ -1,0 +1,149 @@
+"""Names of axes, PartitionSpecs and shardings; what needs several devices is in eight_devices_sharding.py."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxlib as nnx
+from nnxlib.core import errors
+
+
+def test_on_eight_devices():
+    """The tests in eight_devices_sharding.py pass where there are eight devices."""
+    path = pathlib.Path(__file__).with_name("eight_devices_sharding.py")
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def spec(names, rules=None, **metadata):
+    """The PartitionSpec of a Param with these names, as a tuple."""
+    v = nnx.Param(jnp.ones((4, 4)), out_sharding=names, **metadata)
+    if rules is None:
+        return tuple(nnx.get_partition_spec(v).value)
+    with nnx.logical_axis_rules(rules):
+        return tuple(nnx.get_partition_spec(v).value)
+
+
+def test_specs_of_a_tree():
+    """Each array becomes a PartitionSpec in its place; what is no array None; types and metadata stay."""
+    tree = {
+        "named": nnx.Param(jnp.ones((2, 3)), out_sharding=("in", None), note="kept"),
+        "plain": nnx.BatchStat(jnp.ones(3)),
+        "number": nnx.Param(3.0),
+        "pytree": nnx.Param({"a": jnp.ones(3), "b": 1}),
+        "shape": nnx.Param(jax.ShapeDtypeStruct((3,), "float32")),
+        "array": np.ones(3),
+        "int": 1,
+    }
+    specs = nnx.get_partition_spec(tree)
+    assert specs["named"].value == PartitionSpec("in", None)
+    assert specs["named"].get_metadata() == tree["named"].get_metadata()
+    assert type(specs["plain"]) is nnx.BatchStat
+    assert specs["plain"].value == specs["shape"].value == specs["array"] == PartitionSpec()
+    assert specs["number"].value is None
+    assert specs["pytree"].value == {"a": PartitionSpec(), "b": None}
+    assert specs["int"] is None
+
+
+def test_specs_of_a_module_keep_its_sharing():
+    """A Module gives a Module, with shared Variables still shared, and the argument is not touched."""
+    model = nnx.Dict(a=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    model.b = model.a
+    specs = nnx.get_partition_spec(model)
+    assert specs.a is specs.b
+    assert specs.a.kernel.value == PartitionSpec()
+    assert model.a.kernel.shape == (2, 3)
+    assert jax.tree.structure(specs) == jax.tree.structure(model)
+
+
+def test_rules_translate():
+    """Names without a rule are mesh axes; None is no axis; several mesh axes may share one array axis."""
+    assert spec(("embed", "data")) == ("embed", "data")
+    assert spec(("embed", "mlp"), [("embed", "data"), ("mlp", None)]) == ("data", None)
+    assert spec(("embed", "model"), [("embed", "data")]) == ("data", "model")
+    assert spec(("embed", None), [("embed", ("data", "model"))]) == (("data", "model"), None)
+    assert spec((("embed", "mlp"), None), [("embed", "data"), ("mlp", "model")]) == (("data", "model"), None)
+    assert spec(PartitionSpec("embed"), [("embed", ["data"])]) == ("data",)
+    assert spec([PartitionSpec.UNCONSTRAINED, "embed"], [("embed", "data")]) == (PartitionSpec.UNCONSTRAINED, "data")
+
+
+def test_rules_that_come_first_have_priority():
+    """A mesh axis is used once; a rule whose axis is taken is passed over."""
+    assert spec(("embed", "mlp"), [("mlp", "model"), ("embed", "model"), ("embed", "data")]) == ("data", "model")
+    assert spec(("embed", "embed"), [("embed", "data"), ("embed", "model")]) == ("data", "model")
+    assert spec(("embed", "mlp"), [("embed", "data"), ("mlp", "data")]) == ("data", None)
+    assert spec(("embed", "data"), [("embed", "data")]) == (None, "data")
+
+
+def test_rules_in_rules():
+    """Inner rules replace outer ones, which are back afterwards, also after an error; own rules come first."""
+    with nnx.logical_axis_rules([("embed", "data")]):
+        with nnx.logical_axis_rules([("mlp", "model")]):
+            assert spec(("embed", "mlp")) == ("embed", "model")
+        with pytest.raises(KeyError), nnx.logical_axis_rules([]):
+            raise KeyError
+        assert spec(("embed", "mlp")) == ("data", "mlp")
+        assert spec(("embed", "mlp"), sharding_rules=[("embed", "own")]) == ("own", "mlp")
+
+
+def test_named_shardings():
+    """The same with the shardings of a mesh."""
+    mesh = jax.make_mesh((1,), ("model",))
+    tree = {"a": nnx.Param(jnp.ones((2, 3)), out_sharding=(None, "model")), "b": jnp.ones(3), "c": 1}
+    shardings = nnx.get_named_sharding(tree, mesh)
+    assert shardings["a"].value == NamedSharding(mesh, PartitionSpec(None, "model"))
+    assert shardings["b"] == NamedSharding(mesh, PartitionSpec())
+    assert shardings["c"] is None
+
+
+def test_names_that_the_mesh_does_not_have():
+    """All of them are listed with their paths; rules help."""
+    mesh = jax.make_mesh((1,), ("model",))
+    x = jnp.ones((2, 3))
+    tree = nnx.Dict(
+        a=nnx.Param(x, out_sharding=("embed", "model")),
+        b=nnx.Dict(c=nnx.Param(x, out_sharding=("model", "model"))),
+    )
+    with pytest.raises(errors.PlacementError) as caught:
+        nnx.get_named_sharding(tree, mesh)
+    for text in ("{'model': 1}", "a: no axis 'embed'", "b.c: ('model', 'model') would use", "logical_axis_rules"):
+        assert text in str(caught.value)
+    with nnx.logical_axis_rules([("embed", None)]):
+        assert nnx.get_named_sharding(tree.a, mesh).value.spec == PartitionSpec(None, "model")
+
+
+def test_annotated_layers_without_a_mesh():
+    """Nothing happens but that the names are kept."""
+    init = nnx.with_partitioning(nnx.initializers.ones, ("data", "model"))
+    model = nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0))
+    assert model.kernel.sharding_names == ("data", "model")
+    assert nnx.jit(model)(jnp.ones(2)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_axes_by_hand():
+    """add_axis and remove_axis name the axes of a tree in place."""
+    tree = {"a": nnx.Param(jnp.ones((2, 3)), out_sharding=("in", "out")), "b": nnx.Param(1.0), "c": jnp.ones(2)}
+    assert nnx.spmd.add_axis(tree, 1, {nnx.PARTITION_NAME: "layers"}) is tree
+    assert tree["a"].sharding_names == ("in", "layers", "out")
+    tree["a"].value = tree["a"].value[0]
+    nnx.spmd.remove_axis(tree, 0, {})
+    assert tree["a"].sharding_names == ("in", "layers", "out")  # two names too many: not one that counted this axis
+
+
+def test_the_module_path_of_flax():
+    """`from nnxlib.spmd import ...` works, with the same objects."""
+    from nnxlib.spmd import get_partition_spec, get_var_pspec, with_partitioning
+
+    assert get_partition_spec is nnx.get_partition_spec
+    assert with_partitioning is nnx.with_partitioning
+    assert get_var_pspec(nnx.Param(jnp.ones(2))) == PartitionSpec()
+    assert nnx.spmd.PARTITION_NAME == nnx.PARTITION_NAME
