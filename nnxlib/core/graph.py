@@ -51,7 +51,7 @@ from .objects import (
 )
 from .static import Const
 from .tracing import current_trace
-from .traversals import sort_key
+from .traversals import sorted_keys
 from .variables import Variable, make_variable, set_value_slot
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -412,14 +412,6 @@ def _frozen_items(items: dict[Any, Any] | None, path: tuple) -> Const:
 
 
 _NO_ITEMS = Const.of_items({}, ())
-
-
-def sorted_keys(names: Iterable[Any]) -> tuple:
-    """Attribute names or keys in the order of paths, also when their types are mixed."""
-    try:
-        return tuple(sorted(names))
-    except TypeError:
-        return tuple(sorted(names, key=sort_key))
 
 
 def path_key(entry: Any) -> Any:

@@ -18,11 +18,12 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .containers import Dict, List, holds_data
-from .graph import Layout, build, sorted_keys
+from .graph import Layout, build
 from .objects import PYTREE_REGISTRARS, Pytree, explicit_mark, is_data, is_node, new_node
 from .pickling import exportable
 from .records import record_of
 from .static import Const
+from .traversals import sorted_keys
 from .variables import Clock, Variable
 
 _set = object.__setattr__

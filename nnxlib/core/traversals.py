@@ -67,12 +67,12 @@ def path_sort_key(path: Path) -> list[tuple[str, Any]]:
     return [sort_key(key) for key in path]
 
 
-def sorted_keys(level: Mapping[Any, Any]) -> list[Any]:
-    """List the keys of a level in their order."""
+def sorted_keys(level: Iterable[Any]) -> tuple:
+    """The keys of a level in their order, also when their types are mixed."""
     try:
-        return sorted(level)
+        return tuple(sorted(level))
     except TypeError:
-        return sorted(level, key=sort_key)
+        return tuple(sorted(level, key=sort_key))
 
 
 def insert(level: dict, key: Any, value: Any) -> None:

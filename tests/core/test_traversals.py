@@ -124,7 +124,7 @@ def test_the_empty_node_is_one_pytree_without_leaves():
 def test_keys_have_one_order(level):
     """By `sort_key`, as JAX sorts them, and as stored: ints before strings, each kind by value."""
     expected = sorted(k for k in level if isinstance(k, int)) + sorted(k for k in level if isinstance(k, str))
-    assert sorted(level, key=sort_key) == sorted_keys(dict.fromkeys(level)) == expected
+    assert tuple(sorted(level, key=sort_key)) == sorted_keys(dict.fromkeys(level)) == tuple(expected)
     stored = {}
     for key in level:
         insert(stored, key, 0)
