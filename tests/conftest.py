@@ -4,7 +4,7 @@ import gc
 import os
 import pathlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -22,12 +22,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_heap() -> Iterator[None]:
+def small_heap() -> None:
     """Spare the garbage collector what earlier modules left in JAX's caches: some tests collect at every example."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
