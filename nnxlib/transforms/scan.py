@@ -39,7 +39,12 @@ from .prefixes import (
 from .program import Program, Result, program_of, run_program
 
 
-class Carry:
+class _Label(type):
+    def __repr__(cls) -> str:
+        return f"nnx.{cls.__name__}"
+
+
+class Carry(metaclass=_Label):
     """The label of what is handed from one iteration to the next; used as the class itself: ``nnx.Carry``."""
 
 
