@@ -134,7 +134,8 @@ class Optimizer(Pytree, Generic[M]):
           The State of what was added to the parameters, as plain values.
 
         Raises:
-          StateMismatchError: for missing, unexpected and wrongly shaped gradients, naming the paths.
+          StateMismatchError: for missing, unexpected and wrongly shaped gradients, naming the paths; and if the state
+            is not one for these parameters, as after a layer was replaced.
           TraceContextError: if the model or the optimizer belong to another trace. Nothing has been written then.
         """
         if grads is MISSING:
@@ -143,24 +144,38 @@ class Optimizer(Pytree, Generic[M]):
                 "nnx.ModelAndOptimizer, which keeps the model, it is optimizer.update(grads)."
             )
         model = _as_node(model)
-        params, structure = flat(_trained(model, self.wrt))
+        trained = _trained(model, self.wrt)
+        gradients = self._gradients(grads, trained, model)
+        extra = {name: gradients if x is grads else _without_variables(x) for name, x in extra.items()}
+        try:
+            return self._step(model, trained, gradients, extra)
+        except (TypeError, ValueError):
+            self._check_state(trained)
+            raise
+
+    def _step(self, model: Any, trained: State, gradients: State, extra: dict[str, Any]) -> Any:
+        params, structure = flat(trained)
         values = [plain(x) for x in params]
-        gradients = self._gradients(grads, structure.unflatten(params), model)
         kept, kept_structure = self._kept()
+        old = [plain(x) for x in kept]
         updates, new_state = self.tx.update(
-            gradients,
-            kept_structure.unflatten([plain(x) for x in kept]),
-            structure.unflatten(values),
-            **{name: gradients if x is grads else _without_variables(x) for name, x in extra.items()},
+            gradients, kept_structure.unflatten(old), structure.unflatten(values), **extra
         )
         moved = [added(*pair) for pair in zip(values, structure.flatten_up_to(updates))]
         new_kept = without_aliases(_like(kept_structure, new_state), moved)
+        if _shapes(new_kept) != _shapes(old):  # a moment of size 1 is broadcast to any parameter
+            self._check_state(trained)
         for variable in (self.step, *kept):
             variable.check_writable()
         update(model, structure.unflatten(map(_with_value, params, moved)))
         set_values(kept, new_kept)
         self.step.set_raw_value(self.step.get_raw_value() + 1)
         return updates
+
+    def _check_state(self, params: State) -> None:
+        """Raise StateMismatchError if the state is not one for these parameters."""
+        made = to_opt_state(jax.eval_shape(self.tx.init, params))
+        matched(state({"opt_state": self.opt_state}), dict(to_flat_state(state({"opt_state": made}))), (), _CHANGED)
 
     def _gradients(self, grads: Any, params: Any, model: Any) -> Any:
         """The State of the gradients of the trained Variables, as plain values."""
@@ -200,6 +215,10 @@ class ModelAndOptimizer(Optimizer[M]):
         return super().update(self.model, grads, **extra)
 
 
+_CHANGED = """\
+The state of this optimizer does not fit the parameters of the model; nothing was changed. If the model was given \
+other parameters after the optimizer was made, make a new one: nnx.Optimizer(model, tx, wrt=...)."""
+
 # --- helpers --------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +247,10 @@ def _trained(model: Any, wrt: Filter) -> State:
 def added(params: Any, updates: Any) -> Any:
     """Return ``params + updates`` in the dtypes of ``params``, leaf by leaf."""
     return jax.tree.map(lambda p, u: jnp.asarray(p + u).astype(jnp.asarray(p).dtype), params, updates)
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [jnp.shape(x) for x in jax.tree.leaves(tree)]
 
 
 def _with_value(leaf: Any, value: Any) -> Any:

@@ -1,0 +1,256 @@
+"""An Optimizer does with a Module what its transformation does with a plain pytree, whatever the transformation."""
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.errors import StateMismatchError
+from nnxlib.training.stored import restore
+
+optax = pytest.importorskip("optax")
+
+TARGETS = {"kernel": jnp.arange(8.0).reshape(2, 4) / 8, "bias": jnp.array([1.0, -1.0])}
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.kernel, self.bias = nnx.Param(jnp.ones((2, 4))), nnx.Param(jnp.array([0.5, 0.5]))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.layers = [Layer()]
+
+
+def loss(layer):
+    """Of a layer, or of a dict of its values."""
+    kernel, bias = (
+        (layer.kernel.value, layer.bias.value) if isinstance(layer, Layer) else (layer["kernel"], layer["bias"])
+    )
+    return jnp.sum((kernel - TARGETS["kernel"]) ** 4) + jnp.sum((bias - TARGETS["bias"]) ** 2)
+
+
+def matrices(params):
+    return jax.tree.map(lambda x: x.ndim == 2, params)
+
+
+def ranks(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "vector", params)
+
+
+def scheduled(learning_rate):
+    return optax.inject_hyperparams(optax.adam)(learning_rate=learning_rate)
+
+
+TRANSFORMATIONS = {
+    "sgd": lambda: optax.sgd(0.01, momentum=0.9, nesterov=True),
+    "adamw": lambda: optax.adamw(0.1, mask=matrices),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "lamb": lambda: optax.lamb(0.1),
+    "lion": lambda: optax.lion(0.1),
+    "novograd": lambda: optax.novograd(0.1),
+    "rmsprop": lambda: optax.rmsprop(0.1, centered=True, momentum=0.5),
+    "sm3": lambda: optax.sm3(0.1),
+    "noise": lambda: optax.noisy_sgd(0.1, key=jax.random.key(0)),
+    "schedule": lambda: optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 5)),
+    "clipping": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.trace(0.9), optax.scale(-0.1)),
+    "masked": lambda: optax.masked(optax.adam(0.1), matrices),
+    "multi_transform": lambda: optax.multi_transform({"matrix": optax.adam(0.1), "vector": optax.sgd(0.1)}, ranks),
+    "frozen": lambda: optax.multi_transform({"matrix": optax.adam(0.1), "vector": optax.set_to_zero()}, ranks),
+    "injected": lambda: scheduled(0.1),
+    "injected schedule": lambda: scheduled(optax.linear_schedule(0.1, 0.0, 4)),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 2),
+    "low precision": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
+}
+WITH_VALUE = {
+    "plateau": lambda: optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+    "polyak": lambda: optax.polyak_sgd(0.1),
+}
+
+
+def by_optax(tx, steps=4, extra=lambda value, grads: {}):
+    """The parameters and the leaves of the state after some steps on a plain dict of arrays."""
+    params: Any = {"layers": {0: {"kernel": jnp.ones((2, 4)), "bias": jnp.array([0.5, 0.5])}}}
+    state = tx.init(params)
+    for _ in range(steps):
+        value, grads = jax.value_and_grad(lambda p: loss(p["layers"][0]))(params)
+        updates, state = tx.update(grads, state, params, **extra(value, grads))
+        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+    return params, jax.tree.leaves(state)
+
+
+def by_optimizer(tx, steps=4, extra=lambda value, grads: {}):
+    model = Net()
+    optimizer = nnx.Optimizer(model, tx)
+    for _ in range(steps):
+        value, grads = nnx.value_and_grad(lambda model: loss(model.layers[0]))(model)
+        optimizer.update(model, grads, **extra(value, grads))
+    return nnx.to_pure_dict(nnx.state(model)), jax.tree.leaves(nnx.pure(restore(optimizer.opt_state)))
+
+
+def assert_same(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_any_transformation(name):
+    """The parameters, and each leaf of the state with its dtype, after four steps."""
+    assert_same(by_optimizer(TRANSFORMATIONS[name]()), by_optax(TRANSFORMATIONS[name]()))
+
+
+@pytest.mark.parametrize("name", WITH_VALUE)
+def test_transformations_that_take_the_value(name):
+    """Further arguments of the update are passed on."""
+    extra = lambda value, grads: {"value": value}
+    assert_same(by_optimizer(WITH_VALUE[name](), extra=extra), by_optax(WITH_VALUE[name](), extra=extra))
+
+
+def test_lbfgs_searches_along_a_line():
+    """Value, gradient and the function of the parameters are passed on; compiled, it finds the minimum."""
+    tx = optax.lbfgs()
+    model = Net()
+    optimizer = nnx.Optimizer(model, tx)
+
+    @nnx.jit
+    def step(model, optimizer):
+        graphdef, params = nnx.split(model)
+        value_fn = lambda params: loss(nnx.merge(graphdef, params).layers[0])
+        value, grads = nnx.value_and_grad(lambda model: loss(model.layers[0]))(model)
+        optimizer.update(model, grads, value=value, grad=grads, value_fn=value_fn)
+        return value
+
+    values = [step(model, optimizer).item() for _ in range(4)]
+
+    @jax.jit
+    def plain_step(params, state):
+        value_fn = lambda params: loss(params["layers"][0])
+        value, grads = jax.value_and_grad(value_fn)(params)
+        updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=value_fn)
+        return value, jax.tree.map(jnp.add, params, updates), state
+
+    params = {"layers": {0: {"kernel": jnp.ones((2, 4)), "bias": jnp.array([0.5, 0.5])}}}
+    state, expected = tx.init(params), []
+    for _ in range(4):
+        value, params, state = plain_step(params, state)
+        expected.append(value.item())
+    np.testing.assert_allclose(values, expected, rtol=1e-4)
+    assert values[-1] < 0.05 * values[0]
+    assert_same(nnx.to_pure_dict(nnx.state(model)), params)
+
+
+def test_what_is_masked_has_no_state():
+    """Moments are kept of the matrix alone, at its path; the vector is left as the gradient that it got."""
+    optimizer = nnx.Optimizer(Net(), optax.masked(optax.adam(0.1), matrices))
+    kept = nnx.to_flat_state(nnx.state(optimizer, nnx.OptVariable))
+    assert [path[-3:] for path, x in kept if jax.tree.leaves(x)] == [("layers", 0, "kernel")] * 2
+
+
+def test_an_injected_learning_rate_is_a_variable():
+    """It is set from outside, also between calls of a compiled step, which is not compiled again."""
+    model, traces = Net(), []
+    optimizer = nnx.Optimizer(model, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+
+    @nnx.jit
+    def step(model, optimizer):
+        traces.append(1)
+        grads = nnx.grad(lambda model: loss(model.layers[0]))(model)
+        return optimizer.update(model, grads)["layers"][0]["bias"]
+
+    first = step(model, optimizer)
+    optimizer.opt_state.hyperparams["learning_rate"].value = jnp.zeros((), jnp.float32)
+    second = step(model, optimizer)
+    assert first.any()
+    assert not second.any()
+    assert len(traces) == 1
+
+
+# --- after a change of the model --------------------------------------------------------------------------------------
+
+
+def grown(model):
+    nnx.add_lora(model, 2, rngs=nnx.Rngs(0))
+
+
+def shrunk(model):
+    del model.layers[1]
+
+
+def exchanged(model):
+    model.layers[1] = nnx.Linear(3, 7, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (grown, r"mu\.layers\[0\]\.lora\.lora_a: missing, it has to fit float32\[2, 2\]"),
+        (shrunk, r"mu\.layers\[1\]\.kernel: unexpected float32\[3, 1\]"),
+        (exchanged, r"mu\.layers\[1\]\.bias: expected shape \(7,\), got float32\[1\]"),
+    ],
+)
+def test_a_state_of_other_parameters_is_refused(change, message):
+    """A model that was changed after the optimizer was made needs a new one; the paths say what does not fit."""
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1))
+    change(model)
+    before = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    grads = nnx.grad(lambda model: model(jnp.ones(2)).sum())(model)
+    with pytest.raises(StateMismatchError, match=rf"make a new one: nnx\.Optimizer(?s:.)*{message}"):
+        optimizer.update(model, grads)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, nnx.to_pure_dict(nnx.state((model, optimizer)))))
+
+
+def test_other_errors_of_a_transformation_are_left_alone():
+    """A missing argument is not the fault of the state."""
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.polyak_sgd(0.1))
+    grads = nnx.grad(lambda model: loss(model.layers[0]))(model)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'value'"):
+        optimizer.update(model, grads)
+
+
+# --- without optax ----------------------------------------------------------------------------------------------------
+
+
+class Momentum(NamedTuple):
+    """A transformation that needs no library."""
+
+    rate: float = 0.1
+
+    def init(self, params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(self, grads, state, params=None):
+        state = jax.tree.map(lambda m, g: 0.9 * m + g, state, grads)
+        return jax.tree.map(lambda m: -self.rate * m, state), state
+
+
+def test_training_needs_no_optax(monkeypatch):
+    """Optimizer, TrainState, EMA and metrics with a transformation of one's own, where optax cannot be imported."""
+    monkeypatch.setitem(sys.modules, "optax", None)
+    model = Net()
+    optimizer, average, mean = nnx.Optimizer(model, Momentum()), nnx.EMA(model, 0.5), nnx.metrics.Average("loss")
+    graphdef, params = nnx.split(model)
+    functional = nnx.TrainState.create(graphdef, params=params, tx=Momentum())
+
+    @nnx.jit
+    def step(model, optimizer, average, mean):
+        value, grads = nnx.value_and_grad(lambda model: loss(model.layers[0]))(model)
+        optimizer.update(model, grads)
+        average.update(model)
+        mean.update(loss=value)
+        return grads
+
+    for _ in range(2):
+        functional = functional.apply_gradients(step(model, optimizer, average, mean))
+    assert_same(nnx.pure(functional.params), nnx.pure(nnx.state(model)))
+    assert (optimizer.step.value, functional.step) == (2, 2)
+    assert jnp.isfinite(mean.compute())
