@@ -6,7 +6,7 @@ field holds a :class:`Listener`, which knows the paths of the objects inside the
 
 - puts the operations of the call under a name scope, the path of the Module, which shows in jaxprs, HLO and profiles;
 - adds one note per level to an exception that leaves the call: path, class and inputs;
-- hands the output to whoever records outputs (``nnx.capture(..., method_outputs=...)``).
+- tells whoever follows the calls (``nnx.capture(..., method_outputs=...)``, ``nnx.tabulate``).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Listener:
     is packed while a listener is active is noted in ``entered``, and :func:`inside` looks there.
     """
 
-    __slots__ = ("base", "captured", "entered", "on_output", "outer", "paths", "stack")
+    __slots__ = ("base", "captured", "entered", "on_call", "outer", "paths", "stack")
 
     def __init__(
         self,
         objects: Sequence[Any],
         paths: Sequence[tuple],
-        on_output: Callable | None = None,
+        on_call: Callable[[Any, tuple, str, tuple, dict], Callable[[Any], None]] | None = None,
         captured: tuple[type, ...] | None = None,
     ):
         self.paths = {id(x): path for x, path in zip(objects, paths, strict=True)}  # the objects outlive the listener
         self.stack: list[tuple[Any, str]] = []
-        self.on_output = on_output
+        self.on_call = on_call  # takes module, path, method, args, kwargs; returns what takes the output
         self.entered: dict[Any, Sequence[tuple | None]] = {}  # layout -> the paths of what was last packed with it
         self.outer: Listener | None = None  # of the trace around this one: it knows what this one captures
         self.base: tuple | None = None  # the path of the call outside that this trace is part of
@@ -100,7 +100,7 @@ def listening(listener: Listener | None) -> Iterator[None]:
     """Let ``listener`` follow the calls made in this thread within the block."""
     outer = _active.listener
     if listener is not None and outer is not None and listener.captured is None:
-        listener.on_output, listener.captured = outer.on_output, outer.captured
+        listener.on_call, listener.captured = outer.on_call, outer.captured
     _active.listener = listener
     try:
         yield
@@ -142,6 +142,8 @@ def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tu
         if name != "__call__":
             scope = f"{scope}.{name}"
     is_super = bool(stack) and stack[-1][0] is self and stack[-1][1] == name  # a Module may define its own ==
+    follow = None if is_super else listener.on_call
+    finish = follow(self, listener.path_of(self), name, args, kwargs) if follow is not None else None
     stack.append((self, name))
     try:
         with jax.named_scope(scope) if scope else _NOTHING:
@@ -152,8 +154,8 @@ def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tu
         raise
     finally:
         stack.pop()
-    if listener.on_output is not None and not is_super:
-        listener.on_output(self, name, out)
+    if finish is not None:
+        finish(out)
     return out
 
 

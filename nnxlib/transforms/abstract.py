@@ -34,7 +34,7 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
     out = eval_packed(function, pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
     if using_eager_sharding():  # JAX forgets the sharding that a shape was constrained to
         for _, x in iter_graph(out):
-            if isinstance(x, Variable) and x.has_metadata("out_sharding"):
+            if isinstance(x, Variable) and isinstance(x.get_raw_value(), jax.ShapeDtypeStruct):
                 x.set_raw_value(placed(x.get_raw_value(), x.get_metadata(), type(x)))
     return out
 

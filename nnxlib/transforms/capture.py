@@ -71,7 +71,7 @@ def capture(
         earlier = _take_out(module, kinds)
         attached = [] if init is None else _attach(module, init)
         listener = inside(packed.layout, objects, [path[2:] for path in packed.layout.paths])
-        listener.on_output, listener.captured = _recorder(method_outputs), kinds
+        listener.on_call, listener.captured = _recorder(method_outputs), kinds
         with listening(listener):
             out = function(*inner_args, **inner_kwargs)
         recorded = _pop_recorded(module, kinds)
@@ -88,7 +88,9 @@ def capture(
 
 def _recorder(kind: type[Variable] | None) -> Callable | None:
     # Under the bare name of the method the recording would hide the method itself from the next call.
-    return None if kind is None else lambda module, name, out: module.sow(kind, name + _OUTPUT, out)
+    if kind is None:
+        return None
+    return lambda module, path, name, args, kwargs: lambda out: module.sow(kind, name + _OUTPUT, out)
 
 
 def _renamed(recorded: Any) -> State:

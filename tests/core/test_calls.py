@@ -339,7 +339,7 @@ def test_modules_are_pickled_with_their_class_by_reference():
 
 
 def test_outputs_of_methods_are_handed_on():
-    """A listener's on_output sees each output once, also through super() and transforms inside."""
+    """What a listener's on_call returns sees each output once, also through super() and transforms inside."""
     seen = []
 
     class Derived(Layer):
@@ -347,10 +347,12 @@ def test_outputs_of_methods_are_handed_on():
             return super().__call__(x)
 
     model = nnx.List([Derived(), Layer()])
-    listener = calls.Listener(
-        [model[0], model[1]], [(0,), (1,)], lambda m, name, out: seen.append((type(m).__name__, name))
-    )
+
+    def on_call(m, path, name, args, kwargs):
+        return lambda out: seen.append((type(m).__name__, path, name))
+
+    listener = calls.Listener([model[0], model[1]], [(0,), (1,)], on_call)
     with calls.listening(listener):
         model[1].helper(model[0](X))
         nnx.remat(lambda m, x: m(x))(model[1], X)
-    assert seen == [("Derived", "__call__"), ("Layer", "helper"), ("Layer", "__call__")]
+    assert seen == [("Derived", (0,), "__call__"), ("Layer", (1,), "helper"), ("Layer", (1,), "__call__")]
