@@ -1,8 +1,9 @@
 """Optimizers: an optax transformation, its state in Variables, and the step that writes a model.
 
 The state of an :class:`Optimizer` is the pytree that ``tx.init`` made, with an :class:`OptVariable` at each place where
-that has a value per parameter (with the metadata of the parameter, so that shardings and axis names follow) and an
-:class:`OptArray` for everything else. Below ``opt_state`` the path of a moment is the path of its parameter::
+that has a value per parameter (with the metadata of the parameter, so that its sharding and the names of its axes
+follow, where the value has its shape) and an :class:`OptArray` for everything else. Below ``opt_state`` the path of a
+moment is the path of its parameter::
 
     optimizer.opt_state[0].mu['layers'][0]['kernel']
     optimizer.opt_state.hyperparams['learning_rate'].value = 1e-4
@@ -27,7 +28,9 @@ from ..core.errors import EmptySelectionError, StateMismatchError
 from ..core.filters import Filter
 from ..core.objects import Node, Pytree, Static
 from ..core.ops import state, update, variables
+from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
+from ..core.tracing import Tracer
 from ..core.variables import MISSING, Param, Variable
 from .stored import flat, is_variable, matched, plain, restore, set_values, shown, store, without_aliases
 
@@ -115,6 +118,7 @@ class Optimizer(Pytree, Generic[M]):
         params = _trained(_as_node(model), wrt)
         opt_state = to_opt_state(tx.init(params))
         kept, _ = flat(restore(opt_state))
+        _place(kept, flat(params)[0])
         set_values(kept, without_aliases([plain(x) for x in kept], [plain(x) for x in flat(params)[0]]))
         self.step = OptState(jnp.zeros((), jnp.uint32))
         self.tx = tx
@@ -230,6 +234,22 @@ def _as_node(model: Any) -> Any:
             "one: nnx.Dict(weight=variable)."
         )
     return store(model, lambda leaf: leaf) if isinstance(model, State) else model
+
+
+def _place(kept: list[OptState], params: list[Any]) -> None:
+    """Give values of the shape of a parameter its sharding; for others the names of its axes make no sense."""
+    named = [(x.sharding_names, _shape(x)) for x in params if is_variable(x) and x.sharding_names is not None]
+    for variable in kept:
+        value = variable.get_raw_value()
+        if (variable.sharding_names, _shape(variable)) in named:
+            if isinstance(value, Tracer):  # an eager `zeros_like` has the sharding already
+                variable.set_raw_value(placed(value, variable.get_metadata(), OptVariable))
+        elif variable.sharding_names is not None:
+            variable.del_metadata("out_sharding")
+
+
+def _shape(variable: Variable) -> tuple[int, ...] | None:
+    return getattr(variable.get_raw_value(), "shape", None)
 
 
 def _trained(model: Any, wrt: Filter) -> State:

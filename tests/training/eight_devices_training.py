@@ -1,0 +1,134 @@
+"""Training across devices; run by test_sharded.py in a process that has eight CPU devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxlib as nnx
+
+optax = pytest.importorskip("optax")
+
+MESH = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
+COLUMNS, ROWS, WHOLE = (NamedSharding(MESH, PartitionSpec(*axes)) for axes in ((None, "model"), ("data",), ()))
+X = jax.random.normal(jax.random.key(0), (16, 4))
+
+
+class Net(nnx.Module):
+    def __init__(self, dtype=jnp.float32):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(4, 8, param_dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(8, 1, param_dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def sharded(model):
+    """The first kernel has its columns on four devices, all else is on each device."""
+    for path, variable in nnx.to_flat_state(nnx.variables(model)):
+        place = COLUMNS if path == ("up", "kernel") else WHOLE
+        nnx.update(model, nnx.from_flat_state([(path, jax.device_put(variable.get_value(), place))]))
+    return model
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def is_on(variable, sharding):
+    return variable.get_value().sharding.is_equivalent_to(sharding, variable.ndim)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_moments_are_where_their_parameter_is(dtype):
+    """From the start, and after donating steps on a batch in shards; the numbers are those of one device."""
+    assert jax.device_count() == 8
+    model, alone = sharded(Net(dtype)), Net(dtype)
+    optimizer, reference = (nnx.Optimizer(m, optax.adam(0.1)) for m in (model, alone))
+    for n in range(3):
+        for place in (model.up.kernel, *(moment.up.kernel for moment in optimizer.opt_state[0][1:])):
+            assert is_on(place, COLUMNS), n
+            assert place.dtype == dtype
+        loss, expected = step(model, optimizer, jax.device_put(X, ROWS)), step(alone, reference, X)
+        np.testing.assert_allclose(float(loss), float(expected), rtol=1e-5 if dtype == jnp.float32 else 0.05)
+
+
+def test_names_of_axes_place_parameters_and_moments():
+    """Named axes are metadata of the moments too; made within a mesh, by one compiled function, all are in place."""
+
+    def make():
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(0.1))
+
+    with jax.set_mesh(MESH):
+        model, optimizer = nnx.jit(make)()
+        eager_model, eager = make()
+    for kernel in (model.kernel, optimizer.opt_state[0].mu.kernel, eager_model.kernel, eager.opt_state[0].mu.kernel):
+        assert kernel.get_metadata("out_sharding") == (None, "model")
+        assert is_on(kernel, COLUMNS)
+
+
+def test_factored_moments_have_no_names():
+    """What has another shape than its parameter does not take over the names of its axes."""
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    model = nnx.Linear(4, 8, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+    tx = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.trace(0.9))
+    with jax.set_mesh(MESH):
+        factored, momentum = nnx.jit(lambda model: nnx.Optimizer(model, tx))(model).opt_state
+    assert [v.kernel.sharding_names for v in (factored.v_row, factored.v_col, factored.v)] == [None] * 3
+    assert is_on(momentum.trace.kernel, COLUMNS)
+
+
+def test_an_average_is_where_its_parameter_is():
+    """An EMA of a model in shards is in shards, before and after a compiled update."""
+    model = sharded(Net())
+    average = nnx.EMA(model, 0.9)
+    assert is_on(average.params.up.kernel, COLUMNS)
+    nnx.jit(lambda average, model: average.update(model))(average, model)
+    assert is_on(average.params.up.kernel, COLUMNS)
+
+
+def test_metrics_of_a_batch_in_shards():
+    """Compiled, the sums go over all devices; in shard_map, each device has a metric of its own, or gathers first."""
+    values, mask = jnp.arange(16.0), jnp.arange(16) % 3 == 0
+    expected = np.arange(16.0)[::3].mean()
+    rows = NamedSharding(MESH, PartitionSpec("data"))
+
+    metric = nnx.metrics.Average()
+    nnx.jit(lambda m, x, mask: m.update(values=x, mask=mask))(
+        metric, jax.device_put(values, rows), jax.device_put(mask, rows)
+    )
+    np.testing.assert_allclose(metric.compute(), expected)
+
+    def gathered(metric, x, mask):
+        metric.update(values=jax.lax.all_gather(x, "data"), mask=jax.lax.all_gather(mask, "data"))
+
+    metric, data = nnx.metrics.Average(), PartitionSpec("data")
+    specs = {"in_specs": (PartitionSpec(), data, data), "out_specs": PartitionSpec(), "check_vma": False}
+    nnx.shard_map(gathered, mesh=MESH, **specs)(metric, values, mask)
+    np.testing.assert_allclose(metric.compute(), expected)
+
+    own = nnx.vmap(lambda _: nnx.metrics.Average())(jnp.arange(2))
+    update = nnx.vmap(lambda m, x, mask: m.update(values=x, mask=mask))
+    nnx.shard_map(update, mesh=MESH, in_specs=(data, data, data), out_specs=PartitionSpec())(
+        own, values.reshape(2, 8), mask.reshape(2, 8)
+    )
+    np.testing.assert_allclose(own.total.value.sum() / own.count.value.sum(), expected)
+    np.testing.assert_allclose(own.compute(), [np.mean([0, 3, 6]), np.mean([9, 12, 15])])
+
+
+def test_dropout_on_each_device():
+    """With `axis_name`, the masks of the devices differ although the layer is on each of them."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("row",))
+    rows = PartitionSpec("row")
+    for kwargs, masks in (({}, 1), ({"axis_name": "row"}, 8)):
+        layer = nnx.Dropout(0.5, rngs=nnx.Rngs(0), **kwargs)
+        run = nnx.shard_map(lambda d, x: d(x), mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)
+        assert len(np.unique(np.asarray(run(layer, jnp.ones((8, 64)))), axis=0)) == masks
+        assert int(layer.rngs.count.value) == 1
