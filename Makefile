@@ -1,4 +1,5 @@
 # make demo     train a small model on real handwritten digits, save it and restore it
+# make examples train a GPT, a Vision Transformer and an LSTM, each in a minute or two
 # make test     run the tests
 # make check    lint, formatting, types, and the tests and doctests with a coverage report
 # make bench    time nnxlib beside raw JAX and its peers
@@ -14,7 +15,7 @@ JAX ?=
 ARGS ?=
 
 .DEFAULT_GOAL := test
-.PHONY: demo test environment check bench clean
+.PHONY: demo examples test environment check bench clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -44,6 +45,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 demo: $(call env,demo)/.installed
 	$(<D)/bin/python docs/examples/digits.py $(ARGS)
 
+examples: $(call env,demo)/.installed
+	for name in gpt vit lstm; do $(<D)/bin/python docs/examples/$$name.py || exit 1; done
+
 test: $(call env,$(test_extra))/.installed
 	$(<D)/bin/python -m pytest --numprocesses=auto --maxprocesses=8 $(ARGS)
 
@@ -62,4 +66,4 @@ bench: $(call env,bench)/.installed
 	$(<D)/bin/python -m benchmarks.layers $(ARGS)
 
 clean:
-	rm -rf .venv demo_output .coverage .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv demo_output gpt_output lstm_output vit_output .coverage .pytest_cache .ruff_cache .hypothesis build dist

@@ -39,7 +39,6 @@ from .settings import NO_METADATA, Metadata, default_bias_init, default_kernel_i
 
 A = TypeVar("A")
 Carry = Any
-Output = Any
 Shape = tuple[int, ...]
 
 
@@ -473,7 +472,7 @@ class RNNBase(Protocol):
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
-    ) -> Output | tuple[Carry, Output]: ...
+    ) -> Any: ...
 
 
 def _kept_stream(rngs: Rngs | RngStream | bool) -> RngStream | None:
@@ -556,7 +555,7 @@ class RNN(Module):
         reverse: bool | None = None,
         keep_order: bool | None = None,
         rngs: Rngs | RngStream | None = None,
-    ) -> Output | tuple[Carry, Output]:
+    ) -> Any:
         """Run the cell over ``inputs`` of shape ``[*batch, time, *features]`` (``[time, *batch, *features]``).
 
         Args:
@@ -750,7 +749,7 @@ class Bidirectional(Module):
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
-    ) -> Output | tuple[tuple[Carry, Carry], Output]:
+    ) -> Any:
         """Run both RNNs; see :meth:`RNN.__call__`.
 
         ``reverse`` and ``keep_order`` are there for callers of any RNN and change nothing: both directions are run.
