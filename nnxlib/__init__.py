@@ -186,6 +186,7 @@ from .sharding import get_partition_spec as get_partition_spec
 from .sharding import logical_axis_rules as logical_axis_rules
 from .sharding import use_eager_sharding as use_eager_sharding
 from .sharding import using_eager_sharding as using_eager_sharding
+from .tabulate import tabulate as tabulate
 from .training import metrics as metrics
 from .training import optimizer as optimizer
 from .training.ema import EMA as EMA

@@ -114,6 +114,12 @@ def captured_types() -> tuple[type, ...] | None:
     return None if listener is None else listener.captured
 
 
+def followed() -> bool:
+    """Whether somebody follows the calls made in this thread."""
+    listener = _active.listener
+    return listener is not None and listener.on_call is not None
+
+
 def observed(method: Callable, name: str) -> Callable:
     """Wrap a method of a Module class."""
 

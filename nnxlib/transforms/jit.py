@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from ..core.calls import followed, observed
 from ..core.captures import CapturedObjects, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, format_path, reachable
 from ..core.filters import looks_at_values
@@ -38,7 +39,7 @@ from ..core.tracing import at_top_level, current_trace
 from ..core.variables import MISSING, Variable, get_value_slot, set_value_slot
 from .abstract import eval_packed
 from .classes import lifts_classes
-from .lift import Arguments, Crossing, Outcome, resolve
+from .lift import Arguments, Crossing, Outcome, cross, resolve
 from .prefixes import PrefixMapping, broadcast_prefix, join_lanes, label_arguments, lane_numbers
 
 
@@ -285,6 +286,8 @@ class JitWrapped:
         return out
 
     def _call_packed(self, arguments: Arguments, key: tuple | None) -> Any:
+        if followed() and not at_top_level():
+            return self._call_followed(Arguments(arguments.args, arguments.kwargs))
         self._captures.look()
         packed = pack(arguments)
         plan = self._plan(packed, arguments, at_top_level())
@@ -294,6 +297,15 @@ class JitWrapped:
         with plan.lending(lambda: packed.objects):
             returned, outcome = plan.call(packed.leaves)
         return commit(packed.layout, outcome.delta, returned, packed.objects)
+
+    def _call_followed(self, arguments: Arguments) -> Any:
+        """Call the function as a part of the trace around: a cached trace would hide the calls in it."""
+        function, name = self._function, getattr(self, "__name__", "")
+        if arguments.args and inspect.getattr_static(type(arguments.args[0]), name, None) is self:
+            function = observed(function, name)
+        packed = pack(arguments)
+        _, after = cross(function, packed.layout, packed.leaves)
+        return commit(packed.layout, after.delta, after.leaves, packed.objects)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -1,0 +1,432 @@
+"""``tabulate``: what a model does with an input, as a table of text.
+
+The model is traced once, on shapes (:func:`nnxlib.eval_shape`), while a listener follows the calls of its Modules. Each
+call gives a :class:`CallInfo`, a row. A Variable is counted at its first path and in the first row of each Module above
+it, so whatever is shared or called again adds nothing to a total.
+
+FLOPs are XLA's own estimate for the lowered program of a call, in which the body of a scan counts as often as it runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .core.calls import Listener, listening
+from .core.graph import pack
+from .core.objects import Node, is_node
+from .core.ops import state
+from .core.rngs import Rngs, RngStream
+from .core.state import to_flat_state
+from .core.tracing import jaxpr_as_fun
+from .core.variables import RngState, Variable
+from .transforms.abstract import eval_shape
+from .transforms.lift import Arguments, cross
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass
+class CallInfo:
+    """One call of a Module: a row of the table.
+
+    Attributes:
+      path: of the Module, below the one that is tabulated.
+      type: its class.
+      method: the name of the method.
+      args, kwargs, outputs: with ``jax.ShapeDtypeStruct`` in place of arrays.
+      flops, vjp_flops: estimates, if they were asked for; the second is of the forward and the backward pass.
+      call_order: how many calls began before.
+    """
+
+    path: tuple[Any, ...]
+    type: type
+    method: str
+    args: tuple
+    kwargs: dict[str, Any]
+    outputs: Any = None
+    flops: int | None = None
+    vjp_flops: int | None = None
+    call_order: int = 0
+    programs: list[Callable[[], int]] = field(default_factory=list, repr=False)
+
+    @property
+    def inputs_repr(self) -> str:
+        """The inputs as they are shown, one a line."""
+        if len(self.args) == 1 and not self.kwargs:
+            return _lines(self.args[0])
+        named = [f"{name}: {_short(x)}" for name, x in self.kwargs.items()]
+        return "\n".join([*(f"- {_short(x)}" for x in self.args), *named])
+
+
+def filter_rng_streams(row: CallInfo) -> bool:
+    """Whether a row is no random stream: the default ``row_filter``.
+
+    >>> import nnxlib as nnx
+    >>> from nnxlib.tabulate import CallInfo, filter_rng_streams
+    >>> filter_rng_streams(CallInfo((), nnx.Linear, '__call__', (), {}))
+    True
+    """
+    return not issubclass(row.type, Rngs | RngStream)
+
+
+def tabulate(
+    obj: Any,
+    *input_args: Any,
+    depth: int | None = None,
+    method: str = "__call__",
+    row_filter: Callable[[CallInfo], bool] = filter_rng_streams,
+    columns: Sequence[str] | None = None,
+    table_kwargs: Mapping[str, Any] = NO_OPTIONS,
+    column_kwargs: Mapping[str, Any] = NO_OPTIONS,
+    console_kwargs: Mapping[str, Any] = NO_OPTIONS,
+    compute_flops: bool = False,
+    compute_vjp_flops: bool = False,
+    **input_kwargs: Any,
+) -> str:
+    """Return a table of the calls of Modules in ``obj.method(*input_args, **input_kwargs)``.
+
+    Nothing is computed and nothing changes. There is a row for each call, in order, with path, type, inputs, outputs,
+    and a column for each type of Variable: those of the Module itself by name, and how many elements and bytes it holds
+    with all below. Variables that an earlier row of the same Module has shown, or that belong to another Module first,
+    are left out. The last row has the totals.
+
+    Args:
+      obj: a Module, concrete or abstract.
+      *input_args: arrays, ``jax.ShapeDtypeStruct``, or pytrees of these; Python numbers and strings stay what they are.
+      depth: longest path to show; 0 is ``obj`` alone.
+      method: what to call.
+      row_filter: which rows to show; by default all but random streams.
+      columns: which columns to show, in this order: ``path``, ``type``, ``inputs``, ``outputs``, ``flops``,
+        ``vjp_flops`` and names of Variable types; all by default.
+      table_kwargs: ``title`` is used; other options of ``rich`` are accepted, and mean nothing here.
+      column_kwargs: accepted, and means nothing here.
+      console_kwargs: ``width`` is used, in characters: cells are wrapped to fit. The default is that of the terminal.
+      compute_flops: add a column of estimated floating point operations; lowers each call again.
+      compute_vjp_flops: the same for the forward and the backward pass, with gradients of all floats.
+      **input_kwargs: keyword arguments.
+
+    >>> import nnxlib as nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> columns = 'path', 'outputs', 'Param'
+    >>> print(nnx.tabulate(model, jnp.ones((1, 2)), columns=columns, console_kwargs={'width': 80}), end='')
+                  Sequential Summary
+    ┏━━━━━━━━━━┳━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━┓
+    ┃ path     ┃ outputs      ┃ Param                ┃
+    ┡━━━━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━┩
+    │          │ float32[1,3] │ 9 (36 B)             │
+    ├──────────┼──────────────┼──────────────────────┤
+    │ layers/0 │ float32[1,3] │ bias: float32[3]     │
+    │          │              │ kernel: float32[2,3] │
+    │          │              │                      │
+    │          │              │ 9 (36 B)             │
+    ├──────────┼──────────────┼──────────────────────┤
+    │          │ Total        │ 9 (36 B)             │
+    └──────────┴──────────────┴──────────────────────┘
+              Total Parameters: 9 (36 B)
+
+    Raises:
+      TypeError: if ``obj`` has no such method.
+      ValueError: for a column that the table does not have.
+      Exception: what the method itself raises.
+    """
+    rows = _calls(obj, method, input_args, input_kwargs, compute_flops, compute_vjp_flops)
+    shown = [row for row in rows if (depth is None or len(row.path) <= depth) and row_filter(row)]
+    variables = _Variables(obj)
+    fixed = ["path", "type", "inputs", "outputs"]
+    fixed += [name for name, wanted in {"flops": compute_flops, "vjp_flops": compute_vjp_flops}.items() if wanted]
+    names = [*fixed, *variables.kinds]
+    chosen = names if columns is None else list(columns)
+    if not set(chosen) <= set(names):
+        raise ValueError(f"tabulate has no columns {sorted(set(chosen) - set(names))}; this table has {names}.")
+    cells = [{**_cells(row), **variables.cells(row.path)} for row in shown]
+    total: dict[str, str] = {kind: str(variables.size((), kind)) for kind in variables.kinds}
+    label = next((name for name in reversed(fixed) if name in chosen), None)
+    footer = {**total, label: "Total"} if label is not None else total
+    table = [[row.get(name, "") for name in chosen] for row in [dict(zip(names, names)), *cells, footer]]
+    width = console_kwargs.get("width") or shutil.get_terminal_size((0, 0)).columns
+    title = table_kwargs.get("title") or f"{type(obj).__name__} Summary"
+    return _draw(table, title, f"Total Parameters: {variables.size(())}", width)
+
+
+# --- the rows -------------------------------------------------------------------------------------------------------
+
+
+def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_flops: bool) -> list[CallInfo]:
+    """Trace a method, and return the calls in it."""
+    if not callable(getattr(obj, method, None)):
+        raise TypeError(f"tabulate calls a method, and {type(obj).__name__} has no {method!r}; choose one by method=.")
+    call, traced = _with_static(
+        lambda obj, *args, **kwargs: getattr(obj, method)(*args, **kwargs), (obj, *args), kwargs
+    )
+    packed = pack(Arguments((traced,), {}))
+    paths = [p[3:] if p[:3] == ("args", 0, 0) else ("<input>", *p[3:]) for p in packed.layout.paths]
+    follower = _Follower(flops, vjp_flops)
+    with listening(Listener(packed.objects, paths, follower.on_call)):
+        eval_shape(call, traced)
+    for row in follower.rows:
+        if flops:
+            row.flops = row.programs[0]()
+        if vjp_flops:
+            row.vjp_flops = row.programs[-1]()
+    return follower.rows
+
+
+def _with_static(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, dict[int, Any]]:
+    """``f`` as a function of the arrays and Modules in its arguments alone, and these."""
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    traced = {i: x for i, x in enumerate(leaves) if is_node(x) or hasattr(x, "shape")}
+    fixed = {i: x for i, x in enumerate(leaves) if i not in traced}
+
+    def call(traced: dict[int, Any]) -> Any:
+        given = {**fixed, **traced}
+        args, kwargs = treedef.unflatten([given[i] for i in range(len(given))])
+        return f(*args, **kwargs)
+
+    return call, traced
+
+
+class _Follower:
+    """Makes a row of each call that enters a Module; a Module's calls of its own helpers are part of its call."""
+
+    def __init__(self, flops: bool, vjp_flops: bool):
+        self.rows: list[CallInfo] = []
+        self.running: list[tuple] = []
+        self.flops, self.vjp_flops = flops, vjp_flops
+
+    def on_call(self, module: Any, path: tuple, name: str, args: tuple, kwargs: dict) -> Callable[[Any], None]:
+        depth = len(self.running)
+        is_helper = name != "__call__" and self.running[-1:] == [path]
+        row = CallInfo(path, type(module), name, *_shapes((args, kwargs)), call_order=len(self.rows))
+        if not is_helper:
+            self.rows.append(row)
+        self.running.append(path)
+        wanted = [] if is_helper else [_forward] * self.flops + [_forward_and_backward] * self.vjp_flops
+        call, traced = _with_static(getattr(type(module), name), (module, *args), kwargs)
+        packed = pack(Arguments((traced,), {})) if wanted else None
+
+        def finish(out: Any) -> None:
+            del self.running[depth:]  # also calls that failed, where the caller went on
+            row.outputs = _shapes(out)
+            if packed is not None:
+                with listening(None):
+                    row.programs = [_program(make(call, packed.layout), packed.leaves) for make in wanted]
+
+        return finish
+
+
+def _shapes(tree: Any) -> Any:
+    """A pytree with shapes in place of arrays, and of the objects in it their classes."""
+    return jax.tree.map(_shape, tree, is_leaf=is_node)
+
+
+def _shape(x: Any) -> Any:
+    if isinstance(x, Variable):
+        return _shape(x.get_raw_value())
+    if isinstance(x, Node) and not isinstance(x, list | dict):
+        return type(x)
+    if isinstance(x, list):
+        return [_shapes(item) for item in x]
+    if isinstance(x, dict):
+        return {key: _shapes(item) for key, item in x.items()}
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
+
+
+# --- estimates ------------------------------------------------------------------------------------------------------
+
+
+def _forward(f: Callable, layout: Any) -> Callable:
+    return lambda leaves: _arrays(cross(f, layout, leaves, take=lambda out: (out, None))[0])
+
+
+def _forward_and_backward(f: Callable, layout: Any) -> Callable:
+    """A function of the leaves to the outputs and the gradients of all floats, for cotangents of one."""
+
+    def run(leaves: list[Any]) -> Any:
+        chosen = {i: x for i, x in enumerate(leaves) if _is_float(x)}
+
+        def outputs(chosen: dict[int, Any]) -> list[Any]:
+            given = [chosen.get(i, x) for i, x in enumerate(leaves)]
+            return list(filter(_is_float, _forward(f, layout)(given)))
+
+        out, pull = jax.vjp(outputs, chosen)
+        return out, pull([jnp.ones_like(y) for y in out])
+
+    return run
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _program(f: Callable, leaves: Sequence[Any]) -> Callable[[], int]:
+    """What estimates ``f``, once the trace around has ended; arrays that ``f`` refers to are inputs like the leaves."""
+    closed = jax.make_jaxpr(f)(list(leaves))
+    consts, inputs = _shapes((list(closed.consts), jax.tree.leaves(list(leaves))))
+    return lambda: int(_cost(closed.jaxpr, type(closed), consts, inputs))
+
+
+def _cost(jaxpr: Any, close: type, consts: Sequence[Any], inputs: Sequence[Any]) -> float:
+    """XLA's estimate, with the bodies of scans counted as often as they run."""
+
+    def run(consts: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        return jaxpr_as_fun(close(jaxpr, consts))(*inputs)
+
+    found: Any = jax.jit(run).lower(list(consts), list(inputs)).cost_analysis()
+    estimate = (found[0] if isinstance(found, list) else found or {}).get("flops", 0.0)
+    return estimate + sum(_repetitions(jaxpr))
+
+
+def _repetitions(jaxpr: Any) -> list[float]:
+    """For each scan, what its repetitions add to an estimate that counts its body once."""
+    found = []
+    for eqn in jaxpr.eqns:
+        for body in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if not hasattr(body, "eqns"):
+                continue
+            inner = getattr(body, "jaxpr", body)
+            if eqn.primitive.name == "scan":
+                total = _cost(inner, type(body), _avals(inner.constvars), _avals(inner.invars))
+                found.append(eqn.params["length"] * total - (total - sum(_repetitions(inner))))
+            else:
+                found += _repetitions(inner)
+    return found
+
+
+def _avals(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+
+
+# --- the Variables --------------------------------------------------------------------------------------------------
+
+
+class _Size(tuple[int, int]):
+    """Elements and bytes."""
+
+    def __str__(self) -> str:
+        count, size = self
+        unit = 0
+        while size >= 1000 and unit < 5:
+            size, unit = size / 1000, unit + 1
+        text = f"{size} B" if unit == 0 else f"{size:.1f} {'KMGTP'[unit - 1]}B"
+        return f"{count:,} ({text})"
+
+
+class _Variables:
+    """The Variables of a model by path; each Module shows them once."""
+
+    def __init__(self, obj: Any):
+        self.leaves = list(to_flat_state(state(obj)))
+        self.kinds = sorted({_kind(x) for _, x in self.leaves})
+        self.shown: set[tuple] = set()
+
+    def size(self, path: tuple, kind: str | None = None) -> _Size:
+        """How much there is at and below a path, of one kind or of all."""
+        below = [x for p, x in self.leaves if p[: len(path)] == path and kind in (None, _kind(x))]
+        arrays = [x for leaf in below for x in _arrays(_shape(leaf) if isinstance(leaf, Variable) else leaf)]
+        return _Size((sum(x.size for x in arrays), sum(x.size * x.dtype.itemsize for x in arrays)))
+
+    def cells(self, path: tuple) -> dict[str, str]:
+        if path in self.shown:
+            return {}
+        self.shown.add(path)
+        own = [(p[-1], x) for p, x in self.leaves if p[:-1] == path and not isinstance(x, RngState)]
+        cells = {}
+        for kind in self.kinds:
+            listed = [f"{name}: {_short(_shape(x))}" for name, x in own if _kind(x) == kind]
+            size = self.size(path, kind)
+            cells[kind] = "\n".join([*listed, "", str(size)] if listed else [str(size)]) if size[0] else ""
+        return cells
+
+
+def _kind(x: Any) -> str:
+    return "RngState" if isinstance(x, RngState) else type(x).__name__ if isinstance(x, Variable) else "Array"
+
+
+# --- the text -------------------------------------------------------------------------------------------------------
+
+
+def _cells(row: CallInfo) -> dict[str, str]:
+    path = "/".join(map(str, row.path))
+    return {
+        "path": path if row.method == "__call__" else f"{path}.{row.method}".removeprefix("."),
+        "type": row.type.__name__,
+        "inputs": row.inputs_repr,
+        "outputs": _lines(row.outputs),
+        "flops": f"{row.flops:,}" if row.flops is not None else "",
+        "vjp_flops": f"{row.vjp_flops:,}" if row.vjp_flops is not None else "",
+    }
+
+
+def _lines(value: Any) -> str:
+    """A value with an item a line, if it has items."""
+    if isinstance(value, dict) and value:
+        return "\n".join(f"{key}: {_short(x)}" for key, x in value.items())
+    if isinstance(value, list | tuple) and value:
+        return "\n".join(f"- {_short(x)}" for x in value)
+    return _short(value)
+
+
+def _short(value: Any) -> str:
+    """A value in one line."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_short(x)}" for key, x in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        items = ", ".join(map(_short, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
+    text = getattr(value, "__name__", None) or repr(value)
+    return text if len(text) <= 40 else type(value).__name__
+
+
+def _draw(table: list[list[str]], title: str, footer: str, width: int) -> str:
+    """Draw a table with a header, wrapped to ``width`` characters if that is not 0."""
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*table)]
+    frame = 3 * len(widths) + 1
+    while width and sum(widths) + frame > width and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    header, *rows = [_wrapped(row, widths) for row in table]
+    body = _rule("├┼┤", "─", widths).join(_row(row, "│") for row in rows)
+    return "".join(
+        [
+            title.center(sum(widths) + frame).rstrip() + "\n",
+            *(_rule("┏┳┓", "━", widths), _row(header, "┃"), _rule("┡╇┩", "━", widths)),
+            *(body, _rule("└┴┘", "─", widths)),
+            footer.center(sum(widths) + frame).rstrip() + "\n",
+        ]
+    )
+
+
+_NARROWEST = 6
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int]) -> list[list[str]]:
+    """The lines of each cell, padded to its width and the height of the row."""
+    cells = [
+        [part for line in cell.split("\n") for part in (textwrap.wrap(line, w) or [""])] for cell, w in zip(row, widths)
+    ]
+    height = max(map(len, cells))
+    return [[line.ljust(w) for line in [*cell, *[""] * (height - len(cell))]] for cell, w in zip(cells, widths)]
+
+
+def _row(cells: Sequence[Sequence[str]], bar: str) -> str:
+    return "".join(f"{bar} {f' {bar} '.join(lines)} {bar}\n" for lines in zip(*cells))
+
+
+def _rule(corners: str, line: str, widths: Sequence[int]) -> str:
+    left, middle, right = corners
+    return left + middle.join(line * (w + 2) for w in widths) + right + "\n"
