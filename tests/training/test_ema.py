@@ -122,6 +122,16 @@ def test_a_jitted_update_compiles_once():
         np.testing.assert_allclose(values(ema)[path], average, rtol=1e-6, atol=1e-6)
 
 
+def test_the_averages_of_an_ensemble():
+    """Made and updated under nnx.vmap, each member has the averages that it would have alone."""
+    make = nnx.vmap(lambda w: (nnx.Dict(w=nnx.Param(w)), nnx.EMA(nnx.Dict(w=nnx.Param(w)), 0.5)))
+    model, ema = make(jnp.arange(3.0))
+    model.w.value += 1
+    nnx.vmap(lambda ema, model: ema.update(model))(ema, model)
+    assert ema.params.w.value.tolist() == [0.5, 1.5, 2.5]
+    assert ema.apply_to(model).w is ema.params.w
+
+
 def test_values_that_do_not_fit():
     """Missing, unexpected and wrongly shaped ones are named, and nothing is changed."""
     ema = nnx.EMA(nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2))), 0.5)

@@ -258,6 +258,23 @@ def test_metrics_of_an_ensemble():
     np.testing.assert_allclose(total.accuracy.compute(), 1 / 2)
 
 
+def test_metrics_in_a_scan():
+    """Carried through a scan over batches, reset on the way, they are those of a loop."""
+
+    def update(metrics, values):
+        metrics.update(**{**BATCH, "values": values})
+        so_far = metrics.compute()["loss"]
+        nnx.cond(values[0] == 1.0, lambda m: m.reset(), lambda m: None, metrics)
+        return metrics, so_far
+
+    batches = jnp.arange(12.0).reshape(4, 3).at[1, 0].set(1.0)
+    metrics, looped = several(), several()
+    _, means = nnx.scan(update, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(metrics, batches)
+    np.testing.assert_allclose(means, [update(looped, batch)[1] for batch in batches], rtol=1e-6)
+    assert int(metrics.loss.count.value) == 6
+    np.testing.assert_allclose(metrics.loss.compute(), 8.5)
+
+
 def test_a_metric_splits_and_merges():
     """``split`` is that of nnx."""
     metrics = several()

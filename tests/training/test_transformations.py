@@ -65,7 +65,6 @@ TRANSFORMATIONS = {
     "injected": lambda: scheduled(0.1),
     "injected schedule": lambda: scheduled(optax.linear_schedule(0.1, 0.0, 4)),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 2),
     "low precision": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
 }
 WITH_VALUE = {
