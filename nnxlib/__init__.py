@@ -111,6 +111,7 @@ from .core.variables import variable_name_from_type as variable_name_from_type
 from .core.variables import variable_type_from_name as variable_type_from_name
 from .core.variables import with_metadata as with_metadata
 from .core.variables import with_partitioning as with_partitioning
+from .display import display as display
 from .nn import initializers as initializers
 from .nn.activations import PReLU as PReLU
 from .nn.activations import celu as celu

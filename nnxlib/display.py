@@ -1,0 +1,46 @@
+"""``display``: show objects in full in a notebook, by Treescope, and as text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def display(*args: Any) -> None:
+    """Show each argument: as an interactive tree in a notebook, else by printing it.
+
+    Args:
+      *args: Modules, States, arrays, or anything else. An object that cannot be shown is said to be one; nothing is
+        raised.
+
+    >>> import nnxlib as nnx
+    >>> nnx.display(nnx.Param(1.0), 'text')
+    Param(1.0)
+    text
+    """
+    show = _show_tree if _in_notebook() else _show_text
+    for x in args:
+        try:
+            show(x)
+        except Exception:  # of Treescope, or of a method of somebody else's class
+            _show_text(x)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")  # a notebook has imported it
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel")
+
+
+def _show_tree(x: Any) -> None:
+    import treescope  # only when first displayed: the import takes longer than that of nnxlib
+
+    treescope.display(x)
+
+
+def _show_text(x: Any) -> None:
+    try:
+        text = str(x)
+    except Exception as error:
+        text = f"<{type(x).__name__}, which cannot be shown: {type(error).__name__}>"
+    print(text)
