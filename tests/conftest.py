@@ -10,9 +10,14 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # the programs are small: compiling takes the time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# The programs are small and many: compiling them is most of what the tests do. So it is done with less care, and once.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # The first call of a jitted function compiles, so a deadline per example would measure XLA. The same examples are drawn
 # at every run, so that a failure is about the change at hand; `HYPOTHESIS_PROFILE=explore` looks for new ones.

@@ -1,0 +1,72 @@
+"""The namespace that takes flax.nnx's switches."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import nnxlib
+from nnxlib.compat import flax as nnx
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def loss(model, x):
+    return model(x).sum()
+
+
+X = jnp.ones((2, 2))
+
+
+def test_the_names_are_those_of_nnxlib():
+    assert nnx.Linear is nnxlib.Linear
+    assert {name for name in dir(nnxlib) if not name.startswith("_")} <= set(dir(nnx))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        nnx.no_such_name
+
+
+def test_switches_are_taken_everywhere():
+    model = Net(nnx.Rngs(0))
+    graphdef, state = nnx.split(model, graph=True)
+    assert nnx.jit(lambda m, x: m(x), graph=False)(nnx.merge(graphdef, state), X).shape == (2, 3)
+    assert nnx.jit(graph=True, graph_updates=False)(lambda m, x: m(x))(model, X).shape == (2, 3)
+    assert nnx.state(model, nnx.Param, graph=False).linear.kernel.shape == (2, 3)
+    assert nnx.clone(model, graph=False).linear.kernel.shape == (2, 3)
+    assert dict(nnx.iter_graph(model, graph=False))
+
+
+def test_gradients_have_the_shape_of_the_mode():
+    """A State in graph mode; in tree mode a Module, which an Optimizer takes as well."""
+    model = Net(nnx.Rngs(0))
+    assert isinstance(nnx.grad(loss)(model, X), nnx.State)
+    for options in ({"graph": False}, {"graph_updates": False}):
+        grads = nnx.grad(loss, **options)(model, X)
+        assert isinstance(grads, Net)
+        expected = nnxlib.grad(loss)(nnxlib.clone(model), X)
+        assert jax.tree.map(jnp.shape, nnx.state(grads, nnx.Param)) == jax.tree.map(jnp.shape, expected)
+        value, grads = nnx.value_and_grad(loss, **options)(model, X)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        before = model.linear.bias.value
+        optimizer.update(model, nnx.state(grads, nnx.Param))
+        assert jnp.allclose(model.linear.bias.value, before - 0.1 * grads.linear.bias.value)
+    (with_aux, aux) = nnx.grad(lambda m, x: (loss(m, x), 7), has_aux=True, graph=False)(model, X)
+    assert (type(with_aux), aux) == (Net, 7)
+
+
+def test_the_mode_can_be_set_for_all_calls():
+    model = Net(nnx.Rngs(0))
+    assert nnx.set_graph_mode.current()
+    with nnx.set_graph_mode(False):
+        assert isinstance(nnx.grad(loss)(model, X), Net)
+    assert isinstance(nnx.grad(loss)(model, X), nnx.State)
+    with nnx.set_graph_updates(False), nnx.var_defaults(hijax=True):
+        assert isinstance(nnx.grad()(loss)(model, X), Net)
+    assert nnx.with_vars(model, ref=True) is model
