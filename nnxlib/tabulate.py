@@ -167,7 +167,7 @@ def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_fl
         lambda obj, *args, **kwargs: getattr(obj, method)(*args, **kwargs), (obj, *args), kwargs
     )
     packed = pack(Arguments((traced,), {}))
-    paths = [p[3:] if p[:3] == ("args", 0, 0) else ("<input>", *p[3:]) for p in packed.layout.paths]
+    paths = [p[3:] if p[:3] == ("args", 0, 0) else ("<input>", *p[2:]) for p in packed.layout.paths]
     follower = _Follower(flops, vjp_flops)
     with listening(Listener(packed.objects, paths, follower.on_call)):
         eval_shape(call, traced)
@@ -223,20 +223,21 @@ class _Follower:
 
 
 def _shapes(tree: Any) -> Any:
-    """A pytree with shapes in place of arrays, and of the objects in it their classes."""
-    return jax.tree.map(_shape, tree, is_leaf=is_node)
-
-
-def _shape(x: Any) -> Any:
-    if isinstance(x, Variable):
-        return _shape(x.get_raw_value())
-    if isinstance(x, Node) and not isinstance(x, list | dict):
-        return type(x)
-    if isinstance(x, list):
-        return [_shapes(item) for item in x]
-    if isinstance(x, dict):
-        return {key: _shapes(item) for key, item in x.items()}
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
+    """A pytree with shapes in place of arrays, and of the Modules in it their classes."""
+    if isinstance(tree, dict):  # JAX would sort the keys
+        return {key: _shapes(x) for key, x in tree.items()}
+    if isinstance(tree, list):
+        return [_shapes(x) for x in tree]
+    if isinstance(tree, Node):
+        return type(tree)
+    if isinstance(tree, Variable):
+        return _shapes(tree.get_raw_value())
+    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        return jax.ShapeDtypeStruct(tree.shape, tree.dtype)
+    if type(tree) is tuple:
+        return tuple(map(_shapes, tree))
+    is_leaf = jax.tree_util.all_leaves([tree])
+    return tree if is_leaf else jax.tree.map(_shapes, tree, is_leaf=lambda x: x is not tree)
 
 
 # --- estimates ------------------------------------------------------------------------------------------------------
@@ -334,7 +335,7 @@ class _Variables:
     def size(self, path: tuple, kind: str | None = None) -> _Size:
         """How much there is at and below a path, of one kind or of all."""
         below = [x for p, x in self.leaves if p[: len(path)] == path and kind in (None, _kind(x))]
-        arrays = [x for leaf in below for x in _arrays(_shape(leaf) if isinstance(leaf, Variable) else leaf)]
+        arrays = [x for leaf in below for x in _arrays(_shapes(leaf))]
         return _Size((sum(x.size for x in arrays), sum(x.size * x.dtype.itemsize for x in arrays)))
 
     def cells(self, path: tuple) -> dict[str, str]:
@@ -344,7 +345,7 @@ class _Variables:
         own = [(p[-1], x) for p, x in self.leaves if p[:-1] == path and not isinstance(x, RngState)]
         cells = {}
         for kind in self.kinds:
-            listed = [f"{name}: {_short(_shape(x))}" for name, x in own if _kind(x) == kind]
+            listed = [f"{name}: {_short(_shapes(x))}" for name, x in own if _kind(x) == kind]
             size = self.size(path, kind)
             cells[kind] = "\n".join([*listed, "", str(size)] if listed else [str(size)]) if size[0] else ""
         return cells
