@@ -187,7 +187,7 @@ def train(tokens, held_tokens, steps, **sizes):
     for step, windows in enumerate(batches(tokens, steps), 1):
         model.train()  # Dropout and attention drop
         losses.append(train_step(model, optimizer, windows))
-        if step % (steps // 10) == 0:
+        if step == steps or step % max(1, steps // 10) == 0:
             model.eval()  # they do not
             held_losses[step] = float(evaluate(model, held_windows))
             print(
@@ -282,7 +282,7 @@ def run(out, steps):
 def main():
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's own documentation.")
     parser.add_argument("--out", type=pathlib.Path, default="gpt_output", help="folder for the picture")
-    parser.add_argument("--steps", type=int, default=800, help="a multiple of 10")
+    parser.add_argument("--steps", type=int, default=800)
     arguments = parser.parse_args()
     run(arguments.out, arguments.steps)
 

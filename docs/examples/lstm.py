@@ -136,7 +136,7 @@ def draw_curves(history, path):
     accuracy.plot(range(1, 9), by_row, "o-", markersize=3, color="tab:blue")
     for row, share in enumerate(by_row, 1):
         accuracy.annotate(f"{share:.0%}", (row, share), (0, 6), textcoords="offset points", ha="right", fontsize=8)
-    accuracy.set(xlabel="rows read, of 8", title="held-out accuracy", ylim=(0, 1.1))
+    accuracy.set(xlabel="rows read, of 8", title="held-out accuracy", xlim=(0.4, 8.4), ylim=(0, 1.1))
     accuracy.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     for axis in loss, accuracy:
         axis.grid(alpha=0.3)

@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("flax", reason="flax is not installed (it is not, where it would change the version of JAX)")
+flax_nnx = pytest.importorskip(
+    "flax.nnx", reason="flax is not installed (it is not, where it would change the version of JAX)"
+)
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
 
 STEPS = 5
+has_rope = pytest.mark.skipif(not hasattr(flax_nnx, "RoPE"), reason="this flax has no rotary positions")
 
 
 def train_gpt(gpt):
-    """The losses of the first steps, and the held-out loss after them. (Decoding with rotary positions flax cannot.)"""
+    """The losses of the first steps, and scores on a held-out text. (Decode with rotary positions flax cannot.)"""
     text, held_text = ["\n\n\n".join(gpt.docstrings([module], set())) for module in ("argparse", "calendar")]
     pairs = gpt.learn_pairs(text)
     model, optimizer = gpt.new_training(10 * STEPS, features=16, heads=2, depth=1, dropout=0.2)
@@ -34,7 +37,7 @@ def train_reader(reader):
 
 @pytest.mark.parametrize(
     ("name", "train"),
-    [("gpt.py", train_gpt), ("vit.py", train_reader), ("lstm.py", train_reader)],
+    [pytest.param("gpt.py", train_gpt, marks=has_rope), ("vit.py", train_reader), ("lstm.py", train_reader)],
     ids=["gpt", "vit", "lstm"],
 )
 def test_losses_agree_step_by_step(load_example, name, train):
