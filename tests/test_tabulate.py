@@ -78,7 +78,7 @@ def net():
 
 
 def test_a_row_for_each_call():
-    """In the order in which the calls begin, shared Modules under their first path; helpers are part of their caller."""
+    """In the order in which the calls begin, shared Modules under their first path; helpers have none."""
     block = ["again", "again/linear", "again/norm", "again/dropout"]
     assert rows(net(), X) == ["", *block, *block, "heads/0"]
     assert rows(net(), X, columns=("type",))[:3] == ["Net", "Block", "Linear"]

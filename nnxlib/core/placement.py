@@ -133,7 +133,7 @@ def _entry(parts: Sequence[Any]) -> Any:
     return tuple(parts) if len(parts) > 1 else parts[0] if parts else None
 
 
-def _translated(names: Sequence[Any], rules: Rules) -> PartitionSpec:
+def _translated(names: Any, rules: Rules) -> PartitionSpec:
     logical = {name for name, _ in rules}
     found: dict[tuple[int, str], tuple] = {}
     used = {part for entry in names for part in _parts(entry) if part not in logical}
@@ -180,10 +180,11 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     if target is None or not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return value
     mesh, spec = target
-    is_shape, eager = isinstance(value, jax.ShapeDtypeStruct), at_top_level() and not isinstance(value, Tracer)
-    _check(value, mesh, spec, metadata["out_sharding"], kind, even=eager and not is_shape)
-    if is_shape:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        _check(value, mesh, spec, metadata["out_sharding"], kind, even=False)
         return value if value.sharding is not None else value.update(sharding=NamedSharding(mesh, spec))
+    eager = at_top_level() and not isinstance(value, Tracer)
+    _check(value, mesh, spec, metadata["out_sharding"], kind, even=eager)
     if eager:
         return jax.device_put(value, NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec)
     return _constrained(value, mesh, spec)

@@ -86,7 +86,9 @@ def test_eager_sharding():
 
     def script(nnx):
         def spec(*names, **metadata):
-            return getattr(nnx.Param(X, out_sharding=names, **metadata).get_value().sharding, "spec", None)
+            return getattr(
+                nnx.Param(jnp.ones((4, 4)), out_sharding=names, **metadata).get_value().sharding, "spec", None
+            )
 
         found = [spec("data", "model", mesh=MESH)]
         with jax.set_mesh(MESH):
