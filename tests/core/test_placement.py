@@ -1,0 +1,48 @@
+"""Where a Variable is placed; more, with several devices, is in ../test_sharding.py."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import nnxlib as nnx
+from nnxlib.core import placement
+from nnxlib.core.tracing import current_mesh
+
+MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.filterwarnings("ignore:`with mesh:DeprecationWarning")  # deprecated, and in much published code
+def test_the_mesh_of_the_context():
+    """That of set_mesh comes before that of a `with mesh:` block; both are seen inside jit."""
+    other = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
+    assert current_mesh() is None
+    with MESH:
+        assert current_mesh().axis_names == ("data",)
+        assert jax.jit(lambda: jnp.zeros(len(current_mesh().axis_names)))().shape == (1,)
+    with jax.set_mesh(other):
+        assert current_mesh().axis_names == ("model",)
+    assert current_mesh() is None
+
+
+def test_targets():
+    """The part of a spec that a mesh knows; none without names, without a mesh, or if it knows none of them."""
+    assert placement.target_of({"out_sharding": ("data", "mlp"), "mesh": MESH}) == (MESH, PartitionSpec("data", None))
+    assert placement.target_of({"out_sharding": (None,), "mesh": MESH}) == (MESH, PartitionSpec(None))
+    assert placement.target_of({"out_sharding": ("embed", "mlp"), "mesh": MESH}) is None
+    assert placement.target_of({"out_sharding": ("data",)}) is None
+    assert placement.target_of({"mesh": MESH}) is None
+
+
+def test_shapes():
+    """A Variable with a shape in it gets the sharding, unless the shape has one."""
+    spec = NamedSharding(MESH, PartitionSpec())
+    for before, after in ((None, NamedSharding(MESH, PartitionSpec("data"))), (spec, spec)):
+        shape = jax.ShapeDtypeStruct((2,), "float32", sharding=before)
+        assert nnx.Param(shape, out_sharding=("data",), mesh=MESH).value.sharding == after
+
+
+def test_other_variables_are_not_looked_at(monkeypatch):
+    """Only a Variable that names its axes pays for placement."""
+    monkeypatch.setattr("nnxlib.core.variables.placed", None)
+    assert nnx.Param(jnp.ones(2), layer="first").layer == "first"
