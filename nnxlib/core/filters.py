@@ -14,6 +14,7 @@ again, with a shorthand allowed on one side. They are kept in one form: negation
 ``Any`` and ``All`` are flat, without repetition, neutral or absorbing parts. So those laws that need no expansion are
 plain equalities, ``~(a | b) == ~a & ~b`` and ``~~a == a`` and ``a | b == b | a``; distributivity holds of what filters
 select. Filters compare and hash by value, and their repr reads as the expression that makes them.
+Combinations are often named constants, so they can be given a ``__doc__``.
 """
 
 from __future__ import annotations
@@ -298,7 +299,6 @@ class Not(FilterObject):
     All(Not(OfType(Param)), Not(WithTag('head')))
     """
 
-    __slots__ = ("predicate",)
     predicate: FilterObject
 
     def __new__(cls, filter: Filter, /) -> typing.Any:
@@ -336,7 +336,6 @@ class Not(FilterObject):
 class _Combination(FilterObject):
     """Several predicates, flat and each once; equal to the same ones in another order."""
 
-    __slots__ = ("predicates",)
     predicates: tuple[FilterObject, ...]
     neutral: FilterObject  # changes nothing: what there is with no predicates at all
     absorbing: FilterObject  # decides alone
@@ -385,7 +384,6 @@ class Any(_Combination):
     Any(OfType(Param), OfType(BatchStat))
     """
 
-    __slots__ = ()
     neutral, absorbing = Nothing(), Everything()
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
@@ -403,7 +401,6 @@ class All(_Combination):
     All(OfType(Param), Not(PathContains('head', exact=True)))
     """
 
-    __slots__ = ()
     neutral, absorbing = Everything(), Nothing()
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
