@@ -16,6 +16,14 @@ from nnxlib.core import calls
 X = jnp.ones((1, 2))
 
 
+@pytest.fixture(autouse=True)
+def own_programs():
+    """The cache of compiled programs would hand out one with the names of another."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+
+
 class Layer(nnx.Module):
     def __init__(self):
         self.w = nnx.Param(jnp.ones(2))
