@@ -12,7 +12,7 @@ from ..core.errors import ArgumentError, describe
 from ..core.graph import commit, pack
 from ..core.variables import MISSING, Variable
 from .classes import lifts_classes
-from .lift import Arguments, Outcome, cross, resolve
+from .lift import Arguments, Outcome, by_position, cross, resolve
 from .prefixes import join_lanes, split_lanes
 from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
 
@@ -62,8 +62,9 @@ def value_and_grad(
 
     Args:
       f: a function, method, callable Module or partial; returns a scalar, or ``(scalar, aux)`` with ``has_aux``.
-      argnums: the arguments to differentiate. A number stands for the ``Param`` Variables of a Module, and for all of
-        any other argument; ``DiffState(argnum, filter)`` for the leaves that the filter takes.
+      argnums: the arguments to differentiate, by their position, also of those that are passed by name. A number
+        stands for the ``Param`` Variables of a Module, and for all of any other argument; ``DiffState(argnum, filter)``
+        for the leaves that the filter takes.
       has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
       holomorphic: whether ``f`` is promised to be holomorphic.
       allow_int: whether leaves of integer type may be differentiated; their gradients are of type ``float0``.
@@ -92,6 +93,7 @@ def value_and_grad(
 
     @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = by_position(f, args, kwargs)
         args = (*bound, *args)
         packed = pack(Arguments(args, {**bound_kwargs, **kwargs}))
         filters = by_argument(chosen, len(args) - len(bound), len(bound))

@@ -16,6 +16,7 @@ hit. User code only ever sees the fresh objects, so whatever happens in it, live
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -221,6 +222,25 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     return f, bound, {name: x if is_data(x) else StaticArgument(x) for name, x in kwargs.items()}
 
 
+def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Put the keyword arguments of a call of ``f`` that have a position there; the others stay.
+
+    For options that are said by position, such as ``argnums``. A callable without a signature, as some built-in ones
+    are, has no names for its positions, so there all stay.
+    """
+    if not kwargs:
+        return args, kwargs
+    try:
+        signature = inspect.signature(f)
+    except ValueError:
+        return args, kwargs
+    bound = signature.bind(*args, **kwargs)
+    parameters = signature.parameters
+    if any(n in parameters and parameters[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for n in bound.kwargs):
+        bound.apply_defaults()  # an argument before a named one was left out
+    return bound.args, {name: value for name, value in bound.kwargs.items() if name in kwargs}
+
+
 class Observed:
     """A pure function that remembers what it raised itself, to tell it from what JAX says about it."""
 
@@ -240,7 +260,7 @@ class Observed:
 
 
 def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
-    """``call`` with the positional arguments of these numbers as part of the program.
+    """``call`` with the arguments of these numbers as part of the program, also where they are given by name.
 
     Raises:
       ArgumentError: when called with fewer arguments.
@@ -249,6 +269,7 @@ def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = by_position(call, args, kwargs)
         if any(not -len(args) <= n < len(args) for n in static):
             raise ArgumentError(f"static_argnums={static} does not fit a call with {len(args)} positional arguments.")
         chosen = {n % len(args) for n in static}

@@ -9,7 +9,6 @@ in ``out_axes``.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from .body import Body, delta_of, positions_of, structural_rows, trace_body
 from .body_checks import BodyError, check_types, refuse, structural_changes, widened
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
-from .lift import Arguments, place_of, resolve
+from .lift import Arguments, by_position, place_of, resolve
 from .prefixes import (
     PrefixMapping,
     broadcast_prefix,
@@ -135,7 +134,7 @@ def looped(
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_position(f, args, kwargs) if kwargs else (args, kwargs)
+        args, kwargs = by_position(f, args, kwargs)
         kwargs = {**bound_kwargs, **kwargs}
         axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
         contexts = [None] * len(jtu.tree_leaves(bound, is_leaf=is_node)) + broadcast_prefix(axes, args, "in_axes")
@@ -169,15 +168,6 @@ def looped(
         return run_program(program_of((function,), key, make), packed)
 
     return wrapped
-
-
-def _by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Put the keyword arguments that have a position there; the others stay, and are passed whole."""
-    bound = inspect.signature(f).bind(*args, **kwargs)
-    parameters = bound.signature.parameters
-    if any(n in parameters and parameters[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for n in bound.kwargs):
-        bound.apply_defaults()  # an argument before a named one was left out
-    return bound.args, {name: value for name, value in bound.kwargs.items() if name in kwargs}
 
 
 def _run(layout: Layout, body: Body, leaves: list[Any], labels: list[Any], size: int, loop: Loop) -> Any:

@@ -15,7 +15,7 @@ from ..core.objects import is_node
 from ..core.variables import MISSING
 from .axes import NO_METADATA, axis_name_in
 from .classes import lifts_classes
-from .lift import Arguments, Observed, lift_lanes, resolve, static_arguments
+from .lift import Arguments, Observed, by_position, lift_lanes, resolve, static_arguments
 from .prefixes import broadcast_prefix, labels_in, mapped_size
 
 
@@ -35,8 +35,8 @@ def vmap(
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
       in_axes: for each positional argument the axis to map over, None to pass it whole, or for a Module
-        :class:`StateAxes`. Keyword arguments are mapped over axis 0. What changes in an argument comes back with the
-        axis it went in with.
+        :class:`StateAxes`. An argument passed by name takes the axis of its position, and axis 0 if there is none.
+        What changes in an argument comes back with the axis it went in with.
       out_axes: the same for the output.
       axis_name: a name for the axis, for collectives inside.
       axis_size: the size of the axis, when no argument has one.
@@ -127,6 +127,8 @@ def mapped(
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        if isinstance(axes, tuple) and len(axes) > len(args):  # some of them are meant for arguments passed by name
+            args, kwargs = by_position(f, args, kwargs)
         contexts = [None] * len(_leaves(bound))  # what was bound to f is passed whole
         contexts += broadcast_prefix(axes, args, "in_axes")
         named = {**bound_kwargs, **kwargs}

@@ -340,8 +340,10 @@ def test_a_combination_can_be_documented(filter):
     """A combination with a name of its own is documented where it is named; it stays equal to one that is not."""
     plain = copy.copy(filter)
     filter.__doc__ = "What is trained."
-    assert filter.__doc__ == "What is trained." and plain.__doc__ != filter.__doc__
-    assert filter == plain and hash(filter) == hash(plain)
+    assert filter.__doc__ == "What is trained."
+    assert plain.__doc__ != filter.__doc__
+    assert filter == plain
+    assert hash(filter) == hash(plain)
 
 
 def test_the_base_class_is_abstract():

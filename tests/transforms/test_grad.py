@@ -204,6 +204,22 @@ def test_bound_methods_and_callable_modules():
         nnx.grad(layer, argnums=1)(X)
 
 
+@pytest.mark.parametrize(
+    "argnums", [0, 1, (0, 1), -1, nnx.DiffState(0, "bias")], ids=["0", "1", "both", "last", "bias"]
+)
+def test_arguments_passed_by_name_have_the_position_of_their_parameter(argnums):
+    """argnums means the same parameters, whether the call names them or not; the rest may be named, too."""
+
+    def loss(m, x, *, by=1.0):
+        return m.loss(x, by)
+
+    expected = nnx.grad(loss, argnums=argnums)(Layer(), X, by=2.0)
+    layer = Layer()
+    assert_same(nnx.grad(loss, argnums=argnums)(x=X, m=layer, by=2.0), expected)
+    assert_same(nnx.grad(loss, argnums=argnums)(Layer(), by=2.0, x=X), expected)
+    assert int(layer.calls) == 1
+
+
 def test_names_and_signatures():
     """The wrappers look like what they wrap."""
     for wrapped in (nnx.grad(loss), nnx.value_and_grad(loss), nnx.grad(loss, has_aux=True)):

@@ -113,6 +113,7 @@ def test_static_arguments_are_python_values_inside():
     assert model.calls.value == 3
     f = nnx.remat(lambda m, x, flag: m(x) if flag else x, static_argnums=(-1,))
     np.testing.assert_array_equal(f(model, X, False), X)
+    np.testing.assert_array_equal(f(model, flag=False, x=X), X)
 
 
 def test_a_static_argument_that_the_call_does_not_have_is_an_error():

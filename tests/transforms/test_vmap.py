@@ -71,6 +71,13 @@ def test_a_keyword_given_at_the_call_is_mapped_and_one_bound_before_is_not():
     np.testing.assert_array_equal(nnx.vmap(scaled)(jnp.arange(2.0), by=jnp.array([3.0, 4.0])), [0, 4])
 
 
+def test_an_argument_passed_by_name_takes_the_axis_of_its_position():
+    model, expected = Layer(), jnp.stack([Layer().read(X), Layer().read(2 * X)])
+    read = nnx.vmap(lambda m, x, by=1.0: by * m.read(x), in_axes=(None, 1, None))
+    np.testing.assert_allclose(read(by=3.0, x=XS.T, m=model), 3 * expected, rtol=1e-6)
+    np.testing.assert_allclose(read(model, x=XS.T, by=3.0), 3 * expected, rtol=1e-6)
+
+
 def test_a_constructor_mapped_over_keys_gives_each_member_its_own_weights():
     keys = jax.random.split(jax.random.key(1), 5)
     many = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))(keys)
