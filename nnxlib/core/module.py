@@ -312,6 +312,23 @@ def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool 
     return made
 
 
+def first_from(*args: A | None, error_msg: str) -> A:
+    """Return the first argument that is not None; for settings made at the call or, failing that, on the layer.
+
+    >>> import nnxlib as nnx
+    >>> at_call, of_layer = None, False
+    >>> nnx.module.first_from(at_call, of_layer, error_msg='Say whether this is training.')
+    False
+
+    Raises:
+      ValueError: with ``error_msg``, if all are None.
+    """
+    for arg in args:
+        if arg is not None:
+            return arg
+    raise ValueError(error_msg)
+
+
 def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **settings: Any) -> A:
     """Return new nodes around the *same* Variables, with settings made through each Module's ``set_view``.
 

@@ -378,3 +378,11 @@ def test_an_empty_module():
     assert nnx.jit(lambda m: m)(m) is m
     assert (list(nnx.iter_graph(m)), nnx.pop(m, ...), nnx.find_duplicates(m)) == ([((), m)], nnx.State({}), [])
     assert (type(copy.deepcopy(m)), repr(m), list(m.iter_modules())) == (Empty, "Empty()", [((), m)])
+
+
+def test_first_from_takes_what_is_not_none():
+    """False and 0 are settings, too; an array is only compared with None."""
+    assert nnx.module.first_from(None, False, True, error_msg="unset") is False
+    assert nnx.module.first_from(jnp.zeros(2), None, error_msg="unset").shape == (2,)
+    with pytest.raises(ValueError, match="^deterministic is not set$"):
+        nnx.module.first_from(None, None, error_msg="deterministic is not set")
