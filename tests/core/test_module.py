@@ -384,5 +384,5 @@ def test_first_from_takes_what_is_not_none():
     """False and 0 are settings, too; an array is only compared with None."""
     assert nnx.module.first_from(None, False, True, error_msg="unset") is False
     assert nnx.module.first_from(jnp.zeros(2), None, error_msg="unset").shape == (2,)
-    with pytest.raises(ValueError, match="^deterministic is not set$"):
+    with pytest.raises(ValueError, match=r"^deterministic is not set$"):
         nnx.module.first_from(None, None, error_msg="deterministic is not set")
