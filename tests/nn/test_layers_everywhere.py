@@ -46,6 +46,17 @@ LAYERS = {
     "WeightNorm": Row(lambda rngs, **kw: nnx.WeightNorm(nnx.Linear(3, 3, rngs=rngs, **kw), rngs=rngs, **kw)),
     "Dropout": Row(lambda rngs: nnx.Dropout(0.5, rngs=rngs), low={}),
     "PReLU": Row(lambda rngs, **kw: nnx.PReLU(**kw)),
+    "MultiHeadAttention": Row(
+        lambda rngs, **kw: nnx.MultiHeadAttention(
+            2, 4, decode=False, deterministic=False, normalize_qk=True, rngs=rngs, **kw
+        ),
+        (2, 3, 4),
+    ),
+    "LoRA": Row(lambda rngs, **kw: nnx.LoRA(3, 2, 3, base_module=nnx.Linear(3, 3, rngs=rngs, **kw), rngs=rngs, **kw)),
+    "LoRALinear": Row(
+        lambda rngs, **kw: nnx.LoRALinear(3, 3, lora_rank=2, rngs=rngs, **kw),
+        low=dict.fromkeys(["dtype", "param_dtype", "lora_dtype", "lora_param_dtype"], jnp.bfloat16),
+    ),
     "SimpleCell": Row(lambda rngs, **kw: nnx.SimpleCell(3, 3, rngs=rngs, **kw), call=step),
     "LSTMCell": Row(lambda rngs, **kw: nnx.LSTMCell(3, 3, rngs=rngs, **kw), call=step),
     "OptimizedLSTMCell": Row(lambda rngs, **kw: nnx.OptimizedLSTMCell(3, 3, rngs=rngs, **kw), call=step),
