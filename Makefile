@@ -58,7 +58,9 @@ check: $(call env,dev)/.installed
 	$(<D)/bin/ruff check .
 	$(<D)/bin/ruff format --check .
 	$(<D)/bin/pyright --pythonpath $(<D)/bin/python
-	$(<D)/bin/coverage run -m pytest $(ARGS)
+	$(<D)/bin/coverage erase
+	$(<D)/bin/coverage run -m pytest --numprocesses=auto --maxprocesses=8 $(ARGS)
+	$(<D)/bin/coverage combine --quiet
 	$(<D)/bin/coverage report
 
 bench: $(call env,bench)/.installed
