@@ -48,7 +48,5 @@ def test_prelu_dtypes(dtype, input_dtype, expected):
 def test_prelu_of_a_wrong_shape():
     layers = nnx.List([nnx.PReLU(jnp.zeros(3))])
     for x in (jnp.zeros((2, 4)), jnp.zeros(())):
-        with pytest.raises(
-            LayerInputError, match=r"layers\[0\] \(PReLU \[3\]\) takes inputs that a slope"
-        ):
+        with pytest.raises(LayerInputError, match=r"layers\[0\] \(PReLU \[3\]\) takes inputs that a slope"):
             layers[0](x)
