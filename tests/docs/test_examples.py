@@ -76,9 +76,9 @@ def test_gpt_learns(gpt, trained):
     _, losses, held_losses = trained
     guess = np.log2(gpt.VOCABULARY)
     assert losses[:3].mean() > guess
-    assert losses[-3:].mean() < guess - 0.5
+    assert losses[-3:].mean() < guess - 0.3
     assert list(held_losses) == list(range(3, 31, 3))
-    assert held_losses[30] < guess - 0.5
+    assert held_losses[30] < guess - 0.3
 
 
 def test_gpt_writes_the_same_with_and_without_cache(gpt, trained, pairs):
