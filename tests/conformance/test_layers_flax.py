@@ -18,7 +18,7 @@ flax = pytest.importorskip("flax.nnx")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3, "complex64": 2e-6}
-few = settings(max_examples=6)
+few = settings(max_examples=4)
 
 
 def array(*shape, dtype=jnp.float32):
