@@ -30,7 +30,7 @@ import nnxlib as nnx
 
 
 def examples(count: int) -> hypothesis.settings:
-    """Settings for half that many examples, ten times as many under `HYPOTHESIS_PROFILE=explore`."""
+    """Settings for a third of that many examples, ten times as many under `HYPOTHESIS_PROFILE=explore`."""
     scale = hypothesis.settings.default.max_examples / 100
     return hypothesis.settings(
         max_examples=max(1, int(count * scale)), suppress_health_check=list(hypothesis.HealthCheck)

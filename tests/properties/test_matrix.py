@@ -306,7 +306,7 @@ def check(name: str, context: str, change: str, fail: str | None) -> None:
 
 
 CASES = list(itertools.product(CHANGES, (None, *FAILURES)))
-SHARE = 1 if hypothesis.settings().max_examples >= 1000 else 6  # all of the cases under HYPOTHESIS_PROFILE=explore
+SHARE = 1 if hypothesis.settings().max_examples >= 1000 else 9  # all of the cases under HYPOTHESIS_PROFILE=explore
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
