@@ -233,7 +233,7 @@ def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -
         if isinstance(row, VariableRow):
             if row != present:
                 rows[i] = row
-            elif own[i][0] is not now.values[i]:
+            elif own[i][0] is not now.cells[i].value:
                 values.append(i)
         elif row != present or any(map(operator.is_not, own[i], now.arrays[i])):
             rows[i] = _keeping_statics(row, present)

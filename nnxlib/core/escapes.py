@@ -14,6 +14,7 @@ from typing import Any
 
 from .errors import TraceContextError, describe, format_path
 from .graph import After, NodeRow
+from .inputs import peek
 from .objects import Node
 from .static import Const
 from .tracing import in_current_trace
@@ -117,4 +118,4 @@ def _(value: Node) -> Iterable[Any]:
 
 @_parts.register
 def _(value: Variable) -> Iterable[Any]:
-    return value._value, *value._metadata.values()
+    return peek(value._cell), *value._metadata.values()

@@ -30,7 +30,6 @@ import functools
 import operator
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
@@ -39,6 +38,7 @@ import jax.tree_util as jtu
 from . import errors
 from .calls import entering
 from .captures import Watch, notice
+from .inputs import is_read, peek
 from .objects import (
     Node,
     explicit_mark,
@@ -49,10 +49,11 @@ from .objects import (
     new_node,
     structure_changed,
 )
+from .stamps import Stamp, with_stamp
 from .static import Const
 from .tracing import current_trace
 from .traversals import sorted_keys
-from .variables import Variable, make_variable, set_value_slot
+from .variables import Cell, Variable, make_variable, write_cells
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
@@ -256,15 +257,15 @@ class Walk:
     ``known`` objects keep their numbers, and are not entered when they are met but by :meth:`revisit`.
     """
 
-    def __init__(self, known: Sequence[Any] = (), *, hold: bool = False):
-        self.hold = hold
-        self.version = 0  # the sum of the versions, each read before the object is
-        self.exact = True  # whether versions and epoch tell of every change of what was visited
+    def __init__(self, known: Sequence[Any] = (), stamp: Stamp | None = None):
+        self.stamp = None if stamp is None else weakref.ref(stamp)  # left with each object before it is looked into
+        self.exact = True  # whether the stamp tells of every change of what was visited
+        self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
         self.objects: list[Any] = list(known)
         self.index = {id(x): i for i, x in enumerate(known)}
         self.rows: dict[int, Row] = {}
         self.paths: dict[int, tuple] = {}  # of each row, where it was met
-        self.values: dict[int, Any] = {}  # row of a Variable -> its value
+        self.cells: dict[int, Cell] = {}  # row of a Variable -> where its value is
         self.arrays: dict[int, list] = {}  # row of a node, or -1 for the pytree -> the leaves it holds directly
 
     def run(self, tree: Any, mark: bool | None, path: tuple = ()) -> Spec:
@@ -282,7 +283,7 @@ class Walk:
     def leaves(self, numbers: Iterable[int]) -> list[Any]:
         """The leaves of the given rows, then those of the pytree, in the order that ``build`` takes them."""
         numbers = list(numbers)
-        found = [self.values[i] for i in numbers if i in self.values]
+        found = [self.cells[i].value for i in numbers if i in self.cells]
         for i in (*numbers, -1):
             found += self.arrays.get(i, ())
         return found
@@ -328,7 +329,8 @@ class Walk:
 
     def _constant(self, value: Any, frame: _Frame, suffix: tuple) -> None:
         constant = Const.of(value, (*frame.path, *suffix))
-        self.exact = self.exact and not constant.mutable
+        if constant.mutable:
+            self.mutable[id(value)] = value, constant
         frame.specs.append(constant)
 
     def _tree(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
@@ -358,18 +360,19 @@ class Walk:
         value = self.objects[number]
         self.paths[number] = path
         if isinstance(value, Variable):
-            self.version += value._version
+            if self.stamp is not None:
+                object.__setattr__(value, "_held", with_stamp(value._held, self.stamp))
             metadata = _frozen_items(value._metadata, (*path, "metadata"))
             self.exact = self.exact and not metadata.mutable
             self.rows[number] = VariableRow(type(value), metadata)
-            self.values[number] = value._value
+            self.cells[number] = value._cell
             return None
-        if self.hold:
-            object.__setattr__(value, "_nnx_held", True)
-        self.version += value._nnx_version
+        if self.stamp is not None:
+            object.__setattr__(value, "_nnx_held", with_stamp(value._nnx_held, self.stamp))
         self.exact = self.exact and value._nnx_guarded
         self.arrays[number] = []
         held, marks = dict(value._nnx_children()), _frozen_items(value._nnx_marks, path)
+        self.exact = self.exact and not marks.mutable
         names = tuple(held)
         order = names if isinstance(value, list) else sorted_keys(names)
 
@@ -437,17 +440,21 @@ class StaticArgument:
 # --- build ----------------------------------------------------------------------------------------------------------
 
 
-def build(layout: Layout, leaves: Sequence[Any], given: Mapping[int, Any] | None = None) -> tuple[Any, list[Any]]:
+def build(
+    layout: Layout, leaves: Sequence[Any], given: Mapping[int, Any] | None = None, cell: Callable[[Any], Cell] = Cell
+) -> tuple[Any, list[Any]]:
     """Make fresh objects of the running trace from a table; returns the pytree and the objects by row.
 
-    Objects in ``given``, by row, are used as they are in place of new ones.
+    Objects in ``given``, by row, are used as they are in place of new ones. ``cell`` makes the cells of the Variables.
     """
-    objects = [_shell(row) for row in layout.rows]
-    remaining = iter(leaves)
-    for i in layout.variables:
-        set_value_slot(objects[i], next(remaining))
-    for i, x in (given or {}).items():
-        objects[i] = x
+    given, remaining = given or {}, iter(leaves)
+    objects: list[Any] = []
+    for i, row in enumerate(layout.rows):
+        if type(row) is NodeRow:
+            made = new_node(row.type, row.marks.value)
+        else:
+            made = make_variable(row.type, next(remaining), row.metadata.fresh(), cell)
+        objects.append(given.get(i, made))
     for i, row in enumerate(layout.rows):
         if type(row) is NodeRow:
             values = {name: value_of(spec, objects, remaining) for name, spec in row.fields}
@@ -496,7 +503,7 @@ class After(NamedTuple):
 
     def values_of(self, row: int) -> Sequence[Any]:
         """What filters see of a row: the Variable itself, or the arrays that a node holds."""
-        return (self.walk.objects[row],) if row in self.walk.values else self.walk.arrays[row]
+        return (self.walk.objects[row],) if row in self.walk.cells else self.walk.arrays[row]
 
     @property
     def paths(self) -> tuple[tuple, ...]:
@@ -515,7 +522,7 @@ def diff(
     """Compare ``objects``, built from ``layout`` and the leaves ``before``, with what they are now.
 
     ``out`` is the value that the function returned. A leaf counts as changed when another object is in its place than
-    the one that went in, or when its position in the layout is in ``forced``.
+    the one that went in, or when its position in the layout is in ``forced`` and it was read.
     """
     walk = Walk(objects)
     for i, path in enumerate(layout.paths):
@@ -529,7 +536,7 @@ def diff(
     for i, position in zip(layout.variables, positions, strict=False):
         if walk.rows[i] != layout.rows[i]:
             rows[i] = walk.rows[i]
-        elif walk.values[i] is not before[position] or position in forced:
+        elif peek(walk.cells[i]) is not before[position] or (position in forced and is_read(walk.cells[i])):
             values.append(i)
     for i, row in enumerate(layout.rows):
         if type(row) is NodeRow:
@@ -538,9 +545,9 @@ def diff(
                 rows[i], kept[i] = changed
     rows |= {i: walk.rows[i] for i in range(n, len(walk.objects))}
     numbers = [*values, *sorted(rows)]
-    owners = [(i, 0) for i in numbers if i in walk.values]
+    owners = [(i, 0) for i in numbers if i in walk.cells]
     owners += [(i, k) for i in (*numbers, -1) for k in kept.get(i, range(len(walk.arrays.get(i, ()))))]
-    leaves = [walk.values[i] if i in walk.values else walk.arrays[i][k] for i, k in owners]
+    leaves = [walk.cells[i].value if i in walk.cells else walk.arrays[i][k] for i, k in owners]
     delta = Delta(tuple(values), tuple(sorted(rows.items())), root)
     return After([walk.rows[i] for i in range(len(walk.objects))], root, delta, leaves, owners, walk)
 
@@ -606,8 +613,8 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
         elif i < n:
             restructured.append((i, row, None))
     out = value_of(delta.root, objects, remaining)
-    # From here on nothing can fail; the values are written within one C call, which no interrupt can split.
-    deque(map(set_value_slot, targets, values), maxlen=0)
+    # From here on nothing can fail.
+    write_cells([target._cell for target in targets], values)
     for i, row, contents in restructured:
         if contents is None:
             _restructure_variable(objects[i], row)

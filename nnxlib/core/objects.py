@@ -5,10 +5,9 @@ containers :class:`~nnxlib.core.containers.List` and :class:`~nnxlib.core.contai
 slots:
 
 - ``_nnx_trace``: the trace it was made under; a write from another trace raises ``TraceContextError``.
-- ``_nnx_version``: a number redrawn at each structural change, so that a cached layout can tell that it is stale.
-- ``_nnx_held``: whether any cached layout describes the node; only then does a change advance the global epoch.
+- ``_nnx_held``: the stamps of the cached layouts that describe the node; a structural change ends them (stamps.py).
 - ``_nnx_record``: the cached layout of the graph below this node, when it was the root of one.
-- ``_nnx_tree``: the epoch in which the graph below the node was last seen to be a tree, for raw JAX.
+- ``_nnx_tree``: the stamp under which the graph below the node was last seen to be a tree, for raw JAX.
 - ``_nnx_marks``: what was said explicitly about attributes: ``nnx.data`` / ``nnx.static``, and the user's own setting
   of an attribute that ``train()`` / ``eval()`` has overridden. Replaced and never edited: layouts refer to it.
 
@@ -36,13 +35,14 @@ from . import errors
 from .captures import Watch, notice
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
+from .stamps import Stamp, Stamps, end_stamps
 from .tracing import current_trace
-from .variables import MISSING, VERSIONS, Clock, Variable
+from .variables import MISSING, Variable
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
 
-SLOTS = ("_nnx_held", "_nnx_marks", "_nnx_record", "_nnx_trace", "_nnx_tree", "_nnx_version")
+SLOTS = ("_nnx_held", "_nnx_marks", "_nnx_record", "_nnx_trace", "_nnx_tree")
 
 PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # what pytrees.py does with each class of nodes
 
@@ -54,12 +54,11 @@ class Node:
 
     __slots__ = ()
 
-    _nnx_held: bool
+    _nnx_held: Stamps
     _nnx_marks: dict[Any, Any] | None
     _nnx_record: Any
     _nnx_trace: Any
-    _nnx_tree: object
-    _nnx_version: int
+    _nnx_tree: Stamp | None
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unseen
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
@@ -78,18 +77,18 @@ class Node:
     # --- on loan to a trace that captured it: see captures.py ---
 
     def _nnx_save(self) -> tuple:
-        return type(self), dict(self._nnx_children()), self._nnx_marks, self._nnx_trace, self._nnx_version
+        return type(self), dict(self._nnx_children()), self._nnx_marks, self._nnx_trace
 
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
 
     def _nnx_restore(self, state: tuple) -> None:
-        kind, items, marks, trace, version = state
+        kind, items, marks, trace = state
         if type(self) is not kind:
             _set(self, "__class__", kind)
         self._nnx_fill(items)
-        for name, before in {"_nnx_marks": marks, "_nnx_trace": trace, "_nnx_version": version}.items():
-            _set(self, name, before)
+        _set(self, "_nnx_marks", marks)
+        _set(self, "_nnx_trace", trace)
 
     def __repr__(self) -> str:
         return node_repr(self)
@@ -148,8 +147,7 @@ def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
 
 def init_slots(self: Any) -> None:
     _set(self, "_nnx_trace", current_trace())
-    _set(self, "_nnx_version", next(VERSIONS))
-    _set(self, "_nnx_held", False)
+    _set(self, "_nnx_held", ())
     _set(self, "_nnx_record", None)
     _set(self, "_nnx_marks", None)
     _set(self, "_nnx_tree", None)
@@ -157,9 +155,9 @@ def init_slots(self: Any) -> None:
 
 def structure_changed(node: Any) -> None:
     """Note that attributes were added, removed or replaced by something that is not just a new array value."""
-    _set(node, "_nnx_version", next(VERSIONS))
     if node._nnx_held:
-        Clock.epoch = object()
+        end_stamps(node._nnx_held)
+        _set(node, "_nnx_held", ())
 
 
 def check_writable(node: Any, what: str) -> None:
@@ -531,10 +529,8 @@ def _watched(method: Callable, name: str) -> Callable:
 
     def wrapper(self: Any, attribute: str, *value: Any) -> None:
         check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
-        version = self._nnx_version
         method(self, attribute, *value)
-        if self._nnx_version == version:
-            structure_changed(self)
+        structure_changed(self)
 
     wrapper.__name__, wrapper.__qualname__ = name, method.__qualname__
     return wrapper

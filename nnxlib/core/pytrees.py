@@ -24,7 +24,7 @@ from .pickling import exportable
 from .records import record_of
 from .static import Const
 from .traversals import sorted_keys
-from .variables import Clock, Variable
+from .variables import Variable
 
 _set = object.__setattr__
 
@@ -111,17 +111,17 @@ def _flatten(node: Any) -> tuple[list[Any], NodeShape | GraphShape]:
 
 
 def _flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], NodeShape | GraphShape]:
-    if node._nnx_tree is not Clock.epoch:
+    if node._nnx_tree is None or not node._nnx_tree.valid:
         record = record_of(node)
         layout = record.layout
         if not layout.is_tree:
             variables = [x for x in record.rows(node) if isinstance(x, Variable)]
-            leaves = [*variables, *record.leaves()[len(variables) :]]
+            leaves = [*variables, *record.leaves(node)[len(variables) :]]
             return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
         if record.exact:
-            _set(node, "_nnx_tree", Clock.epoch)
+            _set(node, "_nnx_tree", record.stamp)
         for x in record.nodes:
-            _set(x, "_nnx_tree", Clock.epoch)
+            _set(x, "_nnx_tree", record.stamp)
     return _flatten_level(node)
 
 

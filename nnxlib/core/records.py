@@ -4,16 +4,16 @@ Packing a model walks all of it; a training loop packs the same model at every s
 keeps a :class:`Record`: its interned layout, and the Variables and arrays to gather the leaves from. A record is
 reused only when nothing structural can have changed since it was made:
 
-1. ``record.epoch is Clock.epoch``: nothing that any record describes has changed (a single comparison).
-2. Otherwise the sum of the versions of its nodes and Variables is the one it was made with. Versions only grow, so
-   equal sums mean equal versions.
+1. ``record.stamp.valid``: nothing structural that the record describes has changed (stamps.py), a single test.
+2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
+   compared once, however many Modules refer to it.
 3. Otherwise the object is walked again. Layouts are interned, so a flag that was toggled and toggled back leads to the
    same layout, and so to the same compiled functions.
 
-A graph with parts that can change unseen (a mutable static value, an array inside a tuple or a foreign pytree) is
-walked at every call. As a guard against writes that go around every check (``object.__setattr__`` from outside), uses
-number 2, 4, 8, ... of a record, and all of them when the environment variable ``NNXLIB_CHECK`` is set, walk anyway and
-raise :class:`~nnxlib.core.errors.StaleLayoutError` if the record does not describe the object any more.
+A graph with parts that can change unseen (an array inside a tuple or a foreign pytree) is walked at every call. As a
+guard against writes that go around every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a
+record, and all of them when the environment variable ``NNXLIB_CHECK`` is set, walk anyway and raise
+:class:`~nnxlib.core.errors.StaleLayoutError` if the record does not describe the object any more.
 
 A record does not refer to its root, so a dropped model is freed at once; copies and pickles of a model have none.
 """
@@ -23,17 +23,18 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from . import errors
 from .graph import LEAF, Layout, NodeRow, Walk, pack
 from .objects import Node, Pytree, attributes_of
-from .variables import Clock, Variable, get_value_slot
+from .stamps import Stamp, stamping
+from .static import Const
+from .variables import Cell, Variable
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
 
-_version_of_node = operator.attrgetter("_nnx_version")
-_version_of_variable = operator.attrgetter("_version")
 _serials = itertools.count()
 
 
@@ -41,47 +42,63 @@ class Record:
     """A layout, and where the leaves of one live object with this layout are."""
 
     __slots__ = (
-        "array_rows", "arrays", "epoch", "exact", "layout", "nodes", "objects", "pairs", "serial", "snapshot", "uses",
-        "variables", "version",
+        "array_rows", "arrays", "cells", "exact", "layout", "mutable", "nodes", "objects", "pairs", "picked", "serial",
+        "snapshot", "stamp", "uses", "variables",
     )  # fmt: skip
 
     layout: Layout
-    epoch: object
-    version: int
-    exact: bool
+    stamp: Stamp
+    mutable: list[tuple[Any, Const]]  # the static values that can be changed in place, and what they were
+    exact: bool  # whether stamp and mutable values tell of every change
     objects: list[Any]  # by row; None in place of the root
     nodes: list[Node]  # those of the objects that are nodes
-    variables: list[Variable]
+    variables: list[Variable]  # but for the root
+    cells: list[Cell]  # of the variables, as long as none is on loan to a trace
     arrays: list[tuple[Any, Any]]  # (container, key) of each array held by a node
     array_rows: list[int]  # the row of that node
     snapshot: list[Any] | None  # the leaves, of a record that is not exact and so used once
     serial: int  # never reused
     pairs: dict[tuple[int, ...], Any]  # what was found out about this record together with others, by their serials
+    picked: dict[Any, list[Cell]]  # some of the cells, by the sequence of their numbers
 
-    def leaves(self) -> list[Any]:
+    def leaves(self, root: Any) -> list[Any]:
         """The leaves of the object, as ``pack`` would collect them."""
         if self.snapshot is not None:
             return self.snapshot
-        values = list(map(get_value_slot, self.variables))
+        values = [x._cell.value for x in ([root] if isinstance(root, Variable) else self.variables)]
         return values + [container[key] for container, key in self.arrays] if self.arrays else values
+
+    def pick(self, numbers: Numbers) -> list[Cell]:
+        """The cells with these numbers, in this order."""
+        found = self.picked.get(numbers)
+        if found is None:
+            if len(self.picked) >= _KEPT:  # of functions that are gone
+                self.picked.clear()
+            found = self.picked[numbers] = [self.cells[k] for k in numbers.numbers]
+        return found
 
     def rows(self, root: Any) -> list[Any]:
         """The objects by row."""
         return [root, *self.objects[1:]]
 
 
+class Numbers:
+    """Some of the cells of a record; compared by identity, which is quick."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: Sequence[int]):
+        self.numbers = numbers
+
+
+_KEPT = 64
+
+
 def record_of(root: Any) -> Record:
     """Return a record that describes a live node or Variable as it is now."""
-    if isinstance(root, Variable):
-        return _make(root)
     record = root._nnx_record
-    if record is None:
+    if record is None or not record.stamp.valid or (record.mutable and _has_changed(record)):
         return _make(root)
-    epoch = Clock.epoch
-    if record.epoch is not epoch:
-        if _version(record, root) != record.version:
-            return _make(root)
-        record.epoch = epoch
     record.uses += 1
     if CHECK_ALWAYS or record.uses & (record.uses - 1) == 0:
         _check(record, root)
@@ -93,25 +110,28 @@ def layout_of(root: Any) -> Layout:
     return record_of(root).layout
 
 
-def _version(record: Record, root: Node) -> int:
-    return (
-        root._nnx_version + sum(map(_version_of_node, record.nodes)) + sum(map(_version_of_variable, record.variables))
-    )
+def _has_changed(record: Record) -> bool:
+    try:
+        return not all(const == Const.of(value) for value, const in record.mutable)
+    except errors.StaticValueError:  # the walk will say where
+        return True
 
 
 def _make(root: Any) -> Record:
     record = Record()
-    record.epoch = Clock.epoch  # before the walk: a change by another thread while walking makes the record stale
-    walk = Walk(hold=True)
-    spec = walk.run(root, None)
+    record.stamp = Stamp()
+    walk = Walk(stamp=record.stamp)
+    with stamping:
+        spec = walk.run(root, None)
     rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
     record.layout = Layout(rows, spec)
-    record.version, record.exact = walk.version, walk.exact
+    record.exact, record.mutable = walk.exact, list(walk.mutable.values())
     record.objects = [None, *walk.objects[1:]]
-    record.nodes = [x for x in record.objects[1:] if not isinstance(x, Variable)]
-    record.variables = [walk.objects[i] for i in record.layout.variables]
+    record.nodes = [x for x in record.objects[1:] if isinstance(x, Node)]
+    record.variables = [walk.objects[i] for i in record.layout.variables if i]
+    record.cells = [walk.cells[i] for i in record.layout.variables]
     record.arrays, record.array_rows = [], []
-    record.serial, record.uses, record.pairs = next(_serials), 0, {}
+    record.serial, record.uses, record.pairs, record.picked = next(_serials), 0, {}, {}
     for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
         if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
             container = attributes_of(x) if isinstance(x, Pytree) else x
@@ -121,7 +141,7 @@ def _make(root: Any) -> Record:
             in_slots = isinstance(x, Pytree) and not container.keys() >= set(names)
             record.exact = record.exact and not in_slots and container is not root
     record.snapshot = None if record.exact else walk.leaves(range(len(rows)))
-    if record.exact and not isinstance(root, Variable):
+    if record.exact:
         object.__setattr__(root, "_nnx_record", record)
     return record
 

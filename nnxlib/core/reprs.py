@@ -21,7 +21,7 @@ def _write(value: Any, path: tuple, seen: dict[int, tuple], depth: int) -> str:
     if id(value) in seen:
         return f"<{type(value).__name__} at {format_path(seen[id(value)])}>"
     seen[id(value)] = path
-    if not hasattr(value, "_nnx_version"):  # a Variable, or a node whose __new__ never ran
+    if not hasattr(value, "_nnx_held"):  # a Variable, or a node whose __new__ never ran
         return repr(value) if hasattr(value, "_metadata") else f"{type(value).__name__}(<not initialised>)"
     opening, closing = _BRACKETS.get(_base(value), ("", ""))
     children: list[tuple[Any, Any]] = list(value._nnx_children())

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import copy as copy_lib
 import functools
-import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -31,6 +30,7 @@ from . import errors
 from .captures import Watch, notice
 from .pickling import exportable
 from .placement import placed
+from .stamps import Stamps, end_stamps
 from .static import freeze, same_items
 from .tracing import Tracer, TraceRef, current_trace
 
@@ -40,15 +40,31 @@ F = TypeVar("F", bound=Callable)
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slots__": ()})()
 
-# --- versions: how a cached layout learns that structure changed ------------------------------------------------
-
-VERSIONS = itertools.count(1)  # each structural change of a node or Variable draws a new number
+# --- the place of a value -----------------------------------------------------------------------------------------
 
 
-class Clock:
-    """``Clock.epoch`` is replaced at each structural change of anything that a cached layout describes."""
+class Cell:
+    """Where a Variable keeps its value. The same for the whole life of the Variable, but while a trace borrows it.
 
-    epoch: object = object()
+    A compiled step reads and writes a thousand cells in two loops of a few nanoseconds a turn, which Variables, with
+    attributes of their own making, would not allow.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
+    """Give each cell its value: all of them, also when an interrupt arrives in between."""
+    try:
+        for cell, cell.value in zip(cells, values):  # noqa: B007  (the assignment is the loop)
+            pass
+    except BaseException:
+        for cell, value in zip(cells, values, strict=False):
+            cell.value = value
+        raise
 
 
 _NO_METADATA: dict[str, Any] = {}
@@ -151,13 +167,14 @@ class Variable(Generic[A]):
       TraceContextError: when written under another trace than the one it was made under.
     """
 
-    __slots__ = ("__weakref__", "_metadata", "_trace", "_value", "_version")
+    __slots__ = ("__weakref__", "_cell", "_held", "_metadata", "_nnx_record", "_trace")
     __array_priority__ = 200  # ndarray + Variable asks the Variable
 
-    _value: A
+    _cell: Cell
+    _held: Stamps  # of the cached layouts that describe this Variable
     _metadata: dict[str, Any]
+    _nnx_record: Any  # its cached layout, when it was the root of one
     _trace: TraceRef
-    _version: int
 
     def __init__(self, value: A | VariableMetadata[A], **metadata: Any):
         if isinstance(value, VariableMetadata):
@@ -168,14 +185,17 @@ class Variable(Generic[A]):
             metadata = {**class_hooks, **metadata}
         if not _AXIS_NAMES.isdisjoint(metadata):
             metadata = _canonical(metadata)
+        cell = Cell(None)
+        _set(self, "_cell", cell)
+        _set(self, "_held", ())
+        _set(self, "_nnx_record", None)
         _set(self, "_trace", current_trace())
-        _set(self, "_version", next(VERSIONS))
         _set(self, "_metadata", metadata or _NO_METADATA)
         for hook in _as_hooks(metadata.get("on_create_value", ())):
             value = hook(self, value)
         if isinstance(value, Variable):
             value = value._value
-        _set(self, "_value", placed(value, metadata, type(self)) if "out_sharding" in metadata else value)
+        cell.value = placed(value, metadata, type(self)) if "out_sharding" in metadata else value
 
     _class_hooks: Mapping[str, Callable] = {}
 
@@ -193,7 +213,7 @@ class Variable(Generic[A]):
         """Return the value, through the ``on_get_value`` hooks; with ``index``, ``value[index]``."""
         if Watch.count:
             notice(self, self._trace)
-        value: Any = self._value
+        value: Any = self._cell.value
         if self._metadata:
             for hook in _as_hooks(self._metadata.get("on_get_value", ())):
                 value = hook(self, value)
@@ -212,7 +232,8 @@ class Variable(Generic[A]):
         if self._metadata:
             for hook in _as_hooks(self._metadata.get("on_set_value", ())):
                 new = hook(self, new)
-        _set(self, "_value", new if index is MISSING else _with_item(self._value, index, new))
+        cell = self._cell
+        cell.value = new if index is MISSING else _with_item(cell.value, index, new)
 
     value = property(get_value, set_value, doc="The value; reading and writing run the hooks.")
 
@@ -220,7 +241,7 @@ class Variable(Generic[A]):
         """Return the value as stored, without hooks."""
         if Watch.count:
             notice(self, self._trace)
-        return self._value
+        return self._cell.value
 
     def set_raw_value(self, value: A) -> None:
         """Replace the value without hooks.
@@ -229,7 +250,7 @@ class Variable(Generic[A]):
           TraceContextError: under another trace than the one this Variable was made under.
         """
         self.check_writable()
-        _set(self, "_value", value._value if isinstance(value, Variable) else value)
+        self._cell.value = value._value if isinstance(value, Variable) else value
 
     raw_value = property(get_raw_value, doc="The value as stored, without hooks.")
 
@@ -240,19 +261,22 @@ class Variable(Generic[A]):
                 notice(self, self._trace)
             raise errors.TraceContextError(_CROSS_TRACE.format(where=self._where(), kind=type(self).__name__))
 
+    # As stored, without hooks and unnoticed: what the library itself uses.
+    _value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
+
     # --- on loan to a trace that captured it: see captures.py ---
 
     def _nnx_save(self) -> tuple:
-        return type(self), self._value, self._metadata, self._trace, self._version
+        return type(self), self._cell, self._metadata, self._trace
 
     def _nnx_join(self, trace: TraceRef) -> None:
         _set(self, "_trace", trace)
 
     def _nnx_restore(self, state: tuple) -> None:
-        kind, value, metadata, trace, version = state
+        kind, cell, metadata, trace = state
         if type(self) is not kind:
             _set(self, "__class__", kind)
-        for name, before in {"_value": value, "_metadata": metadata, "_trace": trace, "_version": version}.items():
+        for name, before in {"_cell": cell, "_metadata": metadata, "_trace": trace}.items():
             _set(self, name, before)
 
     def _where(self) -> str:
@@ -298,8 +322,8 @@ class Variable(Generic[A]):
         self._structure_changed()
 
     def _structure_changed(self) -> None:
-        _set(self, "_version", next(VERSIONS))
-        Clock.epoch = object()
+        end_stamps(self._held)
+        _set(self, "_held", ())
 
     @property
     def sharding_names(self) -> Any:
@@ -355,7 +379,7 @@ class Variable(Generic[A]):
     def update_from_state(self, variable_state: Variable[A]) -> None:
         """Take the value and metadata of ``variable_state``, without hooks."""
         self.check_writable()
-        _set(self, "_value", unshared(variable_state._value))
+        self._cell.value = unshared(variable_state._value)
         if not same_items(variable_state._metadata, self._metadata):
             self._replace_metadata(dict(variable_state._metadata))
 
@@ -370,7 +394,7 @@ class Variable(Generic[A]):
     def __deepcopy__(self: V, memo: dict) -> V:
         new = make_variable(type(self), None, _NO_METADATA)
         memo[id(self)] = new
-        _set(new, "_value", copy_lib.deepcopy(self._value, memo))
+        new._cell.value = copy_lib.deepcopy(self._value, memo)
         if self._metadata:
             _set(new, "_metadata", copy_lib.deepcopy(self._metadata, memo))
         return new
@@ -379,7 +403,7 @@ class Variable(Generic[A]):
         return make_variable, (type(self), None, _NO_METADATA), (self._value, self._metadata)
 
     def __setstate__(self, state: tuple) -> None:
-        _set(self, "_value", state[0])
+        self._cell.value = state[0]
         _set(self, "_metadata", state[1] or _NO_METADATA)
 
     # --- attributes: metadata first, then those of the value ---
@@ -482,16 +506,15 @@ class Variable(Generic[A]):
 
 
 _set = object.__setattr__
-set_value_slot = Variable._value.__set__  # type: ignore[attr-defined]
-get_value_slot = operator.attrgetter("_value")
 
 
-def make_variable(kind: type[V], value: Any, metadata: dict[str, Any]) -> V:
+def make_variable(kind: type[V], value: Any, metadata: dict[str, Any], cell: Callable[[Any], Cell] = Cell) -> V:
     """Make a Variable of the running trace directly, without hooks; ``metadata`` is shared, not copied."""
     self = object.__new__(kind)
+    _set(self, "_cell", cell(value))
+    _set(self, "_held", ())
+    _set(self, "_nnx_record", None)
     _set(self, "_trace", current_trace())
-    _set(self, "_version", next(VERSIONS))
-    _set(self, "_value", value)
     _set(self, "_metadata", metadata)
     return self
 

@@ -221,7 +221,7 @@ def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
     walk = Walk()
     root = walk.run(tree, None if is_node(tree) else True)
     rows = [walk.rows[i] for i in range(len(walk.objects))]
-    labels = Labels(rows, lambda i: (walk.objects[i],) if i in walk.values else walk.arrays[i])
+    labels = Labels(rows, lambda i: (walk.objects[i],) if i in walk.cells else walk.arrays[i])
     children = zip(root.paths, root.children, strict=True) if isinstance(root, Tree) else [((), root)]
     for (path, spec), prefix in zip(children, prefixes, strict=True):
         if isinstance(spec, Ref):

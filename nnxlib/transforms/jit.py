@@ -15,10 +15,8 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import operator
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,21 +24,22 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.calls import followed, observed
-from ..core.captures import CapturedObjects, lending
+from ..core.captures import CapturedObjects, Watch, all_borrowed, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, format_path, reachable
 from ..core.filters import looks_at_values
-from ..core.graph import LEAF, Layout, NodeRow, Packed, Ref, StaticArgument, Tree, commit, pack, trace_of, value_of
+from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of
 from ..core.graphdef import differences
+from ..core.inputs import AbsentInput
 from ..core.objects import Node, is_node
-from ..core.records import record_of
 from ..core.references import named_in, ways_from
-from ..core.static import freeze
 from ..core.tracing import at_top_level, current_trace
-from ..core.variables import MISSING, Variable, get_value_slot, set_value_slot
+from ..core.variables import MISSING
 from .abstract import eval_packed
 from .classes import lifts_classes
-from .lift import Arguments, Crossing, Outcome, cross, resolve
-from .prefixes import PrefixMapping, broadcast_prefix, join_lanes, label_arguments, lane_numbers
+from .lift import Arguments, Crossing, cross, finish, resolve
+from .plan import Plan
+from .prefixes import PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
+from .sites import Site, look, objects_in
 
 
 @lifts_classes()
@@ -103,69 +102,6 @@ def jit(
 
 def _as_tuple(value: Any) -> tuple:
     return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
-
-
-class _Plan:
-    """A compiled function for one layout: how leaves go in and come out."""
-
-    __slots__ = ("crossing", "jitted", "lent", "one_lane", "positions", "select")
-
-    def __init__(self, crossing: Crossing, jitted: Any):
-        self.crossing, self.jitted, self.one_lane = crossing, jitted, len(crossing.lanes) == 1
-        self.lent = _rows_below(crossing.layout, "captured")
-        self.positions = {row: k for k, row in enumerate(crossing.layout.variables)}
-        self.select: dict[tuple[int, ...], Callable] = {}  # which Variables a Delta writes to
-
-    def call(self, leaves: list[Any], compiled: Any = None) -> tuple[Sequence[Any], Outcome]:
-        """Call the compiled function on leaves; returns the leaves that changed, and how."""
-        compiled = compiled or self.jitted
-        try:
-            if self.one_lane:
-                (returned,), outcome = compiled(leaves)
-                return returned, outcome
-            groups, outcome = compiled(*self.crossing.split(leaves))
-        except TypeError:
-            check_traceable(self.crossing.layout, leaves)
-            raise
-        return join_lanes(groups, outcome.lane_of), outcome
-
-    def lending(self, objects: Callable[[], Sequence[Any]]) -> Any:
-        """Within the block, a trace may borrow the captured ones of the objects (by row)."""
-
-        def loan() -> dict[int, Any]:
-            found = objects() if self.lent else ()
-            return {i: found[i] for i in self.lent}
-
-        return lending(self.crossing, loan)
-
-    def targets(self, rows: tuple[int, ...], variables: list[Variable]) -> Sequence[Variable]:
-        if len(rows) == len(variables):
-            return variables
-        select = self.select.get(rows)
-        if select is None:
-            picks = [self.positions[row] for row in rows]
-            select = self.select[rows] = (
-                operator.itemgetter(*picks) if len(picks) > 1 else lambda xs: tuple([xs[k] for k in picks])
-            )
-        return select(variables)
-
-
-def _rows_below(layout: Layout, entry: str) -> list[int]:
-    """The rows that can be reached from one entry of the packed :class:`Arguments`."""
-    root = layout.root
-    assert isinstance(root, Tree)
-    stack: list[Any] = [child for path, child in zip(root.paths, root.children, strict=True) if path[0] == entry]
-    found: dict[int, None] = {}
-    while stack:
-        spec = stack.pop()
-        if isinstance(spec, Tree):
-            stack.extend(spec.children)
-        elif isinstance(spec, Ref) and spec.index not in found:
-            found[spec.index] = None
-            row = layout.rows[spec.index]
-            if isinstance(row, NodeRow):
-                stack.extend(child for _, child in row.fields)
-    return sorted(found)
 
 
 class _Captures:
@@ -244,46 +180,41 @@ class JitWrapped:
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
         self._cacheable = not any(map(looks_at_values, filters))  # else the lanes may be others at each call
         self._captures = _Captures(self._function)
-        self._plans: dict[Any, _Plan] = {}  # by layout and lanes
-        self._hot: dict[Any, _Plan] = {}  # by the layouts of the records of the arguments
+        self._plans: dict[Any, Plan] = {}  # by layout and lanes
+        self._sites: dict[Any, Site] = {}  # by the structure of the arguments, as their records tell it
 
     # --- calling ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._call(args, kwargs)
-        except CapturedObjects as found:
-            self._captures.add(found.roots)
-        return self(*args, **kwargs)  # traced again, with what it captures as further inputs
+        while True:
+            try:
+                return self._call(args, kwargs)
+            except CapturedObjects as found:  # traced again, with what it captures as further inputs
+                self._captures.add(found.roots)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._bound_or_static:
             args, kwargs = self._bind(args, kwargs)
         captured = self._captures.objects() if self._captures.references else ()
-        arguments = (args, kwargs, captured) if captured else (args, kwargs)
-        found = _gather(arguments) if self._cacheable and at_top_level() else None
+        if not (self._cacheable and at_top_level()) or (Watch.count and all_borrowed()):
+            return self._call_packed(Arguments(args, kwargs, captured), None)
+        found = look(args, kwargs, captured)
         if found is None:
             return self._call_packed(Arguments(args, kwargs, captured), None)
-        key, roots, variables, leaves = found
-        plan = self._hot.get(key)
-        if plan is None:
-            return self._call_packed(Arguments(args, kwargs, captured), key)
-        if captured:
-            with plan.lending(lambda: _objects(roots)):
-                returned, outcome = plan.call(leaves)
-        else:
-            returned, outcome = plan.call(leaves)
-        delta = outcome.delta
-        if delta.rows:
-            return commit(plan.crossing.layout, delta, returned, _objects(roots))
-        n = len(delta.values)
-        if delta.root is LEAF:
-            out = returned[n]
-        else:
-            out = value_of(delta.root, _objects(roots) if outcome.returns_objects else (), iter(returned[n:]))
-        if n:  # the output comes first: what can fail must fail before anything is written
-            deque(map(set_value_slot, plan.targets(delta.values, variables), returned), maxlen=0)
-        return out
+        site = self._sites.get(found[0])
+        if site is None:
+            return self._call_packed(Arguments(args, kwargs, captured), found[0])
+        try:
+            if captured:
+                with lending(site.plan.crossing, functools.partial(site.plan.loan, lambda: objects_in(found[1], found[2]))):
+                    return site.call(found)
+            return site.call(found)
+        except AbsentInput:  # for these shapes the function reads more than it did before
+            return self._call_packed(Arguments(args, kwargs, captured), None)
+        except TypeError:
+            packed = pack(Arguments(args, kwargs, captured))
+            check_traceable(packed.layout, packed.leaves)
+            raise
 
     def _call_packed(self, arguments: Arguments, key: tuple | None) -> Any:
         if followed() and not at_top_level():
@@ -291,12 +222,16 @@ class JitWrapped:
         self._captures.look()
         packed = pack(arguments)
         plan = self._plan(packed, arguments, at_top_level())
-        found = None if key is None else _gather(arguments[:] if arguments.captured else arguments[:2])
+        found = None if key is None else look(*arguments)
         if found is not None and found[0] == key:  # no other thread has changed the structure in between
-            self._hot[found[0]] = plan
-        with plan.lending(lambda: packed.objects):
-            returned, outcome = plan.call(packed.leaves)
-        return commit(packed.layout, outcome.delta, returned, packed.objects)
+            self._sites[found[0]] = Site(plan, found[4], found[2])
+        try:
+            with lending(plan.crossing, functools.partial(plan.loan, lambda: packed.objects)):
+                output = plan.call(packed.leaves)
+        except TypeError:
+            check_traceable(packed.layout, packed.leaves)
+            raise
+        return finish(packed, output)
 
     def _call_followed(self, arguments: Arguments) -> Any:
         """Call the function as a part of the trace around: a cached trace would hide the calls in it."""
@@ -332,8 +267,8 @@ class JitWrapped:
             arguments = self._arguments(args, kwargs)
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
-            with plan.lending(lambda: packed.objects):
-                stage = getattr(plan.jitted, name)(*plan.crossing.split(packed.leaves))
+            with lending(plan.crossing, functools.partial(plan.loan, lambda: packed.objects)):
+                stage = getattr(plan.everything.jitted, name)(*plan.everything.split(packed.leaves))
         except CapturedObjects as found:
             self._captures.add(found.roots)
             return self._stage(name, args, kwargs)
@@ -346,7 +281,7 @@ class JitWrapped:
     def clear_cache(self) -> None:
         """Forget every compiled function."""
         self._plans.clear()
-        self._hot.clear()
+        self._sites.clear()
 
     # --- plans ---
 
@@ -363,7 +298,7 @@ class JitWrapped:
             kwargs = {k: StaticArgument(x, (k,)) if self._static.has(k) else x for k, x in kwargs.items()}
         return args, kwargs
 
-    def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> _Plan:
+    def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> Plan:
         """The plan for a layout; a lane for each sharding, donated or not (which only matters at top level)."""
         layout, labels = packed.layout, None
         lanes: tuple[Any, ...] = (_Lane(),)
@@ -380,8 +315,7 @@ class JitWrapped:
         if plan is None:
             check_traceable(layout, packed.leaves)
             crossing = Crossing(layout, lanes, lane_of, labels, out, forced, watch=True)
-            jitted = jax.jit(crossing.pure(self._function), **self._jax_options(lanes))
-            plan = self._plans[key] = _Plan(crossing, jitted)
+            plan = self._plans[key] = Plan(crossing, self._function, self._jax_options(lanes))
         return plan
 
     def _jax_options(self, lanes: tuple[_Lane, ...]) -> dict[str, Any]:
@@ -488,104 +422,6 @@ def _lanes_in(prefix: Any) -> list[Any]:
     return [lane for x in found for lane in (x.labels if isinstance(x, PrefixMapping) else (x,))]
 
 
-# --- the short way --------------------------------------------------------------------------------------------------
-
-
-Roots = list[tuple[Any, Any]]  # the objects among the arguments, each with its Record; None for a bare Variable
-
-
-def _gather(arguments: Any) -> tuple[tuple, Roots, list[Variable], list[Any]] | None:
-    """The key of the plan, the objects among the arguments, their Variables, and all leaves; None without records.
-
-    The leaves are in the order in which ``pack`` would collect them.
-    """
-    flat, treedef = jtu.tree_flatten(arguments, is_leaf=is_node)
-    key: list[Any] = [treedef]
-    roots: Roots = []
-    plain, bare = [], False
-    for x in flat:
-        if isinstance(x, Node):
-            record = record_of(x)
-            if record.snapshot is not None:
-                return None
-            roots.append((x, record))
-            key.append(record.layout)
-        elif isinstance(x, Variable):
-            bare = True
-            roots.append((x, None))
-            key.append((type(x), freeze(x._metadata) if x._metadata else None))
-        elif type(x) is StaticArgument:
-            key.append(x.frozen())
-        elif type(x) is types.MethodType:  # may be bound to a Module
-            return None
-        else:
-            key.append(None)
-            plain.append(x)
-    if len(roots) == 1 and not bare:
-        record = roots[0][1]
-        return tuple(key), roots, record.variables, record.leaves() + plain if plain else record.leaves()
-    shared = _sharing(roots) if not bare else _all_distinct(roots)
-    if shared is None:
-        return None
-    variables, arrays = [], []
-    for k, (x, record) in enumerate(roots):
-        if record is None:
-            variables.append(x)
-        elif not shared:
-            variables += record.variables
-            arrays += [container[name] for container, name in record.arrays]
-        else:
-            kept_variables, kept_arrays = shared[k][1:]
-            variables += [record.variables[j] for j in kept_variables]
-            arrays += [record.arrays[j][0][record.arrays[j][1]] for j in kept_arrays]
-    key.append(shared)
-    return tuple(key), roots, variables, [*map(get_value_slot, variables), *arrays, *plain]
-
-
-def _sharing(roots: Roots) -> tuple:
-    """What objects have in common, as static data: empty if nothing, else an entry (shared rows, Variables and arrays
-    that are not in an earlier object) for each. Computed once for the same records.
-    """
-    if len(roots) < 2:
-        return ()
-    first = roots[0][1]
-    serials = tuple([record.serial for _, record in roots[1:]])
-    found = first.pairs.get(serials)
-    if found is None:
-        if len(first.pairs) >= 64:  # entries of objects that are gone
-            first.pairs.clear()
-        found = first.pairs[serials] = _find_sharing(roots)
-    return found
-
-
-def _find_sharing(roots: Roots) -> tuple:
-    place: dict[int, tuple[int, int]] = {}
-    entries, any_shared = [], False
-    for k, (x, record) in enumerate(roots):
-        shared = {}
-        for row, y in enumerate(record.rows(x)):
-            first = place.setdefault(id(y), (k, row))
-            if first != (k, row):
-                shared[row] = first
-        any_shared = any_shared or bool(shared)
-        variables = tuple([j for j, row in enumerate(record.layout.variables) if row not in shared])
-        arrays = tuple([j for j, row in enumerate(record.array_rows) if row not in shared])
-        entries.append((tuple(shared.items()), variables, arrays))
-    return tuple(entries) if any_shared else ()
-
-
-def _all_distinct(roots: Roots) -> tuple | None:
-    """With Variables among the arguments themselves: () if nothing is shared, else None."""
-    objects = [y for x, record in roots for y in ([x] if record is None else record.rows(x))]
-    return () if len(set(map(id, objects))) == len(objects) else None
-
-
-def _objects(roots: Roots) -> list[Any]:
-    """The objects by row, of all arguments together."""
-    objects = [y for x, record in roots for y in ([x] if record is None else record.rows(x))]
-    return list({id(y): y for y in objects}.values())
-
-
 # --- checks and stages ----------------------------------------------------------------------------------------------
 
 
@@ -612,7 +448,7 @@ static_argnums=... or static_argnames=...; or bind it beforehand with functools.
 class Stage:
     """A traced, lowered or compiled function of Modules; everything else is that of the stage of JAX it wraps."""
 
-    def __init__(self, stage: Any, arguments: Callable, plan: _Plan):
+    def __init__(self, stage: Any, arguments: Callable, plan: Plan):
         self._stage, self._arguments, self._plan = stage, arguments, plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
@@ -635,8 +471,7 @@ class Stage:
                 for path, a, b in differences(expected, packed.layout)
             )
             raise ArgumentError(f"The arguments differ in structure from those it was compiled for:\n{found}")
-        returned, outcome = self._plan.call(packed.leaves, self._stage)
-        return commit(packed.layout, outcome.delta, returned, packed.objects)
+        return finish(packed, self._stage(*self._plan.everything.split(packed.leaves)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)

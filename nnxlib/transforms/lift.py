@@ -31,8 +31,9 @@ from ..core.captures import all_borrowed, borrowed, loan_for, watching
 from ..core.errors import ArgumentError, OutputError, format_path
 from ..core.escapes import check_contained
 from ..core.graph import After, Delta, Layout, Packed, StaticArgument, build, commit, diff, has_refs, pack, path_key
+from ..core.inputs import ABSENT, Input, is_read
 from ..core.objects import Node, is_data
-from ..core.variables import MISSING, set_value_slot
+from ..core.variables import MISSING, Cell
 from .axes import stack_axes, strip_axes
 from .prefixes import (
     Labels,
@@ -58,11 +59,14 @@ class Arguments(NamedTuple):
 class Outcome:
     """What one trace of a function did: its Delta, and the lane of each leaf that it returns. Static."""
 
-    __slots__ = ("_hash", "delta", "lane_of", "paths", "returns_objects")
+    __slots__ = ("_hash", "delta", "lane_of", "paths", "read", "returns_objects")
 
-    def __init__(self, delta: Delta, lane_of: tuple[int, ...], paths: tuple[tuple, ...] = ()):
+    def __init__(
+        self, delta: Delta, lane_of: tuple[int, ...], paths: tuple[tuple, ...] = (), read: Sequence[int] = ()
+    ):
         self.delta, self.lane_of = delta, lane_of
         self.paths = paths  # of the leaves, for messages
+        self.read = read  # the leaves it was given and asked for, if that was looked at
         self.returns_objects = has_refs(delta.root)
         self._hash: int | None = None
 
@@ -91,19 +95,21 @@ def cross(
     forced: Collection[int] = (),
     take: Callable | None = None,
     loan: Mapping[int, Any] = MappingProxyType({}),
+    cell: Callable[[Any], Cell] = Cell,
 ) -> tuple[Any, After]:
     """Call ``f`` on fresh objects made from a table, and compare them afterwards.
 
     ``take(out) -> (direct, rest)`` splits what ``f`` returns: ``direct`` is returned as it is, ``rest`` packed. Objects
-    in ``loan``, by row, are live ones that ``f`` refers to: they are used in place of fresh ones.
+    in ``loan``, by row, are live ones that ``f`` refers to: they are used in place of fresh ones. ``cell`` makes the
+    cells of the Variables.
     """
     leaves = jax.tree.map(lambda x: x, list(leaves))  # f may edit the dicts in Variables, but not the caller's
     pytrees = {i: jax.tree.flatten(x) for i, x in enumerate(leaves) if not jax.tree_util.all_leaves([x])}
     with borrowed(list(loan.values())):
         for i, leaf in zip(layout.variables, leaves, strict=False):
             if i in loan:
-                set_value_slot(loan[i], leaf)
-        (args, kwargs, _), objects = build(layout, leaves, loan)
+                object.__setattr__(loan[i], "_cell", cell(leaf))
+        (args, kwargs, _), objects = build(layout, leaves, loan, cell)
         with listening(inside(layout, objects, [path[2:] for path in layout.paths])):
             out = f(*args, **kwargs)
         direct, rest = (None, out) if take is None else take(out)
@@ -127,7 +133,7 @@ class Crossing:
       labels: those of the arguments, from which objects attached inside inherit; None with a single lane.
       out_prefix: the prefix of the output.
       forced: positions of leaves that are returned even when unchanged.
-      watch: whether to look out for objects that the function captures.
+      watch: whether to look out for objects that the function captures, and for the leaves that it reads.
       axis_name: where labels are axes: the name of the axis in the metadata of Variables, see axes.py.
     """
 
@@ -149,27 +155,56 @@ class Crossing:
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
         return split_lanes(leaves, self.lane_of, len(self.lanes))
 
-    def pure(self, f: Callable) -> Callable:
-        """``f`` as a pure function from groups of leaves to (groups of leaves, Outcome)."""
+    def pure(
+        self, f: Callable, inputs: Sequence[int] | None = None, traced: Callable[..., Any] | None = None
+    ) -> Callable:
+        """``f`` as a pure function from groups of leaves to (groups of leaves, Outcome).
+
+        With ``inputs``, only these of the leaves are passed, and ``f`` must not ask for others. ``traced`` is what the
+        first trace is to give.
+        """
+        lane_of = [self.lane_of[k] for k in inputs] if inputs is not None and self.lane_of else self.lane_of
 
         def pure(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
-            leaves = join_lanes(groups, self.lane_of)
+            nonlocal traced
+            if traced is not None:
+                (again, traced) = (traced, None)
+                return again(*groups)
+            leaves = join_lanes(groups, lane_of)
+            if inputs is not None:
+                leaves = _with_absent(leaves, inputs, len(self.layout.leaf_paths))
             layout = self.layout
             if self.axis_name is not MISSING and self.labels is not None:
                 layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
+            cell = Input if self.watch else Cell
             with watching() if self.watch else nullcontext():
-                out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), loan_for(self))
+                out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), loan_for(self), cell)
             check_returned(after, out)
             if self.labels is None:
-                return (list(after.leaves),), Outcome(after.delta, ())
+                return (list(after.leaves),), Outcome(after.delta, (), after.paths, _read(layout, after) if self.watch else ())
             labels = labels_after(self.labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
             delta = after.delta if self.axis_name is MISSING else stack_axes(after, labels, self.axis_name)
-            lane_of = lane_numbers(labels, self.lanes)
-            return split_lanes(after.leaves, lane_of, len(self.lanes)), Outcome(delta, lane_of, after.paths)
+            lanes_after = lane_numbers(labels, self.lanes)
+            outcome = Outcome(delta, lanes_after, after.paths, _read(layout, after) if self.watch else ())
+            return split_lanes(after.leaves, lanes_after, len(self.lanes)), outcome
 
         # Not functools.wraps: JAX would report our groups under the names of the user's arguments.
         pure.__name__ = getattr(f, "__name__", type(f).__name__)
         return pure
+
+
+def _with_absent(leaves: Sequence[Any], inputs: Sequence[int], count: int) -> list[Any]:
+    found = [ABSENT] * count
+    for position, leaf in zip(inputs, leaves, strict=True):
+        found[position] = leaf
+    return found
+
+
+def _read(layout: Layout, after: After) -> list[int]:
+    """The positions of the leaves that were read; those that are in no Variable always are."""
+    cells = after.walk.cells
+    n = len(layout.variables)
+    return [k for k, i in enumerate(layout.variables) if is_read(cells[i])] + [*range(n, len(layout.leaf_paths))]
 
 
 def place_of(path: tuple) -> str:

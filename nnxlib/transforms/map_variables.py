@@ -137,7 +137,7 @@ def _commit(
 ) -> Any:
     """Commit, with stored values in place of the transformed ones that the function left in mapped Variables."""
     delta, paths, objects = after.delta, after.walk.paths, after.walk.objects
-    mapped = _by_argument(predicate, sorted(after.walk.values), paths, objects)
+    mapped = _by_argument(predicate, sorted(after.walk.cells), paths, objects)
     if not mapped:
         raise EmptySelectionError("map_variables maps nothing: its filter takes no Variable of the arguments.")
     renewed = [i for i, row in delta.rows if isinstance(row, VariableRow)]  # new, or with other metadata
