@@ -43,7 +43,7 @@ class Record:
 
     __slots__ = (
         "array_rows", "arrays", "cells", "exact", "layout", "mutable", "nodes", "objects", "pairs", "picked", "serial",
-        "snapshot", "stamp", "uses", "variables",
+        "snapshot", "stamp", "unchecked", "used", "variables",
     )  # fmt: skip
 
     layout: Layout
@@ -57,9 +57,11 @@ class Record:
     arrays: list[tuple[Any, Any]]  # (container, key) of each array held by a node
     array_rows: list[int]  # the row of that node
     snapshot: list[Any] | None  # the leaves, of a record that is not exact and so used once
+    used: int  # how often, when it is next compared with what it describes
+    unchecked: int  # how many more uses there are till then
     serial: int  # never reused
     pairs: dict[tuple[int, ...], Any]  # what was found out about this record together with others, by their serials
-    picked: dict[Any, list[Cell]]  # some of the cells, by the sequence of their numbers
+    picked: dict[Numbers | None, list[Cell]]  # some of the cells, by their numbers; under None all
 
     def leaves(self, root: Any) -> list[Any]:
         """The leaves of the object, as ``pack`` would collect them."""
@@ -68,13 +70,13 @@ class Record:
         values = [x._cell.value for x in ([root] if isinstance(root, Variable) else self.variables)]
         return values + [container[key] for container, key in self.arrays] if self.arrays else values
 
-    def pick(self, numbers: Numbers) -> list[Cell]:
-        """The cells with these numbers, in this order."""
-        found = self.picked.get(numbers)
-        if found is None:
-            if len(self.picked) >= _KEPT:  # of functions that are gone
-                self.picked.clear()
-            found = self.picked[numbers] = [self.cells[k] for k in numbers.numbers]
+    def pick(self, numbers: Numbers | None) -> list[Cell]:
+        """The cells with these numbers, in this order; all without numbers. What was picked is in ``picked``."""
+        if numbers is None:
+            return self.cells
+        if len(self.picked) >= _KEPT:  # of functions that are gone
+            self.picked = {None: self.cells}
+        found = self.picked[numbers] = [self.cells[k] for k in numbers.numbers]
         return found
 
     def rows(self, root: Any) -> list[Any]:
@@ -99,8 +101,8 @@ def record_of(root: Any) -> Record:
     record = root._nnx_record
     if record is None or not record.stamp.valid or (record.mutable and _has_changed(record)):
         return _make(root)
-    record.uses += 1
-    if CHECK_ALWAYS or record.uses & (record.uses - 1) == 0:
+    record.unchecked -= 1
+    if not record.unchecked:
         _check(record, root)
     return record
 
@@ -131,7 +133,8 @@ def _make(root: Any) -> Record:
     record.variables = [walk.objects[i] for i in record.layout.variables if i]
     record.cells = [walk.cells[i] for i in record.layout.variables]
     record.arrays, record.array_rows = [], []
-    record.serial, record.uses, record.pairs, record.picked = next(_serials), 0, {}, {}
+    record.serial, record.pairs, record.picked = next(_serials), {}, {None: record.cells}
+    record.used = record.unchecked = 1
     for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
         if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
             container = attributes_of(x) if isinstance(x, Pytree) else x
@@ -153,6 +156,8 @@ def _check(record: Record, root: Any) -> None:
       StaleLayoutError: if the object was changed in a way that its record has not noticed.
     """
     packed = pack(root)
+    record.unchecked = 1 if CHECK_ALWAYS else record.used
+    record.used += record.unchecked
     same = packed.layout is record.layout and all(map(operator.is_, packed.objects[1:], record.objects[1:]))
     if not same:
         object.__setattr__(root, "_nnx_record", None)

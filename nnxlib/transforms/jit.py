@@ -27,7 +27,7 @@ from ..core.calls import followed, observed
 from ..core.captures import CapturedObjects, Watch, all_borrowed, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, format_path, reachable
 from ..core.filters import looks_at_values
-from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of
+from ..core.graph import Packed, StaticArgument, commit, pack, trace_of
 from ..core.graphdef import differences
 from ..core.inputs import AbsentInput
 from ..core.objects import Node, is_node
@@ -37,9 +37,9 @@ from ..core.variables import MISSING
 from .abstract import eval_packed
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, cross, finish, resolve
-from .plan import Plan
+from .plan import Plan, check_traceable
 from .prefixes import PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
-from .sites import Site, look, objects_in
+from .sites import Found, Site, look
 
 
 @lifts_classes()
@@ -186,52 +186,43 @@ class JitWrapped:
     # --- calling ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        while True:
-            try:
-                return self._call(args, kwargs)
-            except CapturedObjects as found:  # traced again, with what it captures as further inputs
-                self._captures.add(found.roots)
-
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._bound_or_static:
             args, kwargs = self._bind(args, kwargs)
         captured = self._captures.objects() if self._captures.references else ()
-        if not (self._cacheable and at_top_level()) or (Watch.count and all_borrowed()):
-            return self._call_packed(Arguments(args, kwargs, captured), None)
+        if not self._cacheable or not at_top_level() or (Watch.count and all_borrowed()):
+            return self._call_packed(args, kwargs, captured, None)
         found = look(args, kwargs, captured)
-        if found is None:
-            return self._call_packed(Arguments(args, kwargs, captured), None)
-        site = self._sites.get(found[0])
-        if site is None:
-            return self._call_packed(Arguments(args, kwargs, captured), found[0])
+        site = None if found is None else self._sites.get(found[0])
+        if found is None or site is None:
+            return self._call_packed(args, kwargs, captured, found)
         try:
             if captured:
-                with lending(site.plan.crossing, functools.partial(site.plan.loan, lambda: objects_in(found[1], found[2]))):
-                    return site.call(found)
-            return site.call(found)
-        except AbsentInput:  # for these shapes the function reads more than it did before
-            return self._call_packed(Arguments(args, kwargs, captured), None)
+                return site.call_lending((args, kwargs, captured), found[1], found[2])
+            return site.call((args, kwargs), found[1], found[2])
+        except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
+            return self._call_packed(args, kwargs, captured, None)
         except TypeError:
             packed = pack(Arguments(args, kwargs, captured))
             check_traceable(packed.layout, packed.leaves)
             raise
 
-    def _call_packed(self, arguments: Arguments, key: tuple | None) -> Any:
+    def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None) -> Any:
+        """The long way of a call; what was ``found`` of its arguments leads there the short way next time."""
         if followed() and not at_top_level():
-            return self._call_followed(Arguments(arguments.args, arguments.kwargs))
-        self._captures.look()
-        packed = pack(arguments)
-        plan = self._plan(packed, arguments, at_top_level())
-        found = None if key is None else look(*arguments)
-        if found is not None and found[0] == key:  # no other thread has changed the structure in between
-            self._sites[found[0]] = Site(plan, found[4], found[2])
-        try:
-            with lending(plan.crossing, functools.partial(plan.loan, lambda: packed.objects)):
-                output = plan.call(packed.leaves)
-        except TypeError:
-            check_traceable(packed.layout, packed.leaves)
-            raise
-        return finish(packed, output)
+            return self._call_followed(Arguments(args, kwargs))
+        while True:
+            try:
+                self._captures.look()
+                arguments = Arguments(args, kwargs, captured)
+                packed = pack(arguments)
+                plan = self._plan(packed, arguments, at_top_level())
+                again = None if found is None else look(args, kwargs, captured)
+                if found is not None and again is not None and again[0] == found[0]:  # no other thread has changed it
+                    self._sites[found[0]] = Site(plan, *found[:2])
+                return finish(packed, plan.call_lending(packed))
+            except CapturedObjects as outside:  # traced again, with what it captures as further inputs
+                self._captures.add(outside.roots)
+                captured, found = self._captures.objects(), None
 
     def _call_followed(self, arguments: Arguments) -> Any:
         """Call the function as a part of the trace around: a cached trace would hide the calls in it."""
@@ -267,7 +258,7 @@ class JitWrapped:
             arguments = self._arguments(args, kwargs)
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
-            with lending(plan.crossing, functools.partial(plan.loan, lambda: packed.objects)):
+            with lending(plan.crossing, functools.partial(plan.loan, packed.objects)):
                 stage = getattr(plan.everything.jitted, name)(*plan.everything.split(packed.leaves))
         except CapturedObjects as found:
             self._captures.add(found.roots)
@@ -423,26 +414,6 @@ def _lanes_in(prefix: Any) -> list[Any]:
 
 
 # --- checks and stages ----------------------------------------------------------------------------------------------
-
-
-def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments themselves.
-
-    Raises:
-      ArgumentError: naming the argument, and what to do.
-    """
-    for path, leaf in zip(reversed(layout.leaf_paths), reversed(leaves), strict=True):
-        try:
-            jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
-        except TypeError:
-            if jtu.all_leaves([leaf]):
-                name, kind = format_path(path), type(leaf).__name__
-                raise ArgumentError(_UNTRACEABLE.format(name=name, kind=kind, value=leaf)) from None
-
-
-_UNTRACEABLE = """\
-{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
-static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""
 
 
 class Stage:

@@ -61,9 +61,7 @@ class Outcome:
 
     __slots__ = ("_hash", "delta", "lane_of", "paths", "read", "returns_objects")
 
-    def __init__(
-        self, delta: Delta, lane_of: tuple[int, ...], paths: tuple[tuple, ...] = (), read: Sequence[int] = ()
-    ):
+    def __init__(self, delta: Delta, lane_of: tuple[int, ...], paths: tuple[tuple, ...] = (), read: Sequence[int] = ()):
         self.delta, self.lane_of = delta, lane_of
         self.paths = paths  # of the leaves, for messages
         self.read = read  # the leaves it was given and asked for, if that was looked at
@@ -181,16 +179,24 @@ class Crossing:
                 out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), loan_for(self), cell)
             check_returned(after, out)
             if self.labels is None:
-                return (list(after.leaves),), Outcome(after.delta, (), after.paths, _read(layout, after) if self.watch else ())
+                return (list(after.leaves),), Outcome(after.delta, (), after.paths, self._read(after))
             labels = labels_after(self.labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
             delta = after.delta if self.axis_name is MISSING else stack_axes(after, labels, self.axis_name)
             lanes_after = lane_numbers(labels, self.lanes)
-            outcome = Outcome(delta, lanes_after, after.paths, _read(layout, after) if self.watch else ())
+            outcome = Outcome(delta, lanes_after, after.paths, self._read(after))
             return split_lanes(after.leaves, lanes_after, len(self.lanes)), outcome
 
         # Not functools.wraps: JAX would report our groups under the names of the user's arguments.
         pure.__name__ = getattr(f, "__name__", type(f).__name__)
         return pure
+
+    def _read(self, after: After) -> list[int]:
+        """The positions of the leaves that were read, if that is watched; those in no Variable always are."""
+        if not self.watch:
+            return []
+        variables, cells = self.layout.variables, after.walk.cells
+        read = [k for k, i in enumerate(variables) if is_read(cells[i])]
+        return read + [*range(len(variables), len(self.layout.leaf_paths))]
 
 
 def _with_absent(leaves: Sequence[Any], inputs: Sequence[int], count: int) -> list[Any]:
@@ -198,13 +204,6 @@ def _with_absent(leaves: Sequence[Any], inputs: Sequence[int], count: int) -> li
     for position, leaf in zip(inputs, leaves, strict=True):
         found[position] = leaf
     return found
-
-
-def _read(layout: Layout, after: After) -> list[int]:
-    """The positions of the leaves that were read; those that are in no Variable always are."""
-    cells = after.walk.cells
-    n = len(layout.variables)
-    return [k for k, i in enumerate(layout.variables) if is_read(cells[i])] + [*range(n, len(layout.leaf_paths))]
 
 
 def place_of(path: tuple) -> str:

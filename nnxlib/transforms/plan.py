@@ -12,13 +12,16 @@ of these, for inputs are only ever added. Traces below another trace, where pass
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 
-from ..core.graph import Layout, NodeRow, Ref, Tree
+from ..core.captures import lending
+from ..core.errors import ArgumentError, format_path
+from ..core.graph import Layout, NodeRow, Packed, Ref, Tree
 from ..core.inputs import AbsentInput
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from .lift import Crossing, Outcome
@@ -58,10 +61,22 @@ class Plan:
         jitted = jax.jit(self.crossing.pure(self._function, inputs, traced), **self._options)
         return Compiled(jitted, inputs, self.crossing.lane_of, len(self.crossing.lanes))
 
-    def loan(self, objects: Callable[[], Sequence[Any]]) -> dict[int, Any]:
+    def loan(self, objects: Sequence[Any]) -> dict[int, Any]:
         """Those of the objects (by row) that the function captures, for a trace to borrow."""
-        found = objects() if self.lent else ()
-        return {i: found[i] for i in self.lent}
+        return {i: objects[i] for i in self.lent}
+
+    def call_lending(self, packed: Packed) -> tuple[Groups, Outcome]:
+        """:meth:`call` on what was packed; a trace may borrow the objects that the function captures.
+
+        Raises:
+          ArgumentError: for a leaf that JAX cannot trace.
+        """
+        with lending(self.crossing, functools.partial(self.loan, packed.objects)):
+            try:
+                return self.call(packed.leaves)
+            except TypeError:
+                check_traceable(packed.layout, packed.leaves)
+                raise
 
     def call(self, leaves: Sequence[Any]) -> tuple[Groups, Outcome]:
         """Call the compiled function on all leaves; returns those that changed, by lane, and how."""
@@ -131,3 +146,23 @@ def rows_below(layout: Layout, entry: str) -> list[int]:
             if isinstance(row, NodeRow):
                 stack.extend(child for _, child in row.fields)
     return sorted(found)
+
+
+def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
+    """Check that JAX can trace each leaf of the arguments themselves.
+
+    Raises:
+      ArgumentError: naming the argument, and what to do.
+    """
+    for path, leaf in zip(reversed(layout.leaf_paths), reversed(leaves), strict=True):
+        try:
+            jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
+        except TypeError:
+            if jtu.all_leaves([leaf]):
+                name, kind = format_path(path), type(leaf).__name__
+                raise ArgumentError(_UNTRACEABLE.format(name=name, kind=kind, value=leaf)) from None
+
+
+_UNTRACEABLE = """\
+{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
+static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""

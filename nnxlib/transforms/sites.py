@@ -13,81 +13,84 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from ..core.captures import lending
 from ..core.graph import LEAF, Layout, StaticArgument, Tree, commit, value_of
 from ..core.inputs import AbsentInput
-from ..core.objects import is_node
+from ..core.objects import Node, is_node
 from ..core.records import Numbers, Record, record_of
-from ..core.variables import write_cells
+from ..core.variables import Cell, Variable, write_cells
 from .lift import Outcome
 from .plan import Compiled, Groups, Plan
 from .prefixes import join_lanes
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added as they are met
+_OBJECTS = (Node, Variable)
 
 
-# The key of the site, the objects among the arguments, their records, the other leaves, and what the objects share.
-Found = tuple[tuple, list[Any], list[Record], list[Any], tuple]
-
-
-def objects_in(roots: list[Any], records: list[Record]) -> list[Any]:
-    """All objects by row."""
-    found = [y for x, record in zip(roots, records, strict=True) for y in record.rows(x)]
-    return list({id(y): y for y in found}.values())
+Found = tuple[tuple, list[Record], list[Any]]  # the key of the site, the records of the objects, the other leaves
 
 
 def look(args: tuple, kwargs: dict[str, Any], captured: tuple = ()) -> Found | None:
     """Find the objects among the arguments, and their records; None if one has none to rely on."""
     if kwargs:
         names = tuple(sorted(kwargs))
-        flat: Sequence[Any] = [*args, *[kwargs[name] for name in names], *captured]
-        key: list[Any] = [(len(args), names, len(captured))]
-    else:
-        flat, key = ((*args, *captured), [(len(args), len(captured))]) if captured else (args, [len(args)])
-    roots: list[Any] = []
+        flat = (*args, *[kwargs[name] for name in names], *captured)
+        return _look(flat, [(len(args), names, len(captured))]) or _look_into(args, kwargs, captured)
+    if captured:
+        return _look((*args, *captured), [(len(args), len(captured))]) or _look_into(args, kwargs, captured)
+    return _look(args, [len(args)]) or _look_into(args, kwargs, captured)
+
+
+def _look_into(args: tuple, kwargs: dict[str, Any], captured: tuple) -> Found | None:
+    """:func:`look` with containers among the arguments."""
+    flat, treedef = jtu.tree_flatten((args, kwargs, captured), is_leaf=is_node)
+    for x in flat:
+        if isinstance(x, jax.Array | np.generic):
+            _LEAF_TYPES.add(type(x))
+    return _look(flat, [treedef], flattened=True)
+
+
+def _look(flat: Sequence[Any], key: list[Any], flattened: bool = False) -> Found | None:
+    """Find the objects in a sequence; None for one without a record to rely on, and for what is no leaf.
+
+    When ``flattened``, everything else is a leaf, but a method, which may be bound to a Module.
+    """
     records: list[Record] = []
     plain: list[Any] = []
-    nested = False
-    while True:
-        for x in flat:
-            kind = type(x)
-            if kind in _LEAF_TYPES:
-                key.append(None)
-                plain.append(x)
-            elif is_node(x):
-                record = record_of(x)
-                if record.snapshot is not None:
-                    return None
-                roots.append(x)
-                records.append(record)
-                key.append(record.layout)
-            elif kind is StaticArgument:
-                key.append(x.frozen())
-            elif not nested:  # a container: all arguments are flattened, and looked at again
-                break
-            elif kind is types.MethodType:  # may be bound to a Module
+    for x in flat:
+        kind = type(x)
+        if kind in _LEAF_TYPES:
+            key.append(None)
+            plain.append(x)
+        elif isinstance(x, _OBJECTS):
+            record = record_of(x)
+            if record.snapshot is not None:
                 return None
-            else:
-                if isinstance(x, jax.Array | np.generic):
-                    _LEAF_TYPES.add(kind)
-                key.append(None)
-                plain.append(x)
+            records.append(record)
+            key.append(record.layout)
+        elif kind is StaticArgument:
+            key.append(x.frozen())
+        elif not flattened or kind is types.MethodType:
+            return None
         else:
-            break
-        flat, treedef = jtu.tree_flatten((args, kwargs, captured), is_leaf=is_node)
-        nested, key = True, [treedef]
-        roots, records, plain = [], [], []
-    shared: tuple = ()
+            key.append(None)
+            plain.append(x)
     if len(records) > 1:
-        shared = _sharing(roots, records)
-        key.append(shared)
-    return tuple(key), roots, records, plain, shared
+        key.append(_sharing([x for x in flat if isinstance(x, _OBJECTS)], records))
+    return tuple(key), records, plain
+
+
+def objects_in(arguments: tuple, records: list[Record]) -> list[Any]:
+    """All objects in the arguments, by row."""
+    roots = [x for x in jtu.tree_leaves(arguments, is_leaf=is_node) if isinstance(x, _OBJECTS)]
+    found = [y for x, record in zip(roots, records, strict=True) for y in record.rows(x)]
+    return list({id(y): y for y in found}.values())
 
 
 def _sharing(roots: list[Any], records: list[Record]) -> tuple:
@@ -122,7 +125,14 @@ def _find_sharing(roots: list[Any], records: list[Record]) -> tuple:
 
 # --- what a compiled function reads and writes ----------------------------------------------------------------------
 
-Picks = list[Numbers | None]  # of each record, which of its cells; None for all
+Picks = list[tuple[int, Numbers | None]]  # which cells of which record; None for all
+
+
+def _cells(picks: Picks, records: list[Record]) -> list[Cell]:
+    if len(picks) == 1:
+        k, numbers = picks[0]
+        return records[k].picked.get(numbers) or records[k].pick(numbers)
+    return [cell for k, numbers in picks for cell in records[k].picked.get(numbers) or records[k].pick(numbers)]
 
 
 class _Places:
@@ -142,7 +152,11 @@ class _Places:
         for position in positions:
             k, j = self.cells[position]
             chosen[k].append(j)
-        return [None if len(found) == n else Numbers(found) for found, n in zip(chosen, self.sizes, strict=True)]
+        return [
+            (k, None if len(found) == n else Numbers(found))
+            for k, (found, n) in enumerate(zip(chosen, self.sizes, strict=True))
+            if found
+        ]
 
 
 class _Lane(NamedTuple):
@@ -153,8 +167,7 @@ class _Lane(NamedTuple):
     plain: list[int] | None  # which of the plain leaves; None for all
 
     def gather(self, records: list[Record], plain: list[Any]) -> list[Any]:
-        picked = [x.cells if numbers is None else x.pick(numbers) for x, numbers in zip(records, self.cells)]
-        leaves = [cell.value for cells in picked for cell in cells]
+        leaves = [cell.value for cell in _cells(self.cells, records)]
         if self.arrays:
             for k, j in self.arrays:
                 container, name = records[k].arrays[j]
@@ -168,7 +181,7 @@ class _Reads:
     """Where the leaves come from that a compiled function takes."""
 
     def __init__(self, compiled: Compiled, places: _Places):
-        self.compiled = compiled
+        self.compiled, self.jitted = compiled, compiled.jitted
         first_array = len(places.cells)
         first_plain = first_array + len(places.arrays)
         self.lanes = []
@@ -179,6 +192,7 @@ class _Reads:
             arrays = [places.arrays[p - first_array] for p in positions if first_array <= p < first_plain]
             picks = places.picks([p for p in positions if p < first_array])
             self.lanes.append(_Lane(picks, arrays, None if compiled.count == 1 else plain))
+        self.only = self.lanes[0] if compiled.count == 1 else None
 
 
 class _Writes:
@@ -186,26 +200,39 @@ class _Writes:
 
     def __init__(self, outcome: Outcome, places: _Places, lanes: int):
         self.outcome = outcome
-        positions = [places.row[i] for i in outcome.delta.values]
+        self.delta = outcome.delta
+        positions = [places.row[i] for i in self.delta.values]
         lane_of = outcome.lane_of or (0,) * len(positions)
         by_lane = [[p for p, n in zip(positions, lane_of, strict=False) if n == lane] for lane in range(lanes)]
         self.lanes = [places.picks(found) for found in by_lane]
+        self.only = self.lanes[0] if lanes == 1 else None
         self.counts = [len(found) for found in by_lane]
-        root = outcome.delta.root
+        self.root = root = self.delta.root
         self.treedef = root.treedef if isinstance(root, Tree) and all(x is LEAF for x in root.children) else None
 
-    def rest(self, groups: Groups) -> list[Any]:
-        """The leaves of the output."""
-        if len(groups) == 1:
-            return groups[0][self.counts[0] :]
-        lane_of = self.outcome.lane_of[sum(self.counts) :]
-        return list(join_lanes([group[n:] for group, n in zip(groups, self.counts, strict=True)], lane_of))
+    def finish(self, arguments: tuple, records: list[Record], groups: Groups) -> Any:
+        """Write the cells, and return the output, which comes first: what can fail must fail before anything is."""
+        if self.only is not None:
+            (group,), n = groups, self.counts[0]
+            if self.root is LEAF:
+                out = group[n]
+            else:
+                out = self._output(arguments, records, group[n:])
+            if n:
+                write_cells(_cells(self.only, records), group)
+            return out
+        groups_left = [group[n:] for group, n in zip(groups, self.counts, strict=True)]
+        rest = join_lanes(groups_left, self.outcome.lane_of[sum(self.counts) :])
+        out = self._output(arguments, records, rest)
+        for picks, group in zip(self.lanes, groups, strict=True):
+            write_cells(_cells(picks, records), group)
+        return out
 
-    def write(self, records: list[Record], groups: Groups) -> None:
-        for picks, count, group in zip(self.lanes, self.counts, groups):
-            if count:
-                picked = [x.cells if numbers is None else x.pick(numbers) for x, numbers in zip(records, picks)]
-                write_cells(picked[0] if len(picked) == 1 else list(chain.from_iterable(picked)), group)
+    def _output(self, arguments: tuple, records: list[Record], leaves: Sequence[Any]) -> Any:
+        if self.treedef is not None:
+            return self.treedef.unflatten(leaves)
+        objects = objects_in(arguments, records) if self.outcome.returns_objects else ()
+        return value_of(self.root, objects, iter(leaves))
 
 
 class Site:
@@ -213,39 +240,38 @@ class Site:
 
     __slots__ = ("_places", "_reads", "_writes", "plan")
 
-    def __init__(self, plan: Plan, shared: tuple, records: Sequence[Record]):
+    def __init__(self, plan: Plan, key: tuple, records: Sequence[Record]):
         self.plan = plan
+        shared = key[-1] if len(records) > 1 else ()
         self._places = _Places(plan.crossing.layout, shared, records)
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: _Writes | None = None  # of its last outcome
 
-    def call(self, found: Found) -> Any:
-        """Call the compiled function, and write what it changed.
+    def call(self, arguments: tuple, records: list[Record], plain: list[Any]) -> Any:
+        """Call the compiled function with what was found in the arguments, and write what it changed.
 
         Raises:
           AbsentInput: if it is not known yet what to pass, or for these arguments the function reads more.
         """
-        _, roots, records, plain, _ = found
         compiled, reads = self.plan.compiled, self._reads
-        if compiled is None:
-            raise AbsentInput
         if reads is None or reads.compiled is not compiled:
+            if compiled is None:
+                raise AbsentInput
             reads = self._reads = _Reads(compiled, self._places)
-        groups, outcome = compiled.jitted(*[lane.gather(records, plain) for lane in reads.lanes])
-        delta = outcome.delta
-        if delta.rows:
-            layout = self.plan.crossing.layout
-            return commit(layout, delta, join_lanes(groups, outcome.lane_of), objects_in(roots, records))
+        if reads.only is not None:
+            groups, outcome = reads.jitted(reads.only.gather(records, plain))
+        else:
+            groups, outcome = reads.jitted(*[lane.gather(records, plain) for lane in reads.lanes])
         writes = self._writes
         if writes is None or writes.outcome is not outcome:
-            writes = self._writes = _Writes(outcome, self._places, compiled.count)
-        rest = writes.rest(groups)
-        if delta.root is LEAF:
-            out = rest[0]
-        elif writes.treedef is not None:
-            out = writes.treedef.unflatten(rest)
-        else:
-            out = value_of(delta.root, objects_in(roots, records) if outcome.returns_objects else (), iter(rest))
-        if delta.values:  # the output comes first: what can fail must fail before anything is written
-            writes.write(records, groups)
-        return out
+            if outcome.delta.rows:
+                layout = self.plan.crossing.layout
+                leaves = join_lanes(groups, outcome.lane_of)
+                return commit(layout, outcome.delta, leaves, objects_in(arguments, records))
+            writes = self._writes = _Writes(outcome, self._places, len(reads.lanes))
+        return writes.finish(arguments, records, groups)
+
+    def call_lending(self, arguments: tuple, records: list[Record], plain: list[Any]) -> Any:
+        """:meth:`call` for a function that captures objects, which a trace borrows."""
+        with lending(self.plan.crossing, lambda: self.plan.loan(objects_in(arguments, records))):
+            return self.call(arguments, records, plain)
