@@ -92,15 +92,20 @@ def watching() -> Iterator[None]:
         raise CapturedObjects(watch.roots)
 
 
-@contextmanager
-def lending(crossing: Any, objects: Callable[[], Mapping[int, Any]]) -> Iterator[None]:
+class lending:
     """Within the block, a trace of ``crossing`` borrows the objects, given by row."""
-    outer = _thread.loan, _thread.caller
-    _thread.loan, _thread.caller = (crossing, objects), current_trace()
-    try:
-        yield
-    finally:
-        _thread.loan, _thread.caller = outer
+
+    __slots__ = ("_loan", "_outer")
+
+    def __init__(self, crossing: Any, objects: Callable[[], Mapping[int, Any]]):
+        self._loan = crossing, objects
+
+    def __enter__(self) -> None:
+        self._outer = _thread.loan, _thread.caller
+        _thread.loan, _thread.caller = self._loan, current_trace()
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.loan, _thread.caller = self._outer
 
 
 def loan_for(crossing: Any) -> Mapping[int, Any]:

@@ -177,6 +177,20 @@ class Layout:
             for child in tree.children
         )
 
+    @functools.cached_property
+    def variants(self) -> weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]:
+        """The layouts that :meth:`with_rows` has made of this one."""
+        return weakref.WeakValueDictionary()
+
+    def with_rows(self, rows: tuple[tuple[int, Row], ...]) -> Layout:
+        """The layout with other rows at these numbers; quick for those that were asked for before."""
+        found = self.variants.get(rows)
+        if found is None:
+            replaced = dict(rows)
+            found = Layout(tuple([replaced.get(i, row) for i, row in enumerate(self.rows)]), self.root)
+            self.variants[rows] = found
+        return found
+
     @property
     def paths(self) -> tuple[tuple, ...]:
         """The first path to each row."""
@@ -257,12 +271,12 @@ class Walk:
     ``known`` objects keep their numbers, and are not entered when they are met but by :meth:`revisit`.
     """
 
-    def __init__(self, known: Sequence[Any] = (), stamp: Stamp | None = None):
+    def __init__(self, known: Iterable[Any] = (), stamp: Stamp | None = None, index: dict[int, int] | None = None):
         self.stamp = None if stamp is None else weakref.ref(stamp)  # left with each object before it is looked into
         self.exact = True  # whether the stamp tells of every change of what was visited
         self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
         self.objects: list[Any] = list(known)
-        self.index = {id(x): i for i, x in enumerate(known)}
+        self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
         self.paths: dict[int, tuple] = {}  # of each row, where it was met
         self.cells: dict[int, Cell] = {}  # row of a Variable -> where its value is
@@ -276,7 +290,7 @@ class Walk:
         return top.specs[0]
 
     def revisit(self, number: int, path: tuple) -> None:
-        """Write the row of a known object as it is now."""
+        """Write the row of a known object as it is now; objects that it holds and that are not known are visited."""
         top = _Frame(iter(()), -1, (), None, lambda specs: None)
         self._drain(self._enter(number, path, top))
 

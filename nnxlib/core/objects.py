@@ -156,7 +156,7 @@ def init_slots(self: Any) -> None:
 def structure_changed(node: Any) -> None:
     """Note that attributes were added, removed or replaced by something that is not just a new array value."""
     if node._nnx_held:
-        end_stamps(node._nnx_held)
+        end_stamps(node._nnx_held, node)
         _set(node, "_nnx_held", ())
 
 

@@ -7,8 +7,10 @@ reused only when nothing structural can have changed since it was made:
 1. ``record.stamp.valid``: nothing structural that the record describes has changed (stamps.py), a single test.
 2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
    compared once, however many Modules refer to it.
-3. Otherwise the object is walked again. Layouts are interned, so a flag that was toggled and toggled back leads to the
-   same layout, and so to the same compiled functions.
+3. If only static values of some nodes have changed, only these nodes are looked at again, and the record is mended.
+   Layouts are interned, so a flag that was toggled and toggled back leads to the same layout, and so to the same
+   compiled functions.
+4. Otherwise the object is walked again.
 
 A graph with parts that can change unseen (an array inside a tuple or a foreign pytree) is walked at every call. As a
 guard against writes that go around every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a
@@ -27,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import errors
-from .graph import LEAF, Layout, NodeRow, Walk, pack
+from .graph import LEAF, Layout, NodeRow, Row, Walk, pack
 from .objects import Node, Pytree, attributes_of
 from .stamps import Stamp, stamping
 from .static import Const
@@ -42,8 +44,8 @@ class Record:
     """A layout, and where the leaves of one live object with this layout are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "exact", "layout", "mutable", "nodes", "objects", "pairs", "picked", "serial",
-        "snapshot", "stamp", "unchecked", "used", "variables",
+        "array_rows", "arrays", "cells", "exact", "index", "layout", "mutable", "nodes", "objects", "pairs", "picked",
+        "serial", "snapshot", "stamp", "unchecked", "used", "variables",
     )  # fmt: skip
 
     layout: Layout
@@ -51,6 +53,7 @@ class Record:
     mutable: list[tuple[Any, Const]]  # the static values that can be changed in place, and what they were
     exact: bool  # whether stamp and mutable values tell of every change
     objects: list[Any]  # by row; None in place of the root
+    index: dict[int, int]  # id of an object -> its row
     nodes: list[Node]  # those of the objects that are nodes
     variables: list[Variable]  # but for the root
     cells: list[Cell]  # of the variables, as long as none is on loan to a trace
@@ -99,7 +102,9 @@ _KEPT = 64
 def record_of(root: Any) -> Record:
     """Return a record that describes a live node or Variable as it is now."""
     record = root._nnx_record
-    if record is None or not record.stamp.valid or (record.mutable and _has_changed(record)):
+    if record is None or (record.mutable and _has_changed(record)):
+        return _make(root)
+    if not record.stamp.valid and not _mend(record, root):
         return _make(root)
     record.unchecked -= 1
     if not record.unchecked:
@@ -119,6 +124,39 @@ def _has_changed(record: Record) -> bool:
         return True
 
 
+def _mend(record: Record, root: Any) -> bool:
+    """Bring a record up to date after a change of static values; False if something else has changed."""
+    stamp, layout = record.stamp, record.layout
+    with stamping:
+        if stamp.valid:  # another thread was quicker
+            return True
+        changed, stamp.changed = {id(x): x for x in stamp.changed}, []
+        walk = Walk((), stamp, record.index)
+        walk.objects = [root, *record.objects[1:]]
+        for x in changed.values():
+            walk.revisit(record.index[id(x)], ())
+        rows = tuple(sorted(walk.rows.items()))
+        same = len(walk.objects) == len(layout.rows) and all(_same_but_statics(layout.rows[i], row) for i, row in rows)
+        if not same or walk.mutable or not walk.exact:
+            stamp.changed += changed.values()
+            return False
+        record.layout = layout.with_rows(rows)
+        stamp.valid = True
+        if stamp.changed:  # meanwhile, by another thread; a later change ends the stamp again
+            stamp.valid = False
+        return stamp.valid
+
+
+def _same_but_statics(old: Row, new: Row) -> bool:
+    if not isinstance(old, NodeRow) or not isinstance(new, NodeRow) or old.type is not new.type:
+        return False
+    return _links(old) == _links(new)
+
+
+def _links(row: NodeRow) -> list[tuple[Any, Any]]:
+    return [field for field in row.fields if type(field[1]) is not Const]
+
+
 def _make(root: Any) -> Record:
     record = Record()
     record.stamp = Stamp()
@@ -128,7 +166,7 @@ def _make(root: Any) -> Record:
     rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
     record.layout = Layout(rows, spec)
     record.exact, record.mutable = walk.exact, list(walk.mutable.values())
-    record.objects = [None, *walk.objects[1:]]
+    record.objects, record.index = [None, *walk.objects[1:]], walk.index
     record.nodes = [x for x in record.objects[1:] if isinstance(x, Node)]
     record.variables = [walk.objects[i] for i in record.layout.variables if i]
     record.cells = [walk.cells[i] for i in record.layout.variables]

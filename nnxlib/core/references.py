@@ -33,23 +33,23 @@ class Way(NamedTuple):
     look_up: LookUp
     before: Way | None
 
-    def checks(self) -> Iterator[Callable[[], bool]]:
-        """Whether each step leads where it led, and containers on the way are as long as they were."""
+    def steps(self) -> Iterator[tuple[LookUp, LookUp]]:
+        """What each step looks up, and what it found; containers on the way are to be as long as they were."""
         way: Way = self
         while way.before is not None:
             holder = way.before.value
-            yield functools.partial(_leads_to, way.look_up, _reference(way.value))
+            yield way.look_up, _reference(way.value)
             if isinstance(holder, list | dict):
-                yield functools.partial(_is_as_long, holder, len(holder))
+                yield functools.partial(_is_as_long, holder, len(holder)), _true
             way = way.before
-
-
-def _leads_to(look_up: LookUp, reference: LookUp) -> bool:
-    return look_up() is reference()
 
 
 def _is_as_long(container: Any, length: int) -> bool:
     return len(container) == length
+
+
+def _true() -> bool:
+    return True
 
 
 def _reference(value: Any) -> LookUp:

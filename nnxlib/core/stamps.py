@@ -5,7 +5,8 @@ into them. A structural change of any of these ends the stamp: a single test of 
 description still holds, however large the graph is, and whatever else the program changes. Values that are written end
 nothing; they are no part of a layout.
 
-Objects hold stamps weakly, so that those of descriptions that are gone do not pile up.
+Objects hold stamps weakly, so that those of descriptions that are gone do not pile up. What has changed holds none, so
+that a stamp learns of each object once.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 
 class Stamp:
-    """Whether what was seen in a walk is unchanged since the walk began."""
+    """Whether what was seen in a walk is unchanged since the walk began, and what has changed in it."""
 
-    __slots__ = ("__weakref__", "valid")
+    __slots__ = ("__weakref__", "changed", "valid")
 
     def __init__(self) -> None:
         self.valid = True
+        self.changed: list[Any] = []  # the objects whose structure has changed
 
 
 Stamps = tuple[weakref.ref[Stamp], ...]
@@ -34,9 +37,10 @@ def with_stamp(held: Stamps, stamp: weakref.ref[Stamp]) -> Stamps:
     return (*[s for s in held if s() is not None], stamp)
 
 
-def end_stamps(held: Iterable[weakref.ref[Stamp]]) -> None:
-    """Note that an object with these stamps has changed."""
+def end_stamps(held: Iterable[weakref.ref[Stamp]], x: Any) -> None:
+    """Note that the object ``x``, with these stamps, has changed."""
     for reference in held:
         stamp = reference()
         if stamp is not None:
+            stamp.changed.append(x)
             stamp.valid = False

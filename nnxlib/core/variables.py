@@ -322,7 +322,7 @@ class Variable(Generic[A]):
         self._structure_changed()
 
     def _structure_changed(self) -> None:
-        end_stamps(self._held)
+        end_stamps(self._held, self)
         _set(self, "_held", ())
 
     @property

@@ -110,7 +110,7 @@ class _Captures:
     def __init__(self, function: Callable):
         self._function = function
         self.references: list[weakref.ref] | None = None  # None: not yet looked for
-        self._unchanged: list[Callable[[], bool]] = []  # whether the function still refers to these very objects
+        self._steps: list[tuple[Callable, Callable]] = []  # that led to these objects: look-ups, and what they found
 
     def add(self, roots: Sequence[Any]) -> None:
         if not {id(root) for root in roots} - {id(root) for root in self.objects()}:
@@ -119,7 +119,7 @@ class _Captures:
         named = [way.value for way in ways if isinstance(way.value, Node)]
         self.references = (self.references or []) + [weakref.ref(root) for root in _whole(roots, named)]
         known = {id(root) for root in self.objects()}
-        self._unchanged = [check for way in ways if id(way.value) in known for check in way.checks()]
+        self._steps = [step for way in ways if id(way.value) in known for step in way.steps()]
 
     def look(self) -> None:
         """Before the first trace: what the function names itself, it may ask for no more than a static attribute."""
@@ -133,8 +133,9 @@ class _Captures:
     def objects(self) -> tuple[Any, ...]:
         """The objects; none, so that they are looked for anew, if one is gone or the function refers to another now."""
         found = tuple([reference() for reference in self.references or ()])
-        if any(x is None for x in found) or not all(check() for check in self._unchanged):
-            self.references, self._unchanged = None, []
+        gone = any(x is None for x in found)
+        if gone or any(look_up() is not before() for look_up, before in self._steps):
+            self.references, self._steps = None, []
             return ()
         return found
 

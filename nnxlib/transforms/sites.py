@@ -12,7 +12,7 @@ A site refers to no object: what it picks of a record is kept on the record, whi
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,31 +38,27 @@ Found = tuple[tuple, list[Record], list[Any]]  # the key of the site, the record
 
 def look(args: tuple, kwargs: dict[str, Any], captured: tuple = ()) -> Found | None:
     """Find the objects among the arguments, and their records; None if one has none to rely on."""
-    if kwargs:
-        names = tuple(sorted(kwargs))
-        flat = (*args, *[kwargs[name] for name in names], *captured)
-        return _look(flat, [(len(args), names, len(captured))]) or _look_into(args, kwargs, captured)
-    if captured:
-        return _look((*args, *captured), [(len(args), len(captured))]) or _look_into(args, kwargs, captured)
-    return _look(args, [len(args)]) or _look_into(args, kwargs, captured)
-
-
-def _look_into(args: tuple, kwargs: dict[str, Any], captured: tuple) -> Found | None:
-    """:func:`look` with containers among the arguments."""
-    flat, treedef = jtu.tree_flatten((args, kwargs, captured), is_leaf=is_node)
-    for x in flat:
-        if isinstance(x, jax.Array | np.generic):
-            _LEAF_TYPES.add(type(x))
-    return _look(flat, [treedef], flattened=True)
-
-
-def _look(flat: Sequence[Any], key: list[Any], flattened: bool = False) -> Found | None:
-    """Find the objects in a sequence; None for one without a record to rely on, and for what is no leaf.
-
-    When ``flattened``, everything else is a leaf, but a method, which may be bound to a Module.
-    """
+    key: list[Any]
     records: list[Record] = []
     plain: list[Any] = []
+    if kwargs:
+        names = tuple(sorted(kwargs))
+        key = [(len(args), names)]
+        known = _look(args, key, records, plain) and _look([kwargs[name] for name in names], key, records, plain)
+    else:
+        key = [len(args)]
+        known = _look(args, key, records, plain)
+    if captured:
+        key.append(len(captured))
+        known = known and _look(captured, key, records, plain)
+    if not known:
+        return None
+    if len(records) > 1:
+        key.append(_sharing((args, kwargs, captured), records))
+    return tuple(key), records, plain
+
+
+def _look(flat: Iterable[Any], key: list[Any], records: list[Record], plain: list[Any]) -> bool:
     for x in flat:
         kind = type(x)
         if kind in _LEAF_TYPES:
@@ -71,29 +67,38 @@ def _look(flat: Sequence[Any], key: list[Any], flattened: bool = False) -> Found
         elif isinstance(x, _OBJECTS):
             record = record_of(x)
             if record.snapshot is not None:
-                return None
-            records.append(record)
+                return False
             key.append(record.layout)
+            records.append(record)
         elif kind is StaticArgument:
             key.append(x.frozen())
-        elif not flattened or kind is types.MethodType:
-            return None
+        elif kind is types.MethodType:  # may be bound to a Module
+            return False
         else:
-            key.append(None)
-            plain.append(x)
-    if len(records) > 1:
-        key.append(_sharing([x for x in flat if isinstance(x, _OBJECTS)], records))
-    return tuple(key), records, plain
+            leaves, treedef = jtu.tree_flatten(x, is_leaf=is_node)
+            if len(leaves) == 1 and leaves[0] is x:
+                if isinstance(x, jax.Array | np.generic):
+                    _LEAF_TYPES.add(kind)
+                key.append(None)
+                plain.append(x)
+            else:
+                key.append(treedef)
+                if not _look(leaves, key, records, plain):
+                    return False
+    return True
 
 
 def objects_in(arguments: tuple, records: list[Record]) -> list[Any]:
     """All objects in the arguments, by row."""
-    roots = [x for x in jtu.tree_leaves(arguments, is_leaf=is_node) if isinstance(x, _OBJECTS)]
-    found = [y for x, record in zip(roots, records, strict=True) for y in record.rows(x)]
+    found = [y for x, record in zip(_roots(arguments), records, strict=True) for y in record.rows(x)]
     return list({id(y): y for y in found}.values())
 
 
-def _sharing(roots: list[Any], records: list[Record]) -> tuple:
+def _roots(arguments: tuple) -> list[Any]:
+    return [x for x in jtu.tree_leaves(arguments, is_leaf=is_node) if isinstance(x, _OBJECTS)]
+
+
+def _sharing(arguments: tuple, records: list[Record]) -> tuple:
     """What objects have in common, as static data: empty if nothing, else an entry (shared rows, Variables and arrays
     that are not in an earlier object) for each. Computed once for the same records.
     """
@@ -103,7 +108,7 @@ def _sharing(roots: list[Any], records: list[Record]) -> tuple:
     if found is None:
         if len(first.pairs) >= 64:  # entries of objects that are gone
             first.pairs.clear()
-        found = first.pairs[serials] = _find_sharing(roots, records)
+        found = first.pairs[serials] = _find_sharing(_roots(arguments), records)
     return found
 
 

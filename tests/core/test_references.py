@@ -60,11 +60,11 @@ def ways():
 def test_a_way_is_followed_again(kind):
     old, function, change = ways()[kind]
     (way,) = [way for way in ways_from(function) if way.value is old]
-    checks = list(way.checks())
-    assert all(check() for check in checks)
+    steps = list(way.steps())
+    assert all(look_up() is before() for look_up, before in steps)
     if change is not None:
         change()
-        assert not all(check() for check in checks)
+        assert not all(look_up() is before() for look_up, before in steps)
 
 
 def test_nodes_are_not_looked_into():
