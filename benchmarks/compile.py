@@ -1,0 +1,242 @@
+"""What it costs to trace and lower a training step, beside the same step in raw JAX over dicts.
+
+The idea: a program is traced and lowered before it runs, at every start of a training script, and a library that wraps
+each layer makes that longer. So one Adam step of a decoder-only transformer is traced and lowered, never compiled or
+run, for several numbers of layers: with the layers in a Python loop, and stacked in a scan. The baseline holds its
+parameters in nested dicts and calls `jax.numpy`; the arithmetic is the same.
+
+Nothing may be left from an earlier trace, so each sample makes a new function of the step, and JAX's caches of traces
+are cleared before it (`jax.clear_caches`); XLA is not called.
+
+    python -m benchmarks.compile [--quick] [--markdown FILE]
+"""
+
+import gc
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .timing import Report, Table, main
+
+VOCABULARY, LENGTH, WIDTH, HEADS, BATCH = 64, 16, 32, 4, 2
+CASES = [(layers, scanned) for scanned in (False, True) for layers in (2, 12, 48)]
+QUICK_CASES = [(2, False), (2, True)]
+ADAM = optax.adam(1e-3)
+Tokens = jax.Array
+
+
+def tokens() -> Tokens:
+    return jnp.zeros((BATCH, LENGTH), jnp.int32)
+
+
+def loss_of(logits: jax.Array, targets: Tokens) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], targets[:, 1:]).mean()
+
+
+# --- raw JAX ------------------------------------------------------------------------------------------------------
+
+
+def raw_parameters(layers: int, stacked: bool) -> dict[str, Any]:
+    def matrix(rows: int, columns: int) -> jax.Array:
+        return jnp.full((rows, columns), 0.02)
+
+    def linear(rows: int, columns: int) -> dict[str, jax.Array]:
+        return {"kernel": matrix(rows, columns), "bias": jnp.zeros(columns)}
+
+    def norm() -> dict[str, jax.Array]:
+        return {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
+
+    def block() -> dict[str, Any]:
+        heads = {
+            name: {
+                "kernel": jnp.full((WIDTH, HEADS, WIDTH // HEADS), 0.02),
+                "bias": jnp.zeros((HEADS, WIDTH // HEADS)),
+            }
+            for name in ("query", "key", "value")
+        }
+        out = {"kernel": jnp.full((HEADS, WIDTH // HEADS, WIDTH), 0.02), "bias": jnp.zeros(WIDTH)}
+        return {
+            "norm1": norm(),
+            "attention": {**heads, "out": out},
+            "norm2": norm(),
+            "up": linear(WIDTH, 4 * WIDTH),
+            "down": linear(4 * WIDTH, WIDTH),
+        }
+
+    blocks: Any = [block() for _ in range(layers)]
+    if stacked:
+        blocks = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
+    return {
+        "embed": matrix(VOCABULARY, WIDTH),
+        "position": matrix(LENGTH, WIDTH),
+        "blocks": blocks,
+        "norm": norm(),
+        "head": linear(WIDTH, VOCABULARY),
+    }
+
+
+def raw_linear(p: Mapping, x: jax.Array) -> jax.Array:
+    return x @ p["kernel"] + p["bias"]
+
+
+def raw_norm(p: Mapping, x: jax.Array) -> jax.Array:
+    mean = x.mean(-1, keepdims=True)
+    variance = jnp.maximum(0.0, jnp.square(x).mean(-1, keepdims=True) - jnp.square(mean))
+    return (x - mean) * (jax.lax.rsqrt(variance + 1e-6) * p["scale"]) + p["bias"]
+
+
+def raw_attention(p: Mapping, x: jax.Array) -> jax.Array:
+    query, key, value = (
+        jnp.einsum("bte,ehd->bthd", x, p[name]["kernel"]) + p[name]["bias"] for name in ("query", "key", "value")
+    )
+    weights = jnp.einsum("bqhd,bkhd->bhqk", query / jnp.sqrt(query.shape[-1]), key)
+    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(mask, weights, jnp.finfo(weights.dtype).min))
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    return jnp.einsum("bthd,hde->bte", mixed, p["out"]["kernel"]) + p["out"]["bias"]
+
+
+def raw_block(p: Mapping, x: jax.Array) -> jax.Array:
+    x = x + raw_attention(p["attention"], raw_norm(p["norm1"], x))
+    return x + raw_linear(p["down"], jax.nn.gelu(raw_linear(p["up"], raw_norm(p["norm2"], x))))
+
+
+def raw_forward(p: Mapping, x: Tokens, stacked: bool) -> jax.Array:
+    h = p["embed"][x] + p["position"]
+    if stacked:
+        h, _ = jax.lax.scan(lambda h, block: (raw_block(block, h), None), h, p["blocks"])
+    else:
+        for block in p["blocks"]:
+            h = raw_block(block, h)
+    return raw_linear(p["head"], raw_norm(p["norm"], h))
+
+
+def raw(layers: int, stacked: bool) -> Callable[[], object]:
+    parameters = raw_parameters(layers, stacked)
+    moments = ADAM.init(parameters)
+
+    def lower() -> object:
+        def step(parameters: Any, moments: Any, x: Tokens) -> tuple:
+            def loss(p: Any) -> jax.Array:
+                return loss_of(raw_forward(p, x, stacked), x)
+
+            value, gradients = jax.value_and_grad(loss)(parameters)
+            updates, moments = ADAM.update(gradients, moments)
+            return value, optax.apply_updates(parameters, updates), moments
+
+        return jax.jit(step).lower(parameters, moments, tokens())
+
+    return lower
+
+
+# --- nnxlib and flax ----------------------------------------------------------------------------------------------
+
+
+def by_modules(library: str, layers: int, stacked: bool) -> Callable[[], object]:
+    nnx: ModuleType = importlib.import_module(library)
+
+    class Block(nnx.Module):
+        def __init__(self, *, rngs: Any) -> None:
+            self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+            self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            mask = nnx.make_causal_mask(x[..., 0])
+            x = x + self.attention(self.norm1(x), mask=mask)
+            return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+    class Transformer(nnx.Module):
+        def __init__(self, *, rngs: Any) -> None:
+            self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+            self.position = nnx.Param(jnp.full((LENGTH, WIDTH), 0.02))
+            if stacked:
+                make = nnx.vmap(lambda rngs: Block(rngs=rngs), in_axes=0, out_axes=0)
+                self.blocks = make(rngs.fork(split=layers))
+            else:
+                self.blocks = nnx.List([Block(rngs=rngs) for _ in range(layers)])
+            self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+        def __call__(self, x: Tokens) -> jax.Array:
+            h = self.embed(x) + self.position[...]
+            if stacked:
+                h = nnx.scan(lambda h, block: block(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, self.blocks)
+            else:
+                for block in self.blocks:
+                    h = block(h)
+            return self.head(self.norm(h))
+
+    model = Transformer(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+
+    def lower() -> object:
+        def step(model: Any, optimizer: Any, x: Tokens) -> jax.Array:
+            value, gradients = nnx.value_and_grad(lambda model: loss_of(model(x), x))(model)
+            optimizer.update(model, gradients)
+            return value
+
+        return nnx.jit(step).lower(model, optimizer, tokens())
+
+    return lower
+
+
+BASELINE = "raw JAX over dicts"
+ADAPTERS: Mapping[str, Callable[[int, bool], Callable[[], object]]] = {
+    BASELINE: raw,
+    "nnxlib": partial(by_modules, "nnxlib"),
+    "flax": partial(by_modules, "flax.nnx"),
+}
+
+
+def seconds(lower: Callable[[], object]) -> float:
+    """Return the time of one trace and lowering that starts with empty caches."""
+    jax.clear_caches()
+    gc.collect()
+    start = time.perf_counter()
+    lower()
+    return time.perf_counter() - start
+
+
+def run(cases: list[tuple[int, bool]], rounds: int) -> Report:
+    """Measure all cases in turns and put the medians in tables."""
+    columns = [f"{layers} layers{', scanned' if scanned else ''}" for layers, scanned in cases]
+    ratios = Table("Tracing and lowering a training step: ratio to raw JAX (medians)", columns, list(ADAPTERS))
+    times = Table("Tracing and lowering a training step: milliseconds (median)", columns, list(ADAPTERS))
+    remarks = []
+    for case, column in zip(cases, columns, strict=True):
+        calls = {}
+        for label, make in ADAPTERS.items():
+            try:
+                calls[label] = make(*case)
+                calls[label]()
+            except ModuleNotFoundError:
+                remarks.append(f"Not installed: {label}.")
+        gc.disable()
+        samples = {label: [seconds(lower) for lower in [calls[label]]] for label in calls}
+        for _ in range(rounds - 1):
+            for label, lower in calls.items():
+                samples[label].append(seconds(lower))
+        gc.enable()
+        medians = {label: statistics.median(found) for label, found in samples.items()}
+        ratios.add(column, {label: f"{own / medians[BASELINE]:.2f}" for label, own in medians.items()})
+        times.add(column, {label: f"{1e3 * own:,.0f}" for label, own in medians.items()})
+    return Report([ratios, times], sorted(set(remarks)))
+
+
+if __name__ == "__main__":
+    main(
+        lambda quick: run(QUICK_CASES, 3) if quick else run(CASES, 5),
+        description=str(__doc__).splitlines()[0],
+        packages=["jax", "jaxlib", "nnxlib", "flax", "optax", "numpy"],
+    )
