@@ -114,6 +114,11 @@ def captured_types() -> tuple[type, ...] | None:
     return None if listener is None else listener.captured
 
 
+def listened() -> bool:
+    """Whether there is a listener in this thread: something is being traced, or somebody follows the calls."""
+    return _active.listener is not None
+
+
 def followed() -> bool:
     """Whether somebody follows the calls made in this thread."""
     listener = _active.listener

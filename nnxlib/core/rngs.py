@@ -107,15 +107,17 @@ def _digest(purpose: bytes, static: tuple[str | int, ...]) -> np.ndarray:
     return np.concatenate([np.array([_RESERVED], np.uint32), words])
 
 
-def as_key(value: Any) -> jax.Array:
+def as_key(value: Any, impl: Any = None) -> jax.Array:
     """Make a typed PRNG key from a seed, a typed key or a raw ``uint32`` key; arrays of keys are kept as they are.
+
+    Seeds and raw keys become keys of the implementation ``impl`` (default: JAX's).
 
     >>> import jax
     >>> as_key(0) == jax.random.key(0), as_key(jax.random.PRNGKey(0)) == jax.random.key(0)
     (Array(True, dtype=bool), Array(True, dtype=bool))
 
     Raises:
-      ValueError: if the value is none of these, or a raw key of another implementation than JAX's default.
+      ValueError: if the value is none of these, or a raw key of another implementation.
     """
     if isinstance(value, Variable):
         value = value.get_value()
@@ -123,9 +125,9 @@ def as_key(value: Any) -> jax.Array:
     if is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
     if is_array and value.ndim > 0 and value.dtype == jnp.uint32:
-        return _typed(value)
+        return _typed(value, impl)
     if jnp.issubdtype(value.dtype, jnp.integer) and value.ndim == 0 if is_array else type(value) is int:
-        return _seeded(value)
+        return _seeded(value, impl)
     shown = repr(value) if isinstance(value, bool | float | str | None) else describe(value)
     raise ValueError(
         f"Invalid rng value: {shown}. A stream is made from a seed (nnx.Rngs(0)), a key (jax.random.key(0)), a raw "
@@ -137,19 +139,21 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic)
 
 
-def _typed(raw: Any) -> jax.Array:
+def _typed(raw: Any, impl: Any) -> jax.Array:
     try:
-        return jax.random.wrap_key_data(raw)
+        return jax.random.wrap_key_data(raw, impl=impl)
     except TypeError:
+        whose = "JAX's default implementation" if impl is None else "the stream's implementation"
         raise ValueError(
-            f"A raw key of shape {raw.shape} is none of JAX's default implementation, "
-            f"{jax.random.key_impl(jax.random.key(0))!r}. Say what it is: jax.random.wrap_key_data(key, impl='rbg')."
+            f"A raw key of shape {raw.shape} is none of {whose}, "
+            f"{jax.random.key_impl(jax.random.key(0, impl=impl))!r}. Say what it is: "
+            "jax.random.wrap_key_data(key, impl='rbg')."
         ) from None
 
 
-def _seeded(seed: Any) -> jax.Array:
+def _seeded(seed: Any, impl: Any) -> jax.Array:
     try:
-        return jax.random.key(seed)
+        return jax.random.key(seed, impl=impl)
     except OverflowError:
         raise ValueError(f"A seed is a number of 64 bits at most, but got {seed}.") from None
 

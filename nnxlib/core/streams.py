@@ -268,7 +268,8 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     """Start the streams of a node anew from given seeds or keys.
 
     All streams with the tag ``name`` get keys drawn from the seed given as ``name=seed``, one after the other in the
-    order of their paths, so that the Dropouts of a model differ as before.
+    order of their paths, so that the Dropouts of a model differ as before. A seed, or a raw key, gives each stream a
+    key of the implementation that it has (such as ``'rbg'``); a typed key brings its own.
 
     Args:
       node: any object that holds streams.
@@ -283,8 +284,9 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     Array(True, dtype=bool)
 
     Raises:
-      ValueError: if no stream has one of the tags, naming those there are; if a value is not a key; or if a stream is
-        split and the policy does not allow for it. Nothing is changed then.
+      ValueError: if no stream has one of the tags, naming those there are; if a value is not a key, or a raw one of
+        another implementation than the stream's; or if a stream is split and the policy does not allow for it. Nothing
+        is changed then.
     """
     chosen = _streams(node, lambda path, stream: stream.tag in stream_keys)
     if missing := stream_keys.keys() - {stream.tag for _, stream in chosen}:
@@ -294,8 +296,9 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
             f"No RngStream of this object has the tag {min(missing)!r}, so there is nothing to reseed; the tags are: "
             f"{known}. A stream that was looked up in an Rngs without one of that name has the tag 'default'."
         )
-    sources = {name: RngStream(as_key(key), tag=name) for name, key in stream_keys.items()}
-    roots = [sources[stream.tag].fork().key.get_value() for _, stream in chosen]
+    kinds = [(stream.tag, jax.random.key_impl(stream.key.get_value())) for _, stream in chosen]
+    sources = {kind: RngStream(as_key(stream_keys[kind[0]], kind[1]), tag=kind[0]) for kind in dict.fromkeys(kinds)}
+    roots = [sources[kind].fork().key.get_value() for kind in kinds]
     keys = [_new_key(path, root, stream.key.shape, policy) for (path, stream), root in zip(chosen, roots)]
     for (_, stream), key in zip(chosen, keys):
         stream.key.set_value(key)

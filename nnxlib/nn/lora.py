@@ -247,6 +247,7 @@ class LoRALinearGeneral(LinearGeneral):
 
 _ADAPTED: dict[type, type] = {Linear: LoRALinear, LinearGeneral: LoRALinearGeneral}
 _PLAIN = {adapted: plain for plain, adapted in _ADAPTED.items()}
+_MERGEABLE = (LoRA, *_PLAIN)
 
 
 def add_lora(
@@ -323,7 +324,7 @@ def add_lora(
 
 
 def _not_adaptable(layer: Any) -> str | None:
-    if type(layer) in _PLAIN:
+    if isinstance(layer, tuple(_PLAIN)):
         return "it has one; merge it first with nnx.merge_lora(model), or leave the layer out of the filter."
     if type(layer) not in _ADAPTED:
         return "its class may compute something else; put nnx.LoRA(..., base_module=layer) in its place."
@@ -336,8 +337,9 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
     """Add each LoRA to the kernel of its layer, and turn the layers back; the outputs stay the same up to rounding.
 
     A LoRALinear becomes a Linear, a LoRALinearGeneral a LinearGeneral: the same objects with a new kernel. A
-    :class:`LoRA` around a Linear is replaced by that Linear in all that hold it. One without a base stays. The sum is
-    made in float32 at least, and stored in the dtype of the kernel.
+    :class:`LoRA` around a Linear is replaced by that Linear in all that hold it. One without a base stays. Instances of
+    subclasses are merged too, into the same plain classes. The sum is made in float32 at least, and stored in the dtype
+    of the kernel.
 
     Args:
       model: a Module, or anything that holds Modules.
@@ -353,24 +355,26 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
 
     Raises:
       ValueError: if a LoRA is around something other than a Linear of its sizes, or around one that others use without
-        it, or if nothing holds it in which it could be replaced. Nothing is changed then.
+        it, if nothing holds it in which it could be replaced, or if the class of a layer has a forward of its own.
+        Nothing is changed then.
     """
     takes = to_predicate(filter)
     nodes = list(iter_graph(model))
-    chosen = [(path, x) for path, x in nodes if type(x) in (LoRA, *_PLAIN) and takes(path, x)]
-    beside = [(path, x) for path, x in chosen if type(x) is not LoRA]
-    around = [(path, x) for path, x in chosen if type(x) is LoRA and x.base_module is not None]
+    chosen = [(path, x) for path, x in nodes if isinstance(x, _MERGEABLE) and takes(path, x)]
+    beside = [(path, x) for path, x in chosen if not isinstance(x, LoRA)]
+    around = [(path, x) for path, x in chosen if isinstance(x, LoRA) and x.base_module is not None]
     holders: dict[int, list[tuple[Any, Any]]] = {}
     for _, node in nodes:
         if isinstance(node, Node):
             for key, child in iter_children(node):
                 holders.setdefault(id(child), []).append((node, key))
-    for path, wrapper in around:
-        if problem := _not_mergeable(wrapper, holders):
+    for path, layer in beside + around:
+        problem = _own_forward(layer) or (_not_mergeable(layer, holders) if isinstance(layer, LoRA) else None)
+        if problem:
             raise ValueError(f"Cannot merge the LoRA at {format_path(path)}: {problem}")
     for _, layer in beside:
         _add_to_kernel(layer, layer.lora)
-        layer.__class__ = _PLAIN[type(layer)]
+        layer.__class__ = _PLAIN[_library_class(layer)]
         del layer.lora
     for _, wrapper in around:
         _add_to_kernel(wrapper.base_module, wrapper)
@@ -380,6 +384,20 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
             else:
                 setattr(node, key, wrapper.base_module)
     return [path for path, _ in beside + around]
+
+
+def _library_class(layer: Any) -> type:
+    return next(cls for cls in _MERGEABLE if isinstance(layer, cls))
+
+
+def _own_forward(layer: Any) -> str | None:
+    cls = _library_class(layer)
+    if type(layer).__call__ is cls.__call__:
+        return None
+    return (
+        f"{type(layer).__name__} has a __call__ of its own, and may compute something else than {cls.__name__}; "
+        "leave it out of the filter."
+    )
 
 
 def _not_mergeable(wrapper: LoRA, holders: dict[int, list[tuple[Any, Any]]]) -> str | None:

@@ -14,18 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import all_leaves
 
+from ..core.calls import listened
 from ..core.containers import Dict
 from ..core.errors import EmptySelectionError, describe, format_path
+from ..core.escapes import check_contained
 from ..core.filters import Filter, PathContains, to_predicate
-from ..core.graph import commit, pack
+from ..core.graph import LEAF, Delta, build, commit, diff, pack
 from ..core.module import Module
+from ..core.objects import is_bound_method, is_node
 from ..core.ops import iter_graph
 from ..core.programs import step
+from ..core.records import Record, record_of
 from ..core.rngs import Rngs
-from ..core.variables import BatchStat, Param
+from ..core.tracing import at_top_level
+from ..core.variables import BatchStat, Param, Variable
 from ..transforms.lift import Arguments, cross
 from . import initializers
 from .dtypes import Array, Dtype, convert, promote_dtype
@@ -54,9 +61,45 @@ class _Reparametrised(Module):
                 param.set_raw_value(value)  # and so it has not changed
             return out
 
+        record = record_of(self)
+        leaves = record.leaves()
+        nothing_listens = at_top_level() and not listened()
+        only_variables = record.exact and not record.arrays and all_leaves(leaves)
+        if nothing_listens and only_variables and not _holds_objects((args, kwargs)):
+            return _call_eagerly(call, self, record, leaves, args, kwargs)
         packed = pack(Arguments((self, *args), kwargs))
         _, after = cross(call, packed.layout, packed.leaves, (), lambda out: (None, out))
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
+
+
+def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list, args: tuple, kwargs: dict) -> Any:
+    """The crossing where nothing follows it, the wrapper has arrays in Variables only, and the arguments are no nodes.
+
+    Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the version of
+    one of them has changed, or the output may hold one; else what changed are values of Variables.
+    """
+    layout, live = record.layout, record.rows(wrapper)
+    objects = build(layout, leaves)[1]  # no local variable holds the copy itself, by which an error would call it
+    version = _version(objects)
+    out = call(objects[0], *args, **kwargs)
+    if _version(objects) != version or _holds_objects(out):
+        after = diff(layout, leaves, objects, out)
+        check_contained(after, ())
+        return commit(layout, after.delta, after.leaves, live)
+    values = [objects[i].get_raw_value() for i in layout.variables]
+    changed = [k for k, value in enumerate(values) if value is not leaves[k]]
+    delta = Delta(tuple([layout.variables[k] for k in changed]), (), LEAF)
+    return commit(layout, delta, [*(values[k] for k in changed), out], live)
+
+
+def _version(objects: list[Any]) -> int:
+    """Versions only grow, so that the sum tells whether one has."""
+    return sum([x._version if isinstance(x, Variable) else x._nnx_version for x in objects])
+
+
+def _holds_objects(tree: Any) -> bool:
+    """Whether there is a node or Variable in a pytree, or a method bound to a node."""
+    return any(is_node(x) or is_bound_method(x) for x in jax.tree.leaves(tree, is_leaf=is_node))
 
 
 def _params(module: Module) -> list[tuple[Path, Param]]:

@@ -128,6 +128,24 @@ def test_reseeding_makes_a_model_repeatable():
     assert [count for _, _, count in facts(m)[:2]] == [0, 0]
 
 
+def test_reseeding_keeps_the_implementation_of_each_stream():
+    """A seed becomes a key of the stream's implementation; a typed key brings its own; a raw one must fit."""
+    kinds = [str(jax.random.key_impl(jax.random.key(0, impl=impl))) for impl in ("rbg", "threefry2x32")]
+    rngs = nnx.Rngs(dropout=jax.random.key(0, impl="rbg"), params=0)
+    other = nnx.List([rngs, nnx.Rngs(dropout=0)])
+    reseed(other, dropout=42, params=1)
+    keys = [rngs.dropout.key.value, rngs.params.key.value, other[1].dropout.key.value]
+    assert [str(jax.random.key_impl(key)) for key in keys] == [kinds[0], kinds[1], kinds[1]]
+    root = nnx.RngStream(jax.random.key(42, impl="rbg"), tag="dropout").fork().key.value
+    assert bits(keys[0]) == bits(root)
+    reseed(rngs, dropout=jax.random.key_data(jax.random.key(7, impl="rbg")))
+    assert jax.random.key_impl(rngs.dropout.key.value) == jax.random.key_impl(root)
+    with pytest.raises(ValueError, match=r"shape \(2,\) is none of the stream's implementation, 'rbg'"):
+        reseed(rngs, dropout=jax.random.key_data(jax.random.key(7)))
+    reseed(rngs, dropout=jax.random.key(7))
+    assert jax.random.key_impl(rngs.dropout.key.value) == jax.random.key_impl(keys[1])
+
+
 def test_reseeding_split_streams_needs_a_policy():
     """`'match_shape'` splits the new key into as many lanes; a function decides for every stream."""
     rngs = nnx.Rngs(params=0).split(3)

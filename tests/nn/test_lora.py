@@ -243,3 +243,34 @@ def test_adapted_models_go_through_transforms():
     assert merged(model) == [()]
     assert type(model) is nnx.Linear
     np.testing.assert_allclose(model(x), expected, atol=1e-5)
+
+
+def test_subclasses_are_merged_unless_they_have_a_forward_of_their_own():
+    """They become the plain classes; one that may compute something else is refused, and nothing is changed."""
+
+    class RankTwo(nnx.LoRALinear):
+        def __init__(self, n_in, n_out, rngs):
+            super().__init__(n_in, n_out, lora_rank=2, b_initializer=normal, rngs=rngs)
+
+    class Named(nnx.LoRA):
+        name = "adapter"
+
+    class Doubled(RankTwo):
+        def __call__(self, x, out_sharding=None):
+            return 2 * super().__call__(x, out_sharding)
+
+    rngs, x = nnx.Rngs(0), array(4, 3)
+    base = nnx.Linear(3, 3, rngs=rngs)
+    around = Named(3, 2, 3, base_module=base, b_initializer=normal, rngs=rngs)
+    model = nnx.List([RankTwo(3, 3, rngs), around, Doubled(3, 3, rngs)])
+    expected = [layer(x) for layer in model]
+    kernel = model[0].kernel.value
+    with pytest.raises(ValueError, match=r"at \[2\]: Doubled has a __call__ of its own.*than LoRALinear; leave it out"):
+        nnx.merge_lora(model)
+    assert (type(model[0]), model[0].kernel.value is kernel, model[1] is around) == (RankTwo, True, True)
+    assert nnx.merge_lora(model, filter=nnx.Not(Doubled)) == [(0,), (1,)]
+    assert (type(model[0]), hasattr(model[0], "lora"), model[1] is base) == (nnx.Linear, False, True)
+    for layer, y in zip(model, expected, strict=True):
+        np.testing.assert_allclose(layer(x), y, atol=1e-5)
+    with pytest.raises(ValueError, match=r"\[2\] \(Doubled\): it has one; merge it first"):
+        nnx.add_lora(model, 2, filter=Doubled, rngs=rngs)

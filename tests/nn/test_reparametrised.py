@@ -414,3 +414,38 @@ def test_wrong_shapes_name_the_wrapped_layer(wrap):
         match=r"Norm.layer_instance \(Linear 3->4\) takes inputs of shape \[\.\.\., 3\], but got float32\[2, 5\]",
     ):
         layer(array(2, 5))
+
+
+@each_wrapper
+def test_calls_that_change_more_than_values(wrap):
+    """Eagerly the wrapper is compared only where something changed: new attributes, arrays, dicts, nodes returned."""
+
+    class Odd(nnx.Module):
+        def __init__(self):
+            self.linear, self.table = linear(), nnx.Variable({"calls": 0})
+            self.last = None
+
+        def __call__(self, x, what):
+            if what == "attribute":
+                self.last = x
+            elif what == "dict":
+                self.table.value["calls"] += 1
+            elif what == "swap":
+                self.table = nnx.BatchStat(x)
+            elif what == "self":
+                return self
+            return self.linear(x)
+
+    layer, x = wrap(Odd()), array(2, 3)
+    odd, before = layer.layer_instance, raw_values(layer)
+    layer(x, what="dict")
+    assert odd.table.value == {"calls": 1}
+    layer(x, what="attribute")
+    assert odd.last is x
+    assert layer(x, what="self") is odd
+    layer(2 * x, what="attribute")  # another array in the place of one
+    np.testing.assert_array_equal(odd.last, 2 * x)
+    layer(x, what="swap")
+    assert type(odd.table) is nnx.BatchStat
+    layer(x, what="")
+    assert same_objects(before, raw_values(layer))
