@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
+import jax
 import jax.tree_util as jtu
 
 from . import errors
@@ -47,13 +48,15 @@ from .objects import (
     is_data_part,
     is_node,
     new_node,
+    new_nodes,
     structure_changed,
 )
 from .stamps import Stamp, with_stamp
 from .static import Const
 from .tracing import current_trace
+from .traversals import build as nested
 from .traversals import sorted_keys
-from .variables import Cell, Variable, make_variable, write_cells
+from .variables import Cell, Variable, make_variable, make_variables, write_cells
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
@@ -157,6 +160,11 @@ class Layout:
         return Layout, (self.rows, self.root)
 
     @functools.cached_property
+    def plan(self) -> Plan:
+        """How to build objects of this layout."""
+        return Plan(self)
+
+    @functools.cached_property
     def is_tree(self) -> bool:
         """Whether JAX can flatten it level by level: nothing is shared or cyclic, it is not very deep, and the pytrees
         in it hold data only.
@@ -206,8 +214,53 @@ class Layout:
         return frozenset(self.leaf_paths)
 
     @functools.cached_property
+    def positions(self) -> dict[tuple, int]:
+        """Which leaf is at each path."""
+        return {path: k for k, path in enumerate(self.leaf_paths)}
+
+    @functools.cached_property
+    def nesting(self) -> Nesting | None:
+        """How the leaves stand in nested dicts; None where that is nothing for JAX."""
+        lengths = set(map(len, self.leaf_paths))
+        if 0 in lengths or max(lengths, default=0) >= _DEEPEST_TREE:
+            return None
+        try:
+            return Nesting(self.leaf_paths)
+        except ValueError:  # keys that JAX cannot sort
+            return None
+
+    @functools.cached_property
     def _found(self) -> tuple[tuple, tuple]:
         return _find_paths(self)
+
+
+class Nesting:
+    """How leaves with given paths stand in nested dicts: as a JAX treedef, which nests and flattens them in C++.
+
+    Attributes: ``paths``, sorted as a State is.
+    """
+
+    def __init__(self, paths: Sequence[tuple]):
+        order, self._treedef = jax.tree.flatten(nested((path, k) for k, path in enumerate(paths)))
+        self.paths = tuple([paths[k] for k in order])
+        self._order = None if order == sorted(order) else order
+        self._position = sorted(range(len(order)), key=order.__getitem__)
+
+    def sort(self, leaves: list[Any]) -> list[Any]:
+        """Bring leaves from the order of the layout into that of ``paths``."""
+        return leaves if self._order is None else [leaves[k] for k in self._order]
+
+    def nest(self, leaves: list[Any]) -> dict:
+        """Put leaves, in the order of the layout, into nested dicts."""
+        return self._treedef.unflatten(self.sort(leaves))
+
+    def flatten(self, levels: Any) -> list[Any] | None:
+        """Take the leaves out of nested dicts, into the order of the layout; None if the dicts have other keys."""
+        try:
+            found = self._treedef.flatten_up_to(levels)
+        except ValueError:
+            return None
+        return found if self._order is None else [found[k] for k in self._position]
 
 
 _DEEPEST_TREE = 100  # JAX flattens by recursion, which Python limits to about 1,000 calls
@@ -461,19 +514,65 @@ def build(
 
     Objects in ``given``, by row, are used as they are in place of new ones. ``cell`` makes the cells of the Variables.
     """
-    given, remaining = given or {}, iter(leaves)
-    objects: list[Any] = []
-    for i, row in enumerate(layout.rows):
-        if type(row) is NodeRow:
-            made = new_node(row.type, row.marks.value)
-        else:
-            made = make_variable(row.type, next(remaining), row.metadata.fresh(), cell)
-        objects.append(given.get(i, made))
-    for i, row in enumerate(layout.rows):
-        if type(row) is NodeRow:
-            values = {name: value_of(spec, objects, remaining) for name, spec in row.fields}
-            objects[i]._nnx_fill({name: values[name] for name in row.names})
-    return value_of(layout.root, objects, remaining), objects
+    plan = layout.plan
+    made = [*make_variables(plan.variable_types, leaves, [c.fresh() for c in plan.metadata], cell), *new_nodes(plan.node_types)]
+    for i, marks in plan.marks:
+        object.__setattr__(made[i], "_nnx_marks", dict(marks))
+    objects = [made[i] for i in plan.order]
+    for i, x in (given or {}).items():
+        objects[i] = x
+    pool = [*objects, *leaves, *[constant.fresh() for constant in plan.constants]]
+    pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in plan.trees]
+    for i, names, contents in plan.nodes:
+        objects[i]._nnx_fill(dict(zip(names, contents(pool), strict=False)))
+    return value_of(layout.root, objects, iter(leaves[plan.held :])), objects
+
+
+class Plan:
+    """How to make the objects of a layout in few steps.
+
+    What the fields of nodes hold is taken from one list, the *pool*: the objects by row, the leaves, the constants, the
+    pytrees. For each node there is its row, the names of its fields, and a function that takes their values.
+    """
+
+    def __init__(self, layout: Layout):
+        rows: Sequence[Any] = layout.rows
+        numbers = [i for i, row in enumerate(rows) if type(row) is NodeRow]
+        self.variable_types: list[type] = [rows[i].type for i in layout.variables]
+        self.node_types: list[type] = [rows[i].type for i in numbers]
+        made = {i: k for k, i in enumerate((*layout.variables, *numbers))}
+        self.order = [made[i] for i in range(len(rows))]
+        self.metadata: list[Const] = [rows[i].metadata for i in layout.variables]
+        self.marks = [(made[i], rows[i].marks.value) for i in numbers if rows[i].marks.value]
+        self.held = len(layout.variables)  # how many of the leaves are in objects
+        self.constants: list[Const] = []
+        self.trees: list[tuple[Tree, int, int]] = []  # with the range of their leaves
+        sources = [{name: self._source(spec) for name, spec in rows[i].fields} for i in numbers]
+        starts = {Ref: 0, _Leaf: len(rows), Const: len(rows) + len(layout.leaf_paths)}
+        starts[Tree] = starts[Const] + len(self.constants)
+        self.nodes = [
+            (i, rows[i].names, _take([starts[kind] + k for kind, k in (fields[name] for name in rows[i].names)]))
+            for i, fields in zip(numbers, sources, strict=True)
+        ]
+
+    def _source(self, spec: Spec) -> tuple[type, int]:
+        """What a spec asks for: the how-manieth object, leaf, constant or pytree."""
+        if type(spec) is Ref:
+            return Ref, spec.index
+        if type(spec) is Const:
+            self.constants.append(spec)
+            return Const, len(self.constants) - 1
+        start = self.held
+        self.held += count_leaves(spec)
+        if spec is LEAF:
+            return _Leaf, start
+        self.trees.append((cast(Tree, spec), start, self.held))
+        return Tree, len(self.trees) - 1
+
+
+def _take(positions: list[int]) -> Callable[[list[Any]], tuple]:
+    """A function that takes the items at these positions, and perhaps more, from a list."""
+    return operator.itemgetter(*positions, *(0, 0)[len(positions) :])  # of a single one it would return no tuple
 
 
 def _shell(row: Row) -> Any:

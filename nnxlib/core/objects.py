@@ -25,7 +25,9 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import chain, repeat
 from typing import Annotated, Any, TypeVar
 
 import jax
@@ -137,8 +139,7 @@ def _nodes_in(values: Any) -> Iterator[Node]:
 
 def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
     """Make an empty node of the running trace without calling its ``__init__``."""
-    base: Any = list if issubclass(kind, list) else dict if issubclass(kind, dict) else object
-    self = base.__new__(kind)
+    self = _base(kind).__new__(kind)
     init_slots(self)
     if marks:
         _set(self, "_nnx_marks", dict(marks))
@@ -151,6 +152,19 @@ def init_slots(self: Any) -> None:
     _set(self, "_nnx_record", None)
     _set(self, "_nnx_marks", None)
     _set(self, "_nnx_tree", None)
+
+
+def new_nodes(kinds: Sequence[type[Node]]) -> list[Any]:
+    """Make many empty nodes as :func:`new_node` makes one."""
+    made = [_base(kind).__new__(kind) for kind in kinds]
+    slots = {"trace": current_trace(), "held": (), "record": None, "marks": None, "tree": None}
+    for name, value in slots.items():
+        deque(map(_set, made, repeat(f"_nnx_{name}"), repeat(value)), maxlen=0)
+    return made
+
+
+def _base(kind: type) -> Any:
+    return list if issubclass(kind, list) else dict if issubclass(kind, dict) else object
 
 
 def structure_changed(node: Any) -> None:
@@ -472,8 +486,12 @@ class Pytree(Node, _HasDict):
         structure_changed(self)
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
-        yield from attributes_of(self).items()
-        for name in slot_names(type(self)):
+        items = attributes_of(self).items()
+        slots = slot_names(type(self))
+        return chain(items, self._nnx_slot_items(slots)) if slots else iter(items)
+
+    def _nnx_slot_items(self, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        for name in names:
             value = getattr(self, name, MISSING)
             if value is not MISSING:
                 yield name, value

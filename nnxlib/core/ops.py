@@ -6,6 +6,7 @@ their path, the first path in the order of the walk; a State never aliases the l
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,15 +20,15 @@ from .captures import Watch, notice
 from .errors import describe, format_path
 from .filters import Filter, to_predicate
 from .graph import SAME, Delta, Layout, NodeRow, Ref, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
-from .graphdef import Aval, GraphDef, aval_of
-from .objects import Node, Pytree, is_data_leaf, is_node, new_node
+from .graphdef import Aval, GraphDef, aval_of, avals_of
+from .objects import Node, Pytree, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
 from .records import record_of
 from .state import FlatState, State, filter_state, from_flat_state, split_state
 from .static import Const, same_items
 from .tracing import Tracer, at_top_level
 from .traversals import sorted_keys
-from .variables import Variable, make_variable, unshared
+from .variables import Variable, all_unshared, make_variables, unshared
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
@@ -49,29 +50,38 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
     return pack(node)
 
 
-def _snapshot(layout: Any, leaves: list[Any], objects: list[Any]) -> list[tuple[Path, Any]]:
-    """Each leaf with its path; Variables as new ones."""
-    variables = [objects[i] for i in layout.variables]
-    copies: list[Any] = [make_variable(type(v), unshared(v._value), v._metadata) for v in variables]
-    return list(zip(layout.leaf_paths, copies + leaves[len(copies) :], strict=True))
+def _snapshot(layout: Layout, leaves: list[Any], objects: list[Any]) -> list[Any]:
+    """The leaves; Variables as new ones."""
+    n = len(layout.variables)
+    metadata = [objects[i]._metadata for i in layout.variables]
+    return make_variables(layout.plan.variable_types, all_unshared(leaves[:n]), metadata) + leaves[n:]
 
 
 def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
     """With the shapes of the leaves at top level; under a trace they are views, of one example or one shard."""
-    return GraphDef(layout, [aval_of(x) for x in leaves] if at_top_level() else [None] * len(leaves))
+    return GraphDef(layout, avals_of(leaves) if at_top_level() else [None] * len(leaves))
+
+
+def _states(layout: Layout, leaves: list[Any], filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:
+    """The leaves as a State, or as one for each filter; a Variable by itself is its own State."""
+    nesting = layout.nesting
+    if nesting is None:
+        state = _to_state(list(zip(layout.leaf_paths, leaves, strict=True)))
+        group = split_state if exhaustive else filter_state
+        groups = group(state, *filters) if filters else state
+    elif not filters:
+        return (State._view(nesting.nest(leaves)),)
+    else:
+        flat = FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves))
+        groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
+    groups = groups if len(filters) > 1 else (groups,)
+    return tuple([from_flat_state(group) if isinstance(group, FlatState) else group for group in groups])
 
 
 def _to_state(items: list[tuple[Path, Any]]) -> Any:
     if len(items) == 1 and items[0][0] == ():  # a Variable by itself
         return items[0][1]
     return from_flat_state(items)
-
-
-def _filtered(state: Any, filters: Sequence[Filter], group: Callable) -> Sequence[Any]:
-    if not filters:
-        return (state,)
-    groups = group(state, *filters)
-    return groups if len(filters) > 1 else (groups,)
 
 
 def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
@@ -95,7 +105,7 @@ def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
     """
     layout, leaves, objects = _packed(node)
     graphdef = _graphdef(layout, leaves)
-    return graphdef, *_filtered(_to_state(_snapshot(layout, leaves, objects)), filters, split_state)
+    return graphdef, *_states(layout, _snapshot(layout, leaves, objects), filters, exhaustive=True)
 
 
 def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = False) -> A:
@@ -123,7 +133,48 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
             f"nnx.merge takes a GraphDef first, got {type(graphdef).__name__}; write merge(graphdef, state)."
         )
     layout = graphdef.layout
-    given = _flat_leaves(states, layout.leaf_path_set)
+    given = _in_order(layout, states)
+    fitting = None if given is None else _values_that_fit(graphdef, given)
+    values, metadata = fitting or _values_looked_at(graphdef, _flat_leaves(states, layout.leaf_path_set))
+    tree, objects = build(layout, values)
+    for position, found in metadata.items():
+        object.__setattr__(objects[layout.variables[position]], "_metadata", found)
+    return tree
+
+
+_Values = tuple[list[Any], dict[int, Any]]  # values of the leaves, and metadata that differ from the layout's
+
+
+def _in_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
+    """All leaves of a single State that has the keys of the layout; None if it is another."""
+    if len(states) == 1 and isinstance(states[0], State) and layout.nesting is not None:
+        return layout.nesting.flatten(states[0].raw_mapping)
+    return None
+
+
+def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
+    """What the leaves hold, if they are what they were when the model was split; None where one has to look closer."""
+    layout, n = graphdef.layout, len(graphdef.layout.variables)
+    variables = leaves[:n]
+    if [type(x) for x in variables] != layout.plan.variable_types:
+        return None
+    values = all_unshared([x._value for x in variables]) + leaves[n:]
+    avals = avals_of(values)
+    if avals != graphdef.avals and any(a is not None and a != b for a, b in zip(graphdef.avals, avals, strict=True)):
+        return None
+    metadata = [x._metadata for x in variables]
+    same = [const.value for const in layout.plan.metadata]
+    changed = [k for k in range(n) if metadata[k] is not same[k] and not same_items(metadata[k], same[k])]
+    return values, {k: metadata[k] for k in changed}
+
+
+def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
+    """What the leaves hold, checked one by one.
+
+    Raises:
+      StateMismatchError: naming the paths, and what was expected there.
+    """
+    layout = graphdef.layout
     rows = [layout.rows[i] for i in layout.variables] + [None] * (len(layout.leaf_paths) - len(layout.variables))
     problems = [
         f"  {format_path(path)}: missing, expected {_expected(row, aval)}"
@@ -133,7 +184,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     problems += [
         f"  {format_path(p)}: unexpected {_leaf(x)}" for p, x in given.items() if p not in layout.leaf_path_set
     ]
-    leaves, metadata = [], {}
+    values, metadata = [], {}
     for position, (path, row, aval) in enumerate(zip(layout.leaf_paths, rows, graphdef.avals, strict=True)):
         leaf = given.get(path, None)
         if isinstance(leaf, Variable) and row is not None:
@@ -144,13 +195,10 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
             leaf = unshared(leaf._value)
         if path in given and (problem := _misfit(aval, leaf)):
             problems.append(f"  {format_path(path)}: {problem}")
-        leaves.append(leaf)
+        values.append(leaf)
     if problems:
         raise errors.StateMismatchError(_listed("The State does not fit the GraphDef; nothing was made.", problems))
-    tree, objects = build(layout, leaves)
-    for position, found in metadata.items():
-        object.__setattr__(objects[layout.variables[position]], "_metadata", found)
-    return tree
+    return values, metadata
 
 
 def _flat_leaves(states: tuple[Any, ...], known: Collection[Path]) -> dict[Path, Any]:
@@ -239,16 +287,17 @@ def state(node: Any, *filters: Filter) -> Any:
     >>> list(nnx.state(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.BatchStat))
     ['mean', 'var']
     """
-    groups = _filtered(_to_state(_snapshot(*_packed(node))), filters, filter_state)
-    return tuple(groups) if len(groups) > 1 else groups[0]
+    layout, leaves, objects = _packed(node)
+    states = _states(layout, _snapshot(layout, leaves, objects), filters, exhaustive=False)
+    return states if len(states) > 1 else states[0]
 
 
 def variables(node: Any, *filters: Filter) -> Any:
     """Return the State of a node with its Variables only, without the arrays that are plain attributes."""
     layout, leaves, objects = _packed(node)
-    found = _to_state(_snapshot(layout, leaves, objects)[: len(layout.variables)])
-    groups = _filtered(found, filters, filter_state)
-    return tuple(groups) if len(groups) > 1 else groups[0]
+    n = len(layout.variables)
+    found = _to_state(list(zip(layout.leaf_paths[:n], _snapshot(layout, leaves, objects)[:n], strict=True)))
+    return filter_state(found, *filters) if filters else found
 
 
 def graphdef(node: A, /) -> GraphDef[A]:
@@ -279,26 +328,43 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
       TraceContextError: under another trace than the node was made under; nothing has been written then.
     """
     layout, leaves, objects = _packed(node)
-    position = {path: i for i, path in enumerate(layout.leaf_paths)}
-    n = len(layout.variables)
-    problems, writes = [], []
-    for path, leaf in _flat_leaves((state, *states), position).items():
-        i = position.get(path)
-        problem = None
-        if i is None:
-            problem = f"unexpected {_leaf(leaf)}"
-        else:
-            problem = _misfit_in_place(objects[layout.variables[i]] if i < n else leaves[i], leaf)
-        if problem:
-            problems.append(f"  {format_path(path)}: {problem}")
-        else:
-            writes.append((i, leaf))
+    states = (state, *states)
+    given = _in_order(layout, states)
+    new: dict[int, Any] = {}
+    if given is not None:
+        new = dict(enumerate(given))
+        problems = _problems_in_place(layout, leaves, new)
+    else:
+        position = layout.positions
+        flat = _flat_leaves(states, position)
+        new = {position[path]: leaf for path, leaf in flat.items() if path in position}
+        problems = _problems_in_place(layout, leaves, new)
+        if len(new) < len(flat):
+            problems |= {path: f"unexpected {_leaf(leaf)}" for path, leaf in flat.items() if path not in position}
     if problems and strict:
+        listed = [f"  {format_path(path)}: {problem}" for path, problem in problems.items()]
         hint = "Pass strict=False to skip these."
-        raise errors.StateMismatchError(
-            _listed("The State does not fit the object; nothing was written.", problems, hint)
-        )
-    _write(layout, leaves, objects, dict(writes))
+        raise errors.StateMismatchError(_listed("The State does not fit the object; nothing was written.", listed, hint))
+    _write(layout, leaves, objects, {k: leaf for k, leaf in new.items() if layout.leaf_paths[k] not in problems})
+
+
+def _problems_in_place(layout: Layout, leaves: list[Any], new: dict[int, Any]) -> dict[Path, str]:
+    """Why which of the new leaves, given by position, cannot be written in place of the present ones; by path."""
+    kinds = layout.plan.variable_types
+    values = [leaf._value if isinstance(leaf, Variable) else leaf for leaf in new.values()]
+    present = [leaves[k] for k in new]
+    problems = {}
+    for (k, leaf), value, before, aval, was in zip(
+        new.items(), values, present, avals_of(values), avals_of(present), strict=True
+    ):
+        problem = None
+        if k < len(kinds) and isinstance(leaf, Variable) and type(leaf) is not kinds[k]:
+            problem = f"expected a {kinds[k].__name__}, got a {type(leaf).__name__}"
+        elif aval != was and not isinstance(before, Tracer):
+            problem = _misfit(was, value)
+        if problem:
+            problems[layout.leaf_paths[k]] = problem
+    return problems
 
 
 def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int, Any]) -> None:
@@ -306,23 +372,27 @@ def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int,
     n = len(layout.variables)
     values: dict[int, Any] = {}
     rows: dict[int, Row] = {}
+    arrays: list[Any] = []
     for k, leaf in new.items():
         if k < n:
             i = layout.variables[k]
-            if isinstance(leaf, Variable) and not same_items(leaf._metadata, objects[i]._metadata):
-                rows[i] = VariableRow(type(objects[i]), Const.of_items(leaf._metadata))
-            values[i] = unshared(leaf._value if isinstance(leaf, Variable) else leaf)
-    positions, arrays = iter(range(n, len(leaves))), []
-    for i, row in enumerate(layout.rows):
-        if isinstance(row, NodeRow):
-            fields = []
-            for name, spec in row.fields:
-                held = [next(positions) for _ in range(count_leaves(spec))]
-                touched = not new.keys().isdisjoint(held)
-                fields.append((name, spec if touched else SAME))
-                arrays += [new.get(k, leaves[k]) for k in held if touched]
-            if any(spec is not SAME for _, spec in fields):
-                rows[i] = row._replace(fields=tuple(fields))
+            if isinstance(leaf, Variable):
+                if not same_items(leaf._metadata, objects[i]._metadata):
+                    rows[i] = VariableRow(type(objects[i]), Const.of_items(leaf._metadata))
+                leaf = leaf._value
+            values[i] = leaf if isinstance(leaf, jax.Array) else unshared(leaf)
+    if max(new, default=-1) >= n:
+        positions = iter(range(n, len(leaves)))
+        for i, row in enumerate(layout.rows):
+            if isinstance(row, NodeRow):
+                fields = []
+                for name, spec in row.fields:
+                    held = [next(positions) for _ in range(count_leaves(spec))]
+                    touched = not new.keys().isdisjoint(held)
+                    fields.append((name, spec if touched else SAME))
+                    arrays += [new.get(k, leaves[k]) for k in held if touched]
+                if any(spec is not SAME for _, spec in fields):
+                    rows[i] = row._replace(fields=tuple(fields))
     plain = [i for i in values if i not in rows]
     delta = Delta(tuple(plain), tuple(sorted(rows.items())), Const.of(None))
     commit(
@@ -331,18 +401,6 @@ def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int,
         [*(values[i] for i in plain), *(values[i] for i in sorted(rows) if i in values), *arrays],
         objects,
     )
-
-
-def _misfit_in_place(present: Any, leaf: Any) -> str | None:
-    if isinstance(present, Variable):
-        if isinstance(leaf, Variable):
-            if type(leaf) is not type(present):
-                return f"expected a {type(present).__name__}, got a {type(leaf).__name__}"
-            leaf = leaf._value
-        present = present._value
-    if isinstance(present, Tracer):
-        return None
-    return _misfit(aval_of(present), leaf)
 
 
 def _delete(node: Any, name: Any) -> None:
@@ -370,7 +428,7 @@ def pop(node: Any, *filters: Filter) -> Any:
     snapshot = _snapshot(layout, leaves, objects)
     taken: list[list[tuple[Path, Any]]] = [[] for _ in predicates]
     removed: set[int] = set()
-    for i, (path, copied) in zip(layout.variables, snapshot, strict=False):
+    for i, path, copied in zip(layout.variables, layout.leaf_paths, snapshot, strict=False):
         for group, predicate in zip(taken, predicates, strict=True):
             if predicate(path, copied):
                 group.append((path, copied))
@@ -413,13 +471,18 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
     layout, leaves, objects = _packed(node)
     if not variables:
         return build(layout, leaves, {i: objects[i] for i in layout.variables})[0]
-    return build(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)[0]
+    return build(layout, _copied(leaves) if arrays else leaves)[0]
 
 
-def _copy_array(x: Any) -> Any:
-    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        return x.copy()
-    return x.copy() if isinstance(x, np.ndarray) else x
+def _copied(leaves: list[Any]) -> list[Any]:
+    """The leaves with buffers of their own: all at once, which is twice as fast as one by one."""
+    arrays, treedef = jax.tree.flatten(leaves)
+    arrays = [x.copy() if isinstance(x, np.ndarray) else x for x in arrays]
+    places = [k for k, x in enumerate(arrays) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if at_top_level():  # what a trace uses cannot be donated
+        for k, x in zip(places, jax.device_put([arrays[k] for k in places], may_alias=False), strict=True):
+            arrays[k] = x
+    return treedef.unflatten(arrays)
 
 
 # --- looking --------------------------------------------------------------------------------------------------------
@@ -430,12 +493,14 @@ def _children(value: Any) -> list[tuple[Path, Any]]:
     if isinstance(value, Variable):
         return []
     if isinstance(value, Node):
+        if isinstance(value, list):
+            return [((index,), child) for index, child in value._nnx_children()]
         held = dict(value._nnx_children())
-        return [((name,), held[name]) for name in (held if isinstance(value, list) else sorted_keys(held))]
-    if is_data_leaf(value) or isinstance(value, State | str):
+        return [((name,), held[name]) for name in sorted_keys(held)]
+    if isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)) or is_data_leaf(value):
         return []
     keys, leaves, _ = flatten_once(value)
-    return [] if len(leaves) == 1 and leaves[0] is value else list(zip(keys, leaves, strict=True))
+    return list(zip(keys, leaves, strict=True))
 
 
 def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
@@ -449,15 +514,22 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
     stack: list[tuple[Path, Any, bool]] = [((), node, False)]
     while stack:
         path, value, entered = stack.pop()
-        if entered:
+        if entered or type(value) in _ATOMS:
             yield path, value
             continue
         if is_node(value):
             if id(value) in seen:
                 continue
             seen.add(id(value))
-        stack.append((path, value, True))
-        stack.extend(((*path, *key), child, False) for key, child in reversed(_children(value)))
+        children = _children(value)
+        if children:
+            stack.append((path, value, True))
+            stack += [((*path, *key), child, False) for key, child in reversed(children)]
+        else:
+            yield path, value
+
+
+_ATOMS = frozenset({int, str, bool, float, type(None), type, bytes, types.FunctionType})
 
 
 def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
@@ -505,7 +577,8 @@ def map(f: Callable[[Path, Any], Any], node: A, /) -> A:  # the name of the fiel
     Param(2.0)
     """
     layout, leaves, objects = pack(node) if isinstance(node, State) else _packed(node)
-    new = [_result(leaf, f(path, leaf)) for path, leaf in _snapshot(layout, leaves, objects)]
+    copies = _snapshot(layout, leaves, objects)
+    new = [_result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, copies, strict=True)]
     return build(layout, new, dict(zip(layout.variables, new, strict=False)))[0]
 
 
@@ -560,7 +633,7 @@ as_pure = pure
 def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
     """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of its leaves)."""
     layout, leaves, objects = _packed(node)
-    flat = FlatState(_snapshot(layout, leaves, objects), sort=True)
+    flat = FlatState(zip(layout.leaf_paths, _snapshot(layout, leaves, objects), strict=True), sort=True)
     return _graphdef(layout, leaves), flat if with_paths else flat.leaves
 
 

@@ -117,7 +117,7 @@ def freeze(value: Any, path: tuple = ()) -> Hashable:
 
 def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
     """Whether two mappings, such as metadata, are equal as static values (``==`` would fail on an array in them)."""
-    return a is b or Const.of_items(a) == Const.of_items(b)
+    return a is b or not (a or b) or Const.of_items(a) == Const.of_items(b)
 
 
 class _Freezer:
