@@ -66,6 +66,7 @@ check: $(call env,dev)/.installed
 bench: $(call env,bench)/.installed
 	$(<D)/bin/python -m benchmarks.dispatch $(ARGS)
 	$(<D)/bin/python -m benchmarks.layers $(ARGS)
+	$(<D)/bin/python -m benchmarks.structure $(ARGS)
 
 clean:
 	rm -rf .venv demo_output gpt_output lstm_output vit_output .coverage .pytest_cache .ruff_cache .hypothesis build dist

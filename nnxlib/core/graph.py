@@ -41,7 +41,7 @@ from .calls import entering
 from .captures import Watch, notice
 from .inputs import is_read, peek
 from .objects import (
-    Node,
+    class_marks,
     explicit_mark,
     is_bound_method,
     is_data_leaf,
@@ -331,6 +331,7 @@ class Walk:
         self.objects: list[Any] = list(known)
         self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
+        self.plain_rows: dict[type, VariableRow] = {}  # of Variables without metadata, which are many and all alike
         self.paths: dict[int, tuple] = {}  # of each row, where it was met
         self.cells: dict[int, Cell] = {}  # row of a Variable -> where its value is
         self.arrays: dict[int, list] = {}  # row of a node, or -1 for the pytree -> the leaves it holds directly
@@ -360,6 +361,9 @@ class Walk:
         while stack:
             frame = stack[-1]
             for suffix, value, mark in frame.items:
+                if type(value) in _ATOMS and mark is not True:
+                    frame.specs.append(Const(value, (type(value), value)))
+                    continue
                 child = self._spec(value, mark, frame, suffix)
                 if child is not None:
                     stack.append(child)
@@ -370,7 +374,7 @@ class Walk:
 
     def _spec(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
         """Append the spec of ``value`` to ``frame.specs``; return a frame when there is more below it to visit."""
-        if isinstance(value, Variable | Node):
+        if is_node(value):
             number = self.index.get(id(value))
             if number is not None:
                 frame.specs.append(Ref(number))
@@ -402,14 +406,14 @@ class Walk:
 
     def _tree(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
         """A pytree becomes a Tree if it holds data, and is static otherwise."""
-        keys, children, treedef = flatten_once(value)
-        if len(children) == 1 and children[0] is value:  # not a pytree
+        if jtu.all_leaves([value]) and not is_bound_method(value):  # not a pytree
             if mark is True:
                 frame.specs.append(LEAF)
                 self.arrays[frame.owner].append(value)
             else:
                 self._constant(value, frame, suffix)
             return None
+        keys, children, treedef = flatten_once(value)
         if mark is None and not any(map(is_data_part, children)):
             self._constant(value, frame, suffix)
             return None
@@ -429,9 +433,7 @@ class Walk:
         if isinstance(value, Variable):
             if self.stamp is not None:
                 object.__setattr__(value, "_held", with_stamp(value._held, self.stamp))
-            metadata = _frozen_items(value._metadata, (*path, "metadata"))
-            self.exact = self.exact and not metadata.mutable
-            self.rows[number] = VariableRow(type(value), metadata)
+            self.rows[number] = self._variable_row(value, path)
             self.cells[number] = value._cell
             return None
         if self.stamp is not None:
@@ -446,8 +448,22 @@ class Walk:
         def build(specs: list[Any]) -> None:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
 
-        items = (((name,), held[name], explicit_mark(value, name)) for name in order)
+        if value._nnx_marks or class_marks(type(value)):
+            items = (((name,), held[name], explicit_mark(value, name)) for name in order)
+        else:
+            items = (((name,), held[name], None) for name in order)
         return _Frame(items, number, path, parent, build)
+
+    def _variable_row(self, variable: Variable, path: tuple) -> VariableRow:
+        kind = type(variable)
+        if variable._metadata:
+            metadata = Const.of_items(variable._metadata, (*path, "metadata"))
+            self.exact = self.exact and not metadata.mutable
+            return VariableRow(kind, metadata)
+        row = self.plain_rows.get(kind)
+        if row is None:
+            row = self.plain_rows[kind] = VariableRow(kind, _NO_ITEMS)
+        return row
 
 
 def flatten_once(value: Any) -> tuple[tuple[tuple, ...], list[Any], Any]:
@@ -515,7 +531,8 @@ def build(
     Objects in ``given``, by row, are used as they are in place of new ones. ``cell`` makes the cells of the Variables.
     """
     plan = layout.plan
-    made = [*make_variables(plan.variable_types, leaves, [c.fresh() for c in plan.metadata], cell), *new_nodes(plan.node_types)]
+    metadata = [const.fresh() for const in plan.metadata]
+    made = [*make_variables(plan.variable_types, leaves, metadata, cell), *new_nodes(plan.node_types)]
     for i, marks in plan.marks:
         object.__setattr__(made[i], "_nnx_marks", dict(marks))
     objects = [made[i] for i in plan.order]

@@ -7,7 +7,7 @@ slots:
 - ``_nnx_trace``: the trace it was made under; a write from another trace raises ``TraceContextError``.
 - ``_nnx_held``: the stamps of the cached layouts that describe the node; a structural change ends them (stamps.py).
 - ``_nnx_record``: the cached layout of the graph below this node, when it was the root of one.
-- ``_nnx_tree``: the stamp under which the graph below the node was last seen to be a tree, for raw JAX.
+- ``_nnx_tree``: how the node flattens for raw JAX, if the graph below it was a tree when it was last looked at.
 - ``_nnx_marks``: what was said explicitly about attributes: ``nnx.data`` / ``nnx.static``, and the user's own setting
   of an attribute that ``train()`` / ``eval()`` has overridden. Replaced and never edited: layouts refer to it.
 
@@ -25,8 +25,9 @@ import inspect
 import re
 import types
 import typing
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import chain, repeat
 from typing import Annotated, Any, TypeVar
 
@@ -60,7 +61,7 @@ class Node:
     _nnx_marks: dict[Any, Any] | None
     _nnx_record: Any
     _nnx_trace: Any
-    _nnx_tree: Stamp | None
+    _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unseen
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
@@ -165,6 +166,13 @@ def new_nodes(kinds: Sequence[type[Node]]) -> list[Any]:
 
 def _base(kind: type) -> Any:
     return list if issubclass(kind, list) else dict if issubclass(kind, dict) else object
+
+
+def leave_stamp(objects: Iterable[Any], stamp: Stamp) -> None:
+    """Leave a stamp with fresh nodes and Variables, which hold none yet."""
+    held = (weakref.ref(stamp),)
+    for x in objects:
+        _set(x, "_held" if isinstance(x, Variable) else "_nnx_held", held)
 
 
 def structure_changed(node: Any) -> None:

@@ -19,9 +19,9 @@ from . import errors
 from .captures import Watch, notice
 from .errors import describe, format_path
 from .filters import Filter, to_predicate
-from .graph import SAME, Delta, Layout, NodeRow, Ref, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
+from .graph import SAME, Delta, Layout, NodeRow, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
 from .graphdef import Aval, GraphDef, aval_of, avals_of
-from .objects import Node, Pytree, is_bound_method, is_data_leaf, is_node, new_node
+from .objects import Node, Pytree, check_writable, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
 from .records import record_of
 from .state import FlatState, State, filter_state, from_flat_state, split_state
@@ -55,6 +55,11 @@ def _snapshot(layout: Layout, leaves: list[Any], objects: list[Any]) -> list[Any
     n = len(layout.variables)
     metadata = [objects[i]._metadata for i in layout.variables]
     return make_variables(layout.plan.variable_types, all_unshared(leaves[:n]), metadata) + leaves[n:]
+
+
+def _copies(variables: Sequence[Variable]) -> list[Any]:
+    values = all_unshared([x._cell.value for x in variables])
+    return make_variables([type(x) for x in variables], values, [x._metadata for x in variables])
 
 
 def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
@@ -146,10 +151,28 @@ _Values = tuple[list[Any], dict[int, Any]]  # values of the leaves, and metadata
 
 
 def _in_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
-    """All leaves of a single State that has the keys of the layout; None if it is another."""
-    if len(states) == 1 and isinstance(states[0], State) and layout.nesting is not None:
-        return layout.nesting.flatten(states[0].raw_mapping)
-    return None
+    """All leaves of States that have the keys of the layout, together; None if they are others."""
+    if layout.nesting is None or not states or not all(isinstance(state, State) for state in states):
+        return None
+    levels = states[0].raw_mapping if len(states) == 1 else _overlaid([state.raw_mapping for state in states])
+    return layout.nesting.flatten(levels)
+
+
+def _overlaid(states: list[dict]) -> dict:
+    """Nested dicts with the leaves of all; of two things at one path the later, unless both are levels."""
+    root: dict = {}
+    stack = [(root, state) for state in reversed(states)]
+    while stack:
+        level, given = stack.pop()
+        for key, value in given.items():
+            if type(value) is dict:
+                below = level.get(key)
+                if type(below) is not dict:
+                    below = level[key] = {}
+                stack.append((below, value))
+            else:
+                level[key] = value
+    return root
 
 
 def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
@@ -158,7 +181,7 @@ def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
     variables = leaves[:n]
     if [type(x) for x in variables] != layout.plan.variable_types:
         return None
-    values = all_unshared([x._value for x in variables]) + leaves[n:]
+    values = all_unshared([x._cell.value for x in variables]) + leaves[n:]
     avals = avals_of(values)
     if avals != graphdef.avals and any(a is not None and a != b for a, b in zip(graphdef.avals, avals, strict=True)):
         return None
@@ -186,7 +209,7 @@ def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
     ]
     values, metadata = [], {}
     for position, (path, row, aval) in enumerate(zip(layout.leaf_paths, rows, graphdef.avals, strict=True)):
-        leaf = given.get(path, None)
+        leaf = given.get(path)
         if isinstance(leaf, Variable) and row is not None:
             if type(leaf) is not row.type:
                 problems.append(f"  {format_path(path)}: expected a {row.type.__name__}, got a {type(leaf).__name__}")
@@ -344,14 +367,16 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     if problems and strict:
         listed = [f"  {format_path(path)}: {problem}" for path, problem in problems.items()]
         hint = "Pass strict=False to skip these."
-        raise errors.StateMismatchError(_listed("The State does not fit the object; nothing was written.", listed, hint))
+        raise errors.StateMismatchError(
+            _listed("The State does not fit the object; nothing was written.", listed, hint)
+        )
     _write(layout, leaves, objects, {k: leaf for k, leaf in new.items() if layout.leaf_paths[k] not in problems})
 
 
 def _problems_in_place(layout: Layout, leaves: list[Any], new: dict[int, Any]) -> dict[Path, str]:
     """Why which of the new leaves, given by position, cannot be written in place of the present ones; by path."""
     kinds = layout.plan.variable_types
-    values = [leaf._value if isinstance(leaf, Variable) else leaf for leaf in new.values()]
+    values = [leaf._cell.value if isinstance(leaf, Variable) else leaf for leaf in new.values()]
     present = [leaves[k] for k in new]
     problems = {}
     for (k, leaf), value, before, aval, was in zip(
@@ -379,7 +404,7 @@ def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int,
             if isinstance(leaf, Variable):
                 if not same_items(leaf._metadata, objects[i]._metadata):
                     rows[i] = VariableRow(type(objects[i]), Const.of_items(leaf._metadata))
-                leaf = leaf._value
+                leaf = leaf._cell.value
             values[i] = leaf if isinstance(leaf, jax.Array) else unshared(leaf)
     if max(new, default=-1) >= n:
         positions = iter(range(n, len(leaves)))
@@ -424,31 +449,32 @@ def pop(node: Any, *filters: Filter) -> Any:
     if not filters:
         raise ValueError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
     predicates = [to_predicate(f) for f in filters]
-    layout, leaves, objects = _packed(node)
-    snapshot = _snapshot(layout, leaves, objects)
-    taken: list[list[tuple[Path, Any]]] = [[] for _ in predicates]
-    removed: set[int] = set()
-    for i, path, copied in zip(layout.variables, layout.leaf_paths, snapshot, strict=False):
-        for group, predicate in zip(taken, predicates, strict=True):
-            if predicate(path, copied):
-                group.append((path, copied))
-                removed.add(i)
-                break
-    places = [
-        (objects[owner], name, spec.index)
-        for owner, row in enumerate(layout.rows)
-        if isinstance(row, NodeRow)
-        for name, spec in row.fields
-        if isinstance(spec, Ref) and spec.index in removed
-    ]
-    for i in removed - {i for _, _, i in places}:
+    taken: list[list[tuple[Path, Variable]]] = [[] for _ in predicates]
+    paths: dict[int, Path] = {}  # of what is removed
+    nodes = []
+    for path, x in iter_graph(node):
+        if isinstance(x, Node):
+            nodes.append(x)
+        elif isinstance(x, Variable):
+            for group, predicate in zip(taken, predicates, strict=True):
+                if predicate(path, x):
+                    group.append((path, x))
+                    paths[id(x)] = path
+                    break
+    if Watch.count:
+        for x in nodes:
+            notice(x, x._nnx_trace)
+    places = [(x, name, id(child)) for x in nodes if paths for name, child in x._nnx_children() if id(child) in paths]
+    for i in paths.keys() - {i for _, _, i in places}:
         raise ValueError(
-            f"Cannot pop {format_path(layout.paths[i])}: it is inside a tuple or another pytree, which cannot lose an "
+            f"Cannot pop {format_path(paths[i])}: it is inside a tuple or another pytree, which cannot lose an "
             "item. Keep it in an attribute, a list or a dict."
         )
+    states = [_to_state(list(zip([path for path, _ in group], _copies([x for _, x in group])))) for group in taken]
+    for x, name, _ in places:
+        check_writable(x, f"delete attribute {name!r}")
     for x, name, _ in reversed(places):  # items of a list from the last to the first
         _delete(x, name)
-    states: Sequence[Any] = [_to_state(group) for group in taken]
     return tuple(states) if len(states) > 1 else states[0]
 
 
@@ -521,12 +547,13 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
             if id(value) in seen:
                 continue
             seen.add(id(value))
+        if isinstance(value, Variable):
+            yield path, value
+            continue
+        stack.append((path, value, True))
         children = _children(value)
         if children:
-            stack.append((path, value, True))
             stack += [((*path, *key), child, False) for key, child in reversed(children)]
-        else:
-            yield path, value
 
 
 _ATOMS = frozenset({int, str, bool, float, type(None), type, bytes, types.FunctionType})

@@ -6,22 +6,25 @@ cycles (or is very deep, or mixes arrays and static values in a tuple) flattens 
 Variables and arrays for children, each once, keyed by their whole path. So tied weights stay tied in ``jax.grad``, and
 a cycle ends.
 
-Which of the two it is, is known from the layout of the outermost node, and noted on the nodes below it for as long as
-nothing structural changes (``_nnx_tree``): flattening a model is linear in its size.
+Which of the two it is, is known from the layout of the outermost node. How each node below it flattens is then noted
+on the node (``_nnx_tree``, a :class:`Level`), for as long as nothing structural changes: flattening a model is linear
+in its size, and takes from each node its children and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 
 from .containers import Dict, List, holds_data
 from .graph import Layout, build
-from .objects import PYTREE_REGISTRARS, Pytree, explicit_mark, is_data, is_node, new_node
+from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, explicit_mark, is_data, is_node, new_node
 from .pickling import exportable
 from .records import record_of
+from .stamps import Stamp
 from .static import Const
 from .traversals import sorted_keys
 from .variables import Variable
@@ -105,37 +108,74 @@ class GraphShape:
         return f"{root.type.__name__} with shared parts"
 
 
-def _flatten(node: Any) -> tuple[list[Any], NodeShape | GraphShape]:
-    keyed, shape = _flatten_with_keys(node)
-    return [child for _, child in keyed], shape
+class Level:
+    """How one node flattens: its shape, the keys of its children, and a function that takes these from the node."""
+
+    __slots__ = ("keys", "lasting", "shape", "stamp", "take")
+
+    def __init__(self, node: Any, stamp: Stamp, lasting: bool):
+        self.stamp = stamp  # of the walk by which the graph below was seen to be a tree
+        self.lasting = lasting  # whether the stamp tells of every change; else static values may change unseen
+        held = dict(node._nnx_children())
+        is_list = isinstance(node, list)
+        make_key = jtu.SequenceKey if is_list else _name_key
+        only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it is like a plain list or dict
+        names = tuple(held) if is_list else sorted_keys(held)
+        is_child = {name: only_static or _is_child(held[name], explicit_mark(node, name)) for name in names}
+        chosen = tuple([name for name, chosen in is_child.items() if chosen])
+        statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
+        self.shape = NodeShape(type(node), tuple(held), statics, chosen, node._nnx_marks)
+        self.keys = [make_key(name) for name in chosen]
+        self.take = _taker(node, chosen)
 
 
-def _flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], NodeShape | GraphShape]:
-    if node._nnx_tree is None or not node._nnx_tree.valid:
-        record = record_of(node)
-        layout = record.layout
-        if not layout.is_tree:
-            variables = [x for x in record.rows(node) if isinstance(x, Variable)]
-            leaves = [*variables, *record.leaves(node)[len(variables) :]]
-            return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
-        if record.exact:
-            _set(node, "_nnx_tree", record.stamp)
-        for x in record.nodes:
-            _set(x, "_nnx_tree", record.stamp)
-    return _flatten_level(node)
+def _taker(node: Any, names: tuple) -> Callable[[Any], Sequence[Any]]:
+    """A function from a node to its children of these names, run in C where they are many."""
+    if isinstance(node, list) and len(names) == len(node):
+        return list.copy
+    if isinstance(node, Pytree) and len(names) > 1 and attributes_of(node).keys() >= set(names):
+        take = operator.itemgetter(*names)
+        return lambda node: take(attributes_of(node))
+    return lambda node: list(map(dict(node._nnx_children()).__getitem__, names))
 
 
-def _flatten_level(node: Any) -> tuple[list[tuple[Any, Any]], NodeShape]:
-    held = dict(node._nnx_children())
-    is_list = issubclass(type(node), list)
-    make_key = jtu.SequenceKey if is_list else _name_key
-    only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it is like a plain list or dict
-    names = tuple(held) if is_list else sorted_keys(held)
-    is_child = {name: only_static or _is_child(held[name], explicit_mark(node, name)) for name in names}
-    chosen = tuple([name for name, chosen in is_child.items() if chosen])
-    statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
-    children = [(make_key(name), held[name]) for name in chosen]
-    return children, NodeShape(type(node), tuple(held), statics, chosen, node._nnx_marks)
+def _level(node: Any) -> Level | None:
+    """How a node flattens by itself; None if the graph below it is no tree."""
+    level = node._nnx_tree
+    if level is not None and level.stamp.valid:
+        return level if level.lasting else Level(node, level.stamp, False)
+    record = record_of(node)
+    if not record.layout.is_tree:
+        return None
+    lasting = record.exact and not record.mutable
+    for x in record.nodes:
+        _set(x, "_nnx_tree", Level(x, record.stamp, lasting))
+    level = Level(node, record.stamp, lasting)
+    _set(node, "_nnx_tree", level if record.exact else None)
+    return level
+
+
+def _flatten(node: Any) -> tuple[Sequence[Any], NodeShape | GraphShape]:
+    level = node._nnx_tree
+    if level is None or not (level.lasting and level.stamp.valid):
+        level = _level(node)
+        if level is None:
+            keyed, shape = _flatten_shared(node)
+            return [child for _, child in keyed], shape
+    return level.take(node), level.shape
+
+
+def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | GraphShape]:
+    level = _level(node)
+    return _flatten_shared(node) if level is None else (zip(level.keys, level.take(node), strict=True), level.shape)
+
+
+def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
+    record = record_of(node)
+    layout = record.layout
+    variables = [x for x in record.rows(node) if isinstance(x, Variable)]
+    leaves = [*variables, *record.leaves(node)[len(variables) :]]
+    return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
 
 
 def _is_child(value: Any, mark: bool | None) -> bool:

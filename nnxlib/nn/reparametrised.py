@@ -26,13 +26,14 @@ from ..core.escapes import check_contained
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.graph import LEAF, Delta, build, commit, diff, pack
 from ..core.module import Module
-from ..core.objects import is_bound_method, is_node
+from ..core.objects import is_bound_method, is_node, leave_stamp
 from ..core.ops import iter_graph
 from ..core.programs import step
 from ..core.records import Record, record_of
 from ..core.rngs import Rngs
+from ..core.stamps import Stamp
 from ..core.tracing import at_top_level
-from ..core.variables import BatchStat, Param, Variable
+from ..core.variables import BatchStat, Param
 from ..transforms.lift import Arguments, cross
 from . import initializers
 from .dtypes import Array, Dtype, convert, promote_dtype
@@ -62,9 +63,9 @@ class _Reparametrised(Module):
             return out
 
         record = record_of(self)
-        leaves = record.leaves()
+        leaves = record.leaves(self)
         nothing_listens = at_top_level() and not listened()
-        only_variables = record.exact and not record.arrays and all_leaves(leaves)
+        only_variables = record.exact and not record.mutable and not record.arrays and all_leaves(leaves)
         if nothing_listens and only_variables and not _holds_objects((args, kwargs)):
             return _call_eagerly(call, self, record, leaves, args, kwargs)
         packed = pack(Arguments((self, *args), kwargs))
@@ -75,14 +76,15 @@ class _Reparametrised(Module):
 def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list, args: tuple, kwargs: dict) -> Any:
     """The crossing where nothing follows it, the wrapper has arrays in Variables only, and the arguments are no nodes.
 
-    Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the version of
+    Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the structure of
     one of them has changed, or the output may hold one; else what changed are values of Variables.
     """
     layout, live = record.layout, record.rows(wrapper)
     objects = build(layout, leaves)[1]  # no local variable holds the copy itself, by which an error would call it
-    version = _version(objects)
+    stamp = Stamp()
+    leave_stamp(objects, stamp)
     out = call(objects[0], *args, **kwargs)
-    if _version(objects) != version or _holds_objects(out):
+    if not stamp.valid or _holds_objects(out):
         after = diff(layout, leaves, objects, out)
         check_contained(after, ())
         return commit(layout, after.delta, after.leaves, live)
@@ -90,11 +92,6 @@ def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list,
     changed = [k for k, value in enumerate(values) if value is not leaves[k]]
     delta = Delta(tuple([layout.variables[k] for k in changed]), (), LEAF)
     return commit(layout, delta, [*(values[k] for k in changed), out], live)
-
-
-def _version(objects: list[Any]) -> int:
-    """Versions only grow, so that the sum tells whether one has."""
-    return sum([x._version if isinstance(x, Variable) else x._nnx_version for x in objects])
 
 
 def _holds_objects(tree: Any) -> bool:

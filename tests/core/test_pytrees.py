@@ -419,3 +419,42 @@ def test_a_class_defined_twice_can_still_be_exported_in_memory():
     assert jnp.array_equal(exported.call(m), 2 * jnp.ones(2))
     with pytest.raises(ValueError, match="unregistered type"):
         exported.serialize()
+
+
+def test_levels_are_looked_at_again_when_something_changes():
+    """What is noted on a node about how it flattens ends with the next structural change, of it or of what it holds."""
+
+    @dataclasses.dataclass
+    class Options:  # can be changed unseen
+        rate: float = 0.1
+
+    class Block(nnx.Module):
+        def __init__(self):
+            self.w, self.sizes, self.options, self.flag = nnx.Param(jnp.zeros(2)), [1, 2], Options(), True
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.block, self.b = Block(), nnx.Param(jnp.ones(2))
+
+    def leaves(x):
+        return len(jax.tree.leaves(x))
+
+    net = Net()
+    assert (leaves(net), leaves(net.block)) == (2, 1)
+    before = [jax.tree.structure(net), jax.tree.structure(net.block)]
+    net.block.sizes.append(jnp.ones(3))  # a list of static values is now one with data
+    assert (leaves(net), leaves(net.block)) == (3, 2)
+    net.block.sizes.pop()
+    assert [jax.tree.structure(net), jax.tree.structure(net.block)] == before
+    net.block.flag = False
+    assert jax.tree.structure(net) != before[0]
+    net.block.flag = True
+    assert jax.tree.structure(net) == before[0]
+    net.block.options.rate = 0.2
+    assert jax.tree.structure(net.block) != before[1]
+    assert jax.tree.structure(net) != before[0]
+    del net.block.options
+    net.block.w.value = jnp.ones(2)
+    np.testing.assert_array_equal(jax.tree.leaves(net)[1], jnp.ones(2))
+    net.block.extra = net.b  # no tree any more
+    assert leaves(net) == 2
