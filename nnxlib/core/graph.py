@@ -240,7 +240,10 @@ class Nesting:
     Attributes: ``paths``, sorted as a State is.
     """
 
+    paths: tuple[tuple[Any, ...], ...]
+
     def __init__(self, paths: Sequence[tuple]):
+        order: list[int]
         order, self._treedef = jax.tree.flatten(nested((path, k) for k, path in enumerate(paths)))
         self.paths = tuple([paths[k] for k in order])
         self._order = None if order == sorted(order) else order
@@ -448,7 +451,7 @@ class Walk:
         def build(specs: list[Any]) -> None:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
 
-        if value._nnx_marks or class_marks(type(value)):
+        if marks is not _NO_ITEMS or class_marks(type(value)):
             items = (((name,), held[name], explicit_mark(value, name)) for name in order)
         else:
             items = (((name,), held[name], None) for name in order)
@@ -553,7 +556,7 @@ class Plan:
     """
 
     def __init__(self, layout: Layout):
-        rows: Sequence[Any] = layout.rows
+        rows: Any = layout.rows
         numbers = [i for i, row in enumerate(rows) if type(row) is NodeRow]
         self.variable_types: list[type] = [rows[i].type for i in layout.variables]
         self.node_types: list[type] = [rows[i].type for i in numbers]

@@ -311,8 +311,8 @@ def state(node: Any, *filters: Filter) -> Any:
     ['mean', 'var']
     """
     layout, leaves, objects = _packed(node)
-    states = _states(layout, _snapshot(layout, leaves, objects), filters, exhaustive=False)
-    return states if len(states) > 1 else states[0]
+    found, *more = _states(layout, _snapshot(layout, leaves, objects), filters, exhaustive=False)
+    return (found, *more) if more else found
 
 
 def variables(node: Any, *filters: Filter) -> Any:
@@ -497,18 +497,13 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
     layout, leaves, objects = _packed(node)
     if not variables:
         return build(layout, leaves, {i: objects[i] for i in layout.variables})[0]
-    return build(layout, _copied(leaves) if arrays else leaves)[0]
+    return build(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)[0]
 
 
-def _copied(leaves: list[Any]) -> list[Any]:
-    """The leaves with buffers of their own: all at once, which is twice as fast as one by one."""
-    arrays, treedef = jax.tree.flatten(leaves)
-    arrays = [x.copy() if isinstance(x, np.ndarray) else x for x in arrays]
-    places = [k for k, x in enumerate(arrays) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    if at_top_level():  # what a trace uses cannot be donated
-        for k, x in zip(places, jax.device_put([arrays[k] for k in places], may_alias=False), strict=True):
-            arrays[k] = x
-    return treedef.unflatten(arrays)
+def _copy_array(x: Any) -> Any:
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        return x.copy()
+    return x.copy() if isinstance(x, np.ndarray) else x
 
 
 # --- looking --------------------------------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class _Reparametrised(Module):
 def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list, args: tuple, kwargs: dict) -> Any:
     """The crossing where nothing follows it, the wrapper has arrays in Variables only, and the arguments are no nodes.
 
-    Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the structure of
-    one of them has changed, or the output may hold one; else what changed are values of Variables.
+    Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the structure
+    of one of them has changed, or the output may hold one; else what changed are values of Variables.
     """
     layout, live = record.layout, record.rows(wrapper)
     objects = build(layout, leaves)[1]  # no local variable holds the copy itself, by which an error would call it

@@ -1,4 +1,4 @@
-"""The benchmark of structural operations: all contenders do the same work, and ours takes few calls for each Variable."""
+"""The benchmark of structural operations: all do the same work, and ours takes few calls for each Variable."""
 
 import math
 
