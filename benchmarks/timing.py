@@ -36,6 +36,16 @@ import numpy as np
 Call = Callable[[], jax.Array]
 
 
+class Prepared:
+    """A call that is prepared before, each time; that is not timed."""
+
+    def __init__(self, call: Call, prepare: Callable[[], None]):
+        self.call, self.prepare = call, prepare
+
+    def __call__(self) -> jax.Array:
+        return self.call()
+
+
 @dataclass(frozen=True)
 class Effort:
     """How long to measure: the number of rounds, the seconds of one turn, and the seconds to watch the collector."""
@@ -92,8 +102,11 @@ def _turn(call: Call, seconds: float) -> list[float]:
     clock = time.perf_counter
     call().block_until_ready()
     samples = []
+    prepare = call.prepare if isinstance(call, Prepared) else None
     end = clock() + seconds
     while not samples or clock() < end:
+        if prepare is not None:
+            prepare()
         start = clock()
         call().block_until_ready()
         samples.append(clock() - start)
