@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from .errors import reachable
 from .objects import CONTAINERS, SLOTS, Node, adopt, check_writable, init_slots, is_data, structure_changed
+from .reprs import node_repr
 
 A = TypeVar("A")
 
@@ -37,6 +39,11 @@ def _set_class(node: Node, cls: type) -> None:
     structure_changed(node)
 
 
+def _holds_objects(node: Node) -> bool:
+    """Whether there is more below than settings: then the node is written as part of a model."""
+    return any(not isinstance(x, List | Dict) for _, x in reachable(node, set()))
+
+
 class List(list[A], Node):
     """A list of Modules, Variables, arrays or static values, whose changes are seen.
 
@@ -56,6 +63,9 @@ class List(list[A], Node):
 
     def __init__(self, it: Iterable[A] | None = None, /):
         super().__init__(() if it is None else [adopt(x) for x in it])
+
+    def __repr__(self) -> str:
+        return node_repr(self) if _holds_objects(self) else super().__repr__()
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         return enumerate(list.__iter__(self))
@@ -139,6 +149,9 @@ class Dict(dict[str, A], Node):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__({key: adopt(value) for key, value in dict(*args, **kwargs).items()})
+
+    def __repr__(self) -> str:
+        return node_repr(self) if _holds_objects(self) else super().__repr__()
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         return iter(dict.items(self))

@@ -8,6 +8,7 @@ to refuse a State that does not fit.
 from __future__ import annotations
 
 import operator
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ import jax
 from .errors import format_path
 from .graph import LEAF, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
 from .pickling import exportable
-from .reprs import static_repr
+from .reprs import Group, Leaf, node_group, static_repr, write
 from .static import Const
 
 A = TypeVar("A")
@@ -68,7 +69,7 @@ class GraphDef(Generic[A]):
         return GraphDef, (self.layout, self.avals)
 
     def __repr__(self) -> str:
-        return f"GraphDef(\n{render(self.layout)}\n)"
+        return f"GraphDef(\n{textwrap.indent(render(self.layout), '  ')}\n)"
 
 
 def aval_of(value: Any) -> Aval:
@@ -89,39 +90,22 @@ _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 def render(layout: Layout) -> str:
-    """Write a layout as an indented outline; an object that occurs again is written as the path where it is shown.
+    """Write a layout as the object that it describes, with its values left out."""
 
-    One line per attribute, in the order in which the attributes were set.
-    """
-    lines: list[str] = []
-    shown: dict[int, tuple] = {}
-    stack: list[tuple[str, Spec, int, tuple]] = [("", layout.root, 1, ())]
-    while stack:
-        label, spec, depth, path = stack.pop()
-        indent = "  " * depth
-        if isinstance(spec, Ref) and spec.index in shown:
-            lines.append(f"{indent}{label}same as {format_path(shown[spec.index])}")
-        elif isinstance(spec, Ref):
-            shown[spec.index] = path
-            row = layout.rows[spec.index]
-            lines.append(f"{indent}{label}{_head(row)}")
-            if isinstance(row, NodeRow):
-                fields = dict(row.fields)
-                stack.extend((_label(name), fields[name], depth + 1, (*path, name)) for name in reversed(row.names))
-        elif isinstance(spec, Tree):
-            lines.append(f"{indent}{label}{_head(spec)}")
-            children = [
-                (format_path(keys) + ": ", child, depth + 1, (*path, *keys))
-                for keys, child in zip(spec.paths, spec.children, strict=True)
-            ]
-            stack.extend(reversed(children))
-        else:
-            lines.append(f"{indent}{label}{_head(spec)}")
-    return "\n".join(lines)
+    def expand(spec: Spec) -> Leaf | Group:
+        if isinstance(spec, Tree):
+            items = list(zip(spec.paths, spec.children, strict=True))
+            children = [(f"{format_path(keys)}: ", keys[0] if len(keys) == 1 else keys, x) for keys, x in items]
+            return Group(f"{_head(spec)}(", children, ")")
+        row = layout.rows[spec.index] if isinstance(spec, Ref) else spec
+        if isinstance(row, NodeRow) and isinstance(spec, Ref):
+            fields = dict(row.fields)
+            return node_group(row.type, [(name, fields[name]) for name in row.names], spec.index)
+        if isinstance(row, VariableRow) and isinstance(spec, Ref):
+            return Leaf(_head(row), row.type.__name__, identity=spec.index)
+        return Leaf(_head(row), "Array" if row is LEAF else None)
 
-
-def _label(name: Any) -> str:
-    return f"{name}: " if isinstance(name, str) else f"[{name!r}]: "
+    return write(layout.root, expand)
 
 
 def _head(item: Row | Spec) -> str:

@@ -1,71 +1,357 @@
-"""How nodes are written: nested, one attribute a line, short values, never raising."""
+"""How object graphs are written: nested, short, with sizes, bounded however large the model, never raising.
+
+A graph is first read into *parts*, a tree in which an object that occurs again is a reference to its first path, with
+how much each part holds. Reading a part into its opening, children and closing is a function, so Modules, States and
+GraphDefs are written alike. Then lines are made of the parts:
+
+- attributes that are no data share lines, and arrays are written as dtype and shape, so nothing is read from a device;
+- equal neighbours, such as the layers of a transformer, are written once, with how many more there are;
+- where that is still more than :data:`MOST_LINES`, the deepest levels are folded, with how much each fold holds.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import NamedSharding
 
 from .errors import describe, format_path
+from .variables import RngState, Variable
 
-_DEEPEST = 24  # levels that are written out; below, a node is folded
-_LONGEST = 64  # children of one node that are written out
+MOST_LINES = 300  # of one repr; beyond, deep levels are folded
+DEEPEST = 24  # levels that are written out
+WIDEST = 64  # different children of one part that are written out
+WIDTH = 100  # columns
+_COMMENT = 64  # the column beyond which comments are no more aligned
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    """How much arrays hold."""
+
+    elements: int
+    bytes: int
+
+    def __str__(self) -> str:
+        size, unit = float(self.bytes), 0
+        while size >= 1000 and unit < 5:
+            size, unit = size / 1000, unit + 1
+        text = f"{self.bytes} B" if unit == 0 else f"{size:.1f} {'KMGTP'[unit - 1]}B"
+        return f"{self.elements:,} ({text})"
+
+    def plus(self, other: Size) -> Size:
+        return Size(self.elements + other.elements, self.bytes + other.bytes)
+
+
+def size_of(array: Any) -> Size:
+    """The size of an array by its shape and dtype; none where they are not known, as in symbolic shapes.
+
+    >>> print(size_of(np.zeros((2, 3), 'float32')))
+    6 (24 B)
+    """
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None or not all(isinstance(n, int) for n in shape):
+        return Size(0, 0)
+    elements = math.prod(shape)
+    return Size(elements, elements * getattr(dtype, "itemsize", 0))
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """What is written in one piece.
+
+    ``kind`` is what its size counts as, None for what is no data; ``identity`` that of a shared object, or None.
+    """
+
+    text: str
+    kind: str | None = None
+    size: Size = Size(0, 0)
+    identity: int | None = None
+
+
+class Group(NamedTuple):
+    """What is written as an opening, children (label, key, value) and a closing."""
+
+    opening: str
+    children: Sequence[tuple[str, Any, Any]]
+    closing: str
+    identity: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    label: str
+    key: Any
+    parent: _Part | None
+    opening: str
+    closing: str | None = None  # None for what is written in one piece
+    children: list[_Part] = field(default_factory=list)
+    kind: str | None = None
+    sizes: dict[str, Size] = field(default_factory=dict)
+    below: int = 0  # how many parts there are in it
+    form: int = 0  # equal for parts that are written alike but for their labels
+
+    @property
+    def path(self) -> tuple:
+        part, keys = self, []
+        while part.parent is not None:
+            keys.append(part.key)
+            part = part.parent
+        return tuple(reversed(keys))
+
+    @property
+    def is_static(self) -> bool:
+        return self.closing is None and self.kind is None
+
+
+def _read(root: Any, expand: Callable[[Any], Leaf | Group]) -> _Part:
+    """Read a graph into parts; not by recursion, for a chain of 10,000 objects is read as well."""
+    first: dict[int, _Part] = {}
+    forms: dict[tuple, int] = {}
+    top = _Part("", None, None, "")
+    finished: list[_Part] = []
+    stack: list[tuple[_Part, Any]] = [(top, root)]
+    while stack:
+        part, value = stack.pop()
+        found = _expanded(expand, value)
+        seen = first.setdefault(found.identity, part) if found.identity is not None else part
+        finished.append(part)
+        if seen is not part:
+            part.opening, part.kind = f"<{seen.opening.partition('(')[0]} at {format_path(seen.path)}>", "reference"
+        elif isinstance(found, Leaf):
+            part.opening, part.kind = found.text, found.kind
+            if found.kind is not None:
+                part.sizes[found.kind] = found.size
+        elif not found.children:
+            part.opening = found.opening + found.closing
+        else:
+            part.opening, part.closing = found.opening, found.closing
+            part.children = [_Part(label, key, part, "") for label, key, _ in found.children]
+            stack.extend(zip(reversed(part.children), (value for *_, value in reversed(found.children))))
+    for part in reversed(finished):  # children before parents
+        form = (part.opening, part.closing, *((x.label, x.form) for x in part.children))
+        part.form = forms.setdefault(form, len(forms))
+        part.below = len(part.children) + sum(x.below for x in part.children)
+        for child in part.children:
+            for kind, size in child.sizes.items():
+                part.sizes[kind] = part.sizes.get(kind, Size(0, 0)).plus(size)
+    return top
+
+
+def _expanded(expand: Callable[[Any], Leaf | Group], value: Any) -> Leaf | Group:
+    try:
+        return expand(value)
+    except Exception as error:  # somebody else's class must not hide the rest of the model
+        return Leaf(f"<{type(value).__name__}, which raises {type(error).__name__}>")
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+_Line = tuple[str, str]  # the text, and the comment after it
+
+
+def write(root: Any, expand: Callable[[Any], Leaf | Group]) -> str:
+    """Write a graph, which ``expand`` reads, as deep as it fits into :data:`MOST_LINES`, at least to one level."""
+    part = _read(root, expand)
+    lines: list[_Line] = []
+    for limit in range(1, DEEPEST + 1):
+        more = _some(_lines(part, 0, limit), MOST_LINES)
+        if lines and (len(more) >= MOST_LINES or more == lines):
+            break
+        lines = more
+    (last, comment) = lines[-1]
+    lines[-1] = last.removesuffix(","), comment
+    column = max([len(text) for text, comment in lines if comment and len(text) <= _COMMENT], default=0)
+    return "\n".join(f"{text:<{column}}  # {comment}" if comment else text for text, comment in lines)
+
+
+def _some(lines: Iterator[_Line], most: int) -> list[_Line]:
+    return [line for _, line in zip(range(most), lines)]
+
+
+def _lines(part: _Part, level: int, limit: int) -> Iterator[_Line]:
+    indent = "  " * level
+    opening = f"{indent}{part.label}{part.opening}"
+    comment = ", ".join(f"{kind}: {size}" for kind, size in part.sizes.items() if size.elements)
+    if part.closing is None:
+        yield f"{opening},", comment.partition(": ")[2]
+    elif all(x.is_static for x in part.children) and (short := _in_one_line(part, WIDTH - len(opening))):
+        yield f"{opening}{short}{part.closing},", ""
+    elif level >= limit:
+        yield f"{opening}...{part.closing},", ", ".join(filter(None, [f"{part.below} folded", comment]))
+    else:
+        yield opening, comment
+        yield from _children(part, level + 1, limit)
+        yield f"{indent}{part.closing},", ""
+
+
+def _in_one_line(part: _Part, width: int) -> str | None:
+    if len(part.children) > WIDEST:
+        return None
+    text = ", ".join(f"{x.label}{x.opening}" for x in part.children)
+    return text if len(text) + 2 <= width and "\n" not in text else None
+
+
+def _children(part: _Part, level: int, limit: int) -> Iterator[_Line]:
+    """The lines of the children: static neighbours share lines, equal ones are written once, too many are counted."""
+    indent, written = "  " * level, 0
+    positional = isinstance(part.children[0].key, int)
+
+    def sort(x: _Part) -> Any:
+        return "static" if x.is_static else x.form if positional and x.closing is not None else id(x)
+
+    for kind, run in groupby(part.children, sort):
+        parts = list(run)
+        if written >= WIDEST:
+            yield f"{indent}... and {len(part.children) - part.children.index(parts[0])} more", ""
+            return
+        if kind == "static":
+            shown = parts[:WIDEST]
+            yield from _filled([f"{x.label}{x.opening}," for x in shown], indent)
+            if len(parts) > WIDEST:
+                yield f"{indent}... and {len(parts) - WIDEST} more", ""
+            written += len(shown)
+            continue
+        shown = parts if len(parts) < 3 else parts[:1]
+        for x in shown:
+            yield from _lines(x, level, limit)
+        if len(shown) < len(parts):
+            yield f"{indent}... {len(parts) - 1} more like this one, to [{parts[-1].key}]", ""
+        written += len(shown)
+
+
+def _filled(items: Sequence[str], indent: str) -> Iterator[_Line]:
+    line = ""
+    for item in items:
+        if line and len(indent) + len(line) + len(item) >= WIDTH:
+            yield indent + line, ""
+            line = ""
+        line = f"{line} {item}" if line else item
+    yield indent + line, ""
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
 
 
 def node_repr(node: Any) -> str:
     """Write a node with everything below it; an object that occurs again is written as its first path."""
-    return _write(node, (), {}, 0)
+    return write(node, expand_object)
 
 
-def _write(value: Any, path: tuple, seen: dict[int, tuple], depth: int) -> str:
-    if not hasattr(type(value), "_nnx_children"):
-        return _write_value(value, path, seen, depth)
-    if id(value) in seen:
-        return f"<{type(value).__name__} at {format_path(seen[id(value)])}>"
-    seen[id(value)] = path
-    if not hasattr(value, "_nnx_held"):  # a Variable, or a node whose __new__ never ran
-        return repr(value) if hasattr(value, "_metadata") else f"{type(value).__name__}(<not initialised>)"
-    opening, closing = _BRACKETS.get(_base(value), ("", ""))
-    children: list[tuple[Any, Any]] = list(value._nnx_children())
-    if depth >= _DEEPEST and children:
-        return f"{type(value).__name__}({opening}...{closing})"
-    indent = "  " * (depth + 1)
-    lines = [
-        f"{indent}{_label(value, key)}{_write(child, (*path, key), seen, depth + 1)},"
-        for key, child in children[:_LONGEST]
-    ]
-    if len(children) > _LONGEST:
-        lines.append(f"{indent}... and {len(children) - _LONGEST} more")
-    if not lines:
-        return f"{type(value).__name__}({opening}{closing})"
-    return "\n".join([f"{type(value).__name__}({opening}", *lines, f"{'  ' * depth}{closing})"])
+def expand_object(value: Any) -> Leaf | Group:
+    """Read a node, a Variable, or a value of an attribute."""
+    if type(value) in _SIMPLE:
+        return Leaf(_cut(repr(value)))
+    if isinstance(value, Variable):
+        if isinstance(value, RngState):
+            return Leaf(variable_text(value), "RngState", identity=id(value))
+        return Leaf(variable_text(value), type(value).__name__, _total(value._value), id(value))
+    name = type(value).__name__
+    if is_graph_node(value):
+        if not hasattr(value, "_nnx_held"):  # its __new__ never ran
+            return Leaf(f"{name}(<not initialised>)")
+        return node_group(type(value), value._nnx_children(), id(value))
+    if type(value) is tuple and any(map(is_graph_node, value)):
+        return Group("(", [("", i, x) for i, x in enumerate(value)], ")")
+    if _is_array(value):
+        return Leaf(array_text(value), "Array", size_of(value))
+    return Leaf(static_repr(value))
 
 
-_BRACKETS = {list: ("[", "]"), dict: ("{", "}")}
+_SIMPLE = {bool, float, int, str, type(None)}  # most attributes
 
 
-def _base(node: Any) -> type:
-    return list if isinstance(node, list) else dict if isinstance(node, dict) else object
+def is_graph_node(value: Any) -> bool:
+    """Whether a value is a node or a Variable."""
+    return hasattr(type(value), "_nnx_children")
 
 
-def _label(node: Any, key: Any) -> str:
-    return "" if isinstance(node, list) else f"{key!r}: " if isinstance(node, dict) else f"{key}="
+def node_group(kind: type, items: Iterable[tuple[Any, Any]], identity: int) -> Group:
+    """A node as a group: of a list without labels, of a dict with its keys, of other classes with attributes."""
+    name = kind.__name__
+    if issubclass(kind, list):
+        return Group(f"{name}([", [("", key, x) for key, x in items], "])", identity)
+    if issubclass(kind, dict):
+        return Group(f"{name}({{", [(f"{static_repr(key)}: ", key, x) for key, x in items], "})", identity)
+    return Group(f"{name}(", [(f"{key}=", key, x) for key, x in items], ")", identity)
+
+
+def variable_text(variable: Variable) -> str:
+    """Write a Variable in one line, without reading its value from the device; never raises."""
+    metadata = "".join(f", {k}={static_repr(v)}" for k, v in variable._metadata.items())
+    return f"{type(variable).__name__}({static_repr(variable._value)}{metadata})"
+
+
+def array_text(array: Any) -> str:
+    """Write an array as dtype and shape, and how it is sharded if it is."""
+    try:
+        sharding = getattr(array, "sharding", None)
+    except Exception:  # a tracer has none to tell
+        sharding = None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+    return f"{describe(array)} over {spec}" if any(axis is not None for axis in spec) else describe(array)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
+
+
+def _total(value: Any) -> Size:
+    """The size of the arrays in a value; a Variable may hold any pytree."""
+    if isinstance(value, dict | list | tuple):
+        total = Size(0, 0)
+        for x in value.values() if isinstance(value, dict) else value:
+            total = total.plus(_total(x))
+        return total
+    return size_of(value)
 
 
 def static_repr(value: Any) -> str:
-    """Write a static value in one line: functions and classes by name; never raises."""
-    return _write_value(value, (), {}, 0)
+    """Write a value in one line: functions and classes by name, arrays by dtype and shape; never raises.
+
+    >>> static_repr((len, int, [np.zeros(3)], {'a': np.dtype('int8')}))
+    "(len, int, [float64[3]], {'a': int8})"
+    """
+    return _short(value, 0)
 
 
-def _write_value(value: Any, path: tuple, seen: dict[int, tuple], depth: int) -> str:
-    if type(value) is tuple:
-        items = [_write(x, (*path, i), seen, depth) for i, x in enumerate(value)]
-        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return describe(value)
-    name = getattr(value, "__name__", None)
-    if callable(value) and isinstance(name, str):
-        return name
+def _short(value: Any, depth: int) -> str:
     try:
-        text = repr(value)
+        return _cut(_text(value, depth))
     except Exception as error:  # somebody else's repr must not hide the model
         return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+
+
+def _text(value: Any, depth: int) -> str:
+    kind = type(value)
+    if kind in (tuple, list, dict) and depth > 8:
+        return "..."
+    if kind in (tuple, list):
+        items = ", ".join(_short(x, depth + 1) for x in value[:WIDEST])
+        items += f", ... and {len(value) - WIDEST} more" if len(value) > WIDEST else ""
+        return f"[{items}]" if kind is list else f"({items}{',' if len(value) == 1 else ''})"
+    if kind is dict:
+        items = [f"{_short(k, depth + 1)}: {_short(x, depth + 1)}" for _, (k, x) in zip(range(WIDEST), value.items())]
+        return "{" + ", ".join([*items, *(["..."] if len(value) > WIDEST else [])]) + "}"
+    if isinstance(value, Variable):
+        return variable_text(value)
+    if _is_array(value):
+        return array_text(value)
+    if isinstance(value, np.dtype):
+        return str(value)
+    name = getattr(value, "__name__", None)
+    return name if callable(value) and isinstance(name, str) else repr(value)
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split("\n")) if "\n" in text else text
     return text if len(text) <= 200 else text[:200] + "..."

@@ -24,6 +24,7 @@ import numpy as np
 from .errors import NonExhaustiveFiltersError, StateMismatchError, format_path
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .pickling import exportable
+from .reprs import Group, Leaf, expand_object, write
 from .traversals import build, empty_node, flatten_mapping, insert, path_sort_key, sorted_keys, walk
 from .variables import Variable
 
@@ -176,6 +177,8 @@ class State(MutableMapping[K, V]):
         return type(self).from_flat_path, (flatten_mapping(self, keep_empty_nodes=True),)
 
     def __repr__(self) -> str:
+        if _is_large(self._mapping):
+            return write(self, _expand_level)
         return f"{type(self).__name__}({_nested_repr(self._mapping)})"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -270,8 +273,9 @@ class FlatState(Sequence[tuple[PathParts, V]]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        lines = [f"{_entry(f'  ({path!r}, ', leaf)})," for path, leaf in self]
-        return "\n".join(["FlatState([", *lines, "])"]) if lines else "FlatState([])"
+        lines = [f"{_entry(f'  ({path!r}, ', leaf)})," for path, leaf in itertools.islice(self, _LARGE)]
+        more = [f"  ... and {len(self) - _LARGE} more"] if len(self) > _LARGE else []
+        return "\n".join(["FlatState([", *lines, *more, "])"]) if lines else "FlatState([])"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         from treescope import repr_lib
@@ -562,6 +566,27 @@ def _one_line(level: Mapping[Any, Any], width: int) -> str | None:
         parts.append(label + text)
         width -= len(text) + len(", ")
     return "{" + ", ".join(parts) + "}"
+
+
+_LARGE = 200  # leaves; beyond, what is alike or deep is folded
+
+
+def _is_large(mapping: Mapping[Any, Any]) -> bool:
+    count, stack = 0, [mapping]
+    while stack and count <= _LARGE:
+        level = stack.pop()
+        count += len(level)
+        stack.extend(x for x in level.values() if isinstance(x, Mapping))
+    return count > _LARGE
+
+
+def _expand_level(value: Any) -> Leaf | Group:
+    if isinstance(value, Mapping):
+        is_state = isinstance(value, State)
+        opening, closing = (f"{type(value).__name__}({{", "})") if is_state else ("{", "}")
+        items = (value._mapping if is_state else value).items()  # levels as they are, not as views
+        return Group(opening, [(f"{key!r}: ", key, x) for key, x in items], closing)
+    return expand_object(value)
 
 
 # --- as pytrees -----------------------------------------------------------------------------------------------------

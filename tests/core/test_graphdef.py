@@ -192,7 +192,7 @@ def test_copies_and_pickles_are_equal(copier):
 
 
 def test_repr():
-    """An outline in the order of the attributes, second references by path, functions by name, metadata short."""
+    """Written as the object without values: attributes in order, second references by path, metadata short."""
     m = Net()
     m.again = m.first
     m.layers[0].w = m.first.w
@@ -200,27 +200,28 @@ def test_repr():
     assert (
         repr(nnx.graphdef(m))
         == """GraphDef(
-  Net
-    first: Layer
-      w: Param(out_sharding=(None, 'model'))
-      act: relu
-      n: 2
-    layers: List
-      [0]: Layer
-        w: same as first.w
-        act: relu
-        n: 2
-      [1]: None
-    scale: array
-    config: Dict
-      sizes: List
-        [0]: 1
-        [1]: 2
-    pair: pytree PyTreeDef((*, *))
-      [0]: Param()
-      [1]: 'x'
-    again: same as first
-    dtype: float32
-    array: int64[2]
+  Net(
+    first=Layer(
+      w=Param(out_sharding=(None, 'model')),
+      act=relu, n=2,
+    ),
+    layers=List([
+      Layer(
+        w=<Param at first.w>,
+        act=relu, n=2,
+      ),
+      None,
+    ]),
+    scale=array,
+    config=Dict({
+      'sizes': List([1, 2]),
+    }),
+    pair=pytree PyTreeDef((*, *))(
+      [0]: Param(),
+      [1]: 'x',
+    ),
+    again=<Layer at first>,
+    dtype=float32, array=int64[2],
+  )
 )"""
     )

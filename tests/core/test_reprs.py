@@ -1,6 +1,7 @@
 """How nodes are written."""
 
 import functools
+import re
 import sys
 
 import jax
@@ -24,23 +25,20 @@ def test_attributes_one_a_line_in_their_order():
     m.layers, m.heads, m.pair, m.table = [Layer(3), None], {"a": 1}, (jnp.ones(3), "x"), np.zeros(2)
     assert (
         repr(m)
-        == """Layer(
-  w=Param(float32[2, 100]),
-  act=relu,
-  n=2,
-  layers=List([
-    Layer(
-      w=Param(float32[3, 100]),
-      act=relu,
-      n=3,
+        == """\
+Layer(                           # Param: 500 (2.0 KB), Array: 2 (16 B)
+  w=Param(float32[2, 100]),      # 200 (800 B)
+  act=relu, n=2,
+  layers=List([                  # Param: 300 (1.2 KB)
+    Layer(                       # Param: 300 (1.2 KB)
+      w=Param(float32[3, 100]),  # 300 (1.2 KB)
+      act=relu, n=3,
     ),
     None,
   ]),
-  heads=Dict({
-    'a': 1,
-  }),
+  heads=Dict({'a': 1}),
   pair=(float32[3], 'x'),
-  table=float64[2],
+  table=float64[2],              # 2 (16 B)
 )"""
     )
 
@@ -63,14 +61,81 @@ def test_tracers_and_abstract_values():
 
 
 def test_deep_and_wide_models_are_folded():
-    """1,000 levels and 10,000 items are written in a screen or two."""
+    """1,000 levels, 10,000 items and 10,000 settings are written in a screen or two, with how many more there are."""
     m = Layer()
     for _ in range(1000):
         m = nnx.Dict(next=m)
-    assert "...}" in node_repr(m)
-    wide = nnx.Dict(x=[nnx.Param(float(i)) for i in range(10_000)])
-    assert node_repr(wide).count("\n") < 100
-    assert "... and" in node_repr(wide)
+    assert re.search(r"Dict\(\{\.\.\.\}\), +# \d+ folded, Param: 200 \(800 B\)\n", repr(m))
+    wide = nnx.Dict(x=[nnx.Param(jnp.zeros(i)) for i in range(10_000)], y=list(range(10_000)))
+    text = repr(wide)
+    assert text.count("\n") < 100
+    assert text.count("... and 9936 more") == 2
+
+
+def test_equal_layers_are_written_once():
+    """A model of 1,000 layers says how many are like the first; two, or different ones, are written out."""
+    m = Layer()
+    m.layers = [*(Layer() for _ in range(999)), Layer(3)]
+    text = repr(m)
+    assert text.count("Layer(") == 3
+    assert "... 998 more like this one, to [998]" in text
+    assert "# Param: 200,300 (801.2 KB)" in text.splitlines()[0]
+    m.layers = m.layers[:2]
+    assert repr(m).count("Layer(") == 3
+
+
+def test_the_deepest_levels_of_a_huge_model_are_folded():
+    """However many different parts there are, the lines are few, and a fold says how much is in it."""
+    m = nnx.Dict({f"a{i}": nnx.Dict({f"b{j}": Layer(10 * i + j) for j in range(10)}) for i in range(10)})
+    for x in (m, nnx.state(m), nnx.graphdef(m)):
+        lines = repr(x).splitlines()
+        assert 10 < len(lines) < 300
+        assert "folded" in lines[3]
+    assert "# 3 folded, Param: 1,100 (4.4 KB)" in repr(m)
+
+
+def test_states_of_huge_models():
+    """A State folds what is alike, a FlatState ends after a while; small ones are written in full."""
+    m = nnx.Dict(layers=[Layer() for _ in range(1000)])
+    text = repr(nnx.state(m))
+    assert "... 999 more like this one, to [999]" in text
+    assert text.count("\n") < 10
+    flat = repr(nnx.state(m).flat_state())
+    assert flat.endswith("  ... and 800 more\n])")
+
+
+def test_lists_and_dicts_of_layers():
+    """A container of Modules is written as part of a model, one of settings as Python writes it."""
+    assert repr(nnx.List([Layer(), Layer(), Layer()])).startswith("List([ ")
+    assert repr(nnx.Dict(a=[1, {"b": 2}])) == "{'a': [1, {'b': 2}]}"
+
+
+def test_sizes():
+    """By type of Variable, shared ones once, in multiples of 1,000; what has no size of its own has none."""
+    m = nnx.Dict(a=nnx.Param(jnp.zeros((1000, 1000))), b=nnx.BatchStat({"x": jnp.zeros(3), "y": (jnp.ones(2), "n")}))
+    m.c, m.key = m.a, nnx.Rngs(0)
+    assert "# Param: 1,000,000 (4.0 MB), BatchStat: 5 (20 B)" in repr(m).splitlines()[0]
+    assert "BatchStat({'x': float32[3], 'y': (float32[2], 'n')}),  # 5 (20 B)" in repr(m)
+    assert "'c': <Param at a>" in repr(m)
+    shape = jax.export.symbolic_shape("n, 3")
+    assert "Param(float32[n, 3]),\n" in repr(nnx.Dict(x=nnx.Param(jax.ShapeDtypeStruct(shape, "float32"))))
+
+
+def test_arrays_that_cannot_be_read():
+    """A donated array is written as its shape; nothing is read from the device."""
+    m = Layer(1)
+    m.w.value = jnp.zeros(3)
+    m.w.value.delete()
+    assert "w=Param(float32[3])" in repr(m)
+
+
+def test_sharding_is_shown():
+    """The layout of a sharded array over a mesh, besides what its metadata ask for."""
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
+    m = nnx.Dict(w=nnx.Param(jax.device_put(jnp.zeros((2, 2)), sharding), out_sharding=(None, "model")))
+    assert "float32[2, 2] over P" in repr(m)
+    assert "out_sharding=(None, 'model')" in repr(m)
 
 
 def test_a_repr_that_raises_does_not_hide_the_model():
