@@ -9,6 +9,9 @@ from typing import Any
 def display(*args: Any) -> None:
     """Show each argument: as an interactive tree in a notebook, else by printing it.
 
+    In a notebook each level folds and unfolds, arrays are drawn (a click shows how they are sharded), each Module tells
+    how much it holds, an object that occurs again is marked, and a button beside each part copies its path.
+
     Args:
       *args: Modules, States, arrays, or anything else. An object that cannot be shown is said to be one; nothing is
         raised.
@@ -35,7 +38,10 @@ def _in_notebook() -> bool:
 def _show_tree(x: Any) -> None:
     import treescope  # only when first displayed: the import takes longer than that of nnxlib
 
-    treescope.display(x)
+    try:
+        treescope.display(x, ignore_exceptions=True, autovisualize=True)
+    except AttributeError:  # Treescope 0.1.9 cannot draw arrays of JAX 0.8 and later
+        treescope.display(x, ignore_exceptions=True, autovisualize=False)
 
 
 def _show_text(x: Any) -> None:

@@ -1,5 +1,6 @@
 """Objects are shown by Treescope in a notebook, as text elsewhere, and nothing is raised."""
 
+import importlib.metadata
 import sys
 import types
 
@@ -29,7 +30,13 @@ def notebook(monkeypatch):
     shown = []
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setattr(treescope, "display", shown.append)
+
+    def show(x, ignore_exceptions, autovisualize):
+        assert ignore_exceptions
+        assert autovisualize
+        shown.append(x)
+
+    monkeypatch.setattr(treescope, "display", show)
     return shown
 
 
@@ -60,13 +67,26 @@ def test_trees_in_notebooks(notebook, capsys):
 def test_nothing_is_raised(notebook, monkeypatch, capsys):
     """Neither for an object that cannot be written nor where Treescope fails."""
 
-    def fail(x):
+    def fail(x, **kwargs):
         raise RuntimeError
 
     monkeypatch.setattr(treescope, "display", fail)
     nnx.display(nnx.Param(1), Unprintable(), nnx.Param(2))
     text = "Param(1)\n<Unprintable, which cannot be shown: KeyError>\nParam(2)\n"
     assert capsys.readouterr().out == text
+
+
+def test_a_treescope_that_cannot_draw_arrays(notebook, monkeypatch):
+    """An old one, with a new JAX, shows the tree without drawings."""
+
+    def show(x, ignore_exceptions, autovisualize):
+        if autovisualize:
+            raise AttributeError("module 'jax.sharding' has no attribute 'PositionalSharding'")
+        notebook.append(x)
+
+    monkeypatch.setattr(treescope, "display", show)
+    nnx.display(3)
+    assert notebook == [3]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Treescope looks at all names of numpy, also deprecated ones
@@ -76,3 +96,41 @@ def test_what_treescope_shows():
     for part in ("Net(", "linear=Linear(", "kernel=Param(", "layers=List([", "Dict({'a': 1})", "tied=Linear("):
         assert part in text
     assert "in_features=2" in text
+    assert "tied" in text.split("# the same object as linear")[0].splitlines()[-1]
+
+
+@pytest.mark.skipif(importlib.metadata.version("treescope") == "0.1.9", reason="it cannot draw arrays of JAX 0.8")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_arrays_are_drawn_in_notebooks():
+    """Treescope's drawing of arrays works on what is in a Module, with a button to copy each path."""
+    with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
+        page = treescope.render_to_html(Net(), compressed=False)
+    assert "arrayviz" in page
+    assert "<root>" in page.replace("&lt;", "<").replace("&gt;", ">")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_trees_of_all_kinds_of_values():
+    """Abstract, traced, deleted and missing values, shared Variables, and sizes: nothing is raised."""
+    seen = []
+    nnx.jit(lambda m: seen.append(treescope.render_to_text(m)))(Net())
+    assert "kernel=Param(value=" in seen[0]
+    abstract = nnx.eval_shape(Net)
+    abstract.missing, abstract.w = None, abstract.linear.kernel
+    text = treescope.render_to_text(abstract)
+    assert "ShapeDtypeStruct" in text
+    assert "w=Param(" in text.split("# the same object as linear.kernel")[0].splitlines()[-1]
+    donated = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    donated.kernel.value.delete()
+    assert "deleted" in treescope.render_to_text(donated, ignore_exceptions=True)
+    assert "# Param: 9 (36 B)" in treescope.render_to_html(donated, compressed=False, ignore_exceptions=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_long_runs_of_layers_are_folded():
+    """A thousand equal layers are a page, not a thousand; a few, and different ones, are all there."""
+    model = nnx.Dict(layers=[nnx.Dict(w=nnx.Param(1.0)) for _ in range(1000)], last=[nnx.Param(1.0)] * 3)
+    text = treescope.render_to_text(model)
+    assert text.count("Dict({'w'") == 4
+    assert "... 996 more like these, to [999]" in text
+    assert text.count("Param(value=1.0)") == 7

@@ -97,14 +97,9 @@ class Node:
         return node_repr(self)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        from treescope import repr_lib  # only when first displayed: the import takes longer than that of nnxlib
+        from .trees import render_node  # only when first displayed: importing Treescope takes long
 
-        kwargs: Any = {"object_type": type(self), "path": path, "subtree_renderer": subtree_renderer}
-        if isinstance(self, list):
-            return repr_lib.render_list_wrapper(wrapped_sequence=list(self), **kwargs)
-        if isinstance(self, dict):
-            return repr_lib.render_dictionary_wrapper(wrapped_dict=dict(self), **kwargs)
-        return repr_lib.render_object_constructor(attributes=dict(self._nnx_children()), **kwargs)
+        return render_node(self, path, subtree_renderer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Iterative, so that a chain of 10,000 nodes is no deeper than one: all shells first, then their contents.

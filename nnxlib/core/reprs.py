@@ -88,15 +88,19 @@ class Group(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class Part:
+    """What is written at one place; see :func:`read`."""
+
     label: str
     key: Any
-    parent: _Part | None
+    parent: Part | None
     opening: str
     closing: str | None = None  # None for what is written in one piece
-    children: list[_Part] = field(default_factory=list)
+    children: list[Part] = field(default_factory=list)
     kind: str | None = None
     sizes: dict[str, Size] = field(default_factory=dict)
+    identity: int | None = None
+    target: Part | None = None  # of a reference: where the object is written
     below: int = 0  # how many parts there are in it
     form: int = 0  # equal for parts that are written alike but for their labels
 
@@ -113,19 +117,21 @@ class _Part:
         return self.closing is None and self.kind is None
 
 
-def _read(root: Any, expand: Callable[[Any], Leaf | Group]) -> _Part:
+def read(root: Any, expand: Callable[[Any], Leaf | Group]) -> Part:
     """Read a graph into parts; not by recursion, for a chain of 10,000 objects is read as well."""
-    first: dict[int, _Part] = {}
+    first: dict[int, Part] = {}
     forms: dict[tuple, int] = {}
-    top = _Part("", None, None, "")
-    finished: list[_Part] = []
-    stack: list[tuple[_Part, Any]] = [(top, root)]
+    top = Part("", None, None, "")
+    finished: list[Part] = []
+    stack: list[tuple[Part, Any]] = [(top, root)]
     while stack:
         part, value = stack.pop()
         found = _expanded(expand, value)
         seen = first.setdefault(found.identity, part) if found.identity is not None else part
         finished.append(part)
+        part.identity = found.identity
         if seen is not part:
+            part.target = seen
             part.opening, part.kind = f"<{seen.opening.partition('(')[0]} at {format_path(seen.path)}>", "reference"
         elif isinstance(found, Leaf):
             part.opening, part.kind = found.text, found.kind
@@ -135,7 +141,7 @@ def _read(root: Any, expand: Callable[[Any], Leaf | Group]) -> _Part:
             part.opening = found.opening + found.closing
         else:
             part.opening, part.closing = found.opening, found.closing
-            part.children = [_Part(label, key, part, "") for label, key, _ in found.children]
+            part.children = [Part(label, key, part, "") for label, key, _ in found.children]
             stack.extend(zip(reversed(part.children), (value for *_, value in reversed(found.children))))
     for part in reversed(finished):  # children before parents
         form = (part.opening, part.closing, *((x.label, x.form) for x in part.children))
@@ -154,6 +160,35 @@ def _expanded(expand: Callable[[Any], Leaf | Group], value: Any) -> Leaf | Group
         return Leaf(f"<{type(value).__name__}, which raises {type(error).__name__}>")
 
 
+def shared_paths(node: Any) -> dict[int, tuple]:
+    """The first path of each object that occurs again, by its id."""
+    found, stack = {}, [read(node, expand_object)]
+    while stack:
+        part = stack.pop()
+        if part.target is not None and part.identity is not None:
+            found[part.identity] = part.target.path
+        stack.extend(part.children)
+    return found
+
+
+def forms_of(values: Sequence[Any]) -> list[int]:
+    """A number for each object, the same for those that are written alike."""
+    return [part.form for part in read(values, _expand_items).children]
+
+
+def _expand_items(value: Any) -> Leaf | Group:
+    return Group("", [("", i, x) for i, x in enumerate(value)], "") if type(value) is list else expand_object(value)
+
+
+def sizes_text(node: Any) -> str:
+    """How much a node holds, by type of Variable."""
+    return _sizes_text(read(node, expand_object).sizes)
+
+
+def _sizes_text(sizes: dict[str, Size]) -> str:
+    return ", ".join(f"{kind}: {size}" for kind, size in sizes.items() if size.elements)
+
+
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 _Line = tuple[str, str]  # the text, and the comment after it
@@ -161,7 +196,7 @@ _Line = tuple[str, str]  # the text, and the comment after it
 
 def write(root: Any, expand: Callable[[Any], Leaf | Group]) -> str:
     """Write a graph, which ``expand`` reads, as deep as it fits into :data:`MOST_LINES`, at least to one level."""
-    part = _read(root, expand)
+    part = read(root, expand)
     lines: list[_Line] = []
     for limit in range(1, DEEPEST + 1):
         more = _some(_lines(part, 0, limit), MOST_LINES)
@@ -178,10 +213,10 @@ def _some(lines: Iterator[_Line], most: int) -> list[_Line]:
     return [line for _, line in zip(range(most), lines)]
 
 
-def _lines(part: _Part, level: int, limit: int) -> Iterator[_Line]:
+def _lines(part: Part, level: int, limit: int) -> Iterator[_Line]:
     indent = "  " * level
     opening = f"{indent}{part.label}{part.opening}"
-    comment = ", ".join(f"{kind}: {size}" for kind, size in part.sizes.items() if size.elements)
+    comment = _sizes_text(part.sizes)
     if part.closing is None:
         yield f"{opening},", comment.partition(": ")[2]
     elif all(x.is_static for x in part.children) and (short := _in_one_line(part, WIDTH - len(opening))):
@@ -194,19 +229,19 @@ def _lines(part: _Part, level: int, limit: int) -> Iterator[_Line]:
         yield f"{indent}{part.closing},", ""
 
 
-def _in_one_line(part: _Part, width: int) -> str | None:
+def _in_one_line(part: Part, width: int) -> str | None:
     if len(part.children) > WIDEST:
         return None
     text = ", ".join(f"{x.label}{x.opening}" for x in part.children)
     return text if len(text) + 2 <= width and "\n" not in text else None
 
 
-def _children(part: _Part, level: int, limit: int) -> Iterator[_Line]:
+def _children(part: Part, level: int, limit: int) -> Iterator[_Line]:
     """The lines of the children: static neighbours share lines, equal ones are written once, too many are counted."""
     indent, written = "  " * level, 0
     positional = isinstance(part.children[0].key, int)
 
-    def sort(x: _Part) -> Any:
+    def sort(x: Part) -> Any:
         return "static" if x.is_static else x.form if positional and x.closing is not None else id(x)
 
     for kind, run in groupby(part.children, sort):

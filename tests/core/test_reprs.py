@@ -66,7 +66,7 @@ def test_deep_and_wide_models_are_folded():
     for _ in range(1000):
         m = nnx.Dict(next=m)
     assert re.search(r"Dict\(\{\.\.\.\}\), +# \d+ folded, Param: 200 \(800 B\)\n", repr(m))
-    wide = nnx.Dict(x=[nnx.Param(jnp.zeros(i)) for i in range(10_000)], y=list(range(10_000)))
+    wide = nnx.Dict(x=[nnx.Param(np.zeros(i)) for i in range(10_000)], y=list(range(10_000)))
     text = repr(wide)
     assert text.count("\n") < 100
     assert text.count("... and 9936 more") == 2
