@@ -1,17 +1,20 @@
-"""``tabulate``: what a model does with an input, as a table of text.
+"""``tabulate``: what a model does with an input, as a table: text in a terminal, HTML in a notebook.
 
 The model is traced once, on shapes (:func:`nnxlib.eval_shape`), while a listener follows the calls of its Modules. Each
 call gives a :class:`CallInfo`, a row. A Variable is counted at its first path and in the first row of each Module above
 it, so whatever is shared or called again adds nothing to a total.
 
 FLOPs are XLA's own estimate for the lowered program of a call, in which the body of a scan counts as often as it runs.
+A Module inside ``vmap`` or ``scan`` sees a slice of each of its Variables; how many there are is told by the size of
+what is stored, and its row stands for all of them.
 """
 
 from __future__ import annotations
 
+import html
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +25,8 @@ import jax.numpy as jnp
 from .core.calls import Listener, listening
 from .core.graph import pack
 from .core.objects import Node, is_node
-from .core.ops import state
+from .core.ops import iter_graph, state
+from .core.reprs import Size
 from .core.rngs import Rngs, RngStream
 from .core.state import to_flat_state
 from .core.tracing import jaxpr_as_fun
@@ -42,8 +46,10 @@ class CallInfo:
       type: its class.
       method: the name of the method.
       args, kwargs, outputs: with ``jax.ShapeDtypeStruct`` in place of arrays.
-      flops, vjp_flops: estimates, if they were asked for; the second is of the forward and the backward pass.
+      flops, vjp_flops: estimates, if they were asked for, of all layers of the stack, if it is one; the second is of
+        the forward and the backward pass.
       call_order: how many calls began before.
+      stacked: how many layers the call stands for: more than 1 inside ``vmap`` or ``scan`` over stacked Variables.
     """
 
     path: tuple[Any, ...]
@@ -55,6 +61,7 @@ class CallInfo:
     flops: int | None = None
     vjp_flops: int | None = None
     call_order: int = 0
+    stacked: int = 1
     programs: list[Callable[[], int]] = field(default_factory=list, repr=False)
 
     @property
@@ -90,13 +97,16 @@ def tabulate(
     compute_flops: bool = False,
     compute_vjp_flops: bool = False,
     **input_kwargs: Any,
-) -> str:
+) -> Table:
     """Return a table of the calls of Modules in ``obj.method(*input_args, **input_kwargs)``.
 
     Nothing is computed and nothing changes. There is a row for each call, in order, with path, type, inputs, outputs,
     and a column for each type of Variable: those of the Module itself by name, and how many elements and bytes it holds
     with all below. Variables that an earlier row of the same Module has shown, or that belong to another Module first,
-    are left out. The last row has the totals.
+    are left out. The last row has the totals. Layers that ``vmap`` or ``scan`` run over stacked Variables are one row,
+    marked ``×n``, with the inputs and outputs of one of them, and the Variables and FLOPs of all.
+
+    The table is a string, wrapped to the width of the terminal; a notebook shows it as HTML.
 
     Args:
       obj: a Module, concrete or abstract.
@@ -109,7 +119,9 @@ def tabulate(
       table_kwargs: ``title`` is used; other options of ``rich`` are accepted, and mean nothing here.
       column_kwargs: accepted, and means nothing here.
       console_kwargs: ``width`` is used, in characters: cells are wrapped to fit. The default is that of the terminal.
-      compute_flops: add a column of estimated floating point operations; lowers each call again.
+      compute_flops: add a column of estimated floating point operations; lowers each call again. A Module that a loop
+        calls again and again with the same Variables, such as the cell of an RNN, is a row of one call; the call
+        around it counts all.
       compute_vjp_flops: the same for the forward and the backward pass, with gradients of all floats.
       **input_kwargs: keyword arguments.
 
@@ -141,19 +153,45 @@ def tabulate(
     shown = [row for row in rows if (depth is None or len(row.path) <= depth) and row_filter(row)]
     variables = _Variables(obj)
     fixed = ["path", "type", "inputs", "outputs"]
-    fixed += [name for name, wanted in {"flops": compute_flops, "vjp_flops": compute_vjp_flops}.items() if wanted]
-    names = [*fixed, *variables.kinds]
+    estimates = [name for name, wanted in {"flops": compute_flops, "vjp_flops": compute_vjp_flops}.items() if wanted]
+    names = [*fixed, *estimates, *variables.kinds]
     chosen = names if columns is None else list(columns)
     if not set(chosen) <= set(names):
         raise ValueError(f"tabulate has no columns {sorted(set(chosen) - set(names))}; this table has {names}.")
     cells = [{**_cells(row), **variables.cells(row.path)} for row in shown]
     total: dict[str, str] = {kind: str(variables.size((), kind)) for kind in variables.kinds}
+    total |= {name: _cells(rows[0])[name] for name in estimates if rows}
     label = next((name for name in reversed(fixed) if name in chosen), None)
     footer = {**total, label: "Total"} if label is not None else total
     table = [[row.get(name, "") for name in chosen] for row in [dict(zip(names, names)), *cells, footer]]
     width = console_kwargs.get("width") or shutil.get_terminal_size((0, 0)).columns
     title = table_kwargs.get("title") or f"{type(obj).__name__} Summary"
-    return _draw(table, title, f"Total Parameters: {variables.size(())}", width)
+    footer_text = f"Total Parameters: {variables.size(())}"
+    return Table(_draw(table, title, footer_text, width), _html(table, title, footer_text))
+
+
+class Table(str):
+    """A table as text; notebooks show it as HTML.
+
+    >>> from nnxlib.tabulate import Table
+    >>> table = Table('a | b', '<table>...</table>')
+    >>> print(table, table._repr_html_())
+    a | b <table>...</table>
+    """
+
+    __slots__ = ("html",)
+    html: str
+
+    def __new__(cls, text: str, html: str) -> Table:
+        self = super().__new__(cls, text)
+        self.html = html
+        return self
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.html
+
+    def _repr_html_(self) -> str:
+        return self.html
 
 
 # --- the rows -------------------------------------------------------------------------------------------------------
@@ -168,14 +206,14 @@ def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_fl
     )
     packed = pack(Arguments((traced,), {}))
     paths = [p[3:] if p[:3] == ("args", 0, 0) else ("<input>", *p[2:]) for p in packed.layout.paths]
-    follower = _Follower(flops, vjp_flops)
+    follower = _Follower(flops, vjp_flops, {p: x.get_raw_value() for p, x in _variables(obj)})
     with listening(Listener(packed.objects, paths, follower.on_call)):
         eval_shape(call, traced)
     for row in follower.rows:
         if flops:
-            row.flops = row.programs[0]()
+            row.flops = row.stacked * row.programs[0]()
         if vjp_flops:
-            row.vjp_flops = row.programs[-1]()
+            row.vjp_flops = row.stacked * row.programs[-1]()
     return follower.rows
 
 
@@ -196,30 +234,49 @@ def _with_static(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, dict
 class _Follower:
     """Makes a row of each call that enters a Module; a Module's calls of its own helpers are part of its call."""
 
-    def __init__(self, flops: bool, vjp_flops: bool):
+    def __init__(self, flops: bool, vjp_flops: bool, stored: Mapping[tuple, Any]):
         self.rows: list[CallInfo] = []
         self.running: list[tuple] = []
+        self.stacked: list[int] = [1]  # of the calls that are running
+        self.stored = stored
         self.flops, self.vjp_flops = flops, vjp_flops
 
     def on_call(self, module: Any, path: tuple, name: str, args: tuple, kwargs: dict) -> Callable[[Any], None]:
         depth = len(self.running)
         is_helper = name != "__call__" and self.running[-1:] == [path]
         row = CallInfo(path, type(module), name, *_shapes((args, kwargs)), call_order=len(self.rows))
+        row.stacked = self.count_layers(module, path)
         if not is_helper:
             self.rows.append(row)
         self.running.append(path)
+        self.stacked = [*self.stacked[: depth + 1], row.stacked]
         wanted = [] if is_helper else [_forward] * self.flops + [_forward_and_backward] * self.vjp_flops
         call, traced = _with_static(getattr(type(module), name), (module, *args), kwargs)
         packed = pack(Arguments((traced,), {})) if wanted else None
 
         def finish(out: Any) -> None:
-            del self.running[depth:]  # also calls that failed, where the caller went on
+            del self.running[depth:], self.stacked[depth + 1 :]  # also calls that failed, where the caller went on
             row.outputs = _shapes(out)
             if packed is not None:
                 with listening(None):
                     row.programs = [_program(make(call, packed.layout), packed.leaves) for make in wanted]
 
         return finish
+
+    def count_layers(self, module: Any, path: tuple) -> int:
+        """How many slices like those of ``module`` its stored Variables have; without Variables, as its caller."""
+        for below, variable in _variables(module):
+            stored: Any = self.stored.get((*path, *below))
+            here: Any = variable.get_raw_value()
+            if getattr(here, "size", 0) and getattr(stored, "ndim", 0) > here.ndim:
+                return stored.size // here.size
+            if stored is not None and not isinstance(variable, RngState):
+                return 1
+        return self.stacked[len(self.running)]
+
+
+def _variables(node: Any) -> Iterator[tuple[tuple, Variable]]:
+    return ((path, x) for path, x in iter_graph(node) if isinstance(x, Variable))
 
 
 def _shapes(tree: Any) -> Any:
@@ -312,18 +369,6 @@ def _avals(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 # --- the Variables --------------------------------------------------------------------------------------------------
 
 
-class _Size(tuple[int, int]):
-    """Elements and bytes."""
-
-    def __str__(self) -> str:
-        count, size = self
-        unit = 0
-        while size >= 1000 and unit < 5:
-            size, unit = size / 1000, unit + 1
-        text = f"{size} B" if unit == 0 else f"{size:.1f} {'KMGTP'[unit - 1]}B"
-        return f"{count:,} ({text})"
-
-
 class _Variables:
     """The Variables of a model by path; each Module shows them once."""
 
@@ -332,11 +377,11 @@ class _Variables:
         self.kinds = sorted({_kind(x) for _, x in self.leaves})
         self.shown: set[tuple] = set()
 
-    def size(self, path: tuple, kind: str | None = None) -> _Size:
+    def size(self, path: tuple, kind: str | None = None) -> Size:
         """How much there is at and below a path, of one kind or of all."""
         below = [x for p, x in self.leaves if p[: len(path)] == path and kind in (None, _kind(x))]
         arrays = [x for leaf in below for x in _arrays(_shapes(leaf))]
-        return _Size((sum(x.size for x in arrays), sum(x.size * x.dtype.itemsize for x in arrays)))
+        return Size(sum(x.size for x in arrays), sum(x.size * x.dtype.itemsize for x in arrays))
 
     def cells(self, path: tuple) -> dict[str, str]:
         if path in self.shown:
@@ -362,7 +407,7 @@ def _cells(row: CallInfo) -> dict[str, str]:
     path = "/".join(map(str, row.path))
     return {
         "path": path if row.method == "__call__" else f"{path}.{row.method}".removeprefix("."),
-        "type": row.type.__name__,
+        "type": row.type.__name__ if row.stacked == 1 else f"{row.type.__name__} ×{row.stacked}",
         "inputs": row.inputs_repr,
         "outputs": _lines(row.outputs),
         "flops": f"{row.flops:,}" if row.flops is not None else "",
@@ -431,3 +476,34 @@ def _row(cells: Sequence[Sequence[str]], bar: str) -> str:
 def _rule(corners: str, line: str, widths: Sequence[int]) -> str:
     left, middle, right = corners
     return left + middle.join(line * (w + 2) for w in widths) + right + "\n"
+
+
+# --- the HTML -------------------------------------------------------------------------------------------------------
+
+# Styles stand in the elements, since some viewers of notebooks drop style sheets; greys are translucent and the colour
+# of text is inherited, so the table fits a light page and a dark one.
+_LINE = "border:1px solid rgba(128,128,128,0.4);"
+_CELL = f"{_LINE}padding:4px 10px;text-align:left;vertical-align:top;white-space:pre-wrap;"
+_HEAD = f"{_CELL}font-weight:bold;background:rgba(128,128,128,0.2);"
+_NUMBERS = "text-align:right;font-variant-numeric:tabular-nums;"
+_TABLE = "border-collapse:collapse;font-family:monospace;font-size:0.9em;color:inherit;"
+_TITLE = "font-weight:bold;padding:4px;text-align:center;"
+
+
+def _html(table: list[list[str]], title: str, footer: str) -> str:
+    names, *rows, totals = table
+    head = _html_row("th", names, [_HEAD] * len(names))
+    styles = [_CELL + _NUMBERS * (name in ("flops", "vjp_flops")) for name in names]
+    body = "".join(_html_row("td", row, styles) for row in rows)
+    foot = _html_row("td", totals, [style + "font-weight:bold;" for style in styles])
+    return (
+        f'<div style="overflow-x:auto"><table style="{_TABLE}">'
+        f'<caption style="{_TITLE}">{html.escape(title)}</caption>'
+        f"<thead>{head}</thead><tbody>{body}</tbody><tfoot>{foot}</tfoot></table>"
+        f'<div style="font-family:monospace;{_TITLE}text-align:left;">{html.escape(footer)}</div></div>'
+    )
+
+
+def _html_row(tag: str, cells: Sequence[str], styles: Sequence[str]) -> str:
+    shown = [f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell, style in zip(cells, styles)]
+    return f"<tr>{''.join(shown)}</tr>"

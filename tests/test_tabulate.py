@@ -1,5 +1,9 @@
 """The table of the calls in a model: rows, inputs and outputs, Variables and totals, estimates, layout of the text."""
 
+import copy
+import pickle
+import xml.etree.ElementTree
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,6 +159,8 @@ def test_totals():
     text = nnx.tabulate(net(), X, depth=0, console_kwargs={"width": 200})
     assert cells(text)[-1] == ("", "", "", "Total", "8 (32 B)", "42 (168 B)", "2 (12 B)")
     assert "Total Parameters: 52 (212 B)" in text
+    estimated = cells(nnx.tabulate(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), X, compute_flops=True))
+    assert estimated[-1] == ("", "", "", "Total", "54", "10 (40 B)")
     assert "Total Parameters: 1,001,000 (4.0 MB)" in nnx.tabulate(
         nnx.eval_shape(lambda: nnx.Linear(1000, 1000, rngs=nnx.Rngs(0))), jnp.ones(1000)
     )
@@ -275,7 +281,7 @@ def test_flops_of_a_scan():
     """The body counts as often as it runs, also nested and on the way back."""
     model = Lifted(nnx.Rngs(0))
     shown = dict(rows(model, X, method="run", columns=("path", "flops"), compute_flops=True))
-    per_layer = int(shown["layers"])
+    per_layer = int(shown["layers"]) // 5
     assert per_layer == 108
     assert 5 * per_layer <= int(shown["run"]) < 6 * per_layer
 
@@ -312,3 +318,94 @@ def test_what_has_no_method():
         nnx.tabulate(Silent(), X)
     with pytest.raises(TypeError, match="Net has no 'decode'"):
         nnx.tabulate(net(), X, method="decode")
+
+
+def test_lifted_modules_show_how_many_they_are():
+    """A row of stacked layers says how many, also of those in it without Variables, and counts the FLOPs of all."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.block, self.identity = nnx.Linear(4, 4, rngs=rngs), Identity()
+
+        def __call__(self, x):
+            return self.identity(self.block(x))
+
+    class Identity(nnx.Module):
+        def __call__(self, x):
+            return 2 * x
+
+    class Nested(nnx.Module):
+        def __init__(self, rngs):
+            self.stack = nnx.Stack(lambda rngs: Layer(rngs), 3, rngs=rngs)
+            self.heads = nnx.vmap(lambda key: nnx.Linear(4, 2, rngs=nnx.Rngs(key)))(jax.random.split(rngs(), 5))
+
+        def __call__(self, x):
+            x = nnx.remat(lambda stack, x: stack(x))(self.stack, x)
+            return nnx.vmap(lambda head, x: head(x), in_axes=(0, None))(self.heads, x)
+
+    options = {"compute_flops": True, "compute_vjp_flops": True, "columns": ("path", "type", "outputs", "flops")}
+    shown = rows(Nested(nnx.Rngs(0)), X, **options)
+    assert [row[:2] for row in shown] == [
+        ("", "Nested"),
+        ("stack", "Stack"),
+        ("stack/layers", "Layer ×3"),
+        ("stack/layers/block", "Linear ×3"),
+        ("stack/layers/identity", "Identity ×3"),
+        ("heads", "Linear ×5"),
+    ]
+    assert (shown[3][3], shown[4][3], shown[5][3]) == ("324", "36", "270")
+    assert shown[5][2] == "float32[3,2]"
+    assert 324 + 36 + 270 <= int(shown[0][3]) < 800
+
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.outer = nnx.vmap(lambda key: nnx.Stack(make, 3, rngs=nnx.Rngs(key)))(jax.random.split(rngs(), 2))
+
+        def __call__(self, x):
+            return nnx.vmap(lambda stack, x: stack(x), in_axes=(0, None))(self.outer, x)
+
+    def make(rngs):
+        return nnx.Linear(4, 4, rngs=rngs)
+
+    assert rows(Twice(nnx.Rngs(0)), X, columns=("type",)) == ["Twice", "Stack ×2", "Linear ×6"]
+
+
+def test_reused_modules():
+    """A layer that is called three times has three rows, with its Variables in the first; the FLOPs are of all."""
+
+    class Shared(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(self.linear(self.linear(x)))
+
+    shown = rows(Shared(nnx.Rngs(0)), X, columns=("path", "flops", "Param"), compute_flops=True)
+    assert shown == [
+        ("", "288", "16 (64 B)"),
+        ("linear", "96", "kernel: float32[4,4]||16 (64 B)"),
+        *[("linear", "96", "")] * 2,
+    ]
+
+
+def test_html():
+    """A notebook shows the same cells as HTML, well formed and escaped, with nothing from elsewhere; it is a string."""
+
+    class Odd(nnx.Module):
+        def __call__(self, x, word):
+            return x
+
+    text = nnx.tabulate(Odd(), X, word='<b>&"', table_kwargs={"title": "<i>"})
+    assert isinstance(text, str)
+    page = xml.etree.ElementTree.fromstring(text._repr_html_())
+    assert page.find(".//caption").text == "<i>"
+    assert [cell.text for cell in page.findall(".//td")][2].endswith("word: '<b>&\"'")
+    assert "http" not in text.html
+    assert "<script" not in text.html
+
+    model = net()
+    table = nnx.tabulate(model, X, console_kwargs={"width": 400}, compute_flops=True)
+    page = xml.etree.ElementTree.fromstring(table.html)
+    written = [tuple((cell.text or "").replace("\n", "|") for cell in row) for row in page.findall(".//tr")]
+    assert written == cells(table)
+    assert pickle.loads(pickle.dumps(table)).html == copy.copy(table).html == table.html
