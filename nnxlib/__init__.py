@@ -179,6 +179,7 @@ from .nn.reparametrised import SpectralNorm as SpectralNorm
 from .nn.reparametrised import WeightNorm as WeightNorm
 from .nn.stack import Stack as Stack
 from .nn.stochastic import Dropout as Dropout
+from .picture import draw as draw
 from .sharding import abstract_with_sharding as abstract_with_sharding
 from .sharding import as_abstract as as_abstract
 from .sharding import get_abstract_model as get_abstract_model

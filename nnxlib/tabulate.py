@@ -103,8 +103,9 @@ def tabulate(
     Nothing is computed and nothing changes. There is a row for each call, in order, with path, type, inputs, outputs,
     and a column for each type of Variable: those of the Module itself by name, and how many elements and bytes it holds
     with all below. Variables that an earlier row of the same Module has shown, or that belong to another Module first,
-    are left out. The last row has the totals. Layers that ``vmap`` or ``scan`` run over stacked Variables are one row,
-    marked ``×n``, with the inputs and outputs of one of them, and the Variables and FLOPs of all.
+    are left out. The last row has the totals; those of estimates are in the first. Layers that ``vmap`` or ``scan`` run
+    over stacked Variables are one row, marked ``×n``, with the inputs and outputs of one of them, and the Variables and
+    FLOPs of all.
 
     The table is a string, wrapped to the width of the terminal; a notebook shows it as HTML.
 
@@ -153,14 +154,13 @@ def tabulate(
     shown = [row for row in rows if (depth is None or len(row.path) <= depth) and row_filter(row)]
     variables = _Variables(obj)
     fixed = ["path", "type", "inputs", "outputs"]
-    estimates = [name for name, wanted in {"flops": compute_flops, "vjp_flops": compute_vjp_flops}.items() if wanted]
-    names = [*fixed, *estimates, *variables.kinds]
+    fixed += [name for name, wanted in {"flops": compute_flops, "vjp_flops": compute_vjp_flops}.items() if wanted]
+    names = [*fixed, *variables.kinds]
     chosen = names if columns is None else list(columns)
     if not set(chosen) <= set(names):
         raise ValueError(f"tabulate has no columns {sorted(set(chosen) - set(names))}; this table has {names}.")
     cells = [{**_cells(row), **variables.cells(row.path)} for row in shown]
     total: dict[str, str] = {kind: str(variables.size((), kind)) for kind in variables.kinds}
-    total |= {name: _cells(rows[0])[name] for name in estimates if rows}
     label = next((name for name in reversed(fixed) if name in chosen), None)
     footer = {**total, label: "Total"} if label is not None else total
     table = [[row.get(name, "") for name in chosen] for row in [dict(zip(names, names)), *cells, footer]]

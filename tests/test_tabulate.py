@@ -159,8 +159,6 @@ def test_totals():
     text = nnx.tabulate(net(), X, depth=0, console_kwargs={"width": 200})
     assert cells(text)[-1] == ("", "", "", "Total", "8 (32 B)", "42 (168 B)", "2 (12 B)")
     assert "Total Parameters: 52 (212 B)" in text
-    estimated = cells(nnx.tabulate(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), X, compute_flops=True))
-    assert estimated[-1] == ("", "", "", "Total", "54", "10 (40 B)")
     assert "Total Parameters: 1,001,000 (4.0 MB)" in nnx.tabulate(
         nnx.eval_shape(lambda: nnx.Linear(1000, 1000, rngs=nnx.Rngs(0))), jnp.ones(1000)
     )

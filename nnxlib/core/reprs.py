@@ -102,7 +102,13 @@ class Part:
     identity: int | None = None
     target: Part | None = None  # of a reference: where the object is written
     below: int = 0  # how many parts there are in it
+    is_setting: bool = True  # whether there is neither data nor an object in it, but for lists and dicts
     form: int = 0  # equal for parts that are written alike but for their labels
+
+    @property
+    def is_container(self) -> bool:
+        """Whether this is a list, dict or tuple."""
+        return self.closing in ("])", "})") or self.opening == "("
 
     @property
     def path(self) -> tuple:
@@ -146,6 +152,8 @@ def read(root: Any, expand: Callable[[Any], Leaf | Group]) -> Part:
     for part in reversed(finished):  # children before parents
         form = (part.opening, part.closing, *((x.label, x.form) for x in part.children))
         part.form = forms.setdefault(form, len(forms))
+        contents = part.is_container and all(x.is_setting for x in part.children)
+        part.is_setting = part.kind is None if part.closing is None else contents
         part.below = len(part.children) + sum(x.below for x in part.children)
         for child in part.children:
             for kind, size in child.sizes.items():
@@ -219,7 +227,7 @@ def _lines(part: Part, level: int, limit: int) -> Iterator[_Line]:
     comment = _sizes_text(part.sizes)
     if part.closing is None:
         yield f"{opening},", comment.partition(": ")[2]
-    elif all(x.is_static for x in part.children) and (short := _in_one_line(part, WIDTH - len(opening))):
+    elif all(x.is_static for x in part.children) and (short := in_one_line(part, WIDTH - len(opening))):
         yield f"{opening}{short}{part.closing},", ""
     elif level >= limit:
         yield f"{opening}...{part.closing},", ", ".join(filter(None, [f"{part.below} folded", comment]))
@@ -229,7 +237,8 @@ def _lines(part: Part, level: int, limit: int) -> Iterator[_Line]:
         yield f"{indent}{part.closing},", ""
 
 
-def _in_one_line(part: Part, width: int) -> str | None:
+def in_one_line(part: Part, width: int) -> str | None:
+    """What is between the opening and the closing of a part, None if it is too long."""
     if len(part.children) > WIDEST:
         return None
     text = ", ".join(f"{x.label}{x.opening}" for x in part.children)
