@@ -39,7 +39,7 @@ class Picture:
     >>> import nnxlib as nnx
     >>> picture = nnx.draw(nnx.Dict(scale=nnx.Param(1.0)))
     >>> picture
-    <Picture of Dict, 189 × 104>
+    <Picture of Dict, 181 × 115>
     >>> picture.svg.startswith('<svg')
     True
     """
@@ -159,6 +159,7 @@ def _box(parts: list[Part], name: str, depth: int, with_settings: bool) -> _Box:
     part = parts[0]
     sizes = "  ".join(f"{kind} {size}" for kind, size in part.sizes.items() if size.elements)
     box = _Box(_cut(name), _cut(part.opening.rstrip("([{")), parts, sizes)
+    box.size += " each" if sizes and len(parts) > 1 else ""
     settings: list[str] = []
     for keys, run in _contents(part, ()):
         first = run[0]
@@ -384,15 +385,15 @@ def _arrows(boxes: list[_Box]) -> Iterator[str]:
 
 
 def _arrow(box: _Box, y: float, target: _Box, to_y: float) -> Iterator[str]:
-    """From the right of a box to the left of one in a column further right, else to the right of the target."""
-    x = box.x + box.width
-    if target.x > box.x:
-        to_x, sign = target.x, -1
-        bend = min((to_x - x) / 2, _COLUMN)
-        before, after = x + bend, to_x - bend
-    else:
-        to_x, sign = target.x + target.width, 1
+    """Between the sides that face each other, or at the right of two boxes in one column."""
+    if target.x == box.x:
+        x, to_x, sign = box.x + box.width, target.x + target.width, 1
         before = after = max(x, to_x) + 18 + min(abs(y - to_y) / 12, 30)
+    else:
+        sign = -1 if target.x > box.x else 1
+        x, to_x = (box.x + box.width, target.x) if sign < 0 else (box.x, target.x + target.width)
+        bend = sign * min(abs(x - to_x) / 2, _COLUMN)
+        before, after = x - bend, to_x + bend
     end = to_x + 7 * sign
     yield f'<path class="same" d="M{x:.0f} {y:.0f}C{before:.0f} {y:.0f} {after:.0f} {to_y:.0f} {end:.0f} {to_y:.0f}"/>'
     yield f'<path class="head" d="M{to_x:.0f} {to_y:.0f}l{8 * sign} -4v8z"/>'

@@ -251,7 +251,7 @@ def _children(part: Part, level: int, limit: int) -> Iterator[_Line]:
     positional = isinstance(part.children[0].key, int)
 
     def sort(x: Part) -> Any:
-        return "static" if x.is_static else x.form if positional and x.closing is not None else id(x)
+        return "static" if x.is_static else x.form if positional else id(x)
 
     for kind, run in groupby(part.children, sort):
         parts = list(run)

