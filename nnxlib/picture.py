@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .core.errors import format_path
-from .core.reprs import DEEPEST, WIDEST, Part, expand_object, in_one_line, is_graph_node, read
+from .core.reprs import DEEPEST, WIDEST, Part, expand_object, in_one_line, is_made, read
 
 MOST_BOXES = 150
 _LONGEST = 46  # characters of a row; the rest shows as a tooltip
@@ -87,7 +87,7 @@ def draw(node: Any, /, *, depth: int | None = None, settings: bool = True) -> Pi
       TypeError: if ``node`` is none of these.
       ValueError: if ``depth`` is negative.
     """
-    if not is_graph_node(node) or not hasattr(node, "_nnx_version") or hasattr(node, "_metadata"):
+    if not is_made(node):
         raise TypeError(f"nnx.draw draws Modules and other nodes; got a {type(node).__name__}.")
     if depth is not None and depth < 0:
         raise ValueError(f"nnx.draw(depth={depth}): depth is a number of levels, 0 for the object alone.")

@@ -301,7 +301,7 @@ def expand_object(value: Any) -> Leaf | Group:
         return Leaf(variable_text(value), type(value).__name__, _total(value._value), id(value))
     name = type(value).__name__
     if is_graph_node(value):
-        if not hasattr(value, "_nnx_held"):  # its __new__ never ran
+        if not is_made(value):
             return Leaf(f"{name}(<not initialised>)")
         return node_group(type(value), value._nnx_children(), id(value))
     if type(value) is tuple and any(map(is_graph_node, value)):
@@ -317,6 +317,11 @@ _SIMPLE = {bool, float, int, str, type(None)}  # most attributes
 def is_graph_node(value: Any) -> bool:
     """Whether a value is a node or a Variable."""
     return hasattr(type(value), "_nnx_children")
+
+
+def is_made(value: Any) -> bool:
+    """Whether a value is a node, and no Variable, whose ``__new__`` has run."""
+    return is_graph_node(value) and hasattr(value, "_nnx_held") and not isinstance(value, Variable)
 
 
 def node_group(kind: type, items: Iterable[tuple[Any, Any]], identity: int) -> Group:

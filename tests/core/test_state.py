@@ -660,7 +660,7 @@ def test_a_chain_of_a_thousand_levels():
     assert state - params == stats
     deepest = ("next",) * 1000
     assert reduce(operator.getitem, deepest, restore_int_paths(pure)) == {"kernel": 1.0}
-    assert re.search(r"'next': State\(\{...}\), +# \d+ folded", repr(state))
+    assert re.search(r"'next': (State\()?\{\.\.\.\}\)?, +# \d+ folded", repr(state))
     for twin in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert twin == state
     assert OfType(Param)(deepest, reduce(operator.getitem, deepest, state).kernel)
