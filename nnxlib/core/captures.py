@@ -17,7 +17,7 @@ while something is being traced.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ class CapturedObjects(BaseException):
 
 class _Thread(threading.local):
     watch: Watch | None = None
-    loan: tuple[Any, Callable[[], Mapping[int, Any]]] | None = None
+    loan: tuple[object, Callable[[], Sequence[Any]]] | None = None
     borrowed: tuple[Any, ...] = ()  # live objects that belong to a running trace for now
     caller: TraceRef = None  # the trace from which the innermost jitted function was called
 
@@ -93,12 +93,12 @@ def watching() -> Iterator[None]:
 
 
 class lending:
-    """Within the block, a trace of ``crossing`` borrows the objects, given by row."""
+    """Within the block, a trace may borrow the objects (by row) from ``lender``."""
 
     __slots__ = ("_loan", "_outer")
 
-    def __init__(self, crossing: Any, objects: Callable[[], Mapping[int, Any]]):
-        self._loan = crossing, objects
+    def __init__(self, lender: object, objects: Callable[[], Sequence[Any]]):
+        self._loan = lender, objects
 
     def __enter__(self) -> None:
         self._outer = _thread.loan, _thread.caller
@@ -108,10 +108,10 @@ class lending:
         _thread.loan, _thread.caller = self._outer
 
 
-def loan_for(crossing: Any) -> Mapping[int, Any]:
-    """The objects that a trace of ``crossing`` is to borrow now, by row."""
+def borrowable(lender: object) -> Sequence[Any]:
+    """The objects by row that ``lender`` lends now; none, if it is another who does."""
     loan = _thread.loan
-    return loan[1]() if loan is not None and loan[0] is crossing else {}
+    return loan[1]() if loan is not None and loan[0] is lender else ()
 
 
 @contextmanager

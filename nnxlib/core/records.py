@@ -45,7 +45,7 @@ class Record:
 
     __slots__ = (
         "array_rows", "arrays", "cells", "exact", "index", "layout", "mutable", "nodes", "objects", "pairs", "picked",
-        "serial", "snapshot", "stamp", "unchecked", "used", "variables",
+        "serial", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables",
     )  # fmt: skip
 
     layout: Layout
@@ -66,6 +66,15 @@ class Record:
     pairs: dict[tuple[int, ...], Any]  # what was found out about this record together with others, by their serials
     picked: dict[Numbers | None, list[Cell]]  # some of the cells, by their numbers; under None all
 
+    shortcuts: dict[Any, Any]  # by function: the cells it reads and writes of this record, see transforms/sites.py
+
+    def is_quiet(self) -> bool:
+        """Count a use; False if it is time to check, or something may have changed."""
+        if self.unchecked == 1 or not self.stamp.valid:
+            return False
+        self.unchecked -= 1
+        return True
+
     def leaves(self, root: Any) -> list[Any]:
         """The leaves of the object, as ``pack`` would collect them."""
         if self.snapshot is not None:
@@ -77,7 +86,7 @@ class Record:
         """The cells with these numbers, in this order; all without numbers. What was picked is in ``picked``."""
         if numbers is None:
             return self.cells
-        if len(self.picked) >= _KEPT:  # of functions that are gone
+        if len(self.picked) >= KEPT:  # of functions that are gone
             self.picked = {None: self.cells}
         found = self.picked[numbers] = [self.cells[k] for k in numbers.numbers]
         return found
@@ -96,7 +105,7 @@ class Numbers:
         self.numbers = numbers
 
 
-_KEPT = 64
+KEPT = 64  # what a record remembers about functions, each of which may be gone
 
 
 def record_of(root: Any) -> Record:
@@ -140,7 +149,7 @@ def _mend(record: Record, root: Any) -> bool:
         if not same or walk.mutable or not walk.exact:
             stamp.changed += changed.values()
             return False
-        record.layout = layout.with_rows(rows)
+        record.layout, record.shortcuts = layout.with_rows(rows), {}
         stamp.valid = True
         if stamp.changed:  # meanwhile, by another thread; a later change ends the stamp again
             stamp.valid = False
@@ -171,7 +180,7 @@ def _make(root: Any) -> Record:
     record.variables = [walk.objects[i] for i in record.layout.variables if i]
     record.cells = [walk.cells[i] for i in record.layout.variables]
     record.arrays, record.array_rows = [], []
-    record.serial, record.pairs, record.picked = next(_serials), {}, {None: record.cells}
+    record.serial, record.pairs, record.picked, record.shortcuts = next(_serials), {}, {None: record.cells}, {}
     record.used = record.unchecked = 1
     for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
         if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):

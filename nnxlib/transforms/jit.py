@@ -39,7 +39,7 @@ from .classes import lifts_classes
 from .lift import Arguments, Crossing, cross, finish, resolve
 from .plan import Plan, check_traceable
 from .prefixes import PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
-from .sites import Found, Site, look
+from .sites import ELSEWHERE, OBJECTS, Found, Site, look, spread
 
 
 @lifts_classes()
@@ -181,6 +181,7 @@ class JitWrapped:
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
         self._cacheable = not any(map(looks_at_values, filters))  # else the lanes may be others at each call
         self._captures = _Captures(self._function)
+        self._token = object()  # stands for this function where it is not to be kept alive
         self._plans: dict[Any, Plan] = {}  # by layout and lanes
         self._sites: dict[Any, Site] = {}  # by the structure of the arguments, as their records tell it
 
@@ -192,20 +193,28 @@ class JitWrapped:
         captured = self._captures.objects() if self._captures.references else ()
         if not self._cacheable or not at_top_level() or (Watch.count and all_borrowed()):
             return self._call_packed(args, kwargs, captured, None)
-        found = look(args, kwargs, captured)
-        site = None if found is None else self._sites.get(found[0])
-        if found is None or site is None:
-            return self._call_packed(args, kwargs, captured, found)
+        flat, shape = spread(args, kwargs, captured) if kwargs or captured else (args, len(args))
+        found = None
         try:
-            if captured:
-                return site.call_lending((args, kwargs, captured), found[1], found[2])
-            return site.call((args, kwargs), found[1], found[2])
+            if flat and isinstance(flat[0], OBJECTS):
+                record = flat[0]._nnx_record
+                if record is not None:
+                    shortcut = record.shortcuts.get(self._token)
+                    if shortcut is not None and shortcut.shape == shape and record.is_quiet():
+                        out = shortcut.call(flat, record)
+                        if out is not ELSEWHERE:
+                            return out
+            found = look(flat, [shape])
+            site = None if found is None else self._sites.get(found[0])
+            if found is not None and site is not None:
+                return site.call(flat, found, self._token)
         except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
-            return self._call_packed(args, kwargs, captured, None)
+            pass
         except TypeError:
             packed = pack(Arguments(args, kwargs, captured))
             check_traceable(packed.layout, packed.leaves)
             raise
+        return self._call_packed(args, kwargs, captured, found)
 
     def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None) -> Any:
         """The long way of a call; what was ``found`` of its arguments leads there the short way next time."""
@@ -217,9 +226,10 @@ class JitWrapped:
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
                 plan = self._plan(packed, arguments, at_top_level())
-                again = None if found is None else look(args, kwargs, captured)
-                if found is not None and again is not None and again[0] == found[0]:  # no other thread has changed it
-                    self._sites[found[0]] = Site(plan, *found[:2])
+                if found is not None:
+                    again = look(spread(args, kwargs, captured)[0], [found[0][0]])
+                    if again is not None and again[0] == found[0]:  # no other thread has changed it in between
+                        self._sites[found[0]] = Site(plan, *found[:2])
                 return finish(packed, plan.call_lending(packed))
             except CapturedObjects as outside:  # traced again, with what it captures as further inputs
                 self._captures.add(outside.roots)
@@ -259,7 +269,7 @@ class JitWrapped:
             arguments = self._arguments(args, kwargs)
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
-            with lending(plan.crossing, functools.partial(plan.loan, packed.objects)):
+            with lending(self._token, lambda: packed.objects):
                 stage = getattr(plan.everything.jitted, name)(*plan.everything.split(packed.leaves))
         except CapturedObjects as found:
             self._captures.add(found.roots)
@@ -306,7 +316,7 @@ class JitWrapped:
         plan = self._plans.get(key)
         if plan is None:
             check_traceable(layout, packed.leaves)
-            crossing = Crossing(layout, lanes, lane_of, labels, out, forced, watch=True)
+            crossing = Crossing(layout, lanes, lane_of, labels, out, forced, lender=self._token)
             plan = self._plans[key] = Plan(crossing, self._function, self._jax_options(lanes))
         return plan
 

@@ -27,11 +27,26 @@ from typing import Any, NamedTuple
 import jax
 
 from ..core.calls import inside, listening
-from ..core.captures import all_borrowed, borrowed, loan_for, watching
+from ..core.captures import all_borrowed, borrowable, borrowed, watching
 from ..core.errors import ArgumentError, OutputError, format_path
 from ..core.escapes import check_contained
-from ..core.graph import After, Delta, Layout, Packed, StaticArgument, build, commit, diff, has_refs, pack, path_key
-from ..core.inputs import ABSENT, Input, is_read
+from ..core.graph import (
+    After,
+    Delta,
+    Layout,
+    NodeRow,
+    Packed,
+    Ref,
+    StaticArgument,
+    Tree,
+    build,
+    commit,
+    diff,
+    has_refs,
+    pack,
+    path_key,
+)
+from ..core.inputs import ABSENT, AbsentInput, Input, is_read
 from ..core.objects import Node, is_data
 from ..core.variables import MISSING, Cell
 from .axes import stack_axes, strip_axes
@@ -131,7 +146,8 @@ class Crossing:
       labels: those of the arguments, from which objects attached inside inherit; None with a single lane.
       out_prefix: the prefix of the output.
       forced: positions of leaves that are returned even when unchanged.
-      watch: whether to look out for objects that the function captures, and for the leaves that it reads.
+      lender: who lends it the objects that the function captures (a jitted function, see core/captures.py). Then it
+        looks out for those, and for the leaves that the function reads.
       axis_name: where labels are axes: the name of the axis in the metadata of Variables, see axes.py.
     """
 
@@ -143,10 +159,12 @@ class Crossing:
         labels: Labels | None = None,
         out_prefix: Any = None,
         forced: Collection[int] = (),
-        watch: bool = False,
+        lender: object = None,
         axis_name: Any = MISSING,
     ):
-        self.watch, self.axis_name = watch, axis_name
+        self.lender, self.axis_name = lender, axis_name
+        self.watch = lender is not None
+        self.lent = rows_below(layout, "captured") if self.watch else []
         self.layout, self.lanes, self.lane_of, self.forced = layout, lanes, lane_of, forced
         self.labels, self.out_prefix = labels, out_prefix
 
@@ -176,7 +194,7 @@ class Crossing:
                 layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
             cell = Input if self.watch else Cell
             with watching() if self.watch else nullcontext():
-                out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), loan_for(self), cell)
+                out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), self._loan(), cell)
             check_returned(after, out)
             if self.labels is None:
                 return (list(after.leaves),), Outcome(after.delta, (), after.paths, self._read(after))
@@ -189,6 +207,17 @@ class Crossing:
         # Not functools.wraps: JAX would report our groups under the names of the user's arguments.
         pure.__name__ = getattr(f, "__name__", type(f).__name__)
         return pure
+
+    def _loan(self) -> dict[int, Any]:
+        """The objects, by row, that a trace may borrow.
+
+        Raises:
+          AbsentInput: if nobody lends them now: a call that did not expect to be traced.
+        """
+        objects = borrowable(self.lender) if self.lent else ()
+        if self.lent and not objects:
+            raise AbsentInput
+        return {i: objects[i] for i in self.lent}
 
     def _read(self, after: After) -> list[int]:
         """The positions of the leaves that were read, if that is watched; those in no Variable always are."""
@@ -204,6 +233,24 @@ def _with_absent(leaves: Sequence[Any], inputs: Sequence[int], count: int) -> li
     for position, leaf in zip(inputs, leaves, strict=True):
         found[position] = leaf
     return found
+
+
+def rows_below(layout: Layout, entry: str) -> list[int]:
+    """The rows that can be reached from one entry of the packed :class:`Arguments`."""
+    root = layout.root
+    assert isinstance(root, Tree)
+    stack: list[Any] = [child for path, child in zip(root.paths, root.children, strict=True) if path[0] == entry]
+    found: dict[int, None] = {}
+    while stack:
+        spec = stack.pop()
+        if isinstance(spec, Tree):
+            stack.extend(spec.children)
+        elif isinstance(spec, Ref) and spec.index not in found:
+            found[spec.index] = None
+            row = layout.rows[spec.index]
+            if isinstance(row, NodeRow):
+                stack.extend(child for _, child in row.fields)
+    return sorted(found)
 
 
 def place_of(path: tuple) -> str:

@@ -12,7 +12,6 @@ of these, for inputs are only ever added. Traces below another trace, where pass
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import jax.tree_util as jtu
 
 from ..core.captures import lending
 from ..core.errors import ArgumentError, format_path
-from ..core.graph import Layout, NodeRow, Packed, Ref, Tree
+from ..core.graph import Layout, Packed
 from ..core.inputs import AbsentInput
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from .lift import Crossing, Outcome
@@ -33,7 +32,7 @@ Groups = Sequence[Sequence[Any]]
 class Compiled:
     """A jitted function of some of the leaves, in as many groups as there are lanes."""
 
-    __slots__ = ("count", "inputs", "jitted", "lane_of")
+    __slots__ = ("__weakref__", "count", "inputs", "jitted", "lane_of")
 
     def __init__(self, jitted: Any, inputs: Sequence[int], lane_of: Sequence[int], count: int):
         self.jitted, self.inputs = jitted, inputs
@@ -53,7 +52,6 @@ class Plan:
 
     def __init__(self, crossing: Crossing, function: Callable, options: dict[str, Any]):
         self.crossing, self._function, self._options = crossing, function, options
-        self.lent = rows_below(crossing.layout, "captured")
         self.everything = self._compiled(range(len(crossing.layout.leaf_paths)))
         self.compiled: Compiled | None = None
 
@@ -61,17 +59,13 @@ class Plan:
         jitted = jax.jit(self.crossing.pure(self._function, inputs, traced), **self._options)
         return Compiled(jitted, inputs, self.crossing.lane_of, len(self.crossing.lanes))
 
-    def loan(self, objects: Sequence[Any]) -> dict[int, Any]:
-        """Those of the objects (by row) that the function captures, for a trace to borrow."""
-        return {i: objects[i] for i in self.lent}
-
     def call_lending(self, packed: Packed) -> tuple[Groups, Outcome]:
         """:meth:`call` on what was packed; a trace may borrow the objects that the function captures.
 
         Raises:
           ArgumentError: for a leaf that JAX cannot trace.
         """
-        with lending(self.crossing, functools.partial(self.loan, packed.objects)):
+        with lending(self.crossing.lender, lambda: packed.objects):
             try:
                 return self.call(packed.leaves)
             except TypeError:
@@ -128,24 +122,6 @@ def _again(traced: Any, everything: Compiled, groups: Groups, inputs: Sequence[i
         return structure.unflatten(evaluate(*values))
 
     return again
-
-
-def rows_below(layout: Layout, entry: str) -> list[int]:
-    """The rows that can be reached from one entry of the packed :class:`Arguments`."""
-    root = layout.root
-    assert isinstance(root, Tree)
-    stack: list[Any] = [child for path, child in zip(root.paths, root.children, strict=True) if path[0] == entry]
-    found: dict[int, None] = {}
-    while stack:
-        spec = stack.pop()
-        if isinstance(spec, Tree):
-            stack.extend(spec.children)
-        elif isinstance(spec, Ref) and spec.index not in found:
-            found[spec.index] = None
-            row = layout.rows[spec.index]
-            if isinstance(row, NodeRow):
-                stack.extend(child for _, child in row.fields)
-    return sorted(found)
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:

@@ -7,98 +7,106 @@ through JAX's own C++ dispatch; write the cells that changed. Nothing here grows
 the cells that the function touches.
 
 A site refers to no object: what it picks of a record is kept on the record, which goes when the model does.
+
+The most frequent call, of one object and plain arrays, has a :class:`Shortcut` on the record, in which all this has
+been looked up.
 """
 
 from __future__ import annotations
 
+import operator
 import types
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from ..core.captures import lending
-from ..core.graph import LEAF, Layout, StaticArgument, Tree, commit, value_of
+from ..core.graph import LEAF, Layout, Spec, StaticArgument, Tree, commit, value_of
 from ..core.inputs import AbsentInput
 from ..core.objects import Node, is_node
-from ..core.records import Numbers, Record, record_of
+from ..core.records import KEPT, Numbers, Record, record_of
 from ..core.variables import Cell, Variable, write_cells
 from .lift import Outcome
 from .plan import Compiled, Groups, Plan
 from .prefixes import join_lanes
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added as they are met
-_OBJECTS = (Node, Variable)
+OBJECTS = (Node, Variable)
 
 
 Found = tuple[tuple, list[Record], list[Any]]  # the key of the site, the records of the objects, the other leaves
 
 
-def look(args: tuple, kwargs: dict[str, Any], captured: tuple = ()) -> Found | None:
-    """Find the objects among the arguments, and their records; None if one has none to rely on."""
-    key: list[Any]
-    records: list[Record] = []
-    plain: list[Any] = []
-    if kwargs:
-        names = tuple(sorted(kwargs))
-        key = [(len(args), names)]
-        known = _look(args, key, records, plain) and _look([kwargs[name] for name in names], key, records, plain)
-    else:
-        key = [len(args)]
-        known = _look(args, key, records, plain)
-    if captured:
-        key.append(len(captured))
-        known = known and _look(captured, key, records, plain)
-    if not known:
-        return None
-    if len(records) > 1:
-        key.append(_sharing((args, kwargs, captured), records))
-    return tuple(key), records, plain
+def spread(args: tuple, kwargs: dict[str, Any], captured: tuple) -> tuple[tuple, Any]:
+    """All arguments in a row, in the order in which they are packed; and how they were given."""
+    names = tuple(sorted(kwargs))
+    return (*args, *[kwargs[name] for name in names], *captured), (len(args), names)
 
 
-def _look(flat: Iterable[Any], key: list[Any], records: list[Record], plain: list[Any]) -> bool:
+def look(flat: Sequence[Any], key: list[Any], inside: tuple[list[Record], list[Any]] | None = None) -> Found | None:
+    """Find the objects among arguments in a row, and their records; None if one has none to rely on.
+
+    ``key`` is how the arguments are given; what they are is appended. ``inside`` is what was found so far, if they are
+    the leaves of a container.
+    """
+    records, plain = ([], []) if inside is None else inside
     for x in flat:
         kind = type(x)
         if kind in _LEAF_TYPES:
             key.append(None)
             plain.append(x)
-        elif isinstance(x, _OBJECTS):
+        elif isinstance(x, OBJECTS):
             record = record_of(x)
             if record.snapshot is not None:
-                return False
+                return None
             key.append(record.layout)
             records.append(record)
         elif kind is StaticArgument:
             key.append(x.frozen())
         elif kind is types.MethodType:  # may be bound to a Module
-            return False
+            return None
         else:
-            leaves, treedef = jtu.tree_flatten(x, is_leaf=is_node)
-            if len(leaves) == 1 and leaves[0] is x:
-                if isinstance(x, jax.Array | np.generic):
-                    _LEAF_TYPES.add(kind)
-                key.append(None)
+            structure, leaves = _open(x)
+            if structure is None:
                 plain.append(x)
-            else:
-                key.append(treedef)
-                if not _look(leaves, key, records, plain):
-                    return False
-    return True
+            key.append(structure)
+            if leaves and look(leaves, key, (records, plain)) is None:
+                return None
+    if inside is None and len(records) > 1:
+        key.append(_sharing(flat, records))
+    return tuple(key), records, plain
 
 
-def objects_in(arguments: tuple, records: list[Record]) -> list[Any]:
+def _open(x: Any) -> tuple[Any, Sequence[Any]]:
+    """The structure of a container, and what is in it; None for a leaf."""
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return (kind, len(x)), x
+    if kind is dict:
+        names = tuple(sorted(x))
+        return (kind, names), [x[name] for name in names]
+    leaves, treedef = jtu.tree_flatten(x, is_leaf=is_node)
+    if len(leaves) != 1 or leaves[0] is not x:
+        return treedef, leaves
+    if isinstance(x, jax.Array | np.generic):
+        _LEAF_TYPES.add(kind)
+    return None, ()
+
+
+def objects_in(arguments: Sequence[Any]) -> list[Any]:
     """All objects in the arguments, by row."""
-    found = [y for x, record in zip(_roots(arguments), records, strict=True) for y in record.rows(x)]
+    found = [y for x in _roots(arguments) for y in record_of(x).rows(x)]
     return list({id(y): y for y in found}.values())
 
 
-def _roots(arguments: tuple) -> list[Any]:
-    return [x for x in jtu.tree_leaves(arguments, is_leaf=is_node) if isinstance(x, _OBJECTS)]
+def _roots(arguments: Sequence[Any]) -> list[Any]:
+    return [x for x in jtu.tree_leaves(list(arguments), is_leaf=is_node) if isinstance(x, OBJECTS)]
 
 
-def _sharing(arguments: tuple, records: list[Record]) -> tuple:
+def _sharing(arguments: Sequence[Any], records: list[Record]) -> tuple:
     """What objects have in common, as static data: empty if nothing, else an entry (shared rows, Variables and arrays
     that are not in an earlier object) for each. Computed once for the same records.
     """
@@ -197,7 +205,15 @@ class _Reads:
             arrays = [places.arrays[p - first_array] for p in positions if first_array <= p < first_plain]
             picks = places.picks([p for p in positions if p < first_array])
             self.lanes.append(_Lane(picks, arrays, None if compiled.count == 1 else plain))
-        self.only = self.lanes[0] if compiled.count == 1 else None
+
+
+def _output_of(root: Spec) -> Callable[[Sequence[Any]], Any]:
+    """The function that makes an output without objects of its leaves."""
+    if root is LEAF:
+        return operator.itemgetter(0)
+    if isinstance(root, Tree) and all(x is LEAF for x in root.children):
+        return root.treedef.unflatten
+    return lambda leaves: value_of(root, (), iter(leaves))
 
 
 class _Writes:
@@ -205,45 +221,26 @@ class _Writes:
 
     def __init__(self, outcome: Outcome, places: _Places, lanes: int):
         self.outcome = outcome
-        self.delta = outcome.delta
-        positions = [places.row[i] for i in self.delta.values]
+        positions = [places.row[i] for i in outcome.delta.values]
         lane_of = outcome.lane_of or (0,) * len(positions)
         by_lane = [[p for p, n in zip(positions, lane_of, strict=False) if n == lane] for lane in range(lanes)]
         self.lanes = [places.picks(found) for found in by_lane]
-        self.only = self.lanes[0] if lanes == 1 else None
         self.counts = [len(found) for found in by_lane]
-        self.root = root = self.delta.root
-        self.treedef = root.treedef if isinstance(root, Tree) and all(x is LEAF for x in root.children) else None
+        self.root = outcome.delta.root
+        self.output = _output_of(self.root)
 
-    def finish(self, arguments: tuple, records: list[Record], groups: Groups) -> Any:
-        """Write the cells, and return the output, which comes first: what can fail must fail before anything is."""
-        if self.only is not None:
-            (group,), n = groups, self.counts[0]
-            if self.root is LEAF:
-                out = group[n]
-            else:
-                out = self._output(arguments, records, group[n:])
-            if n:
-                write_cells(_cells(self.only, records), group)
-            return out
-        groups_left = [group[n:] for group, n in zip(groups, self.counts, strict=True)]
-        rest = join_lanes(groups_left, self.outcome.lane_of[sum(self.counts) :])
-        out = self._output(arguments, records, rest)
-        for picks, group in zip(self.lanes, groups, strict=True):
-            write_cells(_cells(picks, records), group)
-        return out
-
-    def _output(self, arguments: tuple, records: list[Record], leaves: Sequence[Any]) -> Any:
-        if self.treedef is not None:
-            return self.treedef.unflatten(leaves)
-        objects = objects_in(arguments, records) if self.outcome.returns_objects else ()
-        return value_of(self.root, objects, iter(leaves))
+    def rest(self, groups: Groups) -> Sequence[Any]:
+        """The leaves of the output."""
+        if len(groups) == 1:
+            return groups[0][self.counts[0] :]
+        left = [group[n:] for group, n in zip(groups, self.counts, strict=True)]
+        return join_lanes(left, self.outcome.lane_of[sum(self.counts) :])
 
 
 class Site:
     """A call of one structure."""
 
-    __slots__ = ("_places", "_reads", "_writes", "plan")
+    __slots__ = ("__weakref__", "_places", "_reads", "_writes", "plan")
 
     def __init__(self, plan: Plan, key: tuple, records: Sequence[Record]):
         self.plan = plan
@@ -252,31 +249,96 @@ class Site:
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: _Writes | None = None  # of its last outcome
 
-    def call(self, arguments: tuple, records: list[Record], plain: list[Any]) -> Any:
+    def call(self, arguments: Sequence[Any], found: Found, function: object) -> Any:
         """Call the compiled function with what was found in the arguments, and write what it changed.
 
         Raises:
           AbsentInput: if it is not known yet what to pass, or for these arguments the function reads more.
         """
+        key, records, plain = found
         compiled, reads = self.plan.compiled, self._reads
         if reads is None or reads.compiled is not compiled:
             if compiled is None:
                 raise AbsentInput
             reads = self._reads = _Reads(compiled, self._places)
-        if reads.only is not None:
-            groups, outcome = reads.jitted(reads.only.gather(records, plain))
+        if len(reads.lanes) == 1:
+            groups, outcome = reads.jitted(reads.lanes[0].gather(records, plain))
         else:
             groups, outcome = reads.jitted(*[lane.gather(records, plain) for lane in reads.lanes])
+        if len(records) == 1 and len(plain) == len(arguments) - 1 and isinstance(arguments[0], OBJECTS):
+            self._shorten(key[0], reads, outcome, records[0], function)
+        return self.finish(arguments, records, groups, outcome)
+
+    def finish(self, arguments: Sequence[Any], records: list[Record], groups: Groups, outcome: Outcome) -> Any:
+        """Write what was returned, and return the output."""
         writes = self._writes
         if writes is None or writes.outcome is not outcome:
             if outcome.delta.rows:
                 layout = self.plan.crossing.layout
                 leaves = join_lanes(groups, outcome.lane_of)
-                return commit(layout, outcome.delta, leaves, objects_in(arguments, records))
-            writes = self._writes = _Writes(outcome, self._places, len(reads.lanes))
-        return writes.finish(arguments, records, groups)
+                return commit(layout, outcome.delta, leaves, objects_in(arguments))
+            writes = self._writes = _Writes(outcome, self._places, len(groups))
+        rest = writes.rest(groups)
+        if outcome.returns_objects:
+            out = value_of(writes.root, objects_in(arguments), iter(rest))
+        else:
+            out = writes.output(rest)
+        for picks, group in zip(writes.lanes, groups, strict=True):  # last: what can fail must fail before
+            if picks:
+                write_cells(_cells(picks, records), group)
+        return out
 
-    def call_lending(self, arguments: tuple, records: list[Record], plain: list[Any]) -> Any:
-        """:meth:`call` for a function that captures objects, which a trace borrows."""
-        with lending(self.plan.crossing, lambda: self.plan.loan(objects_in(arguments, records))):
-            return self.call(arguments, records, plain)
+    def _shorten(self, shape: Any, reads: _Reads, outcome: Outcome, record: Record, function: object) -> None:
+        """Leave a shortcut with the record, if there can be one."""
+        if len(reads.lanes) > 1 or record.arrays or record.mutable or outcome.delta.rows or outcome.returns_objects:
+            return
+        if len(record.shortcuts) >= KEPT:  # of functions that are gone
+            record.shortcuts.clear()
+        writes = _Writes(outcome, self._places, 1)
+        record.shortcuts[function] = Shortcut(shape, self, reads, writes, record)
+
+
+class Shortcut:
+    """A call of one object and plain arrays, with its very cells.
+
+    It is kept on the record of the object, and gone with it. To the function it refers weakly: one that is dropped is
+    not kept by the models that it was called with.
+    """
+
+    __slots__ = ("_count", "_inputs", "_outcome", "_output", "_outputs", "_reads", "_site", "shape")
+
+    def __init__(self, shape: Any, site: Site, reads: _Reads, writes: _Writes, record: Record):
+        self.shape = shape  # how the arguments are given
+        self._site, self._reads = weakref.ref(site), weakref.ref(reads)
+        self._inputs, self._outputs = _cells(reads.lanes[0].cells, [record]), _cells(writes.lanes[0], [record])
+        self._outcome, self._output, self._count = writes.outcome, writes.output, writes.counts[0]
+
+    def call(self, arguments: Sequence[Any], record: Record) -> Any:
+        """The output; :data:`ELSEWHERE` if this is not the way of this call."""
+        reads = self._reads()
+        if reads is None:
+            return ELSEWHERE
+        leaves = [cell.value for cell in self._inputs]
+        if len(arguments) > 1:
+            for x in arguments[1:]:
+                if type(x) not in _LEAF_TYPES:
+                    return ELSEWHERE
+                leaves.append(x)
+        groups, outcome = reads.jitted(leaves)
+        if outcome is not self._outcome:
+            site = self._site()
+            assert site is not None  # it has the reads
+            return site.finish(arguments, [record], groups, outcome)
+        (group,), n = groups, self._count
+        if n:
+            out = self._output(group[n:])
+            write_cells(self._outputs, group)
+            return out
+        return self._output(group)
+
+
+class _Elsewhere:
+    __slots__ = ()
+
+
+ELSEWHERE = _Elsewhere()
