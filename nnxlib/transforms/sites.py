@@ -226,15 +226,15 @@ class _Writes:
         by_lane = [[p for p, n in zip(positions, lane_of, strict=False) if n == lane] for lane in range(lanes)]
         self.lanes = [places.picks(found) for found in by_lane]
         self.counts = [len(found) for found in by_lane]
+        self.others: list[tuple[int, int]] = []  # of each leaf of the output: its lane, and which leaf of it
+        for lane in outcome.lane_of[len(positions) :]:
+            self.others.append((lane, self.counts[lane] + [n for n, _ in self.others].count(lane)))
         self.root = outcome.delta.root
         self.output = _output_of(self.root)
 
     def rest(self, groups: Groups) -> Sequence[Any]:
         """The leaves of the output."""
-        if len(groups) == 1:
-            return groups[0][self.counts[0] :]
-        left = [group[n:] for group, n in zip(groups, self.counts, strict=True)]
-        return join_lanes(left, self.outcome.lane_of[sum(self.counts) :])
+        return groups[0][self.counts[0] :] if len(groups) == 1 else [groups[lane][k] for lane, k in self.others]
 
 
 class Site:
@@ -290,11 +290,11 @@ class Site:
 
     def _shorten(self, shape: Any, reads: _Reads, outcome: Outcome, record: Record, function: object) -> None:
         """Leave a shortcut with the record, if there can be one."""
-        if len(reads.lanes) > 1 or record.arrays or record.mutable or outcome.delta.rows or outcome.returns_objects:
+        if record.arrays or record.mutable or outcome.delta.rows or outcome.returns_objects:
             return
         if len(record.shortcuts) >= KEPT:  # of functions that are gone
             record.shortcuts.clear()
-        writes = _Writes(outcome, self._places, 1)
+        writes = _Writes(outcome, self._places, len(reads.lanes))
         record.shortcuts[function] = Shortcut(shape, self, reads, writes, record)
 
 
@@ -305,36 +305,53 @@ class Shortcut:
     not kept by the models that it was called with.
     """
 
-    __slots__ = ("_count", "_inputs", "_outcome", "_output", "_outputs", "_reads", "_site", "shape")
+    __slots__ = ("_count", "_inputs", "_only", "_outputs", "_plain", "_reads", "_site", "_writes", "shape")
 
     def __init__(self, shape: Any, site: Site, reads: _Reads, writes: _Writes, record: Record):
         self.shape = shape  # how the arguments are given
-        self._site, self._reads = weakref.ref(site), weakref.ref(reads)
-        self._inputs, self._outputs = _cells(reads.lanes[0].cells, [record]), _cells(writes.lanes[0], [record])
-        self._outcome, self._output, self._count = writes.outcome, writes.output, writes.counts[0]
+        self._site, self._reads, self._writes = weakref.ref(site), weakref.ref(reads), writes
+        self._inputs = [_cells(lane.cells, [record]) for lane in reads.lanes]
+        self._plain = [lane.plain for lane in reads.lanes]
+        self._only = self._inputs[0] if len(reads.lanes) == 1 else None
+        self._count = writes.counts[0]
+        self._outputs = [_cells(picks, [record]) for picks in writes.lanes] if any(writes.counts) else []
 
     def call(self, arguments: Sequence[Any], record: Record) -> Any:
         """The output; :data:`ELSEWHERE` if this is not the way of this call."""
         reads = self._reads()
         if reads is None:
             return ELSEWHERE
-        leaves = [cell.value for cell in self._inputs]
-        if len(arguments) > 1:
-            for x in arguments[1:]:
-                if type(x) not in _LEAF_TYPES:
-                    return ELSEWHERE
-                leaves.append(x)
-        groups, outcome = reads.jitted(leaves)
-        if outcome is not self._outcome:
+        plain = arguments[1:]
+        for x in plain:
+            if type(x) not in _LEAF_TYPES:
+                return ELSEWHERE
+        only = self._only
+        if only is not None:
+            leaves = [cell.value for cell in only]
+            if plain:
+                leaves += plain
+            groups, outcome = reads.jitted(leaves)
+        else:
+            groups, outcome = reads.jitted(
+                *[
+                    [*[cell.value for cell in cells], *[plain[k] for k in picks or ()]]
+                    for cells, picks in zip(self._inputs, self._plain)
+                ]
+            )
+        writes = self._writes
+        if outcome is not writes.outcome:
             site = self._site()
             assert site is not None  # it has the reads
             return site.finish(arguments, [record], groups, outcome)
-        (group,), n = groups, self._count
-        if n:
-            out = self._output(group[n:])
-            write_cells(self._outputs, group)
-            return out
-        return self._output(group)
+        if only is not None:
+            (group,), n = groups, self._count
+            out = writes.output(group[n:] if n else group)
+        else:
+            out = writes.output(writes.rest(groups))
+        if self._outputs:
+            for cells, group in zip(self._outputs, groups):
+                write_cells(cells, group)
+        return out
 
 
 class _Elsewhere:
