@@ -278,18 +278,41 @@ _COLOURS = {
 }
 _MORE_COLOURS = [("#bf3989", "#f778ba"), ("#9a6700", "#d29922"), ("#0e7490", "#39c5cf"), ("#cf222e", "#ff7b72")]
 
-_STYLE = """
-.nnx-picture{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
-.nnx-picture .page{fill:#fff}.nnx-picture .box{fill:#f6f8fa;stroke:#8c959f}
-.nnx-picture text{fill:#1f2328;white-space:pre}.nnx-picture .type{font-weight:bold}
-.nnx-picture .dim{fill:#57606a}.nnx-picture .name{fill:#0550ae}
-.nnx-picture .edge{fill:none;stroke:#8c959f}.nnx-picture .same{fill:none;stroke:#cf222e;stroke-dasharray:5 3}
-.nnx-picture .head{fill:#cf222e}
-@media (prefers-color-scheme:dark){
-.nnx-picture .page{fill:#0d1117}.nnx-picture .box{fill:#161b22;stroke:#6e7681}
-.nnx-picture text{fill:#e6edf3}.nnx-picture .dim{fill:#9aa4ae}.nnx-picture .name{fill:#79c0ff}
-.nnx-picture .edge{stroke:#6e7681}.nnx-picture .same{stroke:#ff7b72}.nnx-picture .head{fill:#ff7b72}
-"""
+_FONT = 'font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace'
+_LIGHT = {
+    ".page": "fill:#fff",
+    ".box": "fill:#f6f8fa;stroke:#8c959f",
+    "text": "fill:#1f2328;white-space:pre",
+    ".type": "font-weight:bold",
+    ".dim": "fill:#57606a",
+    ".name": "fill:#0550ae",
+    ".edge": "fill:none;stroke:#8c959f",
+    ".same": "fill:none;stroke:#cf222e;stroke-dasharray:5 3",
+    ".head": "fill:#cf222e",
+}
+_DARK = {
+    ".page": "fill:#0d1117",
+    ".box": "fill:#161b22;stroke:#6e7681",
+    "text": "fill:#e6edf3",
+    ".dim": "fill:#9aa4ae",
+    ".name": "fill:#79c0ff",
+    ".edge": "stroke:#6e7681",
+    ".same": "stroke:#ff7b72",
+    ".head": "fill:#ff7b72",
+}
+# Where the page is dark though the system is not: JupyterLab and Visual Studio Code.
+_DARK_PAGES = "[data-jp-theme-light=false]", "[data-vscode-theme-kind=vscode-dark]"
+
+
+def _style(kinds: list[str]) -> str:
+    light = _LIGHT | {f".{_class(kind)}": f"fill:{_colours(kind)[0]}" for kind in kinds}
+    dark = _DARK | {f".{_class(kind)}": f"fill:{_colours(kind)[1]}" for kind in kinds}
+    rules = [f".nnx-picture {{{_FONT}}}", *(f".nnx-picture {x}{{{rule}}}" for x, rule in light.items())]
+    on_dark_pages = [
+        f"{','.join(f'{page} .nnx-picture {x}' for page in _DARK_PAGES)}{{{rule}}}" for x, rule in dark.items()
+    ]
+    on_dark_systems = [f".nnx-picture {x}{{{rule}}}" for x, rule in dark.items()]
+    return "\n".join([*rules, "@media (prefers-color-scheme:dark){", *on_dark_systems, "}", *on_dark_pages])
 
 
 def _picture(root: _Box, bottom: float) -> Picture:
@@ -302,15 +325,11 @@ def _picture(root: _Box, bottom: float) -> Picture:
     legend_width = sum(_CHIP + _CHARACTER * (len(x) + 2) + 20 for x in legend)
     width = round(max(width, 2 * _MARGIN + legend_width))
     height = round(bottom + _MARGIN + (_LINE + _GAP if legend else 0))
-    colours = [f".nnx-picture .{_class(kind)}{{fill:{_colours(kind)[0]}}}" for kind in kinds]
-    dark = [f".nnx-picture .{_class(kind)}{{fill:{_colours(kind)[1]}}}" for kind in kinds]
-    light, _, in_dark = _STYLE.partition("@media")
-    style = "\n".join([light.strip(), *colours, "@media" + in_dark.rstrip(), *dark, "}"])
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="nnx-picture" role="img" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">',
         f"<title>{_text(root.type)}</title>",
-        f"<style>{style}</style>",
+        f"<style>\n{_style(kinds)}\n</style>",
         f'<rect class="page" width="{width}" height="{height}" rx="6"/>',
         *(_edge(box, child) for box in boxes for child in box.children),
         *arrows,  # below the boxes, so that text stays readable

@@ -134,3 +134,15 @@ def test_long_runs_of_layers_are_folded():
     assert text.count("Dict({'w'") == 4
     assert "... 996 more like these, to [999]" in text
     assert text.count("Param(value=1.0)") == 7
+    state = nnx.state(nnx.Dict(layers=[nnx.Dict(w=nnx.Param(float(i == 999))) for i in range(1000)]))
+    text = treescope.render_to_text(state)
+    assert text.count("{'w': Param(value=") == 5
+    assert "... 995 more like these, to [998]" in text
+    text = treescope.render_to_text(nnx.graphdef(model))
+    assert text.count("Dict({'w'") == 4
+    assert text.startswith("GraphDef(")
+    assert (
+        treescope.render_to_text(nnx.graphdef(nnx.Dict(a=nnx.Param(1.0), b=2)))
+        == "GraphDef(Dict({'a': Param(), 'b': 2}))"
+    )
+    assert treescope.render_to_text(nnx.State({})) == "State({})"

@@ -1,6 +1,8 @@
 """Pictures of object graphs: what is in a box, where boxes stand, what is shared, and that the text is an SVG."""
 
 import itertools
+import shutil
+import subprocess
 import xml.etree.ElementTree
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.picture import MOST_BOXES
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -112,6 +115,36 @@ def test_text_fits_into_its_box():
     assert max(len(text) for text in texts(model)) <= 46 + 1 + 5
     tooltips = [x.text for x in root.iter(f"{SVG}title")]
     assert any("x" * 80 in text for text in tooltips)
+
+
+_MEASURE = """
+const boxes = [...document.querySelectorAll('rect.box')].map(x => x.getBBox());
+const outside = [...document.querySelectorAll('text')].filter(text => {
+    const t = text.getBBox();
+    const around = boxes.filter(b => b.x <= t.x && t.x < b.x + b.width && b.y <= t.y + 4 && t.y < b.y + b.height);
+    return around.length > 0 && !around.some(b => t.x + t.width <= b.x + b.width);
+}).map(text => text.textContent);
+document.body.textContent = 'measured: ' + JSON.stringify(outside);
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="measures text in Chromium")
+def test_text_fits_into_its_box_in_a_browser(tmp_path):
+    """The same, measured where the picture is shown."""
+    model = Model()
+    model.attention = nnx.MultiHeadAttention(num_heads=2, in_features=4, decode=False, rngs=nnx.Rngs(0))
+    model.note, model.tied, model.wide = "x" * 100, model.norm, "名" * 60
+    page = tmp_path / "page.html"
+    page.write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{nnx.draw(model).svg}<script>{_MEASURE}</script></body>")
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+    ]
+    ran = subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=60)
+    assert "measured: []" in ran.stdout
 
 
 def test_shared_objects_and_cycles():

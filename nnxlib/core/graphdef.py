@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ import jax
 from .errors import format_path
 from .graph import LEAF, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
 from .pickling import exportable
-from .reprs import Group, Leaf, node_group, static_repr, write
+from .reprs import Group, Leaf, node_group, read, static_repr, write
 from .static import Const
 
 A = TypeVar("A")
@@ -71,6 +71,11 @@ class GraphDef(Generic[A]):
     def __repr__(self) -> str:
         return f"GraphDef(\n{textwrap.indent(render(self.layout), '  ')}\n)"
 
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        from .trees import render_outline  # only when first displayed: importing Treescope takes long
+
+        return render_outline("GraphDef(", [read(self.layout.root, _expander(self.layout))], ")")
+
 
 def aval_of(value: Any) -> Aval:
     """The shape and dtype of an array, None for anything else."""
@@ -91,7 +96,10 @@ _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 def render(layout: Layout) -> str:
     """Write a layout as the object that it describes, with its values left out."""
+    return write(layout.root, _expander(layout))
 
+
+def _expander(layout: Layout) -> Callable[[Spec], Leaf | Group]:
     def expand(spec: Spec) -> Leaf | Group:
         if isinstance(spec, Tree):
             items = list(zip(spec.paths, spec.children, strict=True))
@@ -105,7 +113,7 @@ def render(layout: Layout) -> str:
             return Leaf(_head(row), row.type.__name__, identity=spec.index)
         return Leaf(_head(row), "Array" if row is LEAF else None)
 
-    return write(layout.root, expand)
+    return expand
 
 
 def _head(item: Row | Spec) -> str:

@@ -168,32 +168,17 @@ def _expanded(expand: Callable[[Any], Leaf | Group], value: Any) -> Leaf | Group
         return Leaf(f"<{type(value).__name__}, which raises {type(error).__name__}>")
 
 
-def shared_paths(node: Any) -> dict[int, tuple]:
-    """The first path of each object that occurs again, by its id."""
-    found, stack = {}, [read(node, expand_object)]
+def parts_below(part: Part) -> Iterator[Part]:
+    """A part and all that is in it."""
+    stack = [part]
     while stack:
         part = stack.pop()
-        if part.target is not None and part.identity is not None:
-            found[part.identity] = part.target.path
+        yield part
         stack.extend(part.children)
-    return found
 
 
-def forms_of(values: Sequence[Any]) -> list[int]:
-    """A number for each object, the same for those that are written alike."""
-    return [part.form for part in read(values, _expand_items).children]
-
-
-def _expand_items(value: Any) -> Leaf | Group:
-    return Group("", [("", i, x) for i, x in enumerate(value)], "") if type(value) is list else expand_object(value)
-
-
-def sizes_text(node: Any) -> str:
-    """How much a node holds, by type of Variable."""
-    return _sizes_text(read(node, expand_object).sizes)
-
-
-def _sizes_text(sizes: dict[str, Size]) -> str:
+def sizes_text(sizes: dict[str, Size]) -> str:
+    """Write how much there is, by type of Variable."""
     return ", ".join(f"{kind}: {size}" for kind, size in sizes.items() if size.elements)
 
 
@@ -224,7 +209,7 @@ def _some(lines: Iterator[_Line], most: int) -> list[_Line]:
 def _lines(part: Part, level: int, limit: int) -> Iterator[_Line]:
     indent = "  " * level
     opening = f"{indent}{part.label}{part.opening}"
-    comment = _sizes_text(part.sizes)
+    comment = sizes_text(part.sizes)
     if part.closing is None:
         yield f"{opening},", comment.partition(": ")[2]
     elif all(x.is_static for x in part.children) and (short := in_one_line(part, WIDTH - len(opening))):

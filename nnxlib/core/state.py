@@ -24,7 +24,7 @@ import numpy as np
 from .errors import NonExhaustiveFiltersError, StateMismatchError, format_path
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .pickling import exportable
-from .reprs import Group, Leaf, expand_object, write
+from .reprs import Group, Leaf, expand_object, read, write
 from .traversals import build, empty_node, flatten_mapping, insert, path_sort_key, sorted_keys, walk
 from .variables import Variable
 
@@ -182,12 +182,9 @@ class State(MutableMapping[K, V]):
         return f"{type(self).__name__}({_nested_repr(self._mapping)})"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        from treescope import repr_lib  # only when first displayed: the import takes longer than that of nnxlib
+        from .trees import render_level  # only when first displayed: importing Treescope takes long
 
-        mapping: Any = self._mapping
-        return repr_lib.render_dictionary_wrapper(
-            object_type=type(self), wrapped_dict=mapping, path=path, subtree_renderer=subtree_renderer
-        )
+        return render_level(self._mapping, read(self, _expand_level), path, subtree_renderer)
 
 
 _set_mapping = State._mapping.__set__  # type: ignore[attr-defined]

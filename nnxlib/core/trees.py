@@ -8,24 +8,34 @@ This module is imported when something is first displayed, for importing Treesco
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from treescope import formatting_util, rendering_parts
 
 from .errors import format_path
-from .reprs import forms_of, is_graph_node, shared_paths, sizes_text, static_repr
+from .reprs import Part, expand_object, is_graph_node, parts_below, read, sizes_text, static_repr
 
 LONGEST_RUN = 16  # equal neighbours in a list that are all shown
 SHOWN_OF_RUN = 4  # of a longer one
 
 
 class _Page:
-    """What is being shown: the first path of each object that occurs again, and the objects reached so far."""
+    """What is being shown: its objects, the first path of each that occurs again, and those reached so far, by id."""
 
     def __init__(self, root: Any):
-        self.first = {key: format_path(path) for key, path in shared_paths(root).items()}
+        parts = [part for part in parts_below(read(root, expand_object)) if part.identity is not None]
+        self.parts = {part.identity: part for part in parts if part.target is None}
+        self.first = {part.identity: format_path(part.target.path) for part in parts if part.target is not None}
         self.reached = {id(root)}
+
+    def form(self, value: Any) -> int:
+        """The same number for objects that are written alike."""
+        return self.parts[id(value)].form if is_graph_node(value) and id(value) in self.parts else -1 - id(value)
+
+    def sizes(self, node: Any) -> str:
+        return sizes_text(self.parts[id(node)].sizes) if id(node) in self.parts else ""
 
 
 _page: ContextVar[_Page] = ContextVar("page")
@@ -56,7 +66,7 @@ def _render(node: Any, path: str | None, subtree_renderer: Any) -> Any:
         children = [_entry((f"{k}=",), x, path, f".{k}", subtree_renderer) for k, x in items]
     if not children:
         return rendering_parts.build_one_line_tree_node(opening + closing, path)
-    sizes = sizes_text(node)
+    sizes = _page.get().sizes(node)
     return rendering_parts.build_foldable_tree_node_from_children(
         prefix=opening,
         children=children,
@@ -88,16 +98,65 @@ def _color(kind: type) -> str:
 
 
 def _items_of_list(items: list[tuple[Any, Any]], path: str | None, subtree_renderer: Any) -> list[Any]:
-    forms = forms_of([value for _, value in items])
+    forms = [_page.get().form(value) for _, value in items]
+    return _some(forms, lambda i: _entry((), items[i][1], path, f"[{i}]", subtree_renderer), [key for key, _ in items])
+
+
+def _some(forms: Sequence[int], render: Callable[[int], Any], keys: Sequence[Any]) -> list[Any]:
+    """What is rendered for each index; of a long run of equal forms the first few, and how many more there are."""
     children, start = [], 0
-    while start < len(items):
+    while start < len(forms):
         end = start
-        while end < len(items) and forms[end] == forms[start]:
+        while end < len(forms) and forms[end] == forms[start]:
             end += 1
         shown = end if end - start <= LONGEST_RUN else start + SHOWN_OF_RUN
-        children += [_entry((), items[i][1], path, f"[{i}]", subtree_renderer) for i in range(start, shown)]
+        children += map(render, range(start, shown))
         if shown < end:
-            more = f"... {end - shown} more like these, to [{end - 1}]"
+            more = f"... {end - shown} more like these, to [{keys[end - 1]}]"
             children.append(rendering_parts.comment_color(rendering_parts.text(more)))
         start = end
     return children
+
+
+def render_level(level: Mapping[Any, Any], part: Part, path: str | None, subtree_renderer: Any) -> Any:
+    """Render a level of a State, given what :func:`~nnxlib.core.reprs.read` says of it."""
+    items = list(level.items())
+
+    def render(i: int) -> Any:
+        (key, value), child = items[i], part.children[i]
+        below = None if path is None else f"{path}[{key!r}]"
+        is_level = isinstance(value, Mapping)
+        shown = render_level(value, child, below, subtree_renderer) if is_level else subtree_renderer(value, path=below)
+        return rendering_parts.siblings_with_annotations(subtree_renderer(key), ": ", shown)
+
+    forms = [x.form if isinstance(x.key, int) else -1 - i for i, x in enumerate(part.children)]
+    sizes = sizes_text(part.sizes)
+    if not items:
+        return rendering_parts.build_one_line_tree_node(f"{part.opening}{part.closing or ''}", path)
+    return rendering_parts.build_foldable_tree_node_from_children(
+        prefix=part.opening,
+        children=_some(forms, render, [key for key, _ in items]),
+        suffix=part.closing or "",
+        comma_separated=True,
+        path=path,
+        first_line_annotation=_comment(sizes) if sizes else None,
+    )
+
+
+def render_outline(opening: str, parts: Sequence[Part], closing: str) -> Any:
+    """Render parts as they are, for what is no object graph itself."""
+
+    def render(i: int) -> Any:
+        part = parts[i]
+        if part.closing is None:
+            return rendering_parts.text(part.label + part.opening)
+        below = render_outline(part.opening, part.children, part.closing)
+        return rendering_parts.siblings_with_annotations(part.label, below)
+
+    forms = [x.form if isinstance(x.key, int) else -1 - i for i, x in enumerate(parts)]
+    return rendering_parts.build_foldable_tree_node_from_children(
+        prefix=opening,
+        children=_some(forms, render, [x.key for x in parts]),
+        suffix=closing,
+        comma_separated=True,
+    )
