@@ -35,6 +35,10 @@ class OutputError(NnxError, TypeError):
     """A value that a transformed function returns, or stores in an object, and that JAX cannot trace."""
 
 
+class RetraceWarning(UserWarning):
+    """A jitted function is traced and compiled anew at each call."""
+
+
 class StateMismatchError(NnxError, ValueError):
     """A State that does not fit the object it is merged or written into; nothing has been changed."""
 

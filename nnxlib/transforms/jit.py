@@ -40,6 +40,7 @@ from .lift import Arguments, Crossing, cross, finish, resolve
 from .plan import Plan, check_traceable
 from .prefixes import PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
 from .sites import ELSEWHERE, OBJECTS, Found, Site, look, spread
+from .traces import Traces
 
 
 @lifts_classes()
@@ -71,7 +72,8 @@ def jit(
       **options: every other option of the installed ``jax.jit`` (``keep_unused``, ``inline``, ``compiler_options``...).
 
     Returns:
-      The jitted function, with ``lower``, ``trace``, ``eval_shape`` and ``clear_cache``.
+      The jitted function, with ``lower``, ``trace``, ``eval_shape``, ``clear_cache``, and ``explain``, which says why
+      it was traced again.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> @nnx.jit
@@ -181,13 +183,14 @@ class JitWrapped:
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
         self._cacheable = not any(map(looks_at_values, filters))  # else the lanes may be others at each call
         self._captures = _Captures(self._function)
-        self._token = object()  # stands for this function where it is not to be kept alive
+        self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
         self._plans: dict[Any, Plan] = {}  # by layout and lanes
         self._sites: dict[Any, Site] = {}  # by the structure of the arguments, as their records tell it
 
     # --- calling ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._traces.calls += 1
         if self._bound_or_static:
             args, kwargs = self._bind(args, kwargs)
         captured = self._captures.objects() if self._captures.references else ()
@@ -199,7 +202,7 @@ class JitWrapped:
             if flat and isinstance(flat[0], OBJECTS):
                 record = flat[0]._nnx_record
                 if record is not None:
-                    shortcut = record.shortcuts.get(self._token)
+                    shortcut = record.shortcuts.get(self._traces)
                     if shortcut is not None and shortcut.shape == shape and record.is_quiet():
                         out = shortcut.call(flat, record)
                         if out is not ELSEWHERE:
@@ -207,7 +210,7 @@ class JitWrapped:
             found = look(flat, [shape])
             site = None if found is None else self._sites.get(found[0])
             if found is not None and site is not None:
-                return site.call(flat, found, self._token)
+                return site.call(flat, found, self._traces)
         except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
             pass
         except TypeError:
@@ -253,6 +256,21 @@ class JitWrapped:
     def __repr__(self) -> str:
         return f"nnx.jit({getattr(self._function, '__qualname__', self._function)})"
 
+    def explain(self) -> str:
+        """Say how often this function was traced, and what made the last trace necessary.
+
+        >>> import nnxlib as nnx, jax.numpy as jnp
+        >>> total = nnx.jit(lambda layer, x: layer(x).sum())
+        >>> layer = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        >>> _ = total(layer, jnp.ones(3)), total(layer, jnp.ones(3))
+        >>> layer.rate = 0.1
+        >>> _ = total(layer, jnp.ones(3))
+        >>> print(total.explain())
+        <lambda> has been called 3 times and traced 2 times, last in call 3. What differs from the trace in call 1:
+          args[0].rate: 0.5 (float) became 0.1 (float)
+        """
+        return self._traces.explain()
+
     # --- ahead of time ---
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
@@ -269,7 +287,7 @@ class JitWrapped:
             arguments = self._arguments(args, kwargs)
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
-            with lending(self._token, lambda: packed.objects):
+            with lending(self._traces, lambda: packed.objects):
                 stage = getattr(plan.everything.jitted, name)(*plan.everything.split(packed.leaves))
         except CapturedObjects as found:
             self._captures.add(found.roots)
@@ -316,7 +334,7 @@ class JitWrapped:
         plan = self._plans.get(key)
         if plan is None:
             check_traceable(layout, packed.leaves)
-            crossing = Crossing(layout, lanes, lane_of, labels, out, forced, lender=self._token)
+            crossing = Crossing(layout, lanes, lane_of, labels, out, forced, lender=self._traces)
             plan = self._plans[key] = Plan(crossing, self._function, self._jax_options(lanes))
         return plan
 

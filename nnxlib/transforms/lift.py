@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -136,6 +136,14 @@ def _same_pytree(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> bool:
     return a[1] == b[1] and all(map(operator.is_, a[0], b[0]))
 
 
+class Lender(Protocol):
+    """A jitted function, for its traces."""
+
+    def note(self, layout: Layout, leaves: Sequence[Any]) -> None:
+        """Take note of a trace that succeeded, and of the leaves that it was given."""
+        ...
+
+
 class Crossing:
     """A layout with its lanes: how leaves go in, and how those of the result come out.
 
@@ -159,7 +167,7 @@ class Crossing:
         labels: Labels | None = None,
         out_prefix: Any = None,
         forced: Collection[int] = (),
-        lender: object = None,
+        lender: Lender | None = None,
         axis_name: Any = MISSING,
     ):
         self.lender, self.axis_name = lender, axis_name
@@ -196,6 +204,8 @@ class Crossing:
             with watching() if self.watch else nullcontext():
                 out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), self._loan(), cell)
             check_returned(after, out)
+            if self.lender is not None:
+                self.lender.note(self.layout, leaves)
             if self.labels is None:
                 return (list(after.leaves),), Outcome(after.delta, (), after.paths, self._read(after))
             labels = labels_after(self.labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))

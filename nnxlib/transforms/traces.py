@@ -1,0 +1,139 @@
+"""Traces: what a jitted function was traced for, and why again.
+
+A jitted function is traced once for each structure of its arguments (a :class:`~nnxlib.core.graph.Layout`: classes,
+static values, sharing, the metadata of Variables) and each set of shapes and dtypes of the arrays that it reads. Each
+trace leaves a note of these in the :class:`Traces` of the function. Asked to *explain*, it compares the last note with
+the earlier one that is nearest to it: what differs between the two is why the function had to be traced again.
+
+A function that is traced at every call is slower than an eager one. When a number of calls in a row were each traced,
+and for the same reason, a :class:`~nnxlib.core.errors.RetraceWarning` says so.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ..core.errors import RetraceWarning, format_path
+from ..core.graph import Layout, Tree
+from ..core.graphdef import differences
+from ..core.inputs import ABSENT
+
+_KEPT = 32  # notes
+_IN_A_ROW = 8  # traced calls, before there is a warning
+
+
+class _Note(NamedTuple):
+    call: int  # the number of the call
+    layout: Layout
+    types: dict[tuple, str]  # of the arrays that the trace was given, by path
+
+
+class Difference(NamedTuple):
+    """What differed between two traces."""
+
+    path: tuple
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{format_path(self.path) if self.path else 'the arguments'}: {self.before} became {self.after}"
+
+
+class Traces:
+    """The notes of one jitted function. Also stands for the function where it must not be kept alive."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.calls = 0
+        self.count = 0
+        self._notes: deque[_Note] = deque(maxlen=_KEPT)
+        self._in_a_row = 0
+        self._reason: list[tuple] = []
+
+    def note(self, layout: Layout, leaves: Sequence[Any]) -> None:
+        """Note that a trace has succeeded, and warn if all of the last calls were traced for one reason."""
+        types = {
+            path: ", ".join(map(_type_of, jax.tree.leaves(leaf)))
+            for path, leaf in zip(layout.leaf_paths, leaves, strict=True)
+            if leaf is not ABSENT
+        }
+        previous = self._notes[-1] if self._notes else None
+        self._notes.append(_Note(self.calls, layout, types))
+        self.count += 1
+        found = [] if previous is None else _differences(previous, self._notes[-1])
+        reason = [difference.path for difference in found]
+        follows = previous is not None and self.calls - previous.call <= 1
+        self._in_a_row = self._in_a_row + 1 if follows and reason and reason == self._reason else 1
+        self._reason = reason
+        if self._in_a_row == _IN_A_ROW:
+            lines = "\n".join(f"  {difference}" for difference in found)
+            message = _EACH_CALL.format(name=self.name, count=_IN_A_ROW, lines=lines)
+            warnings.warn(message, RetraceWarning, stacklevel=_level_of_user())
+
+    def explain(self) -> str:
+        """Say how often the function was traced, and what made the last trace necessary."""
+        if not self._notes:
+            return f"{self.name} has not been traced yet."
+        last, *earlier = reversed(self._notes)
+        times = "once" if self.count == 1 else f"{self.count} times"
+        text = f"{self.name} has been called {self.calls} times and traced {times}"
+        if not earlier:
+            return f"{text}, in call {last.call}."
+        found, nearest = min(
+            ((_differences(note, last), note) for note in earlier), key=lambda pair: (len(pair[0]), -pair[1].call)
+        )
+        lines = "\n".join(f"  {difference}" for difference in found) or _NOTHING
+        return f"{text}, last in call {last.call}. What differs from the trace in call {nearest.call}:\n{lines}"
+
+
+_NOTHING = """\
+  nothing in the arguments: a setting of JAX (its configuration, the mesh, the default device), the sharding of an \
+argument, or what the function captures."""
+
+_EACH_CALL = """\
+{name} was traced and compiled anew in each of its last {count} calls, each time because of
+{lines}
+Keep what changes from call to call in an array or a Variable, which are not part of the program; give inputs a common \
+shape (pad them)."""
+
+
+def _level_of_user() -> int:
+    """How many frames up the code is that called the jitted function, for a warning of the caller."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_LIBRARIES = {"nnxlib", "jax", "jaxlib"}
+
+
+def _type_of(x: Any) -> str:
+    aval = jax.typeof(x)
+    return aval.str_short(short_dtypes=False) + (" (weakly typed)" if getattr(aval, "weak_type", False) else "")
+
+
+def _differences(a: _Note, b: _Note) -> list[Difference]:
+    if a.layout is b.layout:
+        found = []
+    elif _given(a.layout) != _given(b.layout):
+        found = [Difference((), _given(a.layout), _given(b.layout))]
+    else:
+        found = [Difference(*x) for x in differences(a.layout, b.layout)]
+    changed = {difference.path for difference in found}
+    for path, type_ in b.types.items():
+        if path not in changed and a.types.get(path, type_) != type_:
+            found.append(Difference(path, a.types[path], type_))
+    return found
+
+
+def _given(layout: Layout) -> str:
+    """The leaves and objects that were passed, by the names of the arguments."""
+    assert isinstance(layout.root, Tree)
+    return ", ".join(format_path(path) for path in layout.root.paths) or "none"
