@@ -16,7 +16,9 @@ from .compat import rnglib as rnglib
 from .compat import spmd as spmd
 from .compat import statelib as statelib
 from .compat import variablelib as variablelib
+from .core import errors as errors
 from .core import traversals as traversals
+from .core.calls import use_name_scopes as use_name_scopes
 from .core.containers import Dict as Dict
 from .core.containers import List as List
 from .core.contexts import MergeContext as MergeContext
@@ -77,6 +79,8 @@ from .core.ops import unflatten as unflatten
 from .core.ops import unpack as unpack
 from .core.ops import update as update
 from .core.ops import variables as variables
+from .core.paths import current_path as current_path
+from .core.paths import path_of as path_of
 from .core.rngs import Rngs as Rngs
 from .core.rngs import RngStream as RngStream
 from .core.state import FlatState as FlatState
@@ -111,6 +115,9 @@ from .core.variables import variable_name_from_type as variable_name_from_type
 from .core.variables import variable_type_from_name as variable_type_from_name
 from .core.variables import with_metadata as with_metadata
 from .core.variables import with_partitioning as with_partitioning
+from .diff import Diff as Diff
+from .diff import Difference as Difference
+from .diff import diff as diff
 from .display import display as display
 from .nn import initializers as initializers
 from .nn.activations import PReLU as PReLU

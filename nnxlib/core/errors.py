@@ -7,8 +7,11 @@ Each says what is wrong, where (the path, both paths when two clash), and what t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType, MethodType
 from typing import Any
+
+import jax
 
 
 class NnxError(Exception):
@@ -125,20 +128,45 @@ def locate(target: Any, skip: int = 1) -> str | None:
     return None
 
 
-def reachable(root: Any, seen: set[int]) -> Iterator[tuple[tuple, Any]]:
-    """Everything below ``root`` with its first path, in the order of the walk."""
+def reachable(
+    root: Any, seen: set[int], known: Mapping[int, tuple] = MappingProxyType({})
+) -> Iterator[tuple[tuple, Any]]:
+    """Everything below ``root`` with its first path, in the order of the paths of a State.
+
+    ``known`` are the paths, by id, of objects that have one: ``root`` then need not be at ``()``.
+    """
     stack: list[tuple[tuple, Any]] = [((), root)]
     while stack:
         path, value = stack.pop()
-        is_node = hasattr(type(value), "_nnx_children")
-        if id(value) in seen or not (is_node or type(value) in (list, tuple, dict)):
+        if id(value) in seen:
             continue
-        seen.add(id(value))  # a local list may contain itself
-        if is_node:
+        if hasattr(type(value), "_nnx_children"):
+            path = known.get(id(value), path)
+            seen.add(id(value))
             yield path, value
-            children = list(value._nnx_children())
-            if not isinstance(value, list):
-                children.sort(key=lambda item: str(item[0]))
+            items = [((key,), child) for key, child in value._nnx_children()]
+            below = items if isinstance(value, list) else _in_order(items)
+        elif type(value) in (list, tuple, dict):
+            seen.add(id(value))  # a local list may contain itself
+            below = [((key,), child) for key, child in (value.items() if type(value) is dict else enumerate(value))]
+        elif type(value) is MethodType:
+            below = [((), value.__self__)]
         else:
-            children = list(value.items() if type(value) is dict else enumerate(value))
-        stack.extend(((*path, key), child) for key, child in reversed(children))
+            below = _in_pytree(value)
+        stack.extend(((*path, *keys), child) for keys, child in reversed(below))
+
+
+def _in_order(items: list[tuple[tuple, Any]]) -> list[tuple[tuple, Any]]:
+    try:
+        return sorted(items, key=lambda item: item[0])
+    except TypeError:  # ints before strings, as everywhere
+        return sorted(items, key=lambda item: (type(item[0][0]).__name__, *item[0]))
+
+
+def _in_pytree(value: Any) -> list[tuple[tuple, Any]]:
+    """The nodes and Variables in a pytree of another kind."""
+    if jax.tree_util.all_leaves([value]):
+        return []
+    keyed, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: hasattr(type(x), "_nnx_children"))
+    nodes = [(keys, x) for keys, x in keyed if hasattr(type(x), "_nnx_children")]
+    return [(tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))) for k in keys), x) for keys, x in nodes]

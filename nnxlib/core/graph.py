@@ -37,7 +37,7 @@ import jax
 import jax.tree_util as jtu
 
 from . import errors
-from .calls import entering
+from .calls import Rows, entering
 from .captures import Watch, notice
 from .inputs import is_read, peek
 from .objects import (
@@ -331,7 +331,7 @@ class Walk:
         self.stamp = None if stamp is None else weakref.ref(stamp)  # left with each object before it is looked into
         self.exact = True  # whether the stamp tells of every change of what was visited
         self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
-        self.objects: list[Any] = list(known)
+        self.objects: list[Any] = Rows(known)
         self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
         self.plain_rows: dict[type, VariableRow] = {}  # of Variables without metadata, which are many and all alike

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -127,39 +127,62 @@ def _head(item: Row | Spec) -> str:
     return "array" if item is LEAF else static_repr(item.value) if isinstance(item, Const) else repr(item)
 
 
+class Difference(NamedTuple):
+    """One place where two structures differ: ``kind`` says in what, ``before`` and ``after`` are as shown to a user."""
+
+    path: tuple
+    kind: str
+    before: str
+    after: str
+
+
 def differences(a: Layout, b: Layout) -> Iterator[tuple[tuple, str, str]]:
     """Yield (path, what a has, what b has) for each place where two layouts differ."""
+    for path, _, before, after in structural_differences(a, b):
+        yield path, before, after
+
+
+def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
+    """Yield each place where two layouts differ, parents first.
+
+    The kinds: ``added``, ``removed``, ``type`` (another class, or a value of another nature), ``static``, ``metadata``,
+    ``sharing`` (what is one object there are two here), ``declaration`` (data or static) and ``order`` of attributes.
+    """
     seen: set[tuple[int, int]] = set()
     stack: list[tuple[tuple, Any, Any]] = [((), a.root, b.root)]
     while stack:
         path, x, y = stack.pop()
         if x is None or y is None:
-            yield path, "nothing" if x is None else _describe(x, a), "nothing" if y is None else _describe(y, b)
+            kind = "added" if x is None else "removed"
+            before, after = "nothing" if x is None else _describe(x, a), "nothing" if y is None else _describe(y, b)
+            yield Difference(path, kind, before, after)
             continue
         if isinstance(x, Ref) and isinstance(y, Ref):
             if (x.index, y.index) in seen:
                 continue
             if a.paths[x.index] != b.paths[y.index]:  # not the same as what they are shared with
-                yield path, _describe(x, a), _describe(y, b)
+                yield Difference(path, "sharing", _describe(x, a), _describe(y, b))
                 continue
             seen.add((x.index, y.index))
             p, q = a.rows[x.index], b.rows[y.index]
             if p.type is not q.type:
-                yield path, p.type.__name__, q.type.__name__
+                yield Difference(path, "type", p.type.__name__, q.type.__name__)
             elif isinstance(p, VariableRow) and isinstance(q, VariableRow):
                 if p.metadata != q.metadata:
-                    yield path, _head(p), _head(q)
+                    yield Difference(path, "metadata", _head(p), _head(q))
             elif isinstance(p, NodeRow) and isinstance(q, NodeRow):
                 f, g = dict(p.fields), dict(q.fields)
                 stack.extend(((*path, name), f.get(name), g.get(name)) for name in reversed({**f, **g}))
                 if p.marks != q.marks:
-                    yield path, f"declarations {p.marks}", f"declarations {q.marks}"
+                    yield Difference(path, "declaration", f"declarations {p.marks}", f"declarations {q.marks}")
                 if p.names != q.names and set(p.names) == set(q.names):
-                    yield path, f"attributes in the order {list(p.names)}", f"in the order {list(q.names)}"
+                    before, after = f"attributes in the order {list(p.names)}", f"in the order {list(q.names)}"
+                    yield Difference(path, "order", before, after)
         elif isinstance(x, Tree) and isinstance(y, Tree) and x.treedef == y.treedef:
             stack.extend(((*path, *key), c, d) for key, c, d in zip(x.paths, x.children, y.children, strict=True))
         elif x != y:
-            yield path, _describe(x, a), _describe(y, b)
+            kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"
+            yield Difference(path, kind, _describe(x, a), _describe(y, b))
 
 
 def describe_spec(spec: Spec) -> str:
@@ -172,5 +195,6 @@ def _describe(spec: Spec, layout: Layout | None) -> str:
         row, first = layout.rows[spec.index], format_path(layout.paths[spec.index])
         return f"{row.type.__name__} ({first})"
     if isinstance(spec, Const):
-        return f"{spec.value!r} ({type(spec.value).__name__})"
+        name = getattr(spec.value, "__qualname__", "<")
+        return name if callable(spec.value) and "<" not in name else f"{spec.value!r} ({type(spec.value).__name__})"
     return _head(spec)

@@ -7,13 +7,23 @@ while that very trace is current: anything else would let a tracer outlive its t
 
 from __future__ import annotations
 
+import functools
+import os
+import traceback
+import types
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 # jax.extend.core.get_opaque_trace_state answers the same question, but allocates an object a call and compares in
 # Python (0.6 us against 0.07 us); every attribute write of every Module asks it.
 from jax._src import core as _core
+
+# JAX hides its own frames from the tracebacks that users see, and has no public way for a library to join in.
+from jax._src import source_info_util as _source_info
+from jax._src import traceback_util as _frames
 
 # The mesh of a `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
 from jax._src.mesh import thread_resources as _thread_resources
@@ -51,3 +61,102 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     if mesh.empty:
         mesh = _thread_resources.env.physical_mesh
     return None if mesh.empty else mesh
+
+
+# --- scopes ---------------------------------------------------------------------------------------------------------
+
+_SCOPE = "<name scope>"  # the file of the only frame of a traceback that says the scope of an equation
+
+
+def named_equations(closed: Any, change: Callable[[dict[str, Any], Any], dict[str, Any]]) -> Any:
+    """A closed jaxpr in which the traceback of each equation says its name scope, and the line of the user's code.
+
+    ``change(params, traceback)`` are the parameters of an equation.
+    """
+
+    def in_jaxpr(jaxpr: Any, outer: tuple[str, ...]) -> Any:
+        equations = []
+        for eqn in jaxpr.eqns:
+            scope = (*outer, *filter(None, [str(eqn.source_info.name_stack)]))
+            line = _source_info.summarize(eqn.source_info)
+            said = _traceback_saying(", ".join(filter(None, ["/".join(scope), line])) if scope else "")
+            params = {name: in_value(value, scope) for name, value in eqn.params.items()}
+            info = eqn.source_info.replace(traceback=said)
+            equations.append(eqn.replace(params=change(params, said), source_info=info))
+        return jaxpr.replace(eqns=equations)
+
+    def in_value(value: Any, scope: tuple[str, ...]) -> Any:
+        if hasattr(value, "eqns"):
+            inner = getattr(value, "jaxpr", value)  # since JAX 0.12 every jaxpr is a closed one
+            return in_jaxpr(value, scope) if inner is value else value.replace(jaxpr=in_jaxpr(inner, scope))
+        return type(value)(in_value(x, scope) for x in value) if type(value) in (tuple, list) else value
+
+    return in_value(closed, ())
+
+
+def _traceback_saying(text: str) -> Any:
+    code = _traceback_here.__code__.replace(co_name=text, co_qualname=text, co_filename=_SCOPE)
+    return types.FunctionType(code, globals())()
+
+
+def _traceback_here() -> Any:
+    with _source_info.user_context(None):
+        return _source_info.current().traceback
+
+
+def scope_of(traceback_info: Any) -> str | None:
+    """What the traceback of an equation says, if it is one of :func:`named_equations`."""
+    frames = getattr(traceback_info, "frames", ())
+    return next((frame.function_name for frame in frames if frame.file_name == _SCOPE), None)
+
+
+# --- frames ---------------------------------------------------------------------------------------------------------
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+
+_NAME = __name__.partition(".")[0] + "."
+
+_frames.register_exclusion(_PACKAGE)
+_source_info.register_exclusion(_PACKAGE)  # an operation of a layer has the line of the user's code that calls it
+
+_is_shown = functools.cache(_frames.include_filename)  # JAX's own asks the file system for each frame
+
+
+def hide_frames(error: BaseException) -> None:
+    """Take the frames of nnxlib and JAX out of the traceback of an error on its way to the user.
+
+    As JAX does with its own, and by its switch: ``jax_traceback_filtering`` set to ``off`` shows all.
+    """
+    mode = _frames._filtering_mode()
+    if mode == "off":
+        return
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen and not isinstance(found, _frames.UnfilteredStackTrace):
+        seen.add(id(found))
+        frames = list(traceback.walk_tb(found.__traceback__))
+        kept = None
+        for frame, line in reversed(frames):
+            if _is_shown(frame.f_code.co_filename):
+                kept = types.TracebackType(kept, frame, frame.f_lasti, line)
+            elif mode == "tracebackhide":
+                frame.f_locals["__tracebackhide__"] = True
+        if mode != "tracebackhide":
+            found.__traceback__ = kept
+        if type(found.__context__).__module__.startswith(_NAME) and not isinstance(found.__context__, Exception):
+            found.__context__ = None  # what ended one trace of the engine, so that another could begin
+        found = found.__cause__ or found.__context__
+
+
+def boundary(f: Callable) -> Callable:
+    """``f`` with the frames of nnxlib hidden from the errors that leave it."""
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return f(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return call

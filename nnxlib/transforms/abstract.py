@@ -10,10 +10,12 @@ import jax
 from ..core.graph import Packed, build, commit, pack
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
+from ..core.tracing import boundary
 from ..core.variables import Variable
 from .lift import Arguments, Crossing, resolve
 
 
+@boundary
 def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call ``f`` on abstract arrays; the output has ``jax.ShapeDtypeStruct`` in place of arrays.
 

@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from ..core.calls import captured_types
 from ..core.errors import ArgumentError
 from ..core.graph import After, Delta, Layout, Row, VariableRow
 from ..core.static import Const
-from ..core.variables import make_variable
+from ..core.variables import Perturbation, make_variable
 
 PARTITION_NAME = "partition_name"
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -57,3 +58,15 @@ def _moved(row: Row, value: Any, label: Any, method: str, name: str | None) -> R
     variable = make_variable(row.type, value, row.metadata.fresh())
     getattr(variable, method)(label, name)
     return row._replace(metadata=Const.of_items(variable.get_metadata(), ("metadata",)))
+
+
+def stack_recorded(labels: Sequence[Any], layout: Layout, after: After) -> Sequence[Any]:
+    """Within ``nnx.capture``: what each slice has recorded in an object that is passed whole is stacked, on axis 0.
+
+    Not a perturbation: it would be added, stacked, in each slice.
+    """
+    kinds = [kind for kind in captured_types() or () if not issubclass(kind, Perturbation)]
+    if not kinds:
+        return labels
+    new = [i >= len(layout.rows) and after.rows[i].type in kinds for i, _ in after.owners]
+    return [0 if is_new and not isinstance(label, int) else label for is_new, label in zip(new, labels, strict=True)]

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 
 from ..core.errors import format_path
 from ..core.graph import Delta, Layout, pack
+from ..core.tracing import boundary
 from .body import Body, Owner, delta_of, positions_of, structural_rows, trace_body, type_of
 from .body_checks import BodyError, check_same_output, structural_changes, type_changes
 from .lift import Arguments, resolve
 from .program import Program, Result, program_of, run_program
 
 
+@boundary
 def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> Any:
     """Apply ``true_fun`` or ``false_fun`` to the operands; ``jax.lax.cond`` with state.
 
@@ -38,6 +40,7 @@ def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> 
     return switch(jnp.asarray(pred, bool).astype(jnp.int32), (false_fun, true_fun), *operands)
 
 
+@boundary
 def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
     """Apply the function number ``index`` to the operands; ``jax.lax.switch`` with state.
 

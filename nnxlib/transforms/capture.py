@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.calls import inside, listening
-from ..core.filters import Filter
+from ..core.filters import Filter, to_predicate
 from ..core.graph import build, commit, diff, pack
 from ..core.module import Module, record, recorded_in
 from ..core.objects import Node
 from ..core.ops import iter_graph, pop, update
 from ..core.state import State, from_flat_state
+from ..core.tracing import boundary
 from ..core.variables import Variable
 from .lift import Arguments, resolve
 
@@ -30,6 +31,7 @@ def capture(
     *var_types: type[Variable],
     init: State | None = None,
     method_outputs: type[Variable] | None = None,
+    only: Filter = ...,
 ) -> Callable:
     """Return a function that returns the output, and a State of what was recorded for each type of Variable.
 
@@ -41,6 +43,11 @@ def capture(
       init: a State to start from, such as perturbations to be differentiated.
       method_outputs: a type of Variable in which to record what each method of each Module returns, under the name of
         the method; has a State of its own, the last, if it is not among ``var_types``.
+      only: of which Modules, by type or path: ``nnx.Linear``, ``nnx.PathContains('encoder')``, or any other filter.
+
+    What is recorded has the structure of the calls that are made, so a jitted function is traced once. Under ``vmap``
+    and ``scan`` it is stacked: with the axis of the Module, and on axis 0 if the Module is passed whole or carried
+    (a :class:`Perturbation` needs an axis). Functions that are jitted elsewhere run as a part of the call.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> class Net(nnx.Module):
@@ -50,18 +57,23 @@ def capture(
     >>> y, recorded = nnx.capture(Net(), nnx.Intermediate)(jnp.ones(2))
     >>> recorded.hidden.value[0].tolist()
     [2.0, 2.0]
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+    >>> y, outputs = nnx.capture(model, method_outputs=nnx.Intermediate, only=nnx.Linear)(jnp.ones(2))
+    >>> [(path, x.value[0].shape) for path, x in outputs.flat_state()]
+    [(('layers', 0, '__call__'), (3,)), (('layers', 2, '__call__'), (1,))]
 
     Raises:
       TypeError: if no type of Variable is given, or no argument is a Module.
     """
     if fn is None or (inspect.isclass(fn) and issubclass(fn, Variable)):
         types = var_types if fn is None else (fn, *var_types)
-        return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs)
+        return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs, only=only)
     kinds = tuple(dict.fromkeys((*var_types, *((method_outputs,) if method_outputs is not None else ()))))
     if not kinds:
         raise TypeError("nnx.capture needs a type of Variable to take out: nnx.capture(model, nnx.Intermediate).")
     function, bound, bound_kwargs = resolve(fn)
 
+    @boundary
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         packed = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
         (inner_args, inner_kwargs, _), objects = build(packed.layout, packed.leaves)
@@ -71,7 +83,9 @@ def capture(
         earlier = _take_out(module, kinds)
         attached = [] if init is None else _attach(module, init)
         listener = inside(packed.layout, objects, [path[2:] for path in packed.layout.paths])
-        listener.on_call, listener.captured = _recorder(method_outputs), kinds
+        listener.captured = kinds
+        if method_outputs is not None:
+            listener.on_call = _recorder(method_outputs, to_predicate(only), listener.path_of(module))
         with listening(listener):
             out = function(*inner_args, **inner_kwargs)
         recorded = _pop_recorded(module, kinds)
@@ -86,11 +100,16 @@ def capture(
     return functools.update_wrapper(wrapped, fn, updated=())
 
 
-def _recorder(kind: type[Variable] | None) -> Callable | None:
-    # Under the bare name of the method the recording would hide the method itself from the next call.
-    if kind is None:
-        return None
-    return lambda module, path, name, args, kwargs: lambda out: module.sow(kind, name + _OUTPUT, out)
+def _recorder(kind: type[Variable], chosen: Callable[[tuple, Any], bool], root: tuple) -> Callable:
+    """What records the outputs of the chosen Modules; their paths are told from that of the ``root`` down."""
+
+    def on_call(module: Any, path: tuple, name: str, args: tuple, kwargs: dict) -> Callable[[Any], object] | None:
+        if not chosen(path[len(root) :] if path[: len(root)] == root else path, module):
+            return None
+        # Under the bare name of the method the recording would hide the method itself from the next call.
+        return lambda out: module.sow(kind, name + _OUTPUT, out)
+
+    return on_call
 
 
 def _renamed(recorded: Any) -> State:

@@ -37,6 +37,7 @@ from ..core.errors import ArgumentError, StaticValueError
 from ..core.graph import StaticArgument
 from ..core.objects import Pytree, is_data, new_node
 from ..core.static import Const
+from ..core.tracing import boundary
 from ..core.variables import MISSING
 
 P = ParamSpec("P")
@@ -71,6 +72,7 @@ def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
         parameters = inspect.signature(transform).parameters
         name, plain = next(iter(parameters)), cast(Callable[..., R], transform)
 
+        @boundary
         @functools.wraps(transform)
         def wrapper(*args: Any, methods: Methods | None = None, **options: Any) -> Any:
             f = args[0] if args else options.pop(name, MISSING)
@@ -85,7 +87,8 @@ def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
             if methods is not None and not is_class:
                 raise ArgumentError(f"methods={methods!r} is for a class of Modules, but got {f!r}.")
             if not (is_class and chosen):
-                return plain(f, *args[1:], **options)
+                made: Any = plain(f, *args[1:], **options)
+                return boundary(made) if isinstance(made, types.FunctionType) else made
             return _rebound(f, lifted_class(wrapper, target, _options_by_method(chosen, given)))
 
         wrapper._nnx_transform = transform  # type: ignore[attr-defined]

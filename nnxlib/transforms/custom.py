@@ -20,6 +20,7 @@ import jax.tree_util as jtu
 from ..core.errors import ArgumentError, describe, format_path
 from ..core.graph import After, Delta, Layout, NodeRow, Packed, StaticArgument, Tree, build, count_leaves, pack
 from ..core.objects import is_data
+from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .jit import check_traceable
 from .lift import Arguments, Outcome, check_returned, cross, finish, resolve
@@ -116,6 +117,7 @@ class _Custom:
         single = isinstance(nondiff_argnums, int | DiffState)
         self._chosen: list[Any] = [nondiff_argnums] if single else list(nondiff_argnums)  # type: ignore[arg-type]
 
+    @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; under differentiation, its rule."""
         call, packed = _prepare(self._function, self._positional(args, kwargs), self._chosen)

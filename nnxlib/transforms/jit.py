@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ..core.calls import followed, observed
+from ..core.calls import Followers, followed, observed
 from ..core.captures import CapturedObjects, Watch, all_borrowed, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, format_path, reachable
 from ..core.filters import looks_at_values
@@ -32,7 +32,7 @@ from ..core.graphdef import differences
 from ..core.inputs import AbsentInput
 from ..core.objects import Node, is_node
 from ..core.references import named_in, ways_from
-from ..core.tracing import at_top_level, current_trace
+from ..core.tracing import at_top_level, current_trace, hide_frames
 from ..core.variables import MISSING
 from .abstract import eval_packed
 from .classes import lifts_classes
@@ -190,38 +190,42 @@ class JitWrapped:
     # --- calling ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._traces.calls += 1
-        if self._bound_or_static:
-            args, kwargs = self._bind(args, kwargs)
-        captured = self._captures.objects() if self._captures.references else ()
-        if not self._cacheable or not at_top_level() or (Watch.count and all_borrowed()):
-            return self._call_packed(args, kwargs, captured, None)
-        flat, shape = spread(args, kwargs, captured) if kwargs or captured else (args, len(args))
-        found = None
         try:
-            if flat and isinstance(flat[0], OBJECTS):
-                record = flat[0]._nnx_record
-                if record is not None:
-                    shortcut = record.shortcuts.get(self._traces)
-                    if shortcut is not None and shortcut.shape == shape and record.is_quiet():
-                        out = shortcut.call(flat, record)
-                        if out is not ELSEWHERE:
-                            return out
-            found = look(flat, [shape])
-            site = None if found is None else self._sites.get(found[0])
-            if found is not None and site is not None:
-                return site.call(flat, found, self._traces)
-        except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
-            pass
-        except TypeError:
-            packed = pack(Arguments(args, kwargs, captured))
-            check_traceable(packed.layout, packed.leaves)
+            self._traces.calls += 1
+            if self._bound_or_static:
+                args, kwargs = self._bind(args, kwargs)
+            captured = self._captures.objects() if self._captures.references else ()
+            if not self._cacheable or not at_top_level() or Followers.count or (Watch.count and all_borrowed()):
+                return self._call_packed(args, kwargs, captured, None)
+            flat, shape = spread(args, kwargs, captured) if kwargs or captured else (args, len(args))
+            found = None
+            try:
+                if flat and isinstance(flat[0], OBJECTS):
+                    record = flat[0]._nnx_record
+                    if record is not None:
+                        shortcut = record.shortcuts.get(self._traces)
+                        if shortcut is not None and shortcut.shape == shape and record.is_quiet():
+                            out = shortcut.call(flat, record)
+                            if out is not ELSEWHERE:
+                                return out
+                found = look(flat, [shape])
+                site = None if found is None else self._sites.get(found[0])
+                if found is not None and site is not None:
+                    return site.call(flat, found, self._traces)
+            except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
+                pass
+            except TypeError:
+                packed = pack(Arguments(args, kwargs, captured))
+                check_traceable(packed.layout, packed.leaves)
+                raise
+            return self._call_packed(args, kwargs, captured, found)
+        except Exception as error:
+            hide_frames(error)
             raise
-        return self._call_packed(args, kwargs, captured, found)
 
     def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None) -> Any:
         """The long way of a call; what was ``found`` of its arguments leads there the short way next time."""
-        if followed() and not at_top_level():
+        if followed():
             return self._call_followed(Arguments(args, kwargs))
         while True:
             try:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ..core.calls import inside, listening
+from ..core.calls import captured_types, inside, listening
 from ..core.captures import all_borrowed, borrowable, borrowed, watching
 from ..core.errors import ArgumentError, OutputError, format_path
 from ..core.escapes import check_contained
@@ -48,8 +48,9 @@ from ..core.graph import (
 )
 from ..core.inputs import ABSENT, AbsentInput, Input, is_read
 from ..core.objects import Node, is_data
+from ..core.tracing import boundary
 from ..core.variables import MISSING, Cell
-from .axes import stack_axes, strip_axes
+from .axes import stack_axes, stack_recorded, strip_axes
 from .prefixes import (
     Labels,
     broadcast_prefix,
@@ -157,6 +158,7 @@ class Crossing:
       lender: who lends it the objects that the function captures (a jitted function, see core/captures.py). Then it
         looks out for those, and for the leaves that the function reads.
       axis_name: where labels are axes: the name of the axis in the metadata of Variables, see axes.py.
+      stacks: whether each slice leaves a value, to be stacked.
     """
 
     def __init__(
@@ -169,8 +171,9 @@ class Crossing:
         forced: Collection[int] = (),
         lender: Lender | None = None,
         axis_name: Any = MISSING,
+        stacks: bool = False,
     ):
-        self.lender, self.axis_name = lender, axis_name
+        self.lender, self.axis_name, self.stacks = lender, axis_name, stacks
         self.watch = lender is not None
         self.lent = rows_below(layout, "captured") if self.watch else []
         self.layout, self.lanes, self.lane_of, self.forced = layout, lanes, lane_of, forced
@@ -209,6 +212,8 @@ class Crossing:
             if self.labels is None:
                 return (list(after.leaves),), Outcome(after.delta, (), after.paths, self._read(after))
             labels = labels_after(self.labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
+            if self.stacks:
+                labels = stack_recorded(labels, layout, after)
             delta = after.delta if self.axis_name is MISSING else stack_axes(after, labels, self.axis_name)
             lanes_after = lane_numbers(labels, self.lanes)
             outcome = Outcome(delta, lanes_after, after.paths, self._read(after))
@@ -392,6 +397,7 @@ def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: fini
     def transform(f: Callable) -> Callable:
         function, bound, bound_kwargs = resolve(f)
 
+        @boundary
         @functools.wraps(f, updated=())
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             packed = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
@@ -426,6 +432,10 @@ def lift_lanes(
     packed = pack(arguments)
     labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
     check(packed, in_order)
-    lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(contexts)), *labels_in(out)]))
-    crossing = Crossing(packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name)
+    stacks = axis_name is not MISSING
+    recorded = [0] if stacks and captured_types() else []
+    lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(contexts)), *labels_in(out), *recorded]))
+    crossing = Crossing(
+        packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name, stacks=stacks
+    )
     return finish(packed, over(crossing.pure(function), lanes)(*crossing.split(packed.leaves)))

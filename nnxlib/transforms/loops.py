@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from ..core.errors import format_path
 from ..core.graph import Layout, count_leaves, pack
-from ..core.tracing import at_top_level
+from ..core.tracing import at_top_level, boundary
 from .body import Body, delta_of, positions_of, trace_body
 from .body_checks import BodyError, check_same_output, check_types, refuse_structure, widened
 from .lift import Arguments, resolve
 from .program import Program, Result, program_of, run_program
 
 
+@boundary
 def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     """Apply ``body_fun`` to a value as long as ``cond_fun`` of it is true; ``jax.lax.while_loop`` with state.
 
@@ -62,6 +63,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     return run_program(program_of((step, test), ("while", layout), make), packed).args[0]
 
 
+@boundary
 def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unroll: int | bool | None = None) -> Any:
     """Apply ``body_fun(i, value)`` for ``i`` from ``lower`` to ``upper``; ``jax.lax.fori_loop`` with state.
 

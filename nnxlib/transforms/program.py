@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from ..core.calls import followed
 from ..core.captures import CapturedObjects, watching
 from ..core.graph import (
     Delta,
@@ -33,7 +34,7 @@ class Program:
         self.captures = False  # whether it was found to use live objects that it is not given
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        if at_top_level() and not self.captures:
+        if at_top_level() and not self.captures and not followed():
             try:
                 return self.jitted(list(leaves))
             except CapturedObjects:

@@ -20,7 +20,7 @@ from ..core.errors import PrefixError, format_path
 from ..core.graph import Layout, Spec, Tree, pack
 from ..core.objects import is_node
 from ..core.variables import MISSING
-from .axes import NO_METADATA, axis_name_in, stack_axes, strip_axes
+from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
 from .body import Body, delta_of, positions_of, structural_rows, trace_body
 from .body_checks import BodyError, check_types, refuse, structural_changes, widened
 from .classes import lifts_classes
@@ -147,7 +147,8 @@ def looped(
 
         def make() -> Program:
             def label(after: Any, out: Any) -> list[Any]:
-                return labels_after(labels, layout, after, broadcast_prefix(out_axes, out, "out_axes"))
+                found = labels_after(labels, layout, after, broadcast_prefix(out_axes, out, "out_axes"))
+                return list(stack_recorded(found, layout, after))
 
             def program(leaves: list[Any]) -> Any:
                 slices = [_slice_type(x, axis) for x, axis in zip(leaves, in_order, strict=True)]

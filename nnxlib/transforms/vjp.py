@@ -14,6 +14,7 @@ import jax
 
 from ..core.errors import ArgumentError
 from ..core.graph import Packed, commit, pack
+from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .grad import split_aux
 from .jit import check_traceable
@@ -70,6 +71,7 @@ def _chosen(argnums: Any, count: int) -> Sequence[int | DiffState]:
     return range(count) if argnums is None else [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
 
 
+@boundary
 def vjp(
     f: Callable = MISSING,
     *primals: Any,
@@ -127,6 +129,7 @@ class _PullBack:
         return tuple([folded[i] for i in self.numbers])
 
 
+@boundary
 def jvp(
     f: Callable = MISSING,
     primals: Sequence[Any] = MISSING,
@@ -175,6 +178,7 @@ def _check_count(primals: Sequence[Any], tangents: Sequence[Any]) -> None:
         raise ArgumentError(f"There must be one tangent for each argument: {len(tangents)} for {len(primals)}.")
 
 
+@boundary
 def linearize(
     f: Callable,
     *primals: Any,

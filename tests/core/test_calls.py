@@ -240,12 +240,12 @@ def test_notes_name_path_class_and_input():
     net = Net()
     net.block.layers[1] = Failing()
     assert notes(lambda: nnx.jit(lambda m, x: m(x))(net, X)) == [
-        "in block.layers[1] (Failing), input float32[1, 2]",
+        "in block.layers[1] (Failing, w float32[2]), input float32[1, 2]",
         "in block (Block), input float32[1, 2]",
         "in <root> (Net), input float32[1, 2]",
     ]
     found = notes(lambda: nnx.jit(lambda m, x: m.layers[1](x, None))(net.block, X))
-    assert found == ["in layers[1] (Failing), input float32[1, 2], None"]
+    assert found == ["in layers[1] (Failing, w float32[2]), input float32[1, 2], None"]
 
 
 def test_notes_of_methods_and_super():
@@ -259,8 +259,8 @@ def test_notes_of_methods_and_super():
             return self(x)
 
     assert notes(lambda: nnx.jit(lambda m, x: m.run(x))(Failing(), X)) == [
-        "in <root> (Failing), input float32[1, 2]",
-        "in <root>.run (Failing), input float32[1, 2]",
+        "in <root> (Failing, w float32[2]), input float32[1, 2]",
+        "in <root>.run (Failing, w float32[2]), input float32[1, 2]",
     ]
 
 
@@ -279,17 +279,41 @@ def test_notes_inside_transforms(inside):
     outer.net.block.layers[1].w.value = jnp.ones(3)
     found = [note.rpartition("[")[0] for note in notes(lambda: nnx.jit(lambda m, x: m(x))(outer, X))]
     assert found == [
-        "in net.block.layers[1] (Layer), input float32",
+        "in net.block.layers[1] (Layer, w float32[3]), input float32",
         "in net.block (Block), input float32",
         "in <root> (Outer), input float32",
     ]
 
 
-def test_eager_errors_have_no_notes():
-    """Outside of transforms a call is a plain call: the traceback says where it was."""
-    with pytest.raises(TypeError) as caught:
-        Layer()(jnp.ones(3))
-    assert not [note for note in getattr(caught.value, "__notes__", ()) if note.startswith("in ")]
+def test_notes_in_eager_code():
+    """The same notes as under a transform: the running calls are found on the stack of Python."""
+
+    class Failing(Layer):
+        def __call__(self, x):
+            return super().__call__(x) + jnp.ones(7)
+
+    net = Net()
+    net.block.layers[1] = Failing()
+    expected = [
+        "in block.layers[1] (Failing, w float32[2]), input float32[1, 2]",
+        "in block (Block), input float32[1, 2]",
+        "in <root> (Net), input float32[1, 2]",
+    ]
+    assert notes(lambda: net(X)) == expected
+    assert notes(lambda: jax.eval_shape(net, X)) == expected, "also under raw JAX"
+
+
+def test_notes_say_the_sizes_of_a_layer():
+    """Features in and out of the library's layers; up to four of the Variables of another Module."""
+    rngs = nnx.Rngs(0)
+    for layer, x, text in (
+        (nnx.Linear(4, 2, rngs=rngs), jnp.ones((1, 3)), "<root> (Linear 4->2), input float32[1, 3]"),
+        (nnx.LinearGeneral((2, 3), (4,), axis=(-2, -1), rngs=rngs), X, "(LinearGeneral (2, 3)->(4,)), input"),
+        (nnx.Conv(3, 8, (3, 3), rngs=rngs), jnp.ones((1, 5, 5, 2)), "(Conv 3->8 kernel (3, 3)), input float32[1, 5, 5, 2]"),
+        (nnx.Embed(10, 4, rngs=rngs), jnp.ones(2), "(Embed 10x4), input float32[2]"),
+        (nnx.BatchNorm(5, rngs=rngs), X, "(BatchNorm 5), input float32[1, 2]"),
+    ):
+        assert text in notes(lambda layer=layer, x=x: layer(x))[0]
 
 
 # --- the wrapper ----------------------------------------------------------------------------------------------------

@@ -1,15 +1,20 @@
-"""Which trace is running, on every supported version of JAX."""
+"""Which trace is running, and whose frames are shown, on every supported version of JAX."""
 
 import contextlib
 import gc
+import pathlib
 import threading
+import traceback
 import weakref
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import nnxlib as nnx
+from nnxlib.core.errors import ArgumentError
 from nnxlib.core.tracing import Tracer, at_top_level, current_trace, in_current_trace
+from tests.properties.test_matrix import EAGER, LOOPS
 
 TRANSFORMS = {
     "jit": lambda f: jax.jit(f)(1.0),
@@ -128,3 +133,118 @@ def test_tracers_of_this_trace():
     f(jnp.ones(()))
     assert not in_current_trace(jnp.ones(()))
     assert not in_current_trace("text")
+
+
+# --- frames ---------------------------------------------------------------------------------------------------------
+
+
+class Failing(nnx.Module):
+    def __init__(self):
+        self.layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(3, 4, rngs=nnx.Rngs(0))]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def forward(model, other, x):
+    return (model(x).sum(-1),)
+
+
+def train_step(model, x):
+    return nnx.grad(lambda model: model(x).sum())(model)
+
+
+def raised(f, *args):
+    with pytest.raises(Exception) as caught:  # which error it is, is not the point
+        f(*args)
+    return caught.value
+
+
+def files(error):
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+LIBRARY = str(pathlib.Path(nnx.__file__).parent)
+X = jnp.ones((4, 4, 4))
+
+
+@pytest.mark.parametrize("name", [*EAGER, *LOOPS])
+def test_frames_of_the_library_are_hidden(name):
+    """An error in a user's function, under any transform: the user's frames, and the last is where it was raised."""
+    model = nnx.vmap(lambda key: Failing(), axis_size=4)(None) if name in ("vmap", "scan over an axis") else Failing()
+    error = raised({**EAGER, **LOOPS}[name](forward), model, nnx.Dict(), X)
+    assert not [file for file in files(error) if file.startswith(LIBRARY)]
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert names[-2:] == ["forward", "__call__"]
+    assert any("layers[1] (Linear 3->4), input float32[" in note for note in error.__notes__)
+
+
+def test_the_traceback_of_a_training_step():
+    """What the user reads holds no file of nnxlib, and no frame of JAX; nor does that of an eager call."""
+    for f in (nnx.jit(train_step), train_step, lambda model, x: model(x)):
+        error = raised(f, Failing(), X)
+        text = "".join(traceback.format_exception(error))
+        assert LIBRARY not in text
+        assert str(pathlib.Path(jax.__file__).parent) not in text
+        assert "x = layer(x)" in text
+        assert "in layers[1] (Linear 3->4), input float32[4, 4, 4]" in text
+
+
+def test_what_ends_a_trace_of_the_engine_is_not_shown():
+    """A closure is traced twice, and a shape that makes a function read more again: the user sees their own error."""
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def grows(layer, x):
+        if len(x) > 2:
+            x = layer(x)
+            raise ValueError("too long")
+        return x
+
+    jitted = nnx.jit(grows)
+    jitted(layer, jnp.ones((2, 2)))
+    jitted(layer, jnp.ones((2, 2)))
+    for error in (
+        raised(jitted, layer, jnp.ones((3, 2))),
+        raised(nnx.jit(lambda x: grows(layer, x)), jnp.ones((3, 2))),
+    ):
+        assert "".join(traceback.format_exception(error)).count("Traceback") == 1
+
+
+def test_errors_of_the_library_itself():
+    """They end where the user called it."""
+    error = raised(nnx.jit(lambda x: x), "text")
+    assert isinstance(error, ArgumentError)
+    assert {pathlib.Path(file).name for file in files(error)} == {"test_tracing.py"}
+    error = raised(lambda: nnx.scan(lambda x: x, in_axes=(nnx.Carry,), out_axes=0))
+    assert {pathlib.Path(file).name for file in files(error)} == {"test_tracing.py"}
+
+
+def test_the_switch_of_jax_shows_all_frames():
+    """`jax_traceback_filtering`: "off" shows the library's frames, "tracebackhide" marks them."""
+    before = jax.config.jax_traceback_filtering
+    try:
+        jax.config.update("jax_traceback_filtering", "off")
+        shown = files(raised(nnx.jit(train_step), Failing(), X))
+        for part in ("jit.py", "calls.py", "grad.py", "linear.py"):
+            assert any(file.startswith(LIBRARY) and file.endswith(part) for file in shown)
+        jax.config.update("jax_traceback_filtering", "tracebackhide")
+        error = raised(train_step, Failing(), X)
+        hidden = [f.f_locals.get("__tracebackhide__") for f, _ in traceback.walk_tb(error.__traceback__)]
+        library = [f.f_code.co_filename.startswith(LIBRARY) for f, _ in traceback.walk_tb(error.__traceback__)]
+        assert all(hide for hide, is_ours in zip(hidden, library, strict=True) if is_ours)
+        assert not hidden[0]
+        jax.config.update("jax_traceback_filtering", "remove_frames")
+        assert not [file for file in files(raised(nnx.jit(train_step), Failing(), X)) if file.startswith(LIBRARY)]
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
+def test_operations_have_the_line_of_the_user():
+    """As those of jax.numpy do: the source of an operation of a layer is the call of the layer."""
+    model = Failing()
+    model.layers.pop()
+    text = nnx.jit(lambda m, x: m(x)).lower(model, X).as_text(debug_info=True)
+    assert "test_tracing.py" in text
+    assert "linear.py" not in text

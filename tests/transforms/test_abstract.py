@@ -152,7 +152,7 @@ def test_failures_change_nothing():
     model = make()
     with pytest.raises(ValueError, match="shape") as caught:
         nnx.eval_shape(model, jax.ShapeDtypeStruct((4, 7), jnp.float32))
-    assert caught.value.__notes__[0].startswith("in linear (Linear), input float32[4, 7]")
+    assert caught.value.__notes__[0].startswith("in linear (Linear 2->3), input float32[4, 7]")
     with pytest.raises(errors.OutputError, match="<output> is set to a str"):
         nnx.eval_shape(lambda m: "text", model)
     assert_same(model, make())

@@ -255,3 +255,164 @@ def test_structural_changes_come_out():
     assert model.extra is extra
     assert plain(recorded) == RECORDED
     assert not hasattr(model, "result")
+
+
+# --- what has been left out, and where it runs ----------------------------------------------------------------------
+
+
+class Record(nnx.Module):
+    traced = 0
+
+    def __init__(self, key=0):
+        self.w = nnx.Param(jnp.ones(2))
+
+    def __call__(self, x):
+        Record.traced += 1
+        self.sow(nnx.Intermediate, "h", x)
+        return 2 * self.w * x
+
+
+def step(x, layer):
+    return layer(x)
+
+
+HOW = {
+    "scan": lambda m, x: nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, m.stacked),
+    "scan of one": lambda m, x: nnx.scan(step, in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=3)(x, m.one),
+    "scan, carried": lambda m, x: nnx.scan(
+        lambda c: (c[0], c[0](c[1])), in_axes=(nnx.Carry,), out_axes=nnx.Carry, length=3
+    )((m.one, x))[1],
+    "vmap": lambda m, x: nnx.vmap(step, in_axes=(None, 0))(x, m.stacked),
+    "vmap of one": lambda m, x: nnx.vmap(step, in_axes=(0, None))(jnp.stack([x, 2 * x, 4 * x]), m.one),
+    "remat": lambda m, x: nnx.remat(step)(x, m.one),
+    "cond": lambda m, x: nnx.cond(x.sum() > 0, step, step, x, m.one),
+    "jit": lambda m, x: jitted_step(x, m.one),
+    "grad": lambda m, x: nnx.grad(lambda x, m: m(x).sum())(x, m.one),
+}
+jitted_step = nnx.jit(step)
+
+
+class How(nnx.Module):
+    def __init__(self, how):
+        self.stacked, self.one, self.how = nnx.vmap(Record)(jnp.arange(3)), Record(), how
+
+    def __call__(self, x):
+        return HOW[self.how](self, x)
+
+
+RECORDED_BY = {
+    "scan": ("stacked", [[1, 2], [2, 4], [4, 8]]),
+    "scan of one": ("one", [[1, 2], [2, 4], [4, 8]]),
+    "scan, carried": ("one", [[1, 2], [2, 4], [4, 8]]),
+    "vmap": ("stacked", [[1, 2], [1, 2], [1, 2]]),
+    "vmap of one": ("one", [[1, 2], [2, 4], [4, 8]]),
+    "remat": ("one", [1, 2]),
+    "cond": ("one", [1, 2]),
+    "jit": ("one", [1, 2]),
+    "grad": ("one", [1, 2]),
+}
+
+
+@pytest.mark.parametrize("how", RECORDED_BY)
+def test_stacked_under_scan_and_vmap(how):
+    """Sown values and outputs: with an axis for each loop and map, of stacked Modules and of one that is shared."""
+    model, (place, expected) = How(how), RECORDED_BY[how]
+    captured = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Cache, only=Record)
+    for call in (captured, captured, nnx.jit(captured)):
+        _, sown, outputs = call(X)
+        assert plain(sown) == {place: {"h": (expected,)}}
+        assert plain(outputs) == {place: {"__call__": ((2 * np.asarray(expected)).tolist(),)}}
+    assert not nnx.state(model, nnx.Intermediate)
+
+
+def test_a_filter_chooses_the_modules():
+    """By type, path and any predicate, from the captured Module down, also where the capture is in another Module."""
+    model = Net()
+
+    def paths(m, only):
+        return [path for path, _ in nnx.capture(m, method_outputs=nnx.Cache, only=only)(X)[1].flat_state()
+                if path[-1] == "__call__"]  # fmt: skip
+
+    first, second, root = ("layers", 0, "__call__"), ("layers", 1, "__call__"), ("__call__",)
+    assert paths(model, ...) == [root, first, second]
+    assert paths(model, Layer) == [first, second]
+    assert paths(model, nnx.PathContains(1)) == [second]
+    assert paths(model, lambda path, m: path == ()) == [root]
+    assert paths(model, nnx.Not(Layer)) == [root]
+    assert paths(model, (nnx.PathContains(0), Net)) == [root, first]
+
+    class Captures(nnx.Module):
+        def __init__(self):
+            self.net = Net()
+
+        def __call__(self, x):
+            return nnx.capture(self.net, method_outputs=nnx.Cache, only=lambda path, m: path == ("layers", 1))(x)[1]
+
+    for call in (Captures(), nnx.jit(Captures())):
+        assert [path for path, _ in call(X).flat_state() if path[-1] == "__call__"] == [second]
+
+
+def test_a_jitted_capture_is_traced_once():
+    """The structure of what is recorded is that of the calls: no retrace, whatever was recorded before."""
+    model = How("scan")
+    captured = nnx.jit(nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Cache))
+    captured(X)
+    before = Record.traced
+    shapes = [jax.tree.map(jnp.shape, captured(X + i)[1:]) for i in range(3)]
+    assert Record.traced == before
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_compiled_functions_neither_hide_nor_keep_recordings():
+    """A function that was compiled outside of a capture records within one, and does not after it."""
+
+    class Quiet(nnx.Module):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "h", x, capture_noop=True)
+            return x
+
+    scanned = nnx.scan(step, in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=1)
+    for call in (nnx.jit(lambda m, x: m(x)), lambda m, x: scanned(x, m)):
+        model = Quiet()
+        for _ in range(2):
+            call(model, X)
+            assert not hasattr(model, "h")
+            _, recorded = nnx.capture(call, nnx.Intermediate)(model, X)
+            assert list(recorded) == ["h"]
+
+
+def test_gradients_of_stacked_intermediates():
+    """The perturbation of a scanned layer has its axis, and so has its gradient."""
+
+    class Perturbed(nnx.Module):
+        def __init__(self, key):
+            self.w = nnx.Param(jnp.full(2, 2.0))
+
+        def __call__(self, x):
+            return self.perturb("d", self.w * x)
+
+    class Scanned(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.vmap(Perturbed)(jnp.arange(3))
+
+        def __call__(self, x):
+            return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    model = Scanned()
+    _, deltas = nnx.capture(model, nnx.Perturbation)(X)
+
+    def loss(deltas):
+        return nnx.capture(model, nnx.Perturbation, init=deltas)(X)[0].sum()
+
+    for grads in (nnx.grad(loss)(deltas), nnx.jit(nnx.grad(loss))(deltas)):
+        assert np.asarray(grads.layers.d.value).tolist() == [[4, 4], [2, 2], [1, 1]]
+
+    class Shared(Scanned):
+        def __call__(self, x):
+            one = nnx.scan(step, in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=2)
+            return one(x, self.one)
+
+    shared = Shared()
+    shared.one = Perturbed(0)
+    with pytest.raises(errors.PrefixError, match=r"args\[1\]\.d"):
+        nnx.capture(shared, nnx.Perturbation)(X)

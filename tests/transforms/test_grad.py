@@ -467,7 +467,7 @@ def test_a_failing_function_changes_nothing():
     objects, values = objects_in(layer), [v.value for v in objects_in(layer)[1:]]
     with pytest.raises(AttributeError, match="'b'") as caught:
         nnx.grad(f)(layer, X)
-    assert any("in <root> (Layer), input float32[2]" in note for note in caught.value.__notes__)
+    assert any("in <root> (Layer, " in note for note in caught.value.__notes__)
     assert_same(layer, Layer())
     assert all(a is b for a, b in zip(objects_in(layer), objects, strict=True))
     assert all(a.value is b for a, b in zip(objects[1:], values, strict=True))

@@ -1134,7 +1134,7 @@ def test_shape_errors_name_the_layer():
         with pytest.raises(Exception, match="shape") as caught:
             call(model, jnp.ones((5, 2)))
         notes = [note for note in caught.value.__notes__ if note.startswith("in ")]
-        assert notes[0].startswith("in layers[1].layers[0] (Linear), input float32[5, 3]")
+        assert notes[0].startswith("in layers[1].layers[0] (Linear 2->4), input float32[5, 3]")
         assert notes[1].startswith("in layers[1] (Sequential), input float32[5, 3]")
         assert len(notes) == 3
 

@@ -1,0 +1,337 @@
+"""``diff``: what differs between two models, States or GraphDefs.
+
+Structure is compared as the engine sees it (``core/graphdef.py``), leaves by path: type, metadata, shape, dtype,
+and the values of those that are concrete. The result is a value: false if there is no difference, a sequence of
+:class:`Difference`, and a table when it is shown.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .core.errors import ArgumentError, describe, format_path
+from .core.graph import pack, path_key
+from .core.graphdef import Difference, GraphDef, aval_of, structural_differences
+from .core.objects import Node, is_node
+from .core.ops import GraphState
+from .core.reprs import static_repr
+from .core.state import FlatState, State
+from .core.static import same_items
+from .core.tracing import Tracer
+from .core.variables import Variable
+
+Path = tuple[Any, ...]
+
+
+class Diff(Sequence[Difference]):
+    """What :func:`diff` returns: the differences in the order of the paths; false if there are none.
+
+    Each has a ``path``, a ``kind``, and how it was ``before`` and is ``after``, as text. The kinds are those of
+    structure (``added``, ``removed``, ``type``, ``static``, ``sharing``, ``declaration``, ``order``), ``metadata``,
+    ``shape``, ``dtype`` and ``value``.
+    """
+
+    def __init__(self, differences: Sequence[Difference]):
+        self._differences = tuple(differences)
+
+    @overload
+    def __getitem__(self, index: int) -> Difference: ...
+    @overload
+    def __getitem__(self, index: slice) -> Diff: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return Diff(self._differences[index]) if isinstance(index, slice) else self._differences[index]
+
+    def __len__(self) -> int:
+        return len(self._differences)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Diff) and self._differences == other._differences
+
+    def __hash__(self) -> int:
+        return hash(self._differences)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [(format_path(x.path), x.kind, _line(x.before), _line(x.after)) for x in self]
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no differences"
+        rows = [_HEADER, *self._rows()[:_MOST]]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join(lines + [f"... and {len(self) - _MOST} more"] * (len(self) > _MOST))
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>no differences</p>"
+
+        def row(tag: str, cells: Sequence[str]) -> str:
+            return f"<tr>{''.join(f'<{tag} {_STYLE}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        body = "".join(row("td", cells) for cells in self._rows())
+        return f"<table><thead>{row('th', _HEADER)}</thead><tbody>{body}</tbody></table>"
+
+
+_HEADER = ("path", "kind", "before", "after")
+_STYLE = 'style="text-align:left;padding:2px 10px;font-family:monospace"'
+_MOST = 200  # lines of text; a notebook scrolls
+_LONGEST = 60
+
+
+def _line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def diff(a: Any, b: Any, /, *, rtol: float = 0.0, atol: float = 0.0) -> Diff:
+    """Return what differs between two models, States or GraphDefs, of which neither has to be concrete.
+
+    Models and pytrees of Modules are compared in structure and leaves, two States in leaves, and whatever is compared
+    with a GraphDef in structure and shapes. A model compared with a State is taken as its State.
+
+    Args:
+      a: what was before: a Module, State, FlatState, GraphDef, GraphState, or pytree of Modules and arrays.
+      b: what is after.
+      rtol: values may differ by so much, relative to ``b``, and
+      atol: by so much more. NaNs in the same place are equal. Arrays that are traced, abstract or deleted have no
+        values to compare.
+
+    Returns:
+      A :class:`Diff`: false if there is no difference; a sequence of entries ``(path, kind, before, after)``; a table
+      as text and, in a notebook, in HTML.
+
+    >>> import nnxlib as nnx
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> other = nnx.clone(model)
+    >>> bool(nnx.diff(model, other))
+    False
+    >>> other.bias[1] = 0.5
+    >>> other.kernel.value = jnp.ones((3, 3))
+    >>> print(nnx.diff(model, other))
+    path    kind   before      after
+    bias    value  float32[3]  1 of 3 differ, by 0.5 at [1] at most
+    kernel  shape  (2, 3)      (3, 3)
+
+    Raises:
+      ArgumentError: if there is nothing in ``a`` or ``b`` that could be compared.
+    """
+    if isinstance(a, GraphDef) or isinstance(b, GraphDef):
+        a, b = _graphdef(a), _graphdef(b)
+        structure = list(structural_differences(a.layout, b.layout))
+        before, after = (_first_per_path(x.layout.leaf_paths, x.avals) for x in (a, b))
+        return _sorted(structure, [d for p, x, y in _common(before, after) for d in _compare_avals(p, x, y)])
+    if _is_state(a) or _is_state(b):
+        before, after = _leaves(a), _leaves(b)
+        there = [
+            *(Difference(p, "removed", _leaf(x), "nothing") for p, x in before.items() if p not in after),
+            *(Difference(p, "added", "nothing", _leaf(x)) for p, x in after.items() if p not in before),
+        ]
+        found = [d for p, x, y in _common(before, after) for d in _compare_leaves(p, x, y, rtol, atol)]
+        return _sorted(there, found)
+    (layout, leaves, _), (other, others, _) = _packed(a), _packed(b)
+    before, after = _first_per_path(layout.leaf_paths, leaves), _first_per_path(other.leaf_paths, others)
+    found = [d for p, x, y in _common(before, after) for d in _compare_values(p, x, y, rtol, atol)]
+    return _sorted(list(structural_differences(layout, other)), found)
+
+
+# --- what is compared -----------------------------------------------------------------------------------------------
+
+
+def _is_state(x: Any) -> bool:
+    if isinstance(x, State | FlatState | GraphState):
+        return True
+    return isinstance(x, Mapping) and not isinstance(x, Node) and not any(isinstance(y, Node) for y in _inside(x))
+
+
+def _inside(x: Any) -> list[Any]:
+    return jax.tree.leaves(x, is_leaf=is_node)
+
+
+def _packed(x: Any) -> Any:
+    packed = pack(x)
+    if not packed.layout.rows and not any(map(aval_of, packed.leaves)):
+        raise ArgumentError(
+            "nnx.diff compares Modules, States and GraphDefs, and there is nothing of the kind in a "
+            f"{type(x).__name__}."
+        )
+    return packed
+
+
+def _graphdef(x: Any) -> GraphDef:
+    if isinstance(x, GraphDef):
+        return x
+    if isinstance(x, GraphState):
+        return x._graphdef
+    if isinstance(x, State | FlatState):
+        raise ArgumentError("nnx.diff compares a GraphDef with another one, or with a model; a State has no structure.")
+    packed = _packed(x)
+    return GraphDef(packed.layout, list(map(aval_of, packed.leaves)))
+
+
+def _leaves(x: Any) -> dict[Path, Any]:
+    """The leaves of a State, or of what can be compared with one, by path."""
+    if isinstance(x, GraphState):
+        x = x._state
+    if isinstance(x, FlatState):
+        return dict(x)
+    if isinstance(x, State):
+        return dict(x.flat_state())
+    if not _is_state(x):
+        packed = _packed(x)
+        variables = [packed.objects[i] for i in packed.layout.variables]
+        return _first_per_path(packed.layout.leaf_paths, [*variables, *packed.leaves[len(variables) :]])
+    found: dict[Path, Any] = {}
+    stack: list[tuple[Path, Any]] = [((), x)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, Mapping):
+            stack.extend(((*path, key), child) for key, child in value.items())
+        else:
+            found[path] = value
+    return found
+
+
+def _first_per_path(paths: Sequence[Path], leaves: Sequence[Any]) -> dict[Path, Any]:
+    return dict(zip(paths, leaves, strict=True))
+
+
+def _common(before: dict[Path, Any], after: dict[Path, Any]) -> Iterator[tuple[Path, Any, Any]]:
+    return ((path, x, after[path]) for path, x in before.items() if path in after)
+
+
+def _sorted(*groups: Sequence[Difference]) -> Diff:
+    def place(found: Difference) -> list[tuple[str, Any]]:
+        return [("int" if isinstance(key, int) else type(key).__name__, key) for key in found.path]
+
+    return Diff(sorted((x for group in groups for x in group), key=place))
+
+
+def _leaf(x: Any) -> str:
+    return f"{type(x).__name__} ({describe(x._value)})" if isinstance(x, Variable) else describe(x)
+
+
+# --- comparing ------------------------------------------------------------------------------------------------------
+
+
+def _compare_leaves(path: Path, x: Any, y: Any, rtol: float, atol: float) -> Iterator[Difference]:
+    """Leaves of States: Variables, or bare values; a Variable and a bare value are compared as values."""
+    if isinstance(x, Variable) and isinstance(y, Variable):
+        if type(x) is not type(y):
+            yield Difference(path, "type", type(x).__name__, type(y).__name__)
+        p, q = x._metadata, y._metadata
+        if not same_items(p, q):
+            names = [n for n in {**p, **q} if n not in p or n not in q or not same_items({n: p[n]}, {n: q[n]})]
+            yield Difference(path, "metadata", _items(p, names), _items(q, names))
+    p, q = (v._value if isinstance(v, Variable) else v for v in (x, y))
+    yield from _compare_values(path, p, q, rtol, atol)
+
+
+def _items(metadata: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={static_repr(metadata[name])}" for name in names if name in metadata) or "nothing"
+
+
+def _compare_values(path: Path, x: Any, y: Any, rtol: float, atol: float) -> Iterator[Difference]:
+    """Two values: arrays, or pytrees of them, which are compared leaf by leaf."""
+    if aval_of(x) is None and aval_of(y) is None:
+        keyed, treedef = jax.tree_util.tree_flatten_with_path(x)
+        others, other = jax.tree_util.tree_flatten_with_path(y)
+        if treedef != other:
+            yield Difference(path, "type", _structure(x, treedef), _structure(y, other))
+            return
+        pairs = [((*path, *map(path_key, keys)), p, q) for (keys, p), (_, q) in zip(keyed, others, strict=True)]
+    else:
+        pairs = [(path, x, y)]
+    for place, p, q in pairs:
+        yield from _compare_avals(place, aval_of(p), aval_of(q))
+        change = _change(p, q, rtol, atol)
+        if change is not None:
+            yield Difference(place, "value", _short(p), change)
+
+
+def _structure(x: Any, treedef: Any) -> str:
+    return str(treedef) if jax.tree.leaves(x) and not jax.tree_util.all_leaves([x]) else describe(x)
+
+
+def _short(x: Any) -> str:
+    """An array by its type, a number by itself, too."""
+    if aval_of(x) is None:
+        return repr(x)
+    is_number = not x.shape and not jnp.issubdtype(x.dtype, jax.dtypes.extended) and _concrete(x) is not None
+    return f"{describe(x)} {x}" if is_number else describe(x)
+
+
+def _compare_avals(path: Path, p: Any, q: Any) -> Iterator[Difference]:
+    if p is None or q is None:
+        if p is not q:
+            before, after = (describe(jax.ShapeDtypeStruct(*v)) if v else "no array" for v in (p, q))
+            yield Difference(path, "type", before, after)
+        return
+    if p[0] != q[0]:
+        yield Difference(path, "shape", str(p[0]), str(q[0]))
+    if p[1] != q[1]:
+        yield Difference(path, "dtype", str(p[1]), str(q[1]))
+
+
+def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
+    """How two values differ; None if they do not, or cannot be compared."""
+    if x is y:
+        return None
+    if _is_key(x) or _is_key(y):
+        p, q = _key_data(x), _key_data(y)
+        return None if p is None or q is None or np.array_equal(p, q) else "another key"
+    p, q = _concrete(x), _concrete(y)
+    if p is None or q is None or p.shape != q.shape:
+        return None
+    if p.dtype == object or q.dtype == object or p.dtype.kind in "OSU" or q.dtype.kind in "OSU":
+        return None if _equal(x, y) else repr(y)
+    p, q = _wide(p), _wide(q)
+    with np.errstate(all="ignore"):
+        distance = np.abs(p - q)
+        close = (p == q) | (distance <= atol + rtol * np.abs(q)) | (np.isnan(p) & np.isnan(q))
+    if close.all():
+        return None
+    if not p.ndim:
+        return _short(y)
+    distance = np.where(close, 0.0, np.where(np.isnan(distance), np.inf, distance))
+    worst = np.unravel_index(np.argmax(distance), distance.shape)
+    where = ", ".join(map(str, map(int, worst)))
+    count = f"{int((~close).sum()):,} of {p.size:,} differ"
+    if not np.isfinite(distance[worst]):
+        return f"{count}, {p[worst]:.3g} and {q[worst]:.3g} at [{where}]"
+    return f"{count}, by {distance[worst]:.3g} at [{where}] at most"
+
+
+def _concrete(x: Any) -> np.ndarray | None:
+    """The value as NumPy has it, None if there is none at hand."""
+    if isinstance(x, Tracer | jax.ShapeDtypeStruct) or (aval_of(x) is None and not np.isscalar(x)):
+        return None
+    if isinstance(x, jax.Array) and (x.is_deleted() or not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(x: Any) -> np.ndarray | None:
+    is_concrete = _is_key(x) and isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
+    return _concrete(jax.random.key_data(x)) if is_concrete else None
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """In a type that holds the differences of all others (JAX's small floats are no numbers to NumPy)."""
+    return x.astype(np.complex128 if np.issubdtype(x.dtype, np.complexfloating) else np.float64)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    try:
+        return bool(x == y)
+    except Exception:  # somebody else's == must not hide the rest
+        return False
