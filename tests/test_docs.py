@@ -38,7 +38,8 @@ def test_code_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     for block in BLOCK.finditer(text):
         code, line = block[1], text.count("\n", 0, block.start(1))
         if code.startswith(">>> "):
-            run_examples(code, page.name, str(page), line, namespace)
+            # A name of its own: doctest looks up the source of an example, in a traceback, by name and number.
+            run_examples(code, f"{page.name}:{line}", str(page), line, namespace)
         else:
             # Empty lines before the code give a traceback the line numbers of the page.
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
