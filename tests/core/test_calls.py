@@ -309,7 +309,11 @@ def test_notes_say_the_sizes_of_a_layer():
     for layer, x, text in (
         (nnx.Linear(4, 2, rngs=rngs), jnp.ones((1, 3)), "<root> (Linear 4->2), input float32[1, 3]"),
         (nnx.LinearGeneral((2, 3), (4,), axis=(-2, -1), rngs=rngs), X, "(LinearGeneral (2, 3)->(4,)), input"),
-        (nnx.Conv(3, 8, (3, 3), rngs=rngs), jnp.ones((1, 5, 5, 2)), "(Conv 3->8 kernel (3, 3)), input float32[1, 5, 5, 2]"),
+        (
+            nnx.Conv(3, 8, (3, 3), rngs=rngs),
+            jnp.ones((1, 5, 5, 2)),
+            "(Conv 3->8 kernel (3, 3)), input float32[1, 5, 5, 2]",
+        ),
         (nnx.Embed(10, 4, rngs=rngs), jnp.ones(2), "(Embed 10x4), input float32[2]"),
         (nnx.BatchNorm(5, rngs=rngs), X, "(BatchNorm 5), input float32[1, 2]"),
     ):

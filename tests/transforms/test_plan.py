@@ -1,0 +1,285 @@
+"""A compiled function is given what its trace read, and gives back what it changed: no more."""
+
+import gc
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.graph import pack
+from nnxlib.transforms.lift import Arguments
+
+
+class Net(nnx.Module):
+    def __init__(self, n=6):
+        self.layers = [nnx.Param(jnp.full(2, float(i))) for i in range(n)]
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+def plan_of(jitted):
+    (plan,) = jitted._plans.values()
+    return plan
+
+
+def inputs_of(jitted):
+    """The paths of what the compiled function is given."""
+    plan = plan_of(jitted)
+    paths = plan.crossing.layout.leaf_paths
+    return {".".join(map(str, paths[k][2:])) for k in plan.compiled.inputs}
+
+
+def outputs_of(jitted, *args):
+    """The leaves that the compiled function returns."""
+    plan = plan_of(jitted)
+    packed = pack(Arguments(args, {}))
+    return jax.tree.leaves(plan.compiled.jitted(*plan.compiled.split(packed.leaves)))
+
+
+class Counted:
+    """A function that counts how often Python runs it."""
+
+    def __init__(self, function):
+        self.function, self.runs = function, 0
+
+    def __call__(self, *args):
+        self.runs += 1
+        return self.function(*args)
+
+
+def write(variable, value):
+    variable.value = value
+
+
+READS = {
+    "nothing": (lambda m: jnp.ones(2), set()),
+    "one": (lambda m: m.layers[2] * 2, {"layers.2"}),
+    "its shape": (lambda m: jnp.ones(m.layers[2].shape), {"layers.2"}),
+    "its dtype": (lambda m: jnp.ones(2, m.layers[2].dtype), {"layers.2"}),
+    "its repr": (lambda m: jnp.full(2, 0 * len(repr(m.layers[2]))), {"layers.2"}),
+    "changes one": (lambda m: write(m.count, m.count + 1), {"count"}),
+    "writes one": (lambda m: write(m.layers[0], jnp.zeros(2)), set()),
+    "writes one by another": (lambda m: write(m.layers[0], m.layers[1].value), {"layers.1"}),
+    "writes, then reads": (lambda m: (write(m.layers[0], jnp.zeros(2)), m.layers[0] + 1)[1], set()),
+    "as a raw value": (lambda m: m.layers[3].raw_value, {"layers.3"}),
+    "by an item": (lambda m: m.layers[3][0], {"layers.3"}),
+    "a part as a pytree": (lambda m: jax.tree.map(jnp.sum, m.layers[4]).value, {"layers.4"}),
+    "by state": (lambda m: nnx.state(m)["count"].value, {*(f"layers.{i}" for i in range(6)), "count"}),
+    "by split": (lambda m: nnx.merge(*nnx.split(m.layers)) and None, {f"layers.{i}" for i in range(6)}),
+    "by another transform": (lambda m: nnx.remat(lambda v: v * 2)(m.layers[5]), {"layers.5"}),
+    "by a gradient": (lambda m: nnx.grad(lambda v: v.sum())(m.layers[5]).value, {"layers.5"}),
+    "by a copy": (lambda m: nnx.clone(m.layers[1]).value, {"layers.1"}),
+    "into the output": (lambda m: m.layers[1], set()),
+    "new metadata": (lambda m: m.layers[1].set_metadata(a=1), {"layers.1"}),
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), READS.values(), ids=READS.keys())
+def test_what_is_read_is_passed(function, expected):
+    """However it is read; and calls give what the eager function gives, with each Variable changed from outside."""
+    counted = Counted(function)
+    f, m, eager = nnx.jit(counted), Net(), Net()
+    for i in range(4):
+        for model in (m, eager):
+            model.layers[i].value = jnp.full(2, 10.0 * i)
+        expected_out, out = function(eager), f(m)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), nnx.state(m), nnx.state(eager)))
+        if isinstance(out, nnx.Variable):
+            assert out is m.layers[1]
+        elif out is not None:
+            assert (jnp.asarray(out) == jnp.asarray(expected_out)).all()
+        if i == 0:
+            assert inputs_of(f) == expected
+            assert counted.runs == 1 or "metadata" in m.layers[1].get_metadata()
+
+
+def test_a_read_only_call_returns_nothing_else():
+    """A large layer that is only read is not copied: its arrays are no outputs."""
+    layer = nnx.Linear(300, 300, rngs=nnx.Rngs(0))
+    f = nnx.jit(lambda layer, x: layer(x))
+    f(layer, jnp.ones((1, 300)))
+    before = layer.kernel.value
+    assert len(outputs_of(f, layer, jnp.ones((1, 300)))) == 1
+    f(layer, jnp.ones((1, 300)))
+    assert layer.kernel.value is before
+
+
+def test_what_is_not_read_may_be_anything():
+    """Another shape, an abstract or a deleted array, no array at all: without a new trace, and untouched."""
+    counted = Counted(lambda m: m.layers[0] * 2)
+    f, m = nnx.jit(counted), Net()
+    f(m)
+    deleted = jnp.ones(3)
+    deleted.delete()
+    for value in (jnp.ones((3, 3)), jax.ShapeDtypeStruct((2,), jnp.float32), deleted, "text", None):
+        m.layers[1].value = value
+        for _ in range(3):
+            assert f(m).tolist() == [0.0, 0.0]
+        assert m.layers[1].raw_value is value
+    assert counted.runs == 1
+
+
+def test_another_shape_may_read_more():
+    """A trace that asks for what was not passed is made again with it, also where a call goes the short way."""
+
+    def function(m, x):
+        return x + sum(v.value.sum() for v in m.layers[: x.shape[0]])
+
+    counted = Counted(function)
+    f, m = nnx.jit(counted), Net()
+    for n in (1, 1, 1, 3, 3, 1, 2, 5, 5, 3, 1):
+        m.layers[0].value += 1
+        assert (f(m, jnp.ones(n)) == function(m, jnp.ones(n))).all()
+    assert inputs_of(f) == {"", *(f"layers.{i}" for i in range(5))}
+
+
+def test_a_trace_that_reads_less_keeps_what_others_read():
+    f, m = nnx.jit(lambda m, x: x.sum() + (m.layers[0].sum() if x.shape[0] > 1 else m.count.value)), Net()
+    results = [float(f(m, jnp.ones(n))) for n in (2, 1, 2, 1, 1, 2, 2)]
+    assert results == [2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_pytree_in_a_variable_is_passed_whole_or_not(n):
+    m = Net()
+    m.trees = [nnx.Variable({"a": jnp.ones(2), "b": [jnp.ones(i + 1)]}) for i in range(n)]
+    f = nnx.jit(lambda m: m.trees[-1]["b"][0] * m.count)
+    for k in range(4):
+        m.count.value = jnp.array(k)
+        m.trees[-1].value = {"a": jnp.ones(2), "b": [jnp.full(n, 2.0)]}
+        assert f(m).tolist() == [2.0 * k] * n
+    assert inputs_of(f) == {"count", f"trees.{n - 1}"}
+
+
+def test_donation_of_what_is_not_read():
+    """It keeps its buffer; what is read is donated, and comes back."""
+    f, m = nnx.jit(lambda m: write(m.count, m.count + m.layers[0][0].astype(int)), donate_argnums=0), Net()
+    for k in range(4):
+        read, unread = m.layers[0].value, m.layers[1].value
+        f(m)
+        assert m.layers[1].value is unread
+        assert not unread.is_deleted()
+        assert m.layers[0].value is not read
+        assert m.layers[0].value.tolist() == [0.0, 0.0]
+        assert m.count == 0, k
+
+
+def test_a_failure_leaves_what_is_passed():
+    """A trace for another shape that fails changes nothing, and the next call is right."""
+    f, m = nnx.jit(lambda m, x: (write(m.count, m.count + 1), x @ m.layers[0])[1]), Net()
+    f(m, jnp.ones(2))
+    with pytest.raises(TypeError):
+        f(m, jnp.ones(3))
+    f(m, jnp.ones(2))
+    assert m.count == 2
+
+
+def test_user_code_runs_once():
+    """Not once to find out what it reads, and again to compile."""
+    counted = Counted(lambda m, x: m.layers[0] * x)
+    f = nnx.jit(counted)
+    for m in (Net(), Net()):
+        for _ in range(3):
+            f(m, jnp.ones(2))
+    assert counted.runs == 1
+
+
+def test_memory_of_a_training_step_is_that_of_raw_jax():
+    """Arguments, outputs and temporaries of the compiled step, as XLA counts them, with donation."""
+
+    class Mlp(nnx.Module):
+        def __init__(self, *, rngs):
+            self.layers = [nnx.Linear(32, 32, rngs=rngs) for _ in range(3)]
+            self.unused = nnx.Linear(500, 500, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    def loss(model, x):
+        return (model(x) ** 2).mean()
+
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    tx, x = optax.adam(1e-3), jnp.ones((4, 32))
+    model = Mlp(rngs=nnx.Rngs(0))
+    del model.unused
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = [(layer.kernel.value, layer.bias.value) for layer in model.layers]
+
+    def raw(params, moments, x):
+        def loss(params):
+            y = x
+            for kernel, bias in params:
+                y = jnp.tanh(y @ kernel + bias)
+            return (y**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, moments = tx.update(grads, moments)
+        return value, optax.apply_updates(params, updates), moments
+
+    def memory(stage):
+        found = stage.compile().memory_analysis()
+        return found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes, (
+            found.temp_size_in_bytes
+        )
+
+    ours = memory(nnx.jit(step, donate_argnums=(0, 1)).lower(model, optimizer, x))
+    theirs = memory(jax.jit(raw, donate_argnums=(0, 1)).lower(params, tx.init(params), x))
+    assert ours[0] <= theirs[0] + 64  # the optimizer's count of steps
+    assert ours[1] <= 1.05 * theirs[1]
+
+
+def test_many_calls_keep_nothing():
+    """Memory that Python holds does not grow with the number of calls, in any way of calling."""
+    m = Net()
+    step = nnx.jit(lambda m, x: write(m.count, m.count + 1))
+    keyword, inside = nnx.jit(lambda *, m: m.layers[0].sum()), nnx.jit(lambda tree: tree["m"].layers[0].sum())
+    closure = nnx.jit(lambda: m.layers[0].sum())
+
+    def work(times):
+        for k in range(times):
+            step(m, 1.0)
+            keyword(m=m)
+            inside({"m": m})
+            closure()
+            if k % 10 == 0:
+                m.flag = k % 20 == 0
+
+    work(200)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        work(200)
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        work(2000)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 20_000
+
+
+def test_a_step_makes_few_objects_for_the_collector():
+    """At most one young collection for each step, whatever the size of the model."""
+    m = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(300)])
+
+    def update(m):
+        for v in m:
+            v += 1
+
+    f = nnx.jit(update)
+    for _ in range(20):
+        f(m)
+    gc.collect()
+    before = sum(generation["collections"] for generation in gc.get_stats())
+    for _ in range(30):
+        f(m)
+    assert sum(generation["collections"] for generation in gc.get_stats()) - before <= 30
