@@ -265,14 +265,14 @@ class _Follower:
 
     def count_layers(self, module: Any, path: tuple) -> int:
         """How many slices like those of ``module`` its stored Variables have; without Variables, as its caller."""
+        known = False
         for below, variable in _variables(module):
             stored: Any = self.stored.get((*path, *below))
             here: Any = variable.get_raw_value()
             if getattr(here, "size", 0) and getattr(stored, "ndim", 0) > here.ndim:
                 return stored.size // here.size
-            if stored is not None and not isinstance(variable, RngState):
-                return 1
-        return self.stacked[len(self.running)]
+            known = known or (stored is not None and not isinstance(variable, RngState))
+        return 1 if known else self.stacked[len(self.running)]
 
 
 def _variables(node: Any) -> Iterator[tuple[tuple, Variable]]:

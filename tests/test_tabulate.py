@@ -355,6 +355,12 @@ def test_lifted_modules_show_how_many_they_are():
     assert shown[5][2] == "float32[3,2]"
     assert 324 + 36 + 270 <= int(shown[0][3]) < 800
 
+    backward = dict(rows(Nested(nnx.Rngs(0)), X, columns=("path", "vjp_flops"), compute_vjp_flops=True))
+    backward = {path: int(count.replace(",", "")) for path, count in backward.items()}
+    assert backward["stack/layers/block"] > 2 * 324
+    assert backward["stack"] >= backward["stack/layers"] > backward["stack/layers/block"]
+    assert backward[""] >= backward["stack"] + backward["heads"] > 1.4 * backward["stack"]
+
     class Twice(nnx.Module):
         def __init__(self, rngs):
             self.outer = nnx.vmap(lambda key: nnx.Stack(make, 3, rngs=nnx.Rngs(key)))(jax.random.split(rngs(), 2))
@@ -407,3 +413,24 @@ def test_html():
     written = [tuple((cell.text or "").replace("\n", "|") for cell in row) for row in page.findall(".//tr")]
     assert written == cells(table)
     assert pickle.loads(pickle.dumps(table)).html == copy.copy(table).html == table.html
+
+
+def test_stacked_parameters_beside_broadcast_ones():
+    """What some of the Variables of a layer are sliced along counts, though others are shared by all layers."""
+
+    class Mixed(nnx.Module):
+        def __init__(self):
+            self.layers = Layer(nnx.BatchStat(jnp.zeros(4)), nnx.Param(jnp.ones((6, 4))))
+
+        def __call__(self, x):
+            axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)(x, self.layers)
+
+    class Layer(nnx.Module):
+        def __init__(self, shift, scale):
+            self.shift, self.scale = shift, scale
+
+        def __call__(self, x):
+            return x * self.scale + self.shift
+
+    assert rows(Mixed(), X, columns=("type",)) == ["Mixed", "Layer ×6"]
