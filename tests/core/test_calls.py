@@ -392,3 +392,86 @@ def test_outputs_of_methods_are_handed_on():
         model[1].helper(model[0](X))
         nnx.remat(lambda m, x: m(x))(model[1], X)
     assert seen == [("Derived", (0,), "__call__"), ("Layer", (1,), "helper"), ("Layer", (1,), "__call__")]
+
+
+# --- names: in every stage of a program, and switched off ------------------------------------------------------------
+
+
+class Attention(nnx.Module):
+    def __init__(self, key):
+        self.query = nnx.Linear(2, 2, rngs=nnx.Rngs(key))
+
+    def __call__(self, x):
+        return jnp.sin(self.query(x))
+
+
+class Decoder(nnx.Module):
+    def __init__(self):
+        self.layers = [Attention(0), Attention(1)]
+        self.stack = nnx.vmap(Attention)(jnp.arange(3, dtype=jnp.uint32))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.remat(lambda layer, x: layer(x))(layer, x)
+        x = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
+        return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(self.stack, x)
+
+
+NAMES = {"layers/0/query", "layers/1/query", "stack/query"}
+
+
+def name_stacks(jaxpr, outer=""):
+    """The name stack of each equation, also within loops and calls."""
+    for eqn in jaxpr.eqns:
+        stack = f"{outer}/{eqn.source_info.name_stack}"
+        yield stack, eqn.primitive.name
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(value, "eqns"):
+                yield from name_stacks(getattr(value, "jaxpr", value), stack)
+
+
+def test_names_in_every_stage():
+    """Jaxpr, lowered and compiled: the stored path, of lifted layers too."""
+    model = {"model": Decoder()}
+    jitted = nnx.jit(lambda d, x: d["model"](x))
+    stacks = {plain(stack) for stack, name in name_stacks(jitted.trace(model, X).jaxpr.jaxpr) if name == "dot_general"}
+    assert {f"model/{name}" for name in NAMES} == stacks
+    lowered = jitted.lower(model, X)
+    text = lowered.as_text(debug_info=True)
+    compiled = lowered.compile().as_text()
+    for name in ("layers/0", "layers/1", "stack"):
+        assert f"{name}/query" in text  # JAX 0.8 puts a loop into a function with names of its own
+        assert re.search(rf'op_name="[^"]*model[^"]*/{name}/query', compiled)
+
+
+def test_names_can_be_switched_off():
+    """Nothing is named then; what was traced is not traced again, and computes the same."""
+    traces = []
+
+    def f(model, x):
+        traces.append(1)
+        return model(x)
+
+    model, jitted = Decoder(), nnx.jit(f)
+    with nnx.use_name_scopes(False):
+        assert not {p for p in scopes(Decoder(), X)["sin"] if "layers" in plain(p)}
+        assert "query" not in nnx.jit(lambda m, x: m(x)).lower(model, X).as_text(debug_info=True)
+        y = jitted(model, X)
+    assert (jitted(model, X) == y).all()
+    with nnx.use_name_scopes(True):
+        assert (jitted(model, X) == y).all()
+    assert len(traces) == 1
+    assert (nnx.jit(lambda m, x: m(x))(model, X) == y).all()
+    with pytest.raises(ZeroDivisionError), nnx.use_name_scopes(False):
+        raise ZeroDivisionError
+    assert "layers" in nnx.jit(lambda m, x: m(x)).lower(model, X).as_text(debug_info=True)
+
+
+def test_names_are_per_thread():
+    """As the other switches."""
+    seen = []
+    with nnx.use_name_scopes(False):
+        thread = threading.Thread(target=lambda: seen.append(calls._names.shown))
+        thread.start()
+        thread.join()
+    assert seen == [True]
