@@ -1192,6 +1192,15 @@ def test_a_dropped_function_is_freed():
     refs = [weakref.ref(jitted), weakref.ref(layer)]
     del jitted, layer
     assert [ref() for ref in refs] == [None, None]
+    def total(m):
+        return m.layers[0].w.sum()
+
+    jitted, ref = nnx.jit(total), weakref.ref(total)
+    del total
+    for _ in range(5):  # the model remembers how it was called
+        jitted(model)
+    del jitted
+    assert ref() is None
     jitted = nnx.jit(model)
     jitted(X)
     ref = weakref.ref(model)
