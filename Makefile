@@ -64,9 +64,11 @@ check: $(call env,dev)/.installed
 	$(<D)/bin/coverage report
 
 bench: $(call env,bench)/.installed
-	$(<D)/bin/python -m benchmarks.dispatch $(ARGS)
-	$(<D)/bin/python -m benchmarks.layers $(ARGS)
-	$(<D)/bin/python -m benchmarks.structure $(ARGS)
+	$(<D)/bin/python -m benchmarks.dispatch $(or $(ARGS),--results benchmarks/results)
+	$(<D)/bin/python -m benchmarks.few $(or $(ARGS),--results benchmarks/results)
+	$(<D)/bin/python -m benchmarks.compile $(or $(ARGS),--results benchmarks/results)
+	$(<D)/bin/python -m benchmarks.layers $(or $(ARGS),--results benchmarks/results)
+	$(<D)/bin/python -m benchmarks.structure $(or $(ARGS),--results benchmarks/results)
 
 clean:
 	rm -rf .venv demo_output gpt_output lstm_output vit_output .coverage .pytest_cache .ruff_cache .hypothesis build dist

@@ -8,7 +8,7 @@ parameters in nested dicts and calls `jax.numpy`; the arithmetic is the same.
 Nothing may be left from an earlier trace, so each sample makes a new function of the step, and JAX's caches of traces
 are cleared before it (`jax.clear_caches`); XLA is not called.
 
-    python -m benchmarks.compile [--quick] [--markdown FILE]
+    python -m benchmarks.compile [--quick] [--results FOLDER]
 """
 
 import gc

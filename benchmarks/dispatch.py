@@ -1,17 +1,18 @@
 """What a jitted step costs beyond raw `jax.jit`, by library and by number of Variables.
 
 The idea: with arrays of four numbers there is nothing to compute, so the time of a step is the time it takes to hand
-the model to XLA and to take it back. Three kinds of step, the same in every library:
+the model to XLA and to take it back. Four kinds of step, the same in every library:
 
 - `read`: add up all Variables, change nothing;
 - `update`: add up all Variables, then change each of them;
+- `donate`: the same, and the arrays that go in are donated;
 - `train`: one Adam step of a deep narrow MLP with normalisation by running statistics.
 
 The data: an `Adapter` per library and form of use makes a `Call` for each kind of step and size. The baseline is
 `jax.jit` over a flat list of arrays, the least that JAX can charge. flax.nnx and nnxlib share one adapter, for they
 share one programming interface.
 
-    python -m benchmarks.dispatch [--quick] [--markdown FILE]
+    python -m benchmarks.dispatch [--quick] [--results FOLDER]
 """
 
 import importlib
@@ -29,11 +30,16 @@ import optax
 from .timing import QUICK, Call, Effort, Measurement, Report, Table, agree, collector_seconds, main, measure
 
 Case = tuple[str, int]  # kind of step, number of Variables
-CASES: Sequence[Case] = [*((kind, size) for kind in ("read", "update") for size in (10, 100, 1000)), ("train", 100)]
+SIZES = (10, 100, 1000, 5000)
+CASES: Sequence[Case] = [*((kind, size) for kind in ("read", "update", "donate") for size in SIZES), ("train", 100)]
 QUICK_CASES: Sequence[Case] = [("read", 10), ("update", 10), ("read", 100), ("update", 100)]
 WATCHED: Sequence[Case] = [("update", 1000)]  # where the garbage collector is watched as well
 WIDTH = 4
 LEARNING_RATE = 1e-3
+
+
+class NotOffered(Exception):
+    """The library, used in this way, has no such step."""
 
 
 class Adapter(Protocol):
@@ -41,6 +47,7 @@ class Adapter(Protocol):
 
     def read(self, variables: int) -> Call: ...
     def update(self, variables: int) -> Call: ...
+    def donate(self, variables: int) -> Call: ...
     def train(self, variables: int) -> Call: ...
 
 
@@ -99,12 +106,15 @@ class Raw:
         arrays = [small() for _ in range(variables)]
         return partial(jax.jit(sum), arrays)
 
-    def update(self, variables: int) -> Call:
-        @jax.jit
+    def update(self, variables: int, **options: Any) -> Call:
+        @partial(jax.jit, **options)
         def step(arrays: list) -> tuple:
             return sum(arrays), [changed(array) for array in arrays]
 
         return carried(step, [small() for _ in range(variables)])
+
+    def donate(self, variables: int) -> Call:
+        return self.update(variables, donate_argnums=0)
 
     def train(self, variables: int) -> Call:
         layers = variables // 4
@@ -147,14 +157,19 @@ class ObjectGraph:
     def read(self, variables: int) -> Call:
         return self.bind_reader(self.nnx, total, [self.pairs(variables)])
 
-    def update(self, variables: int) -> Call:
+    def update(self, variables: int, **options: Any) -> Call:
         def step(model: Any) -> jax.Array:
             result = total(model)
             for variable in variables_of(model):
                 variable[...] = changed(variable[...])
             return result
 
-        return self.bind(self.nnx, step, [self.pairs(variables)])
+        return self.bind(self.nnx, step, [self.pairs(variables)], **options)
+
+    def donate(self, variables: int) -> Call:
+        if getattr(self.bind, "func", self.bind) is not by_jit:
+            raise NotOffered
+        return self.update(variables, donate_argnums=0)
 
     def train(self, variables: int) -> Call:
         nnx = self.nnx
@@ -317,6 +332,9 @@ class Equinox:
 
         return carried(self.jit(step), (model, statistics, moments), *batch())
 
+    def donate(self, variables: int) -> Call:
+        raise NotOffered
+
     def pairs(self, variables: int) -> Any:
         return self.model(small(), variables // 2)
 
@@ -378,6 +396,8 @@ def warm(case: Case, adapters: Mapping[str, Adapter]) -> tuple[dict[str, Call], 
         try:
             call = getattr(adapter, kind)(variables)
             call()
+        except NotOffered:
+            continue
         except Exception as error:  # a form that this release of a library lacks is a cell of the table, not its end
             failures[label] = f"{type(error).__name__}: {error}".splitlines()[0]
         else:

@@ -10,7 +10,7 @@ alone, beside *exact* called in the same way: with the model in a dict, as a key
 closure, with models taking turns, while other Modules are built and changed, with a Variable assigned or a Python
 attribute toggled in between, and from several threads.
 
-    python -m benchmarks.few [--quick] [--markdown FILE]
+    python -m benchmarks.few [--quick] [--results FOLDER]
 """
 
 import threading

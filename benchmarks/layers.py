@@ -10,7 +10,7 @@ operations it dispatches. Three kinds of work for each layer, the same in both l
 
 The data: a `Row` says how to make a layer in either library, on what to call it, and how. The last rows are models.
 
-    python -m benchmarks.layers [--quick] [--markdown FILE]
+    python -m benchmarks.layers [--quick] [--results FOLDER]
 """
 
 import contextlib

@@ -7,7 +7,7 @@ nested in the same way; flattening, of that alone.
 The data: `operations` gives for each operation a call by contender. The model is a list of layers, each with two arrays
 of four numbers and two static attributes.
 
-    python -m benchmarks.structure [--quick] [--markdown FILE]
+    python -m benchmarks.structure [--quick] [--results FOLDER]
 """
 
 import collections

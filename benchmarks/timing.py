@@ -265,17 +265,54 @@ class Report:
 
 
 def main(run: Callable[[bool], Report], description: str, packages: Sequence[str]) -> None:
-    """Run a benchmark from the command line: `--quick` for a rough look, `--markdown FILE` to keep the tables."""
+    """Run a benchmark from the command line: `--quick` for a rough look, `--results FOLDER` to keep the tables.
+
+    A folder gets a Markdown file of all tables, with versions and machine, and a picture of the first, named like the
+    benchmark.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a few seconds: less work and fewer samples")
-    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="also append the tables to FILE")
+    parser.add_argument(
+        "--results", type=pathlib.Path, metavar="FOLDER", help="write the tables and a picture to FOLDER"
+    )
     options = parser.parse_args()
     start = time.perf_counter()
     about = environment(packages)
     report = run(options.quick)
     remarks = [*report.remarks, f"Measured in {time.perf_counter() - start:.0f} s."]
     print("\n\n".join(["\n".join(about), *(table.terminal() for table in report.tables), "\n".join(remarks)]))
-    if options.markdown:
+    if options.results:
+        name = pathlib.Path(sys.argv[0]).stem
         text = "\n\n".join([*about, *(table.markdown() for table in report.tables), *remarks])
-        with options.markdown.open("a") as file:  # several benchmarks may share a file
-            file.write(f"# {description}\n\n{text}\n\n")
+        options.results.mkdir(parents=True, exist_ok=True)
+        (options.results / f"{name}.md").write_text(
+            f"# {description}\n\n![{report.tables[0].title}]({name}.svg)\n\n{text}\n"
+        )
+        draw(report.tables[0], options.results / f"{name}.svg")
+
+
+def draw(table: Table, path: pathlib.Path) -> None:
+    """Draw the numbers of a table as bars on a logarithmic scale, a panel for each column, and save the picture."""
+    import matplotlib.pyplot as plt  # only here: the other benchmarks do without it
+
+    columns = [column for column in table.columns if column in table.cells]
+    figure, axes = plt.subplots(
+        1, len(columns), figsize=(2.6 + 1.5 * len(columns), 0.9 + 0.28 * len(table.rows)), sharey=True, squeeze=False
+    )
+    for axis, column in zip(axes[0], columns, strict=True):
+        found = {row: text for row, text in table.cells[column].items() if text != "-"}
+        values = [float(found[row].replace(",", "")) if row in found else 0.0 for row in table.rows]
+        colours = ["tab:blue" if row.startswith("nnxlib") else "0.7" for row in table.rows]
+        axis.barh(range(len(table.rows)), values, color=colours)
+        for k, row in enumerate(table.rows):
+            axis.text(max(values[k], 1), k, f" {found.get(row, '-')}", va="center", fontsize=7)
+        axis.set(xscale="log", xlim=(0.8, 20 * max(values)), xticks=[], yticks=range(len(table.rows)))
+        axis.set_yticklabels(table.rows, fontsize=8)
+        axis.set_title(column, fontsize=8)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.minorticks_off()
+    axes[0][0].invert_yaxis()
+    figure.suptitle(table.title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

@@ -580,7 +580,7 @@ def variable_repr(variable: Variable) -> str:
     value = variable._value
     shown = errors.describe(value) if hasattr(value, "shape") else repr(value)
     if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, Tracer) and value.size <= 16:
-        shown = repr(value)
+        shown = f"{shown}, deleted" if getattr(value, "is_deleted", bool)() else repr(value)
     metadata = "".join(f", {k}={v!r}" for k, v in variable._metadata.items())
     return f"{type(variable).__name__}({shown}{metadata})"
 

@@ -4,6 +4,7 @@ import doctest
 import gc
 import sys
 import time
+import xml.etree.ElementTree
 from pathlib import Path
 
 import jax
@@ -70,10 +71,10 @@ def test_count_calls_counts_python_and_c_functions() -> None:
     assert sys.getprofile() is None
 
 
-def test_main_writes_markdown(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line prints the tables, and keeps them in a file when asked to."""
-    table = timing.Table("Times", ["small"], ["raw"], {"small": {"raw": "1.0"}})
-    monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", "--markdown", str(tmp_path / "table.md")])
+def test_main_writes_results(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line prints the tables, and keeps them with a picture when asked to."""
+    table = timing.Table("Times", ["small"], ["raw", "slow", "none"], {"small": {"raw": "1.0", "slow": "1,000.0"}})
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--quick", "--results", str(tmp_path / "results")])
     quick = []
     timing.main(lambda flag: quick.append(flag) or timing.Report([table], ["A remark."]), "About.", ["jax", "no-such"])
     printed = capsys.readouterr().out
@@ -81,4 +82,20 @@ def test_main_writes_markdown(tmp_path: Path, capsys: pytest.CaptureFixture, mon
     assert "no-such not installed" in printed
     assert "A remark." in printed
     assert table.terminal() in printed
-    assert table.markdown() in (tmp_path / "table.md").read_text()
+    assert table.markdown() in (tmp_path / "results" / "benchmark.md").read_text()
+    picture = xml.etree.ElementTree.parse(tmp_path / "results" / "benchmark.svg").getroot()
+    assert picture.tag.endswith("svg")
+
+
+def test_a_call_is_prepared_outside_of_the_time() -> None:
+    """What prepares a call runs before each, and its time is not counted."""
+    prepared, array = [], jnp.ones(())
+
+    def prepare() -> None:
+        prepared.append(1)
+        time.sleep(0.002)
+
+    call = timing.Prepared(lambda: array, prepare)
+    measured = timing.measure({"call": call}, timing.Effort(rounds=2, turn=0.005))
+    assert len(prepared) >= 4
+    assert measured["call"].seconds < 0.001

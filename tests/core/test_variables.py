@@ -949,3 +949,10 @@ def test_a_dropped_variable_is_freed_at_once():
         assert ref() is None
     finally:
         gc.enable()
+
+
+def test_a_variable_whose_buffer_was_donated_is_written():
+    """`repr` never raises; it says what was there."""
+    v = nnx.Param(jnp.ones(2))
+    v.value.delete()
+    assert repr(v) == "Param(float32[2], deleted)"

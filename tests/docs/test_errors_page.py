@@ -1,4 +1,4 @@
-"""docs/errors.md has every error class of the library: caused once, and mended. That it runs is tested in test_docs.py."""
+"""docs/errors.md has every error class of the library: caused once, and mended. That it runs, test_docs.py tests."""
 
 import importlib
 import pathlib

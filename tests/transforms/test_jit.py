@@ -1192,6 +1192,7 @@ def test_a_dropped_function_is_freed():
     refs = [weakref.ref(jitted), weakref.ref(layer)]
     del jitted, layer
     assert [ref() for ref in refs] == [None, None]
+
     def total(m):
         return m.layers[0].w.sum()
 
