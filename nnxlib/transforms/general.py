@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,6 +89,25 @@ def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
 
     errors = user_checks if errors is None else errors
     return lift(lambda pure: checked(pure, errors), result=_error_and_output)(f)
+
+
+def name_nan(error: FloatingPointError, f: Callable, arguments: Arguments) -> None:
+    """Note which layer has made the NaN that JAX has found under ``jax_debug_nans``, where no call has said so.
+
+    JAX computes again without compiling, so that the error leaves the call of the layer; but not in the body of a loop,
+    in what is rematerialised, and in a backward pass. There the checks of :func:`checkify` find it.
+    """
+    if any(note.startswith("in ") for note in getattr(error, "__notes__", ())):
+        return
+    from jax.experimental.checkify import nan_checks
+
+    from .checks import checked
+
+    with contextlib.suppress(Exception), jax.debug_nans(False):  # an explanation that fails must not hide the error
+        packed = pack(arguments)
+        text = checked(Crossing(packed.layout).pure(f), nan_checks)(packed.leaves)[0].get()
+        if text is not None:
+            error.add_note(text)
 
 
 def _error_and_output(raw: tuple[Any, Any], finish: Callable) -> tuple[Any, Any]:

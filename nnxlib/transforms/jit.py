@@ -36,6 +36,7 @@ from ..core.tracing import at_top_level, current_trace, hide_frames
 from ..core.variables import MISSING
 from .abstract import eval_packed
 from .classes import lifts_classes
+from .general import name_nan
 from .lift import Arguments, Crossing, cross, finish, resolve
 from .plan import Plan, check_traceable
 from .prefixes import PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
@@ -220,6 +221,8 @@ class JitWrapped:
                 raise
             return self._call_packed(args, kwargs, captured, found)
         except Exception as error:
+            if isinstance(error, FloatingPointError):
+                name_nan(error, self._function, Arguments(args, kwargs))
             hide_frames(error)
             raise
 

@@ -107,3 +107,33 @@ def test_state_comes_out():
     assert "In BatchNorm" in error.get()
     assert jnp.isinf(norm.mean.value).all()
     assert y.shape == (3, 2)
+
+
+# --- jax_debug_nans -------------------------------------------------------------------------------------------------
+
+
+class Root(nnx.Module):
+    def __init__(self, value):
+        self.w = nnx.Param(jnp.full(2, value))
+
+    def __call__(self, x):
+        return jnp.sqrt(x * self.w)
+
+
+def note_of(f, *args):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        f(*args)
+    return next(note for note in caught.value.__notes__ if "layers" in note)
+
+
+def test_debug_nans_names_the_layer():
+    """Where JAX finds the operation in a call of a layer, its note says so; elsewhere the checks of checkify find it."""
+    model = nnx.Sequential(Root(1.0), Root(-1.0))
+    for f in (model, nnx.jit(model), nnx.jit(lambda x: nnx.grad(lambda x: model(x).sum())(x))):
+        assert note_of(f, X) == "in layers[1] (Root, w float32[2]), input float32[3, 2]"
+    loop = nnx.scan(lambda x, m: m(x), in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=2)
+    for f in (lambda m, x: loop(x, m), nnx.remat(lambda m, x: m(x))):
+        assert layer_of(note_of(nnx.jit(f), model, X)).endswith("layers/1")
+    flat = nnx.Sequential(Root(1.0), Root(0.0))  # the derivative of sqrt at 0 is infinite, and 0 times that is NaN
+    step = nnx.jit(lambda m, x: nnx.grad(lambda m: m(0 * x).sum())(m))
+    assert layer_of(note_of(step, flat, X)).endswith("layers/1")
