@@ -127,7 +127,7 @@ def note_of(f, *args):
 
 
 def test_debug_nans_names_the_layer():
-    """Where JAX finds the operation in a call of a layer, its note says so; elsewhere the checks of checkify find it."""
+    """Where JAX finds the operation in a call of a layer, its note says so; elsewhere the checks find it."""
     model = nnx.Sequential(Root(1.0), Root(-1.0))
     for f in (model, nnx.jit(model), nnx.jit(lambda x: nnx.grad(lambda x: model(x).sum())(x))):
         assert note_of(f, X) == "in layers[1] (Root, w float32[2]), input float32[3, 2]"
