@@ -18,6 +18,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -59,9 +60,13 @@ def look(flat: Sequence[Any], key: list[Any], inside: tuple[list[Record], list[A
             key.append(None)
             plain.append(x)
         elif isinstance(x, OBJECTS):
-            record = record_of(x)
-            if record.snapshot is not None:
-                return None
+            record = x._nnx_record
+            if record is None or record.mutable or record.unchecked == 1 or not record.stamp.valid:
+                record = record_of(x)
+                if record.snapshot is not None:
+                    return None
+            else:
+                record.unchecked -= 1
             key.append(record.layout)
             records.append(record)
         elif kind is StaticArgument:
@@ -141,11 +146,8 @@ def _find_sharing(roots: list[Any], records: list[Record]) -> tuple:
 Picks = list[tuple[int, Numbers | None]]  # which cells of which record; None for all
 
 
-def _cells(picks: Picks, records: list[Record]) -> list[Cell]:
-    if len(picks) == 1:
-        k, numbers = picks[0]
-        return records[k].picked.get(numbers) or records[k].pick(numbers)
-    return [cell for k, numbers in picks for cell in records[k].picked.get(numbers) or records[k].pick(numbers)]
+def _cells(picks: Picks, records: list[Record]) -> list[list[Cell]]:
+    return [records[k].picked.get(numbers) or records[k].pick(numbers) for k, numbers in picks]
 
 
 class _Places:
@@ -180,7 +182,7 @@ class _Lane(NamedTuple):
     plain: list[int] | None  # which of the plain leaves; None for all
 
     def gather(self, records: list[Record], plain: list[Any]) -> list[Any]:
-        leaves = [cell.value for cell in _cells(self.cells, records)]
+        leaves = [cell.value for cells in _cells(self.cells, records) for cell in cells]
         if self.arrays:
             for k, j in self.arrays:
                 container, name = records[k].arrays[j]
@@ -233,14 +235,14 @@ class _Writes:
         self.output = _output_of(self.root)
 
     def rest(self, groups: Groups) -> Sequence[Any]:
-        """The leaves of the output."""
-        return groups[0][self.counts[0] :] if len(groups) == 1 else [groups[lane][k] for lane, k in self.others]
+        """The leaves of the output, with several lanes."""
+        return [groups[lane][k] for lane, k in self.others]
 
 
 class Site:
     """A call of one structure."""
 
-    __slots__ = ("__weakref__", "_places", "_reads", "_writes", "plan")
+    __slots__ = ("__weakref__", "_all_writes", "_places", "_reads", "_writes", "plan")
 
     def __init__(self, plan: Plan, key: tuple, records: Sequence[Record]):
         self.plan = plan
@@ -248,6 +250,7 @@ class Site:
         self._places = _Places(plan.crossing.layout, shared, records)
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: _Writes | None = None  # of its last outcome
+        self._all_writes: dict[Outcome, _Writes] = {}
 
     def call(self, arguments: Sequence[Any], found: Found, function: object) -> Any:
         """Call the compiled function with what was found in the arguments, and write what it changed.
@@ -277,8 +280,8 @@ class Site:
                 layout = self.plan.crossing.layout
                 leaves = join_lanes(groups, outcome.lane_of)
                 return commit(layout, outcome.delta, leaves, objects_in(arguments))
-            writes = self._writes = _Writes(outcome, self._places, len(groups))
-        rest = writes.rest(groups)
+            writes = self._writes = self._writes_of(outcome, len(groups))
+        rest = groups[0][writes.counts[0] :] if len(groups) == 1 else writes.rest(groups)
         if outcome.returns_objects:
             out = value_of(writes.root, objects_in(arguments), iter(rest))
         else:
@@ -288,13 +291,19 @@ class Site:
                 write_cells(_cells(picks, records), group)
         return out
 
+    def _writes_of(self, outcome: Outcome, lanes: int) -> _Writes:
+        found = self._all_writes.get(outcome)
+        if found is None:
+            found = self._all_writes[outcome] = _Writes(outcome, self._places, lanes)
+        return found
+
     def _shorten(self, shape: Any, reads: _Reads, outcome: Outcome, record: Record, function: object) -> None:
         """Leave a shortcut with the record, if there can be one."""
         if record.arrays or record.mutable or outcome.delta.rows or outcome.returns_objects:
             return
         if len(record.shortcuts) >= KEPT:  # of functions that are gone
             record.shortcuts.clear()
-        writes = _Writes(outcome, self._places, len(reads.lanes))
+        writes = self._writes_of(outcome, len(reads.lanes))
         record.shortcuts[function] = Shortcut(shape, self, reads, writes, record)
 
 
@@ -310,7 +319,7 @@ class Shortcut:
     def __init__(self, shape: Any, site: Site, reads: _Reads, writes: _Writes, record: Record):
         self.shape = shape  # how the arguments are given
         self._site, self._reads, self._writes = weakref.ref(site), weakref.ref(reads), writes
-        self._inputs = [_cells(lane.cells, [record]) for lane in reads.lanes]
+        self._inputs = [list(chain.from_iterable(_cells(lane.cells, [record]))) for lane in reads.lanes]
         self._plain = [lane.plain for lane in reads.lanes]
         self._only = self._inputs[0] if len(reads.lanes) == 1 else None
         self._count = writes.counts[0]
@@ -349,8 +358,8 @@ class Shortcut:
         else:
             out = writes.output(writes.rest(groups))
         if self._outputs:
-            for cells, group in zip(self._outputs, groups):
-                write_cells(cells, group)
+            for lists, group in zip(self._outputs, groups):
+                write_cells(lists, group)
         return out
 
 

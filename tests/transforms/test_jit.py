@@ -562,6 +562,31 @@ def test_calls_per_hot_call_do_not_grow_with_the_model():
     assert max(found[10]) < 40
 
 
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [({}, 40), ({"donate_argnums": (0, 1)}, 48), ({"donate_argnums": 0}, 48)],
+    ids=["plain", "donated", "donated in part"],
+)
+def test_calls_of_a_training_step(options, limit):
+    """With a model, an optimizer and a batch, too; the same number at any size."""
+
+    def step(model, moments, x, rate):
+        for v, moment in zip(model, moments, strict=True):
+            moment += x
+            v -= rate * moment
+        return x.sum()
+
+    found = []
+    for size in (10, 500):
+        model, moments = (nnx.List([nnx.Param(jnp.ones(1)) for _ in range(size)]) for _ in range(2))
+        jitted = nnx.jit(step, **options)
+        arguments = (moments, jnp.ones(1), 0.1)
+        for _ in range(20):  # past the checks at 1, 2, 4, 8, 16
+            jitted(model, *arguments)
+        found.append(count_calls(lambda model: jitted(model, *arguments), model))
+    assert found[0] == found[1] < limit
+
+
 def count_calls(f, argument):
     count = 0
     gc.disable()  # jax counts as a listener of the collector

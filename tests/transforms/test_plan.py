@@ -283,3 +283,18 @@ def test_a_step_makes_few_objects_for_the_collector():
     for _ in range(30):
         f(m)
     assert sum(generation["collections"] for generation in gc.get_stats()) - before <= 30
+
+
+def test_shapes_that_take_turns():
+    """Each trace writes other Variables, and each call those of its own trace."""
+
+    def function(m, x):
+        write(m.layers[x.shape[0]], x)
+        return x.sum()
+
+    f, m = nnx.jit(function), Net()
+    for k in range(12):
+        n = k % 3 + 1
+        f(m, jnp.full(n, float(k)))
+        assert m.layers[n].value.tolist() == [float(k)] * n
+    assert m.layers[4].value.tolist() == [4.0, 4.0]
