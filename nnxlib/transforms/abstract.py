@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..core.graph import Packed, build, commit, pack
+from ..core.graph import Packed, build, commit, count_leaves, pack, value_of
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
 from ..core.tracing import boundary
@@ -43,7 +43,10 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
 
 def eval_packed(f: Callable, packed: Packed) -> Any:
     """:func:`eval_shape` for arguments that have been packed."""
-    crossing = Crossing(packed.layout, forced=range(len(packed.leaves)))
-    (leaves,), outcome = jax.eval_shape(crossing.pure(f), packed.leaves)
-    _, shells = build(packed.layout, packed.leaves)
+    (leaves,), outcome = jax.eval_shape(Crossing(packed.layout).pure(f), packed.leaves)
+    root = outcome.delta.root
+    if not outcome.returns_objects:
+        return value_of(root, (), iter(leaves[len(leaves) - count_leaves(root) :]))
+    shapes = jax.eval_shape(lambda leaves: leaves, packed.leaves) if packed.leaves else []
+    _, shells = build(packed.layout, shapes)
     return commit(packed.layout, outcome.delta, leaves, shells)
