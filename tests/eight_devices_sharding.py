@@ -72,6 +72,26 @@ def test_placed_in_a_trace(mesh):
         np.testing.assert_array_equal(kernel, ONES)
 
 
+def test_a_jitted_construction_never_holds_an_unsharded_copy():
+    """What the compiler plans for each device, temporaries and all, is less than one whole kernel."""
+    size = 512
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+
+    def make():
+        return nnx.Linear(size, size, kernel_init=init, rngs=nnx.Rngs(0))
+
+    with jax.set_mesh(jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))):
+        jitted = nnx.jit(make)
+        planned = jitted.lower().compile().memory_analysis()
+        kernel = jitted().kernel.value
+        abstract = nnx.eval_shape(make).kernel.value
+    whole = 4 * size * size
+    assert planned.output_size_in_bytes < whole / 4
+    assert planned.temp_size_in_bytes + planned.output_size_in_bytes < whole
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(size, size // 8)}
+    assert abstract.sharding.spec == PartitionSpec(None, "model")
+
+
 def test_placed_under_vmap():
     """The axis that vmap stacks is not sharded, and the names of the others follow."""
     for mesh in (AUTO, EXPLICIT):

@@ -392,7 +392,7 @@ class Walk:
         if type(value) is StaticArgument:
             frame.specs.append(value.frozen())
             return None
-        if mark is False:
+        if mark is False or (mark is None and isinstance(value, _NO_DATA)):
             self._constant(value, frame, suffix)
             return None
         if is_data_leaf(value):
@@ -494,6 +494,7 @@ def _tuple_items(value: Any) -> Iterator[Any]:
 
 
 _ATOMS = frozenset({int, str, bool, type(None), type, bytes})
+_NO_DATA = (type, types.FunctionType)
 
 
 def _frozen_items(items: dict[Any, Any] | None, path: tuple) -> Const:

@@ -147,6 +147,8 @@ class _Freezer:
         rule = _RULES.get(kind)
         if rule is not None:
             return kind, rule(self, value)
+        if isinstance(value, type):  # of another metaclass, such as jnp.float32
+            return kind, value
         if isinstance(value, jax.Array):
             raise StaticValueError(
                 f"The array {describe(value)} at {format_path(self.path)} is declared static, but a static value must "
@@ -201,7 +203,9 @@ class _Freezer:
     def function(self, value: types.FunctionType) -> Hashable:
         if value.__closure__:  # its cells can be rebound, and hold anything
             return self.identity(value)
-        content = self.content(value, (value.__defaults__, tuple((value.__kwdefaults__ or {}).items())))
+        content: Hashable = None
+        if value.__defaults__ or value.__kwdefaults__:
+            content = self.content(value, (value.__defaults__, tuple((value.__kwdefaults__ or {}).items())))
         return value.__code__, _Identity(value.__globals__), content
 
     def partial(self, value: functools.partial) -> Hashable:
