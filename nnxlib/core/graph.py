@@ -135,6 +135,21 @@ class NodeRow(NamedTuple):
 Row = VariableRow | NodeRow
 
 
+class _Key:
+    """Rows and root, hashed once: of a thousand rows that takes a while, and a tuple would do it at each look-up."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, *parts: Any):
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Key and self._parts == other._parts
+
+
 class Layout:
     """The static half of a packed pytree. Interned: equal tables are the same object, so ``is`` compares them."""
 
@@ -147,7 +162,7 @@ class Layout:
     _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
     def __new__(cls, rows: tuple[Row, ...], root: Spec):
-        key = (rows, root)
+        key = _Key(rows, root)
         self = cls._interned.get(key)
         if self is None:
             self = object.__new__(cls)
@@ -334,6 +349,7 @@ class Walk:
         self.objects: list[Any] = Rows(known)
         self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
+        self.constants: dict[int, Const] = {}  # by id: those that are static wherever they are, and often many times
         self.plain_rows: dict[type, VariableRow] = {}  # of Variables without metadata, which are many and all alike
         self.paths: dict[int, tuple] = {}  # of each row, where it was met
         self.cells: dict[int, Cell] = {}  # row of a Variable -> where its value is
@@ -364,8 +380,8 @@ class Walk:
         while stack:
             frame = stack[-1]
             for suffix, value, mark in frame.items:
-                if type(value) in _ATOMS and mark is not True:
-                    frame.specs.append(Const(value, (type(value), value)))
+                if mark is not True and (constant := self.constants.get(id(value))) is not None:
+                    frame.specs.append(constant)
                     continue
                 child = self._spec(value, mark, frame, suffix)
                 if child is not None:
@@ -387,13 +403,16 @@ class Walk:
             frame.specs.append(Ref(number))
             return self._enter(number, (*frame.path, *suffix), frame)
         if type(value) in _ATOMS and mark is not True:
-            frame.specs.append(Const(value, (type(value), value)))
+            constant = self.constants[id(value)] = Const(value, (type(value), value))
+            frame.specs.append(constant)
             return None
         if type(value) is StaticArgument:
             frame.specs.append(value.frozen())
             return None
         if mark is False or (mark is None and isinstance(value, _NO_DATA)):
-            self._constant(value, frame, suffix)
+            constant = self._constant(value, frame, suffix)
+            if isinstance(value, _NO_DATA) and not constant.mutable:
+                self.constants[id(value)] = constant
             return None
         if is_data_leaf(value):
             frame.specs.append(LEAF)
@@ -401,11 +420,12 @@ class Walk:
             return None
         return self._tree(value, mark, frame, suffix)
 
-    def _constant(self, value: Any, frame: _Frame, suffix: tuple) -> None:
+    def _constant(self, value: Any, frame: _Frame, suffix: tuple) -> Const:
         constant = Const.of(value, (*frame.path, *suffix))
         if constant.mutable:
             self.mutable[id(value)] = value, constant
         frame.specs.append(constant)
+        return constant
 
     def _tree(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
         """A pytree becomes a Tree if it holds data, and is static otherwise."""
@@ -569,6 +589,9 @@ class Plan:
         self.constants: list[Const] = []
         self.trees: list[tuple[Tree, int, int]] = []  # with the range of their leaves
         sources = [{name: self._source(spec) for name, spec in rows[i].fields} for i in numbers]
+        mutable = any(const.mutable for const in (*self.constants, *self.metadata))
+        # Whether nothing in the objects but values of Variables can change in place.
+        self.only_variables = not (mutable or self.trees or self.held > len(layout.variables))
         starts = {Ref: 0, _Leaf: len(rows), Const: len(rows) + len(layout.leaf_paths)}
         starts[Tree] = starts[Const] + len(self.constants)
         self.nodes = [

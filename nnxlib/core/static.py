@@ -171,7 +171,7 @@ class _Freezer:
         return kind, self.hashable(value)
 
     def items(self, values: Any) -> Hashable:
-        return tuple([self.freeze(v) for v in values])
+        return tuple([(type(v), v) if type(v) in _ATOMS else self.freeze(v) for v in values])
 
     def mutable_items(self, values: Any) -> Hashable:
         self.mutable = True
@@ -205,7 +205,7 @@ class _Freezer:
             return self.identity(value)
         content: Hashable = None
         if value.__defaults__ or value.__kwdefaults__:
-            content = self.content(value, (value.__defaults__, tuple((value.__kwdefaults__ or {}).items())))
+            content = self.content(value, (*(value.__defaults__ or ()), ..., *(value.__kwdefaults__ or {}).items()))
         return value.__code__, _Identity(value.__globals__), content
 
     def partial(self, value: functools.partial) -> Hashable:

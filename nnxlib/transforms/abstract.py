@@ -6,13 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.tree_util import all_leaves
 
-from ..core.graph import Packed, build, commit, count_leaves, pack, value_of
+from ..core.calls import inside, listening
+from ..core.captures import all_borrowed
+from ..core.escapes import check_contained
+from ..core.graph import After, Packed, build, commit, diff, pack
+from ..core.objects import leave_stamp
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
+from ..core.stamps import Stamp
 from ..core.tracing import boundary
 from ..core.variables import Variable
-from .lift import Arguments, Crossing, resolve
+from .lift import Arguments, Outcome, check_returned, resolve
 
 
 @boundary
@@ -42,11 +48,33 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def eval_packed(f: Callable, packed: Packed) -> Any:
-    """:func:`eval_shape` for arguments that have been packed."""
-    (leaves,), outcome = jax.eval_shape(Crossing(packed.layout).pure(f), packed.leaves)
-    root = outcome.delta.root
-    if not outcome.returns_objects:
-        return value_of(root, (), iter(leaves[len(leaves) - count_leaves(root) :]))
-    shapes = jax.eval_shape(lambda leaves: leaves, packed.leaves) if packed.leaves else []
-    _, shells = build(packed.layout, shapes)
-    return commit(packed.layout, outcome.delta, leaves, shells)
+    """:func:`eval_shape` for arguments that have been packed.
+
+    What happened to the arguments is looked at only to refuse what no transform could bring back, and then forgotten.
+    """
+    layout = packed.layout
+
+    def pure(leaves: list[Any]) -> tuple[list[Any], Outcome]:
+        (args, kwargs, _), objects = build(layout, leaves)
+        with listening(inside(layout, objects, [path[2:] for path in layout.paths])):
+            stamp = Stamp()
+            leave_stamp(objects, stamp)
+            out = f(*args, **kwargs)
+        unchanged = stamp.valid and layout.plan.only_variables and all_leaves(leaves)
+        if not unchanged or any(objects[i]._cell.value is not x for i, x in zip(layout.variables, leaves)):
+            _checked(diff(layout, leaves, objects, out), out)
+        after = _checked(diff(_NOTHING, (), (), out), out)
+        return after.leaves, Outcome(after.delta, ())
+
+    pure.__name__ = getattr(f, "__name__", type(f).__name__)
+    leaves, outcome = jax.eval_shape(pure, packed.leaves)
+    return commit(_NOTHING, outcome.delta, leaves, ())
+
+
+_NOTHING = pack(()).layout
+
+
+def _checked(after: After, out: Any) -> After:
+    check_contained(after, all_borrowed())
+    check_returned(after, out)
+    return after
