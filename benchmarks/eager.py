@@ -7,7 +7,7 @@ in raw JAX that computes the same numbers from the same parameters, in dicts.
 The data: a `Work` makes the four contenders of one row: raw JAX, nnxlib, flax.nnx, Equinox. For Equinox the layers are
 written out, as its users do, with the same operations as raw JAX.
 
-    python -m benchmarks.eager [--quick] [--markdown FILE]
+    python -m benchmarks.eager [--quick] [--results FOLDER]
 
 With XLA_FLAGS=--xla_force_host_platform_device_count=8 the row `sharded construction` has eight devices.
 """
