@@ -301,7 +301,7 @@ def draw(table: Table, path: pathlib.Path) -> None:
     )
     for axis, column in zip(axes[0], columns, strict=True):
         found = {row: text for row, text in table.cells[column].items() if text != "-"}
-        values = [float(found[row].replace(",", "")) if row in found else 0.0 for row in table.rows]
+        values = [float(found[row].replace(",", "").split()[0]) if row in found else 0.0 for row in table.rows]
         colours = ["tab:blue" if row.startswith("nnxlib") else "0.7" for row in table.rows]
         axis.barh(range(len(table.rows)), values, color=colours)
         for k, row in enumerate(table.rows):
