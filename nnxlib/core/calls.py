@@ -220,11 +220,11 @@ def listening(listener: Listener | None) -> Iterator[None]:
         listener.on_call, listener.captured = outer.on_call, outer.captured
     _active.listener = listener
     is_followed = followed()
-    Followers.count += is_followed
+    Followers.add(is_followed)
     try:
         yield
     finally:
-        Followers.count -= is_followed
+        Followers.add(-is_followed)
         _active.listener = outer
 
 
@@ -232,6 +232,12 @@ class Followers:
     """How many there are, in all threads; while it is 0, nobody need ask :func:`followed`."""
 
     count = 0
+    _lock = threading.Lock()
+
+    @classmethod
+    def add(cls, number: int) -> None:
+        with cls._lock:
+            cls.count += number
 
 
 def captured_types() -> tuple[type, ...] | None:

@@ -164,13 +164,22 @@ class Outer(nnx.Module):
         return self.roots[0](x)
 
 
+OTHERS = {
+    "map_variables": lambda f: nnx.map_variables(f, nnx.Param, lambda state: state, lambda state: state),
+    "capture": lambda f: lambda *args: nnx.capture(f, nnx.Intermediate)(*args)[0],
+    "named_call": nnx.named_call,
+    "split_rngs": nnx.split_rngs(splits=2, only="nothing"),
+    "remat of jit of remat": lambda f: nnx.remat(nnx.jit(nnx.remat(f))),
+}
+
+
 @pytest.mark.parametrize("context", ["eager", "in jit", "in grad", "in scan", "in jit of vmap"])
-@pytest.mark.parametrize("name", [*EAGER, *LOOPS])
+@pytest.mark.parametrize("name", [*EAGER, *LOOPS, *OTHERS])
 def test_the_path_of_a_call_is_the_path_of_its_variables(name, context):
     """Called twice, shared, an argument or closed over, made in the constructor or inline: where `nnx.state` has it."""
     outer, loop = Outer(), name in LOOPS or "scan" in name or "scan" in context
     root = outer.roots[0]
-    root.transform, root.may_attach = {**EAGER, **LOOPS}[name], not loop
+    root.transform, root.may_attach = {**EAGER, **LOOPS, **OTHERS}[name], not loop
     root.may_close_over = not name.startswith("custom_")  # in JAX, too, its rules may not refer to other tracers
     stored = {path[:-1] for path, _ in nnx.state(outer).flat_state()}
     SEEN.clear()
