@@ -162,7 +162,7 @@ def by_modules(library: str, layers: int, stacked: bool) -> Callable[[], object]
             self.position = nnx.Param(jnp.full((LENGTH, WIDTH), 0.02))
             if stacked:
                 make = nnx.vmap(lambda rngs: Block(rngs=rngs), in_axes=0, out_axes=0)
-                self.blocks = make(rngs.fork(split=layers))
+                self.blocks = make(rngs.split(layers))
             else:
                 self.blocks = nnx.List([Block(rngs=rngs) for _ in range(layers)])
             self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
