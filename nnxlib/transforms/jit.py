@@ -192,39 +192,43 @@ class JitWrapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            self._traces.calls += 1
-            if self._bound_or_static:
-                args, kwargs = self._bind(args, kwargs)
-            captured = self._captures.objects() if self._captures.references else ()
-            if not self._cacheable or not at_top_level() or Followers.count or (Watch.count and all_borrowed()):
-                return self._call_packed(args, kwargs, captured, None)
-            flat, shape = spread(args, kwargs, captured) if kwargs or captured else (args, len(args))
-            found = None
-            try:
-                if flat and isinstance(flat[0], OBJECTS):
-                    record = flat[0]._nnx_record
-                    if record is not None:
-                        shortcut = record.shortcuts.get(self._traces)
-                        if shortcut is not None and shortcut.shape == shape and record.is_quiet():
-                            out = shortcut.call(flat, record)
-                            if out is not ELSEWHERE:
-                                return out
-                found = look(flat, [shape])
-                site = None if found is None else self._sites.get(found[0])
-                if found is not None and site is not None:
-                    return site.call(flat, found, self._traces)
-            except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
-                pass
-            except TypeError:
-                packed = pack(Arguments(args, kwargs, captured))
-                check_traceable(packed.layout, packed.leaves)
-                raise
-            return self._call_packed(args, kwargs, captured, found)
+            return self._call(args, kwargs)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 name_nan(error, self._function, Arguments(args, kwargs))
             hide_frames(error)
             raise
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Take the short way, if there is one: by a shortcut of the first object, or by the site of this call."""
+        self._traces.calls += 1
+        if self._bound_or_static:
+            args, kwargs = self._bind(args, kwargs)
+        captured = self._captures.objects() if self._captures.references else ()
+        if not self._cacheable or not at_top_level() or Followers.count or (Watch.count and all_borrowed()):
+            return self._call_packed(args, kwargs, captured, None)
+        flat, shape = spread(args, kwargs, captured) if kwargs or captured else (args, len(args))
+        found = None
+        try:
+            record = flat[0]._nnx_record if flat and isinstance(flat[0], OBJECTS) else None
+            if record is not None:
+                shortcut = record.shortcuts.get(self._traces)
+                if shortcut is not None and shortcut.shape == shape and record.is_quiet():
+                    out = shortcut.call(flat, record)
+                    if out is not ELSEWHERE:
+                        return out
+            found = look(flat, [shape])
+            if found is not None:
+                site = self._sites.get(found[0])
+                if site is not None:
+                    return site.call(flat, found, self._traces)
+        except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
+            pass
+        except TypeError:
+            packed = pack(Arguments(args, kwargs, captured))
+            check_traceable(packed.layout, packed.leaves)
+            raise
+        return self._call_packed(args, kwargs, captured, found)
 
     def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None) -> Any:
         """The long way of a call; what was ``found`` of its arguments leads there the short way next time."""

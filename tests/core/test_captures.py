@@ -74,26 +74,24 @@ def test_every_change_of_a_captured_module_is_seen(form):
     check(f, layer)
 
 
-def test_traces_are_made_again_once():
-    """A function that captures what it does not name is traced twice at first, then never again; others once."""
+@pytest.mark.parametrize("named", [True, False], ids=["named", "held in a list"])
+def test_how_often_a_closure_is_traced(named):
+    """Once if it names what it captures; a trace that finds out is made again; and never again after that."""
     layer, traces = Layer(), []
     held = [layer]
-    for captured, times in ((lambda: held[0], 2), (lambda: layer, 1)):
-        with_closure = nnx.jit(lambda x, captured=captured: (traces.append(1), captured()(x))[1])
-        for _ in range(4):
-            with_closure(X)
-            layer.w.value += 1
-        assert len(traces) == 2, times
-        traces.clear()
-    naming = nnx.jit(lambda x: (traces.append(1), layer(x))[1])
+    naming, holding = (lambda x: (traces.append(1), layer(x))[1]), (lambda x: (traces.append(1), held[0](x))[1])
+    f = nnx.jit(naming if named else holding)
     for _ in range(4):
-        naming(X)
+        f(X)
         layer.w.value += 1
-    assert len(traces) == 1
-    traces.clear()
-    without = nnx.jit(lambda layer, x: (traces.append(1), layer(x))[1])
+    assert len(traces) == (1 if named else 2)
+
+
+def test_a_function_without_closures_is_traced_once():
+    layer, traces = Layer(), []
+    f = nnx.jit(lambda layer, x: (traces.append(1), layer(x))[1])
     for _ in range(4):
-        without(layer, X)
+        f(layer, X)
     assert len(traces) == 1
 
 

@@ -191,6 +191,8 @@ EAGER: dict[str, Callable[[Callable], Callable]] = {
     "jacrev": lambda f: lambda *args: nnx.jacrev(_loss(f), argnums=(0, 1), has_aux=True)(*args)[1],
     "jacfwd": lambda f: lambda *args: nnx.jacfwd(_loss(f), argnums=2, has_aux=True)(*args)[1],
     "linearize": lambda f: lambda m, other, x: nnx.linearize(_loss(f), m, other, x, has_aux=True)[2],
+    "jvp": lambda f: lambda *args: nnx.jvp(_loss(f), args, (None, None, args[2]), has_aux=True)[2],
+    "hessian": lambda f: lambda *args: nnx.hessian(_loss(f), argnums=2, has_aux=True)(*args)[1],
     "custom_vjp": _custom_vjp,
     "custom_jvp": _custom_jvp,
     "remat": nnx.remat,
@@ -202,6 +204,7 @@ EAGER: dict[str, Callable[[Callable], Callable]] = {
     "scan over an axis": lambda f: nnx.scan(f, **WHOLE),
     "shard_map": _shard_map,
     "transform_metadata": nnx.transform_metadata,
+    "map_variables": lambda f: nnx.map_variables(f, nnx.BatchStat, lambda state: state, lambda state: state),
 }
 
 
@@ -233,10 +236,19 @@ def _carry(f: Callable) -> Callable:
     return lambda *args: nnx.scan(step, in_axes=(nnx.Carry,), out_axes=nnx.Carry, length=TIMES)(args)
 
 
+def _remat_scan(f: Callable) -> Callable:
+    def step(carry: Any) -> Any:
+        f(*carry)
+        return carry
+
+    return lambda *args: nnx.remat_scan(step, lengths=(1, TIMES), in_axes=(nnx.Carry,), out_axes=nnx.Carry)(args)
+
+
 LOOPS: dict[str, Callable[[Callable], Callable]] = {
     "while_loop": _while,
     "fori_loop": _fori,
     "scan with a Carry": _carry,
+    "remat_scan": _remat_scan,
 }
 
 
@@ -306,7 +318,7 @@ def check(name: str, context: str, change: str, fail: str | None) -> None:
 
 
 CASES = list(itertools.product(CHANGES, (None, *FAILURES)))
-SHARE = 1 if hypothesis.settings().max_examples >= 1000 else 9  # all of the cases under HYPOTHESIS_PROFILE=explore
+SHARE = 1 if hypothesis.settings().max_examples >= 1000 else 12  # all of the cases under HYPOTHESIS_PROFILE=explore
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -344,6 +356,9 @@ def test_what_only_looks_changes_nothing(name: str, context: str) -> None:
         before.assert_unchanged()
 
 
+UNTRACED = ("transform_metadata", "map_variables", "custom_vjp", "custom_jvp")  # when called eagerly
+
+
 @pytest.mark.parametrize("name", [*EAGER, *LOOPS])
 def test_a_write_to_what_is_captured(name: str) -> None:
     """nnx.jit takes it as if it had been passed; elsewhere the write is refused before it happens."""
@@ -357,7 +372,7 @@ def test_a_write_to_what_is_captured(name: str) -> None:
 
     args = arguments("value")
     before = Snapshot(outside, *args)
-    if name in ("jit", "transform_metadata", "custom_vjp", "custom_jvp"):  # all but jit trace nothing, called eagerly
+    if name in ("jit", *UNTRACED):
         transform(write)(*args)
         assert outside.w.value[0, 0, 0] == 2.0
         assert args[0].left.w.value[0, 0, 0] == 2.0
