@@ -111,10 +111,10 @@ class GraphShape:
 class Level:
     """How one node flattens: its shape, the keys of its children, and a function that takes these from the node."""
 
-    __slots__ = ("keys", "lasting", "shape", "stamp", "take")
+    __slots__ = ("_mended", "_stamp", "keys", "lasting", "shape", "take")
 
     def __init__(self, node: Any, stamp: Stamp, lasting: bool):
-        self.stamp = stamp  # of the walk by which the graph below was seen to be a tree
+        self._stamp, self._mended = stamp, stamp.mended  # of the walk by which the graph below was seen to be a tree
         self.lasting = lasting  # whether the stamp tells of every change; else static values may change unseen
         held = dict(node._nnx_children())
         is_list = isinstance(node, list)
@@ -127,6 +127,10 @@ class Level:
         self.shape = NodeShape(type(node), tuple(held), statics, chosen, node._nnx_marks)
         self.keys = [make_key(name) for name in chosen]
         self.take = _taker(node, chosen)
+
+    def stamp(self) -> Stamp | None:
+        """The stamp of the walk, if nothing has changed since."""
+        return self._stamp if self._stamp.valid and self._stamp.mended == self._mended else None
 
 
 def _taker(node: Any, names: tuple) -> Callable[[Any], Sequence[Any]]:
@@ -142,8 +146,9 @@ def _taker(node: Any, names: tuple) -> Callable[[Any], Sequence[Any]]:
 def _level(node: Any) -> Level | None:
     """How a node flattens by itself; None if the graph below it is no tree."""
     level = node._nnx_tree
-    if level is not None and level.stamp.valid:
-        return level if level.lasting else Level(node, level.stamp, False)
+    stamp = None if level is None else level.stamp()
+    if stamp is not None:
+        return level if level.lasting else Level(node, stamp, False)
     record = record_of(node)
     if not record.layout.is_tree:
         return None
@@ -157,7 +162,7 @@ def _level(node: Any) -> Level | None:
 
 def _flatten(node: Any) -> tuple[Sequence[Any], NodeShape | GraphShape]:
     level = node._nnx_tree
-    if level is None or not (level.lasting and level.stamp.valid):
+    if level is None or not level.lasting or level.stamp() is None:
         level = _level(node)
         if level is None:
             keyed, shape = _flatten_shared(node)

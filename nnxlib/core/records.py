@@ -150,6 +150,7 @@ def _mend(record: Record, root: Any) -> bool:
             stamp.changed += changed.values()
             return False
         record.layout, record.shortcuts = layout.with_rows(rows), {}
+        stamp.mended += 1
         stamp.valid = True
         if stamp.changed:  # meanwhile, by another thread; a later change ends the stamp again
             stamp.valid = False

@@ -20,10 +20,11 @@ from typing import Any
 class Stamp:
     """Whether what was seen in a walk is unchanged since the walk began, and what has changed in it."""
 
-    __slots__ = ("__weakref__", "changed", "valid")
+    __slots__ = ("__weakref__", "changed", "mended", "valid")
 
     def __init__(self) -> None:
         self.valid = True
+        self.mended = 0  # how often it was made valid again, because a description was mended
         self.changed: list[Any] = []  # the objects whose structure has changed
 
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.records import record_of
 
 is_variable = lambda x: isinstance(x, nnx.Variable)
 
@@ -458,3 +459,21 @@ def test_levels_are_looked_at_again_when_something_changes():
     np.testing.assert_array_equal(jax.tree.leaves(net)[1], jnp.ones(2))
     net.block.extra = net.b  # no tree any more
     assert leaves(net) == 2
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["attribute", "item of a list in a list"])
+def test_a_static_value_that_changed_is_in_the_treedef(inside):
+    """Also when a record was mended after the change, and though only one node has changed."""
+    m = nnx.Dict(layer=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), sizes=[1, [2]])
+    seen = set()
+    for n in (1, 2, 3, 1):
+        if inside:
+            m.sizes[1][0] = n
+        else:
+            m.layer.in_features = n
+        record_of(m)
+        leaves, treedef = jax.tree.flatten(m)
+        made = treedef.unflatten(leaves)
+        assert (made.sizes[1][0] if inside else made.layer.in_features) == n
+        seen.add(treedef)
+    assert len(seen) == 3
