@@ -207,6 +207,7 @@ class _Reads:
             arrays = [places.arrays[p - first_array] for p in positions if first_array <= p < first_plain]
             picks = places.picks([p for p in positions if p < first_array])
             self.lanes.append(_Lane(picks, arrays, None if compiled.count == 1 else plain))
+        self.only = self.lanes[0] if compiled.count == 1 else None
 
 
 def _output_of(root: Spec) -> Callable[[Sequence[Any]], Any]:
@@ -227,6 +228,7 @@ class _Writes:
         lane_of = outcome.lane_of or (0,) * len(positions)
         by_lane = [[p for p, n in zip(positions, lane_of, strict=False) if n == lane] for lane in range(lanes)]
         self.lanes = [places.picks(found) for found in by_lane]
+        self.one_lane = lanes == 1
         self.counts = [len(found) for found in by_lane]
         self.others: list[tuple[int, int]] = []  # of each leaf of the output: its lane, and which leaf of it
         for lane in outcome.lane_of[len(positions) :]:
@@ -242,11 +244,12 @@ class _Writes:
 class Site:
     """A call of one structure."""
 
-    __slots__ = ("__weakref__", "_all_writes", "_places", "_reads", "_writes", "plan")
+    __slots__ = ("__weakref__", "_all_writes", "_of_one", "_places", "_reads", "_writes", "plan")
 
     def __init__(self, plan: Plan, key: tuple, records: Sequence[Record]):
         self.plan = plan
-        shared = key[-1] if len(records) > 1 else ()
+        self._of_one = len(records) == 1
+        shared = () if self._of_one or not records else key[-1]
         self._places = _Places(plan.crossing.layout, shared, records)
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: _Writes | None = None  # of its last outcome
@@ -264,11 +267,11 @@ class Site:
             if compiled is None:
                 raise AbsentInput
             reads = self._reads = _Reads(compiled, self._places)
-        if len(reads.lanes) == 1:
-            groups, outcome = reads.jitted(reads.lanes[0].gather(records, plain))
+        if reads.only is not None:
+            groups, outcome = reads.jitted(reads.only.gather(records, plain))
         else:
             groups, outcome = reads.jitted(*[lane.gather(records, plain) for lane in reads.lanes])
-        if len(records) == 1 and len(plain) == len(arguments) - 1 and isinstance(arguments[0], OBJECTS):
+        if self._of_one and len(plain) == len(arguments) - 1 and isinstance(arguments[0], OBJECTS):
             self._shorten(key[0], reads, outcome, records[0], function)
         return self.finish(arguments, records, groups, outcome)
 
@@ -281,7 +284,7 @@ class Site:
                 leaves = join_lanes(groups, outcome.lane_of)
                 return commit(layout, outcome.delta, leaves, objects_in(arguments))
             writes = self._writes = self._writes_of(outcome, len(groups))
-        rest = groups[0][writes.counts[0] :] if len(groups) == 1 else writes.rest(groups)
+        rest = groups[0][writes.counts[0] :] if writes.one_lane else writes.rest(groups)
         if outcome.returns_objects:
             out = value_of(writes.root, objects_in(arguments), iter(rest))
         else:
