@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # The first call of a jitted function compiles, so a deadline per example would measure XLA. The same examples are drawn
 # at every run, so that a failure is about the change at hand; `HYPOTHESIS_PROFILE=explore` looks for new ones.
-hypothesis.settings.register_profile("repeatable", max_examples=30, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("repeatable", max_examples=16, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

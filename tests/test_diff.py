@@ -203,7 +203,7 @@ def test_what_cannot_be_compared():
         nnx.diff(nnx.graphdef(Net()), nnx.state(Net()))
 
 
-@settings(max_examples=30)
+@settings(max_examples=16)
 @given(
     st.lists(st.sampled_from(sorted(set(CHANGES) - {"declaration", "removed", "type"})), max_size=3), st.integers(0, 1)
 )

@@ -318,7 +318,8 @@ def check(name: str, context: str, change: str, fail: str | None) -> None:
 
 
 CASES = list(itertools.product(CHANGES, (None, *FAILURES)))
-SHARE = 1 if hypothesis.settings().max_examples >= 1000 else 12  # all of the cases under HYPOTHESIS_PROFILE=explore
+EVERYTHING = hypothesis.settings().max_examples >= 1000  # under HYPOTHESIS_PROFILE=explore
+SHARE = 1 if EVERYTHING else 24  # of the cases
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

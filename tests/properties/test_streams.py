@@ -87,7 +87,7 @@ ACTIONS = {
 }
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     impl=st.sampled_from(["threefry2x32", "rbg", "unsafe_rbg"]),
     program=st.lists(st.sampled_from(sorted(ACTIONS)), min_size=2, max_size=6),

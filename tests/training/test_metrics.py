@@ -37,7 +37,7 @@ def state_of(metric):
 # --- Average --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(masked_values(), max_size=3))
 def test_an_average_with_masks_is_the_mean_of_what_they_choose(batches):
     """For every shape of values and every mask that broadcasts to it; nan when nothing counts."""
@@ -175,7 +175,7 @@ def test_a_threshold_is_a_float():
 # --- Welford --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(masked_values(), max_size=3))
 def test_welford_is_mean_and_deviation_of_what_the_masks_choose(batches):
     """In one pass, batch by batch, also with batches of which nothing counts."""

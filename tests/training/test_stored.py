@@ -38,7 +38,7 @@ def described(tree):
     return structure, [x.get_value() if isinstance(x, nnx.Variable) else x for x in values]
 
 
-@settings(max_examples=60)
+@settings(max_examples=24)
 @given(trees)
 def test_restore_undoes_store(tree):
     """For every nesting of tuples, lists, dicts, States and foreign pytrees; also when stored twice."""
@@ -47,7 +47,7 @@ def test_restore_undoes_store(tree):
     assert described(restore(store(stored, lambda variable: variable))) == described(tree)
 
 
-@settings(max_examples=30)
+@settings(max_examples=16)
 @given(trees)
 def test_storing_keeps_the_paths(tree):
     """A Variable has the path in nnx.state that its leaf has in the pytree."""

@@ -9,7 +9,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.errors import TraceContextError
 from tests.properties.compare import Snapshot
-from tests.properties.test_matrix import CONTEXTS, EAGER, LOOPS, SHAPE
+from tests.properties.test_matrix import CONTEXTS, EAGER, EVERYTHING, LOOPS, SHAPE
 
 X = jnp.ones((2, 4))
 DEPTH = 3
@@ -173,8 +173,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("context", ["eager", "in jit", "in grad", "in scan", "in jit of vmap"])
-@pytest.mark.parametrize("name", [*EAGER, *LOOPS, *OTHERS])
+NESTINGS = ["eager", "in jit", "in grad", "in scan", "in jit of vmap"]
+ALL = [*EAGER, *LOOPS, *OTHERS]
+# Each transform in the first context, and in one of the others; under HYPOTHESIS_PROFILE=explore in all.
+PAIRS = [(name, c) for k, name in enumerate(ALL) for n, c in enumerate(NESTINGS) if EVERYTHING or n in (0, 1 + k % 4)]
+
+
+@pytest.mark.parametrize(("name", "context"), PAIRS)
 def test_the_path_of_a_call_is_the_path_of_its_variables(name, context):
     """Called twice, shared, an argument or closed over, made in the constructor or inline: where `nnx.state` has it."""
     outer, loop = Outer(), name in LOOPS or "scan" in name or "scan" in context

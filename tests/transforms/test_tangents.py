@@ -33,7 +33,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(trees)
 def test_unfold_is_the_inverse_of_fold(tree):
     """For any pytree: what is folded unfolds to the values it was made of, as arrays and in Variables."""
