@@ -30,8 +30,11 @@ import optax
 from .timing import QUICK, Call, Effort, Measurement, Report, Table, agree, collector_seconds, main, measure
 
 Case = tuple[str, int]  # kind of step, number of Variables
-SIZES = (10, 100, 1000, 5000)
-CASES: Sequence[Case] = [*((kind, size) for kind in ("read", "update", "donate") for size in SIZES), ("train", 100)]
+CASES: Sequence[Case] = [
+    *((kind, size) for kind in ("read", "update", "donate") for size in (10, 100, 1000)),
+    ("update", 5000),
+    ("train", 100),
+]
 QUICK_CASES: Sequence[Case] = [("read", 10), ("update", 10), ("read", 100), ("update", 100)]
 WATCHED: Sequence[Case] = [("update", 1000)]  # where the garbage collector is watched as well
 WIDTH = 4
