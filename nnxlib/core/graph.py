@@ -175,9 +175,9 @@ class Layout:
         return Layout, (self.rows, self.root)
 
     @functools.cached_property
-    def plan(self) -> Plan:
+    def blueprint(self) -> Blueprint:
         """How to build objects of this layout."""
-        return Plan(self)
+        return Blueprint(self)
 
     @functools.cached_property
     def is_tree(self) -> bool:
@@ -554,22 +554,22 @@ def build(
 
     Objects in ``given``, by row, are used as they are in place of new ones. ``cell`` makes the cells of the Variables.
     """
-    plan = layout.plan
-    metadata = [const.fresh() for const in plan.metadata]
-    made = [*make_variables(plan.variable_types, leaves, metadata, cell), *new_nodes(plan.node_types)]
-    for i, marks in plan.marks:
+    blueprint = layout.blueprint
+    metadata = [const.fresh() for const in blueprint.metadata]
+    made = [*make_variables(blueprint.variable_types, leaves, metadata, cell), *new_nodes(blueprint.node_types)]
+    for i, marks in blueprint.marks:
         object.__setattr__(made[i], "_nnx_marks", dict(marks))
-    objects = [made[i] for i in plan.order]
+    objects = [made[i] for i in blueprint.order]
     for i, x in (given or {}).items():
         objects[i] = x
-    pool = [*objects, *leaves, *[constant.fresh() for constant in plan.constants]]
-    pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in plan.trees]
-    for i, names, contents in plan.nodes:
+    pool = [*objects, *leaves, *[constant.fresh() for constant in blueprint.constants]]
+    pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in blueprint.trees]
+    for i, names, contents in blueprint.nodes:
         objects[i]._nnx_fill(dict(zip(names, contents(pool), strict=False)))
-    return value_of(layout.root, objects, iter(leaves[plan.held :])), objects
+    return value_of(layout.root, objects, iter(leaves[blueprint.held :])), objects
 
 
-class Plan:
+class Blueprint:
     """How to make the objects of a layout in few steps.
 
     What the fields of nodes hold is taken from one list, the *pool*: the objects by row, the leaves, the constants, the

@@ -54,7 +54,7 @@ def _snapshot(layout: Layout, leaves: list[Any], objects: list[Any]) -> list[Any
     """The leaves; Variables as new ones."""
     n = len(layout.variables)
     metadata = [objects[i]._metadata for i in layout.variables]
-    return make_variables(layout.plan.variable_types, all_unshared(leaves[:n]), metadata) + leaves[n:]
+    return make_variables(layout.blueprint.variable_types, all_unshared(leaves[:n]), metadata) + leaves[n:]
 
 
 def _copies(variables: Sequence[Variable]) -> list[Any]:
@@ -179,14 +179,14 @@ def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
     """What the leaves hold, if they are what they were when the model was split; None where one has to look closer."""
     layout, n = graphdef.layout, len(graphdef.layout.variables)
     variables = leaves[:n]
-    if [type(x) for x in variables] != layout.plan.variable_types:
+    if [type(x) for x in variables] != layout.blueprint.variable_types:
         return None
     values = all_unshared([x._cell.value for x in variables]) + leaves[n:]
     avals = avals_of(values)
     if avals != graphdef.avals and any(a is not None and a != b for a, b in zip(graphdef.avals, avals, strict=True)):
         return None
     metadata = [x._metadata for x in variables]
-    same = [const.value for const in layout.plan.metadata]
+    same = [const.value for const in layout.blueprint.metadata]
     changed = [k for k in range(n) if metadata[k] is not same[k] and not same_items(metadata[k], same[k])]
     return values, {k: metadata[k] for k in changed}
 
@@ -375,7 +375,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
 
 def _problems_in_place(layout: Layout, leaves: list[Any], new: dict[int, Any]) -> dict[Path, str]:
     """Why which of the new leaves, given by position, cannot be written in place of the present ones; by path."""
-    kinds = layout.plan.variable_types
+    kinds = layout.blueprint.variable_types
     values = [leaf._cell.value if isinstance(leaf, Variable) else leaf for leaf in new.values()]
     present = [leaves[k] for k in new]
     problems = {}

@@ -60,7 +60,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
             stamp = Stamp()
             leave_stamp(objects, stamp)
             out = f(*args, **kwargs)
-        unchanged = stamp.valid and layout.plan.only_variables and all_leaves(leaves)
+        unchanged = stamp.valid and layout.blueprint.only_variables and all_leaves(leaves)
         if not unchanged or any(objects[i]._cell.value is not x for i, x in zip(layout.variables, leaves)):
             _checked(diff(layout, leaves, objects, out), out)
         after = _checked(diff(_NOTHING, (), (), out), out)
