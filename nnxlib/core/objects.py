@@ -80,18 +80,23 @@ class Node:
     # --- on loan to a trace that captured it: see captures.py ---
 
     def _nnx_save(self) -> tuple:
-        return type(self), dict(self._nnx_children()), self._nnx_marks, self._nnx_trace
+        return type(self), dict(self._nnx_children()), {name: getattr(self, name) for name in SLOTS}
 
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
+        _set(self, "_nnx_held", ())  # what is described inside has no part in what is described outside
+        _set(self, "_nnx_record", None)
+        _set(self, "_nnx_tree", None)
 
     def _nnx_restore(self, state: tuple) -> None:
-        kind, items, marks, trace = state
+        kind, items, slots = state
         if type(self) is not kind:
             _set(self, "__class__", kind)
         self._nnx_fill(items)
-        _set(self, "_nnx_marks", marks)
-        _set(self, "_nnx_trace", trace)
+        held = self._nnx_held  # left by another thread
+        for name, value in slots.items():
+            _set(self, name, value)
+        _set(self, "_nnx_held", (*self._nnx_held, *held))
 
     def __repr__(self) -> str:
         return node_repr(self)

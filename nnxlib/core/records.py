@@ -33,6 +33,7 @@ from .graph import LEAF, Layout, NodeRow, Row, Walk, pack
 from .objects import Node, Pytree, attributes_of
 from .stamps import Stamp, stamping
 from .static import Const
+from .tracing import at_top_level
 from .variables import Cell, Variable
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
@@ -192,7 +193,8 @@ def _make(root: Any) -> Record:
             in_slots = isinstance(x, Pytree) and not container.keys() >= set(names)
             record.exact = record.exact and not in_slots and container is not root
     record.snapshot = None if record.exact else walk.leaves(range(len(rows)))
-    if record.exact:
+    lent = at_top_level() and any(type(cell) is not Cell for cell in record.cells)  # to a trace of another thread
+    if record.exact and not lent:
         object.__setattr__(root, "_nnx_record", record)
     return record
 

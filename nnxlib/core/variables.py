@@ -271,17 +271,21 @@ class Variable(Generic[A]):
     # --- on loan to a trace that captured it: see captures.py ---
 
     def _nnx_save(self) -> tuple:
-        return type(self), self._cell, self._metadata, self._trace
+        return type(self), {name: getattr(self, name) for name in _LENT}
 
     def _nnx_join(self, trace: TraceRef) -> None:
         _set(self, "_trace", trace)
+        _set(self, "_held", ())  # what is described inside has no part in what is described outside
+        _set(self, "_nnx_record", None)
 
     def _nnx_restore(self, state: tuple) -> None:
-        kind, cell, metadata, trace = state
+        kind, before = state
         if type(self) is not kind:
             _set(self, "__class__", kind)
-        for name, before in {"_cell": cell, "_metadata": metadata, "_trace": trace}.items():
-            _set(self, name, before)
+        held = self._held  # left by another thread
+        for name, value in before.items():
+            _set(self, name, value)
+        _set(self, "_held", (*self._held, *held))
 
     def _where(self) -> str:
         path = errors.locate(self, skip=3)
@@ -510,6 +514,7 @@ class Variable(Generic[A]):
 
 
 _set = object.__setattr__
+_LENT = ("_cell", "_held", "_metadata", "_nnx_record", "_trace")
 _set_content = Cell.value.__set__  # type: ignore[attr-defined]
 _set_cell_slot = Variable._cell.__set__  # type: ignore[attr-defined]
 _set_held_slot = Variable._held.__set__  # type: ignore[attr-defined]

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.graph import pack
+from nnxlib.core.records import record_of
 
 X = jnp.ones((1, 2))
 
@@ -303,3 +305,63 @@ def test_another_thread_is_not_watched():
     thread.join()
     assert [reference() is layer for reference in f._captures.references] == [True]
     assert int(bystander.calls) == 1
+
+
+DESCRIPTIONS = {
+    "state": nnx.state,
+    "split": nnx.split,
+    "clone": nnx.clone,
+    "leaves": jax.tree.leaves,
+    "jit": lambda layer: nnx.jit(lambda layer: layer.w.sum())(layer),
+    "of a Variable": lambda layer: nnx.jit(lambda w: w.sum())(layer.w),
+}
+
+
+@pytest.mark.parametrize("toggles", [False, True], ids=["as it is", "with another flag"])
+@pytest.mark.parametrize("describe", DESCRIPTIONS.values(), ids=DESCRIPTIONS.keys())
+def test_what_is_described_inside_is_not_kept_outside(describe, toggles):
+    """A captured model that is taken apart inside, also where the trace fails, is described anew outside."""
+    layer = Layer()
+
+    def f(x):
+        scale = layer.scale
+        if toggles:
+            layer.scale = 7
+        describe(layer)
+        if x.shape != X.shape:
+            raise RuntimeError
+        layer.scale = scale
+        return layer(x)
+
+    jitted = nnx.jit(f)
+    for k in range(6):
+        layer.w.value = jnp.full((2, 2), float(k))
+        result = expected(layer)
+        if k == 3:
+            with pytest.raises(RuntimeError):
+                jitted(jnp.ones((3, 2)))
+        assert jnp.array_equal(jitted(X), result)
+        assert jnp.array_equal(nnx.jit(lambda layer: layer(X))(layer), result)
+        for leaf in jax.tree.leaves((layer, nnx.state(layer))):
+            assert not isinstance(leaf, jax.core.Tracer)
+        assert record_of(layer).layout is pack(layer).layout
+
+
+def test_what_another_thread_describes_meanwhile_is_not_kept():
+    """A model around a captured layer, looked at by another thread while the layer is lent to a trace."""
+    layer = Layer()
+    whole = nnx.Dict(layer=layer)
+
+    def f(x):
+        thread = threading.Thread(target=lambda: nnx.jit(lambda m: 0)(whole))
+        thread.start()
+        thread.join()
+        return layer(x)
+
+    nnx.jit(f)(X)
+    total = nnx.jit(lambda whole: whole.layer.w.sum())
+    for k in range(3):
+        layer.w.value = jnp.full((2, 2), float(k))
+        layer.scale = k
+        assert total(whole) == 4 * k
+        assert record_of(whole).layout is pack(whole).layout
