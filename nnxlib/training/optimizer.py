@@ -11,7 +11,8 @@ moment is the path of its parameter::
 ``tx.init`` sees the State of the Variables; ``tx.update`` sees plain values at the same paths, as does whatever is
 called from it. A mask or label function that is called in both, as those of ``optax.masked`` and
 ``optax.multi_transform`` are, goes by path and shape; to go by type or metadata, make the labels beforehand:
-``nnx.map_state(lambda path, v: type(v).__name__, nnx.state(model, nnx.Param))``.
+``nnx.map_state(lambda path, v: type(v).__name__, nnx.state(model, nnx.Param))``. Labels that ``jax.tree.map`` makes of
+a State are Variables; a ``tx`` with such labels cannot work on plain values, and is given Variables instead.
 
 An update computes everything, checks everything that can fail, and then writes.
 """
@@ -19,10 +20,14 @@ An update computes everything, checks everything that can fail, and then writes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey, tree_map_with_path
 
 from ..core.errors import EmptySelectionError, StateMismatchError
 from ..core.filters import Filter
@@ -116,7 +121,11 @@ class Optimizer(Pytree, Generic[M]):
                 f"tx has to be a transformation with `init` and `update`, such as optax.adam(1e-3), got {tx!r}."
             )
         params = _trained(_as_node(model), wrt)
-        opt_state = to_opt_state(tx.init(params))
+        try:
+            opt_state = to_opt_state(tx.init(params))
+        except (TypeError, ValueError) as error:
+            error.add_note(_LABELS)
+            raise
         kept, _ = flat(restore(opt_state))
         _place(kept, flat(params)[0])
         set_values(kept, without_aliases([plain(x) for x in kept], [plain(x) for x in flat(params)[0]]))
@@ -150,21 +159,26 @@ class Optimizer(Pytree, Generic[M]):
         model = _as_node(model)
         trained = _trained(model, self.wrt)
         gradients = self._gradients(grads, trained, model)
-        extra = {name: gradients if x is grads else _without_variables(x) for name, x in extra.items()}
+        extra = {name: gradients if x is grads else x for name, x in extra.items()}
         try:
-            return self._step(model, trained, gradients, extra)
+            return self._step(model, trained, gradients, extra, _without_variables)
         except (TypeError, ValueError):
             self._check_state(trained)
+            with suppress(TypeError, ValueError):
+                return self._step(model, trained, gradients, extra, lambda tree: _as_variables(tree, trained))
             raise
 
-    def _step(self, model: Any, trained: State, gradients: State, extra: dict[str, Any]) -> Any:
+    def _step(
+        self, model: Any, trained: State, gradients: State, extra: dict[str, Any], seen: Callable[[Any], Any]
+    ) -> Any:
+        """The update, with a ``tx`` that is given ``seen(tree)`` of each tree."""
         params, structure = flat(trained)
         values = [plain(x) for x in params]
         kept, kept_structure = self._kept()
         old = [plain(x) for x in kept]
-        updates, new_state = self.tx.update(
-            gradients, kept_structure.unflatten(old), structure.unflatten(values), **extra
-        )
+        given = [seen(tree) for tree in (gradients, kept_structure.unflatten(kept), trained)]
+        extra = {name: given[0] if x is gradients else seen(x) for name, x in extra.items()}
+        updates, new_state = map(_without_variables, self.tx.update(*given, **extra))
         moved = [added(*pair) for pair in zip(values, structure.flatten_up_to(updates))]
         new_kept = without_aliases(_like(kept_structure, new_state), moved)
         if _shapes(new_kept) != _shapes(old):  # a moment of size 1 is broadcast to any parameter
@@ -218,6 +232,10 @@ class ModelAndOptimizer(Optimizer[M]):
         """Change the model and the state of the optimizer by one step; as :meth:`Optimizer.update`."""
         return super().update(self.model, grads, **extra)
 
+
+_LABELS = """\
+If labels or a mask were given: the transformation works on a State of what it trains, and labels for it are a State, \
+too, or a function of it. Make them by nnx.map_state(lambda path, variable: ..., nnx.state(model, wrt))."""
 
 _CHANGED = """\
 The state of this optimizer does not fit the parameters of the model; nothing was changed. If the model was given \
@@ -277,8 +295,21 @@ def _with_value(leaf: Any, value: Any) -> Any:
     return leaf.replace(value) if is_variable(leaf) else value
 
 
+def _as_variables(tree: Any, params: State) -> Any:
+    """A pytree with the Variables of ``params`` at their paths, below whatever holds them, around its own values."""
+    by_path = dict(to_flat_state(params))
+
+    def boxed(keys: tuple[Any, ...], value: Any) -> Any:
+        levels = tuple(key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(keys)))[::-1]
+        paths = (levels[n:] for n in range(len(levels)))
+        variable = next((by_path[path] for path in paths if path in by_path), None)
+        return plain(value) if variable is None else _with_value(variable, plain(value))
+
+    return tree_map_with_path(boxed, tree, is_leaf=lambda x: isinstance(x, Variable | Node))
+
+
 def _without_variables(value: Any) -> Any:
-    """An argument of ``tx.update`` with plain values for Variables; Modules in it stay Modules."""
+    """A pytree with plain values for Variables; Modules in it stay Modules."""
     return jax.tree.map(plain, value, is_leaf=lambda x: isinstance(x, Variable | Node))
 
 

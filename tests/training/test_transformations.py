@@ -153,6 +153,30 @@ def test_what_is_masked_has_no_state():
     assert [path[-3:] for path, x in kept if jax.tree.leaves(x)] == [("layers", 0, "kernel")] * 2
 
 
+LABELLED = {
+    "multi_transform": lambda at: optax.multi_transform(
+        {"matrix": optax.adam(0.1), "vector": optax.sgd(0.1)}, at(ranks)
+    ),
+    "masked": lambda at: optax.chain(optax.masked(optax.adam(0.1), at(matrices)), optax.add_decayed_weights(0.1)),
+    "with the value": lambda at: optax.chain(optax.masked(optax.adam(0.1), at(matrices)), optax.polyak_sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labels_that_are_variables(name):
+    """Made of a State by ``jax.tree.map``, they do what a function of the same labels does."""
+    value = lambda value, grads: {"value": value} if name == "with the value" else {}
+    labels = LABELLED[name](lambda function: function(nnx.state(Net(), nnx.Param)))
+    assert_same(by_optimizer(labels, extra=value), by_optimizer(LABELLED[name](lambda function: function), extra=value))
+
+
+def test_labels_of_another_structure_are_an_error_with_the_remedy():
+    labels = nnx.to_pure_dict(ranks(nnx.state(Net(), nnx.Param)))
+    with pytest.raises(ValueError) as error:
+        nnx.Optimizer(Net(), optax.multi_transform({"matrix": optax.adam(0.1), "vector": optax.sgd(0.1)}, labels))
+    assert "labels for it are a State" in "".join(error.value.__notes__)
+
+
 def test_an_injected_learning_rate_is_a_variable():
     """It is set from outside, also between calls of a compiled step, which is not compiled again."""
     model, traces = Net(), []
