@@ -7,7 +7,7 @@ their path, the first path in the order of the walk; a State never aliases the l
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -119,7 +119,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     Args:
       graphdef: the structure; or a :class:`GraphState`, then without states.
       *states: States, FlatStates or nested dicts with a leaf for each path, in any order. Keys of ints may be strings.
-        A leaf is a Variable, or its bare value.
+        A leaf is a Variable, its bare value, or ``{'value': array}``, as checkpoints have it.
       copy: accepted for compatibility: the object always has Variables of its own.
 
     >>> import nnxlib as nnx
@@ -140,7 +140,8 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     layout = graphdef.layout
     given = _in_order(layout, states)
     fitting = None if given is None else _values_that_fit(graphdef, given)
-    values, metadata = fitting or _values_looked_at(graphdef, _flat_leaves(states, layout.leaf_path_set))
+    known = zip(layout.leaf_paths, graphdef.avals, strict=True)
+    values, metadata = fitting or _values_looked_at(graphdef, _flat_leaves(states, dict(known)))
     tree, objects = build(layout, values)
     for position, found in metadata.items():
         object.__setattr__(objects[layout.variables[position]], "_metadata", found)
@@ -224,8 +225,12 @@ def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
     return values, metadata
 
 
-def _flat_leaves(states: tuple[Any, ...], known: Collection[Path]) -> dict[Path, Any]:
-    """Path -> leaf of several States; a path with ``'0'`` for ``0`` is understood when that is a known path."""
+def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:
+    """Path -> leaf of several States, for an object with arrays of shapes and dtypes ``known``.
+
+    Two ways of writing a path that checkpoints have are understood where they lead to a known one: ``'0'`` for ``0``,
+    and a level ``'value'`` between an array and its Variable, which is what JAX calls it.
+    """
     by_string: dict[Path, Path] | None = None
     flat: dict[Path, Any] = {}
     for number, state in enumerate(states):
@@ -233,13 +238,15 @@ def _flat_leaves(states: tuple[Any, ...], known: Collection[Path]) -> dict[Path,
             if path not in known:
                 if by_string is None:
                     by_string = {tuple([str(k) for k in p]): p for p in known}
-                path = by_string.get(tuple([str(k) for k in path]), path)
+                written = tuple([str(k) for k in path])
+                held = by_string.get(written[:-1]) if written[-1:] == ("value",) else None
+                path = by_string.get(written, held if held is not None and known[held] else path)
             flat[path] = leaf
     return flat
 
 
-def _items(state: Any, number: int, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a State; a mapping at a known path is the value of a Variable, and no level."""
+def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a State; a mapping at a known path is a value and no level, unless an array was there."""
     if isinstance(state, Variable) or () in known:
         yield (), state
     elif isinstance(state, FlatState):
@@ -248,7 +255,7 @@ def _items(state: Any, number: int, known: Collection[Path]) -> Iterator[tuple[P
         stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
         while stack:
             path, value = stack.pop()
-            if isinstance(value, Mapping) and not isinstance(value, Node) and path not in known:
+            if isinstance(value, Mapping) and not isinstance(value, Node) and known.get(path, value) is not None:
                 stack.extend(((*path, key), child) for key, child in reversed(list(value.items())))
             else:
                 yield path, value
@@ -335,7 +342,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     Args:
       node: a Module, or a pytree of Modules.
       state: a State, FlatState or nested dict, of all or some of the leaves. Keys of ints may be strings. A leaf is a
-        Variable, whose metadata is taken over too, or a bare value.
+        Variable, whose metadata is taken over too, a bare value, or ``{'value': array}``, as checkpoints have it.
       *states: more of these.
       strict: with False, leaves that do not fit are skipped instead of refused.
 
@@ -359,7 +366,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         problems = _problems_in_place(layout, leaves, new)
     else:
         position = layout.positions
-        flat = _flat_leaves(states, position)
+        flat = _flat_leaves(states, dict(zip(layout.leaf_paths, avals_of(leaves), strict=True)))
         new = {position[path]: leaf for path, leaf in flat.items() if path in position}
         problems = _problems_in_place(layout, leaves, new)
         if len(new) < len(flat):

@@ -331,7 +331,7 @@ def replace_by_pure_dict(
 
     Args:
       state: written in place; a Variable is replaced by a new one of the same type and metadata.
-      pure_dict: nested values, for all or some of the leaves.
+      pure_dict: nested values, for all or some of the leaves; for that of a Variable also ``{'value': ...}``.
       replace_fn: ``(leaf, value) -> leaf``, in place of that.
 
     >>> import nnxlib as nnx
@@ -347,7 +347,11 @@ def replace_by_pure_dict(
     by_name = {tuple(map(str, path)): path for path in leaves}
 
     def find(path: PathParts) -> PathParts | None:
-        return path if path in leaves else by_name.get(tuple(map(str, path)))
+        written = tuple(map(str, path))
+        if path in leaves or written in by_name:
+            return path if path in leaves else by_name[written]
+        held = by_name.get(written[:-1]) if written[-1:] == ("value",) else None
+        return held if isinstance(leaves.get(held or ()), Variable) else None
 
     def children(path: PathParts, node: Any) -> Any:
         """The items of a level; a mapping that is to be the value of a leaf holding one is none."""

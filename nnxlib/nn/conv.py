@@ -147,6 +147,9 @@ class Conv(Module):
     Attributes: ``kernel`` of shape ``[*kernel_size, in_features // feature_group_count, out_features]``, ``bias`` of
     shape ``[out_features]`` or ``None``.
 
+    Raises:
+      ValueError: if the groups do not divide the channels.
+
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> layer = nnx.Conv(3, 8, kernel_size=(5, 5), strides=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((16, 28, 28, 3))).shape, layer.kernel.shape
@@ -182,6 +185,11 @@ class Conv(Module):
         bias_metadata: Metadata = NO_METADATA,
     ):
         kernel_size = as_tuple(kernel_size)
+        if in_features % feature_group_count or out_features % feature_group_count:
+            raise ValueError(
+                f"feature_group_count={feature_group_count} has to divide in_features={in_features} and "
+                f"out_features={out_features}."
+            )
         self.kernel_shape = (*kernel_size, in_features // feature_group_count, out_features)
         self.kernel = Param(kernel_init(rngs.params(), self.kernel_shape, param_dtype), **kernel_metadata)
         self.bias = Param(bias_init(rngs.params(), (out_features,), param_dtype), **bias_metadata) if use_bias else None

@@ -333,6 +333,28 @@ def test_update_takes_every_form_and_string_keys():
     assert (m.layers[1].w.value.tolist(), m.layers[0].w.value.tolist()) == ([2, 2, 2], [3, 3])
 
 
+def test_values_one_level_below_their_variables():
+    """A checkpoint restored without a target has them there, as ``jax.tree_util`` writes the path of a Variable."""
+    net, other = Net(), nnx.map(lambda _, x: x + 1, Net())
+    written = {
+        "layers": {"1": {"w": {"value": other.layers[1].w.value}}},
+        "first": {"w": {"value": other.first.w.value}},
+    }
+    nnx.update(net, written)
+    assert net.layers[1].w.value is other.layers[1].w.value and net.first.w.value is other.first.w.value
+    state = nnx.state(Net())
+    state.replace_by_pure_dict(written)
+    assert (state.layers[1].w == 2).all() and (state.first.w == 2).all()
+    net = nnx.merge(nnx.graphdef(net.first), {"w": {"value": jnp.zeros(2)}, "mean": {"value": jnp.ones(2)}})
+    assert (net.w == 0).all() and (net.mean == 1).all()
+
+
+def test_a_level_in_place_of_an_array_is_an_error():
+    layer = Layer()
+    with pytest.raises(StateMismatchError, match=r"w\.kernel: unexpected int"):
+        nnx.update(layer, {"w": {"kernel": 1}})
+
+
 def test_update_not_strict():
     """strict=False writes what fits, and skips the rest."""
     m = Net()

@@ -205,6 +205,12 @@ def test_wrong_input_names_the_layer_its_sizes_and_the_input(make):
         make(3, 4, (3, 3), strides=(1, 2, 3), rngs=nnx.Rngs(0))(jnp.ones((5, 5, 3)))
 
 
+@pytest.mark.parametrize("channels", [(5, 4), (4, 5)])
+def test_groups_that_do_not_divide_the_channels(channels):
+    with pytest.raises(ValueError, match=r"feature_group_count=2 has to divide in_features=\d and out_features=\d"):
+        nnx.Conv(*channels, 3, feature_group_count=2, rngs=nnx.Rngs(0))
+
+
 def test_groups_see_their_own_channels():
     """With as many groups as channels each output channel depends on one input channel (a depthwise convolution)."""
     layer = nnx.Conv(3, 3, 3, feature_group_count=3, rngs=nnx.Rngs(0))
