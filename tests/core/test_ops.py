@@ -341,12 +341,13 @@ def test_values_one_level_below_their_variables():
         "first": {"w": {"value": other.first.w.value}},
     }
     nnx.update(net, written)
-    assert net.layers[1].w.value is other.layers[1].w.value and net.first.w.value is other.first.w.value
+    assert net.layers[1].w.value is other.layers[1].w.value
+    assert net.first.w.value is other.first.w.value
     state = nnx.state(Net())
     state.replace_by_pure_dict(written)
-    assert (state.layers[1].w == 2).all() and (state.first.w == 2).all()
-    net = nnx.merge(nnx.graphdef(net.first), {"w": {"value": jnp.zeros(2)}, "mean": {"value": jnp.ones(2)}})
-    assert (net.w == 0).all() and (net.mean == 1).all()
+    assert state.layers[1].w.value is other.layers[1].w.value
+    written = {"w": {"value": jnp.zeros(2)}, "mean": {"value": jnp.ones(2)}}
+    assert nnx.merge(nnx.graphdef(net.first), written).mean.value is written["mean"]["value"]
 
 
 def test_a_level_in_place_of_an_array_is_an_error():
