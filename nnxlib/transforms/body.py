@@ -25,6 +25,8 @@ from ..core.graph import (
     VariableRow,
     count_leaves,
 )
+from ..core.objects import is_node
+from ..core.state import State
 from ..core.tracing import jaxpr_as_fun
 from .lift import cross
 
@@ -88,6 +90,15 @@ def trace_body(
 
     found, owners, paths, labels = traced.found
     return Body(run, found, owners, paths, labels, structure.unflatten(map(_struct, closed.out_avals)))
+
+
+def own_states(out: Any) -> Any:
+    """An output with States of its own: a State is a value, and may be one that came in, or be returned twice."""
+
+    def copied(x: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf, x) if isinstance(x, State) else x
+
+    return jax.tree.map(copied, out, is_leaf=lambda x: isinstance(x, State) or is_node(x))
 
 
 # --- positions: the leaves of a layout, by row ----------------------------------------------------------------------

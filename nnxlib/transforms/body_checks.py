@@ -7,7 +7,7 @@ attribute of the path that was changed, and what it was and became.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -95,17 +95,74 @@ def _field_changes(path: tuple, old: NodeRow, row: NodeRow, describe: Callable[[
     return changes
 
 
-def check_same_output(expected: Spec, found: Spec, what: str, hint: str) -> None:
+def successors(
+    layout: Layout, body: Body, pairs: Sequence[tuple[Spec, Spec]], kept: Sequence[Spec] = ()
+) -> dict[int, int] | None:
+    """The new objects that a body returns in place of those it was given: row of the new -> row of the old.
+
+    A loop can go on with new objects if they are built like the old ones, and none of the old ones is used any longer.
+
+    Args:
+      layout: of what the body is given.
+      body: traced on it.
+      pairs: what went in and what came out, of each part that is to be the same.
+      kept: what else the next iteration is given, as it went in.
+
+    Returns:
+      None if the structure is another one, or an object is both replaced and kept.
+    """
+    new, n = dict(body.delta.rows), len(layout.rows)
+    found: dict[int, int] = {}
+    stack = [*pairs, *((spec, spec) for spec in kept)]
+    while stack:
+        a, b = stack.pop()
+        if isinstance(a, Ref) and isinstance(b, Ref):
+            if b.index in found:
+                if found[b.index] != a.index:
+                    return None
+                continue
+            found[b.index] = a.index
+            old = layout.rows[a.index]
+            row = old if a == b else new[b.index] if b.index >= n else None
+            if isinstance(old, NodeRow) and isinstance(row, NodeRow):
+                before, after = dict(old.fields), dict(row.fields)
+                if old._replace(fields=()) != row._replace(fields=()) or before.keys() != after.keys():
+                    return None
+                stack += [(before[name], after[name]) for name in before]
+            elif old != row:
+                return None
+        elif isinstance(a, Tree) and isinstance(b, Tree):
+            if (a.treedef, a.paths) != (b.treedef, b.paths):
+                return None
+            stack += zip(a.children, b.children, strict=True)
+        elif a != b:
+            return None
+    if len(set(found.values())) < len(found):
+        return None
+    return {j: i for j, i in found.items() if j != i}
+
+
+def refuse_written(layout: Layout, body: Body, replaced: Mapping[int, int], what: str) -> None:
+    """Raise :class:`BodyError` if a body also changed objects that it replaced: what it wrote would be lost."""
+    written = {owner[0] for owner in body.owners}.intersection(replaced.values())
+    if written:
+        paths = ", ".join(format_path(layout.paths[i]) for i in sorted(written))
+        raise BodyError(
+            f"The {what} changes {paths}, and returns another object in its place, so that the change would be lost. "
+            "Return the object that was changed, or leave it alone."
+        )
+
+
+def check_same_output(layout: Layout, expected: Spec, found: Spec, what: str, hint: str) -> None:
     """Raise :class:`BodyError` unless two outputs have the same structure and refer to the same objects."""
     if expected == found:
         return
+    describe = functools.partial(_describe_field, layout)
     if isinstance(expected, Tree) and isinstance(found, Tree) and expected.treedef == found.treedef:
         pairs = zip(expected.paths, expected.children, found.children, strict=True)
-        lines = [
-            f"  {format_path(path)}: {describe_spec(a)} became {describe_spec(b)}" for path, a, b in pairs if a != b
-        ]
+        lines = [f"  {format_path(path)}: {describe(a)} became {describe(b)}" for path, a, b in pairs if a != b]
     else:
-        lines = [f"  {describe_spec(expected)} became {describe_spec(found)}"]
+        lines = [f"  {describe(expected)} became {describe(found)}"]
     raise BodyError(f"{what}\n" + "\n".join(lines) + f"\n{hint}")
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..core.errors import format_path
 from ..core.graph import Delta, Layout, pack
 from ..core.tracing import boundary
-from .body import Body, Owner, delta_of, positions_of, structural_rows, trace_body, type_of
+from .body import Body, Owner, delta_of, own_states, positions_of, structural_rows, trace_body, type_of
 from .body_checks import BodyError, check_same_output, structural_changes, type_changes
 from .lift import Arguments, resolve
 from .program import Program, Result, program_of, run_program
@@ -82,7 +82,7 @@ def _branch(f: Callable, count: int, k: int) -> Callable:
 
     def call(*args: Any) -> Any:
         bound, bound_kwargs = args[count + k]
-        return f(*bound, *args[:count], **bound_kwargs)
+        return own_states(f(*bound, *args[:count], **bound_kwargs))
 
     return call
 
@@ -120,6 +120,7 @@ Cast or reshape in one of them; what a branch leaves alone has the type that cam
 
 def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:
     check_same_output(
+        layout,
         first.delta.root,
         other.delta.root,
         f"Branch 0 and branch {k} (for cond: false and true) return different structures:",

@@ -13,7 +13,15 @@ from ..core.errors import format_path
 from ..core.graph import Layout, count_leaves, pack
 from ..core.tracing import at_top_level, boundary
 from .body import Body, delta_of, positions_of, trace_body
-from .body_checks import BodyError, check_same_output, check_types, refuse_structure, widened
+from .body_checks import (
+    BodyError,
+    check_same_output,
+    check_types,
+    refuse_structure,
+    refuse_written,
+    successors,
+    widened,
+)
 from .lift import Arguments, resolve
 from .program import Program, Result, program_of, run_program
 
@@ -25,11 +33,12 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     Args:
       cond_fun: from the value to a boolean scalar; may not change anything.
       body_fun: from the value to a value of the same structure. It may change the values of Variables, but not attach,
-        delete or replace attributes. Variables that it leaves alone are not carried.
+        delete or replace attributes. Variables that it leaves alone are not carried. In place of an object it may
+        return a new one of the same structure.
       init_val: a pytree of arrays and Modules.
 
     Returns:
-      The last value; Modules in it are those that were passed in.
+      The last value; Modules in it are those that were passed in, or new ones where the body returns new ones.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> def double(v):
@@ -141,15 +150,18 @@ class _Loop:
 
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
         refuse_structure(layout, body, what)
-        check_same_output(
-            layout.root, body.delta.root, f"The {what} must return a value like the one it is given:", _HINT
-        )
-        touched = [owner for owner in body.owners if owner[0] >= 0]
-        self.delta, owners = delta_of(layout, touched, None, layout.root)
+        replaced = successors(layout, body, [(layout.root, body.delta.root)])
+        if replaced is None:
+            said = f"The {what} must return a value like the one it is given:"
+            check_same_output(layout, layout.root, body.delta.root, said, _HINT)
+        replaced = replaced or {}
+        refuse_written(layout, body, replaced, what)
+        touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
+        self.delta, owners = delta_of(layout, touched, body, body.delta.root)
         owners += [(-1, k) for k in range(count_leaves(layout.root))]
         positions, place = positions_of(layout), {owner: k for k, owner in enumerate(body.owners)}
         self.body, self.constant = body, leaves
-        self.positions = [positions[owner] for owner in owners]
+        self.positions = [positions[replaced.get(i, i), k] for i, k in owners]
         self.order = [place[owner] for owner in owners]
         self.carry, self.types = [leaves[k] for k in self.positions], [body.types[k] for k in self.order]
 
@@ -165,7 +177,10 @@ class _Loop:
         return [results[k] for k in self.order]
 
 
-_HINT = "Return the same pytree, with the same objects in the same places; change their values in place."
+_HINT = (
+    "Return the same pytree, with the same objects in the same places, changed in place, or new ones of the same "
+    "structure that take their places."
+)
 
 
 def _refuse_changes(layout: Layout, check: Body) -> None:

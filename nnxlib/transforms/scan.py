@@ -21,8 +21,16 @@ from ..core.graph import Layout, Spec, Tree, pack
 from ..core.objects import is_node
 from ..core.variables import MISSING
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
-from .body import Body, delta_of, positions_of, structural_rows, trace_body
-from .body_checks import BodyError, check_types, refuse, structural_changes, widened
+from .body import Body, delta_of, own_states, positions_of, structural_rows, trace_body
+from .body_checks import (
+    BodyError,
+    check_types,
+    refuse,
+    refuse_written,
+    structural_changes,
+    successors,
+    widened,
+)
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
 from .lift import Arguments, by_position, place_of, resolve
@@ -78,7 +86,8 @@ def scan(
 
     Returns:
       A function of the same arguments. What changes in a stacked Module is stacked, what changes in a carried one is
-      there after the last iteration, both on the object that was passed in.
+      there after the last iteration, both on the object that was passed in. Where the body returns a new object in
+      place of a carried one, such as a State of sums, the carry that comes out has a new one, too.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> stack = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
@@ -132,6 +141,12 @@ def looped(
         raise PrefixError(f"nnx.Carry must be in both in_axes={in_axes!r} and out_axes={out_axes!r}, or in neither.")
     shift = len(bound)
 
+    def step(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        if out_place and type(out) in (tuple, list):
+            return type(out)([x if k == out_place[0] else own_states(x) for k, x in enumerate(out)])
+        return out if out_place == () else own_states(out)
+
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
@@ -155,12 +170,12 @@ def looped(
                 inner = strip_axes(layout, slices, in_order, name)
                 enter = None if data_transform is None else transformed_data(data_transform, inner, in_order)
                 stack = functools.partial(stack_axes, name=name)
-                body = trace_body(function, inner, slices, label, stack, enter)
-                if carried is not None:
-                    _check_carry(layout.root, carried, body.delta.root, out_place or ())
-                _check_changes(layout, body)
-                wider = widened(leaves, *_recurring(layout, body, in_order))
-                return program(wider) if wider else _run(layout, body, leaves, in_order, size, loop)
+                body = trace_body(step, inner, slices, label, stack, enter)
+                replaced = {} if carried is None else _check_carry(layout, carried, body, out_place or ())
+                _check_changes(layout, body, replaced)
+                sources, types = _recurring(layout, body, in_order, replaced)
+                wider = widened(leaves, sources, types)
+                return program(wider) if wider else _run(layout, body, leaves, in_order, size, loop, sources, types)
 
             return Program(program)
 
@@ -171,10 +186,18 @@ def looped(
     return wrapped
 
 
-def _run(layout: Layout, body: Body, leaves: list[Any], labels: list[Any], size: int, loop: Loop) -> Any:
+def _run(
+    layout: Layout,
+    body: Body,
+    leaves: list[Any],
+    labels: list[Any],
+    size: int,
+    loop: Loop,
+    sources: list[int],
+    types: list[Any],
+) -> Any:
     carried = _carried(body)
     stacked = [k for k in range(len(body.owners)) if body.labels[k] is not Carry]
-    sources, types = _recurring(layout, body, labels)
     sliced = [k for k, axis in enumerate(labels) if _is_axis(axis)]
     init = [leaves[k] for k in sources]
     check_types(init, types, [layout.leaf_paths[k] for k in sources], "body of scan")
@@ -200,7 +223,7 @@ def _run(layout: Layout, body: Body, leaves: list[Any], labels: list[Any], size:
     return [found[place[owner]] for owner in owners], Result(delta)
 
 
-def _check_changes(layout: Layout, body: Body) -> None:
+def _check_changes(layout: Layout, body: Body, replaced: Mapping[int, int]) -> None:
     """Refuse what the body cannot have done once for each iteration, and values that have no place to go."""
     refuse([change for change in structural_changes(layout, body) if not change.added], "body of scan")
     structural = structural_rows(layout, body)
@@ -209,7 +232,7 @@ def _check_changes(layout: Layout, body: Body) -> None:
         what = place_of(path)
         if label is None:
             problems.append(f"  {what}: every iteration would leave a value, and None keeps none of them")
-        elif label is Carry and owner[0] in structural:
+        elif label is Carry and owner[0] in structural and owner[0] not in replaced:
             problems.append(f"  {what}: attached inside, but Carry needs a value to start from")
         elif isinstance(label, int):
             axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
@@ -231,12 +254,15 @@ def _carried(body: Body) -> list[int]:
     return [k for k, label in enumerate(body.labels) if label is Carry]
 
 
-def _recurring(layout: Layout, body: Body, labels: list[Any]) -> tuple[list[int], list[Any]]:
+def _recurring(
+    layout: Layout, body: Body, labels: list[Any], replaced: Mapping[int, int]
+) -> tuple[list[int], list[Any]]:
     """Of each carried leaf: the position among the arguments' leaves where it goes in again; its type coming out."""
     carried, positions = _carried(body), positions_of(layout)
     first_plain = positions.get((-1, 0), len(labels))
     plain = iter([k for k in range(first_plain, len(labels)) if labels[k] is Carry])
-    sources = [positions[body.owners[k]] if body.owners[k][0] >= 0 else next(plain) for k in carried]
+    owners = [body.owners[k] for k in carried]
+    sources = [next(plain) if i < 0 else positions[replaced.get(i, i), k] for i, k in owners]
     return sources, [body.types[k] for k in carried]
 
 
@@ -258,22 +284,30 @@ def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
     return (places[0],) if places else None
 
 
-def _check_carry(root: Spec, place: tuple, out: Spec, out_place: tuple) -> None:
-    """The carry that comes out must have the structure, and the very objects, of the one that went in."""
+def _check_carry(layout: Layout, place: tuple, body: Body, out_place: tuple) -> dict[int, int]:
+    """Check that the carry comes out with the structure that went in; which new objects stand for which old ones."""
 
     def below(spec: Spec, prefix: tuple) -> list[tuple[tuple, Spec]]:
         items = zip(spec.paths, spec.children, strict=True) if isinstance(spec, Tree) else [((), spec)]
         return [(path[len(prefix) :], child) for path, child in items if path[: len(prefix)] == prefix]
 
-    before, after = below(root, place), below(out, out_place)
-    if before != after:
+    before, after = below(layout.root, place), below(body.delta.root, out_place)
+    replaced = None
+    if [path for path, _ in before] == [path for path, _ in after]:
+        others = [spec for path, spec in below(layout.root, ()) if path[: len(place)] != place]
+        pairs = [(spec, other) for (_, spec), (_, other) in zip(before, after, strict=True)]
+        replaced = successors(layout, body, pairs, others)
+    if replaced is None:
         lost = [f"  {format_path(path, 'carry')}: went in" for path, spec in before if (path, spec) not in after]
         new = [f"  {format_path(path, 'carry')}: came out" for path, spec in after if (path, spec) not in before]
         raise BodyError(
             "The carry of scan must come out with the structure, and the objects, that went in:\n"
             + "\n".join(lost + new)
-            + "\nReturn the same pytree with the same Modules in the same places; change their values in place."
+            + "\nReturn the same pytree with the same objects in the same places, changed in place, or new ones of the "
+            "same structure that take their places."
         )
+    refuse_written(layout, body, replaced, "body of scan")
+    return replaced
 
 
 def _is_axis(label: Any) -> bool:

@@ -173,6 +173,14 @@ def test_new_modules_come_out_of_either_branch():
         np.testing.assert_array_equal(out.w.value, jnp.full(3, value))
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_state_is_a_value_that_one_branch_passes_on_and_the_other_makes_anew(taken):
+    state = nnx.state(Layer(), nnx.Param)
+    out = nnx.cond(taken, lambda s: jax.tree.map(lambda x: x + 1, s), lambda s: s, state)
+    np.testing.assert_array_equal(out["w"].value, jnp.full(3, 3.0 if taken else 2.0))
+    np.testing.assert_array_equal(state["w"].value, jnp.full(3, 2.0))
+
+
 def test_operands_come_back_as_themselves_and_stay_shared():
     def f(m, v):
         assert m.tied is v

@@ -192,7 +192,10 @@ def test_changes_of_structure_or_type_are_refused_by_path(change, loop):
 OUTPUTS = {
     "another structure": lambda value: (value, value),
     "swapped": lambda value: value[::-1],
-    "a copy": lambda value: (value[0], Layer(), X),
+    "an object of another class": lambda value: (value[0], Pair(), X),
+    "other metadata": lambda value: (value[0], nnx.map(lambda _, v: v.replace(v.value, a=1), value[1]), X),
+    "one object for two": lambda value: (value[0], value[0], X),
+    "a copy of one that is still used": lambda value: (nnx.clone(value[0]), value[0], X),
     "nothing": lambda value: None,
 }
 
@@ -206,6 +209,53 @@ def test_a_body_that_returns_another_structure_is_an_error_that_shows_both(case)
     with pytest.raises(BodyError, match=r"must return a value like the one it is given:(.|\n)*became"):
         nnx.fori_loop(0, 3, lambda i, value: OUTPUTS[case](value), init)
     before.assert_unchanged()
+
+
+def doubled(tree):
+    return jax.tree.map(lambda x: 2 * x, tree)
+
+
+NEW = {
+    "a State": lambda: nnx.state(Pair(), nnx.Param),
+    "a Variable": lambda: nnx.Param(X),
+    "a Module with sharing and a cycle": Pair,
+    "a GraphDef with its State": lambda: nnx.split(Layer()),
+}
+
+
+@pytest.mark.parametrize("steps", [3, 0])
+@pytest.mark.parametrize("case", NEW)
+def test_new_objects_may_take_the_places_of_those_that_went_in(case, steps):
+    init = NEW[case]()
+    before, expected = Snapshot(init), init
+    for _ in range(steps):
+        expected = doubled(expected)
+    for out in (
+        nnx.fori_loop(0, steps, lambda i, value: doubled(value), init),
+        nnx.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, doubled(c[1])), (0, init))[1],
+    ):
+        jax.tree.map(np.testing.assert_array_equal, out, expected)
+        before.assert_unchanged()
+        assert not isinstance(out, Pair) or (out is not init and out.me is out and out.tied is out.a.w)
+
+
+def test_an_object_that_is_changed_and_replaced_is_an_error_by_path():
+    def body(i, m):
+        m(X)
+        return nnx.clone(m)
+
+    with pytest.raises(BodyError, match=r"fori_loop changes args\[0\]\.calls, and returns another object in its place"):
+        nnx.fori_loop(0, 3, body, Layer())
+
+
+def test_a_method_that_is_the_body_may_not_replace_its_own_module():
+    class Doubling(Layer):
+        def body(self, i, m):
+            return nnx.clone(m)
+
+    m = Doubling()
+    with pytest.raises(BodyError, match=r"the Doubling args\[0\] became a new object"):
+        nnx.fori_loop(0, 3, m.body, m)
 
 
 def test_a_condition_that_changes_something_is_an_error_by_path():

@@ -318,6 +318,26 @@ def test_a_carry_that_comes_out_differently_is_an_error_with_both_sides():
         nnx.scan(other_carry)((a, b), XS)
 
 
+def test_a_state_of_sums_may_be_carried():
+    """Each iteration makes a new State; the one that went in stays as it is."""
+    zeros = jax.tree.map(jnp.zeros_like, nnx.state(Layer(), nnx.Param))
+
+    def add(carry, x):
+        m, total = carry
+        gradients = nnx.grad(lambda m: m(x).sum(), argnums=nnx.DiffState(0, nnx.Param))(m)
+        return (m, jax.tree.map(jnp.add, total, gradients)), total
+
+    m = Layer()
+    (out, total), seen = nnx.scan(add)((m, zeros), XS)
+    plain = Layer()
+    expected = [nnx.grad(lambda m, x: m.read(x).sum())(plain, x)["w"].value for x in XS]
+    assert out is m
+    assert m.calls.value == len(XS)
+    np.testing.assert_allclose(total["w"].value, sum(expected), rtol=1e-6)
+    np.testing.assert_allclose(seen["w"].value, np.cumsum([np.zeros(3), *expected[:-1]], axis=0), rtol=1e-6)
+    np.testing.assert_array_equal(zeros["w"].value, np.zeros(3))
+
+
 def grow(m, x):
     m.w.value = jnp.ones(4)
 
