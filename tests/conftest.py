@@ -26,6 +26,12 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library does for the user, without the walks that NNXLIB_CHECK adds: for tests that count."""
+    monkeypatch.setattr("nnxlib.core.records.CHECK_ALWAYS", False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
     """Spare the garbage collector what earlier modules left in JAX's caches: some tests collect at every example."""

@@ -771,7 +771,7 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
             restructured.append((i, row, None))
     out = value_of(delta.root, objects, remaining)
     # From here on nothing can fail.
-    write_cells([[target._cell for target in targets]], values)
+    write_cells([target._cell for target in targets], values)
     for i, row, contents in restructured:
         if contents is None:
             _restructure_variable(objects[i], row)

@@ -146,8 +146,7 @@ def _taker(node: Any, names: tuple) -> Callable[[Any], Sequence[Any]]:
 def _level(node: Any) -> Level | None:
     """How a node flattens by itself; None if the graph below it is no tree."""
     level = node._nnx_tree
-    stamp = None if level is None else level.stamp()
-    if stamp is not None:
+    if level is not None and (stamp := level.stamp()) is not None:
         return level if level.lasting else Level(node, stamp, False)
     record = record_of(node)
     if not record.layout.is_tree:

@@ -104,7 +104,7 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
 def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     """How to look up what stands in the closure of a function, and the globals that its code names."""
     for cell in function.__closure__ or ():
-        yield functools.partial(_contents, cell)
+        yield functools.partial(getattr, cell, "cell_contents", None)  # None: it is empty
     names, codes = set[str](), [function.__code__]
     while codes:
         code = codes.pop()
@@ -113,13 +113,6 @@ def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     namespace = function.__globals__
     for name in sorted(names & namespace.keys()):
         yield functools.partial(namespace.get, name)
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
 
 
 def _item(sequence: Any, index: int) -> Any:

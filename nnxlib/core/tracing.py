@@ -8,6 +8,7 @@ while that very trace is current: anything else would let a tracer outlive its t
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import traceback
 import types
@@ -34,25 +35,28 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 
 TraceRef = weakref.ref | None
 
-_context = _core.trace_ctx
-_eval_trace = _core.eval_trace
+EAGER = _core.eval_trace  # what runs where nothing is traced
+_name, _holder = "trace", _core.trace_ctx
+if hasattr(_core, "trace_state_strong_ref"):  # since JAX 0.12, where ``trace_ctx.trace`` is a function of Python
+    _name, _holder = "value", _core.trace_state_strong_ref
+running_trace = functools.partial(operator.attrgetter(_name), _holder)
 
 
 def current_trace() -> TraceRef:
     """Return a weak reference to the running trace, ``None`` at top level; the same object for the same trace."""
-    trace = _context.trace
-    return None if trace is _eval_trace or trace is None else trace._weakref
+    trace = running_trace()
+    return None if trace is EAGER or trace is None else trace._weakref
 
 
 def at_top_level() -> bool:
     """Whether no JAX transformation is running in this thread."""
-    trace = _context.trace
-    return trace is _eval_trace or trace is None
+    trace = running_trace()
+    return trace is EAGER or trace is None
 
 
 def in_current_trace(value: object) -> bool:
     """Whether ``value`` is a tracer of the running trace itself, not of one around it."""
-    return isinstance(value, Tracer) and value._trace is _context.trace
+    return isinstance(value, Tracer) and value._trace is running_trace()
 
 
 def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:

@@ -58,15 +58,13 @@ class Cell:
         self.value = value
 
 
-def write_cells(lists: Iterable[Sequence[Cell]], values: Sequence[Any]) -> None:
-    """Give the cells, of one list after the other, their values: all of them, also when an interrupt arrives."""
+def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
+    """Give cells the first of these values: all of them, also when an interrupt arrives."""
     try:
-        remaining = iter(values)
-        for cells in lists:
-            for cell, cell.value in zip(cells, remaining):  # noqa: B007  (the assignment is the loop)
-                pass
+        for cell, cell.value in zip(cells, values, strict=False):  # noqa: B007  (the assignment is the loop)
+            pass
     except BaseException:
-        for cell, value in zip(itertools.chain.from_iterable(lists), values, strict=False):
+        for cell, value in zip(cells, values, strict=False):
             cell.value = value
         raise
 

@@ -15,9 +15,9 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import MethodType
 from typing import Any
 
 import jax
@@ -31,8 +31,8 @@ from ..core.graph import Packed, StaticArgument, commit, pack, trace_of
 from ..core.graphdef import differences
 from ..core.inputs import AbsentInput
 from ..core.objects import Node, is_node
-from ..core.references import named_in, ways_from
-from ..core.tracing import at_top_level, current_trace, hide_frames
+from ..core.references import LookUp, named_in, ways_from
+from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, running_trace
 from ..core.variables import MISSING
 from .abstract import eval_packed
 from .classes import lifts_classes
@@ -40,7 +40,7 @@ from .general import name_nan
 from .lift import Arguments, Crossing, cross, finish, resolve
 from .plan import Plan, check_traceable
 from .prefixes import PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
-from .sites import ELSEWHERE, OBJECTS, Found, Site, look, spread
+from .sites import ELSEWHERE, Form, Found, Site, look, unfold, with_names
 from .traces import Traces
 
 
@@ -112,22 +112,27 @@ class _Captures:
 
     def __init__(self, function: Callable):
         self._function = function
-        self.references: list[weakref.ref] | None = None  # None: not yet looked for
-        self._steps: list[tuple[Callable, Callable]] = []  # that led to these objects: look-ups, and what they found
+        self._roots: list[weakref.ref] = []
+        # The look-ups that lead to the roots, what they found, and whether this is a root. None: not yet looked for.
+        self.steps: list[tuple[LookUp, LookUp, bool]] | None = None
 
     def add(self, roots: Sequence[Any]) -> None:
         if not {id(root) for root in roots} - {id(root) for root in self.objects()}:
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         ways = ways_from(self._function)
         named = [way.value for way in ways if isinstance(way.value, Node)]
-        self.references = (self.references or []) + [weakref.ref(root) for root in _whole(roots, named)]
-        known = {id(root) for root in self.objects()}
-        self._steps = [step for way in ways if id(way.value) in known for step in way.steps()]
+        self._roots += [weakref.ref(root) for root in _whole(roots, named)]
+        way_to = {id(way.value): way for way in ways}
+        self.steps = []
+        for reference in self._roots:
+            way = way_to.get(id(reference()))
+            last, *earlier = (way is not None and [*way.steps()]) or [(reference, reference)]
+            self.steps += [(*last, True), *[(*step, False) for step in earlier]]
 
     def look(self) -> None:
         """Before the first trace: what the function names itself, it may ask for no more than a static attribute."""
-        if self.references is None:
-            self.references = []
+        if self.steps is None:
+            self.steps = []
             named = [x for x in named_in(self._function) if isinstance(x, Node)]
             here = [x for x in named if trace_of(x) is current_trace()]
             if here:
@@ -135,12 +140,15 @@ class _Captures:
 
     def objects(self) -> tuple[Any, ...]:
         """The objects; none, so that they are looked for anew, if one is gone or the function refers to another now."""
-        found = tuple([reference() for reference in self.references or ()])
-        gone = any(x is None for x in found)
-        if gone or any(look_up() is not before() for look_up, before in self._steps):
-            self.references, self._steps = None, []
-            return ()
-        return found
+        found = []
+        for look_up, before, is_root in self.steps or ():
+            x = look_up()
+            if x is None or x is not before():
+                self._roots, self.steps = [], None
+                return ()
+            if is_root:
+                found.append(x)
+        return tuple(found)
 
 
 def _whole(roots: Sequence[Any], named: Sequence[Node]) -> list[Any]:
@@ -178,7 +186,7 @@ class JitWrapped:
         self._donated = _Selection(self._function, shift, donate_argnums, donate_argnames, "donate")
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._bound_or_static = bool(self._args or self._kwargs or self._static)
+        self._rebinds = bool(self._kwargs or self._static)
         self._one_lane = in_shardings is None and out_shardings is None and not self._donated
         mappings = jax.tree.leaves((in_shardings, out_shardings), is_leaf=_is_label)
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
@@ -186,42 +194,66 @@ class JitWrapped:
         self._captures = _Captures(self._function)
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
         self._plans: dict[Any, Plan] = {}  # by layout and lanes
+        static = any(type(x) is StaticArgument for x in (*self._args, *self._kwargs.values()))
+        self._unfolds = static or bool(self._static)  # whether some arguments are static, or have others inside
+        self._forms: dict[Any, Form] = {}  # by how the arguments are given
         self._sites: dict[Any, Site] = {}  # by the structure of the arguments, as their records tell it
 
     # --- calling ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._traces.calls += 1
         try:
-            return self._call(args, kwargs)
+            if self._rebinds:
+                args, kwargs = self._bind(args, kwargs)
+            elif self._args:
+                args = (*self._args, *args)
+            captured = self._captures.objects() if self._captures.steps else ()
+            if running_trace() is not EAGER or Followers.count or (Watch.count and all_borrowed()):
+                return self._call_packed(args, kwargs, captured, None)
+            row: Sequence[Any] = args
+            key: Hashable = len(args)
+            if kwargs:
+                row, key = with_names(args, kwargs)
+            if captured:
+                row, key = (*row, *captured), (key,)
+            if self._unfolds:
+                leaves: list[Any] = []
+                keys: list[Hashable] = [key]
+                unfold(row, leaves, keys)
+                row, key = leaves, tuple(keys)
+            form = self._forms.get(key)
+            if form is not None:
+                out = form.call(row)
+                if out is not ELSEWHERE:
+                    return out
+            return self._call_by_site(args, kwargs, captured, row, key)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 name_nan(error, self._function, Arguments(args, kwargs))
             hide_frames(error)
             raise
 
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Take the short way, if there is one: by a shortcut of the first object, or by the site of this call."""
-        self._traces.calls += 1
-        if self._bound_or_static:
-            args, kwargs = self._bind(args, kwargs)
-        captured = self._captures.objects() if self._captures.references else ()
-        if not self._cacheable or not at_top_level() or Followers.count or (Watch.count and all_borrowed()):
+    def _call_by_site(self, args: tuple, kwargs: dict[str, Any], captured: tuple, row: Sequence, key: Hashable) -> Any:
+        """A call of any arguments, given in a row too; leaves a shortcut for the next, if there can be one."""
+        if not self._cacheable:
             return self._call_packed(args, kwargs, captured, None)
-        flat, shape = spread(args, kwargs, captured) if kwargs or captured else (args, len(args))
         found = None
         try:
-            record = flat[0]._nnx_record if flat and isinstance(flat[0], OBJECTS) else None
-            if record is not None:
-                shortcut = record.shortcuts.get(self._traces)
-                if shortcut is not None and shortcut.shape == shape and record.is_quiet():
-                    out = shortcut.call(flat, record)
-                    if out is not ELSEWHERE:
-                        return out
-            found = look(flat, [shape])
-            if found is not None:
-                site = self._sites.get(found[0])
-                if site is not None:
-                    return site.call(flat, found, self._traces)
+            found = look(row, key)
+            if found is None and not self._unfolds:
+                leaves: list[Any] = []
+                keys: list[Hashable] = [key]
+                unfold(row, leaves, keys)
+                self._unfolds = any(kind is not None for kind in keys[1:])
+                if self._unfolds:
+                    key = tuple(keys)
+                    found = look(leaves, key)
+            site = None if found is None else self._sites.get(found[0])
+            if found is not None and site is not None:
+                if site.of_one and key not in self._forms:
+                    self._forms[key] = Form()
+                return site.call(found, self._forms[key] if site.of_one else None)
         except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
             pass
         except TypeError:
@@ -241,9 +273,10 @@ class JitWrapped:
                 packed = pack(arguments)
                 plan = self._plan(packed, arguments, at_top_level())
                 if found is not None:
-                    again = look(spread(args, kwargs, captured)[0], [found[0][0]])
-                    if again is not None and again[0] == found[0]:  # no other thread has changed it in between
-                        self._sites[found[0]] = Site(plan, *found[:2])
+                    key, leaves, records, _ = found
+                    again = look(leaves, key[0])
+                    if again is not None and again[0] == key:  # no other thread has changed it in between
+                        self._sites[key] = Site(plan, key, records)
                 return finish(packed, plan.call_lending(packed))
             except CapturedObjects as outside:  # traced again, with what it captures as further inputs
                 self._captures.add(outside.roots)
@@ -259,7 +292,7 @@ class JitWrapped:
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        return self if instance is None else MethodType(self, instance)
 
     def __deepcopy__(self, memo: Any) -> JitWrapped:  # as Python does with functions
         return self
@@ -313,6 +346,7 @@ class JitWrapped:
         """Forget every compiled function."""
         self._plans.clear()
         self._sites.clear()
+        self._forms.clear()
 
     # --- plans ---
 

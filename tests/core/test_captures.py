@@ -303,7 +303,7 @@ def test_another_thread_is_not_watched():
 
     f(X)
     thread.join()
-    assert [reference() is layer for reference in f._captures.references] == [True]
+    assert [x is layer for x in f._captures.objects()] == [True]
     assert int(bystander.calls) == 1
 
 

@@ -223,7 +223,7 @@ def test_a_change_of_static_values_mends_the_record():
     assert record_of(m).layout is pack(m).layout
 
 
-def test_mending_costs_what_has_changed():
+def test_mending_costs_what_has_changed(unchecked):
     """A flag that is toggled in a model of 2,000 Modules is not paid for by all of them."""
     counts = []
     for size in (10, 2000):

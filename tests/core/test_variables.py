@@ -17,7 +17,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.errors import VariableNameError
 from nnxlib.core.records import record_of
-from nnxlib.core.variables import HOOKS
+from nnxlib.core.variables import HOOKS, Cell, write_cells
 
 
 class Scaled(nnx.Variable):
@@ -956,3 +956,22 @@ def test_a_variable_whose_buffer_was_donated_is_written():
     v = nnx.Param(jnp.ones(2))
     v.value.delete()
     assert repr(v) == "Param(float32[2], deleted)"
+
+
+@pytest.mark.parametrize("when", range(4))
+def test_an_interrupt_between_writes_leaves_none_undone(when):
+    """What a step returned is in all of its cells or in none: also if Ctrl-C arrives in the middle of the loop."""
+
+    class Interrupted(list):
+        def __iter__(self):
+            for k, cell in enumerate(super().__iter__()):
+                if k == when and not interrupted:
+                    interrupted.append(k)
+                    raise KeyboardInterrupt
+                yield cell
+
+    interrupted = []
+    cells = Interrupted(Cell(None) for _ in range(4))
+    with pytest.raises(KeyboardInterrupt):
+        write_cells(cells, [0, 1, 2, 3, "of the output"])
+    assert [cell.value for cell in cells] == [0, 1, 2, 3]

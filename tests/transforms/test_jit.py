@@ -543,7 +543,7 @@ def test_clear_cache():
     assert f.traces == 2
 
 
-def test_calls_per_hot_call_do_not_grow_with_the_model():
+def test_calls_per_hot_call_do_not_grow_with_the_model(unchecked):
     """Python and C calls of a jitted call: as many for 1,000 Variables as for 10, reading or writing all of them."""
 
     def update(m):
@@ -567,7 +567,7 @@ def test_calls_per_hot_call_do_not_grow_with_the_model():
     [({}, 40), ({"donate_argnums": (0, 1)}, 50), ({"donate_argnums": 0}, 55)],
     ids=["plain", "donated", "donated in part"],
 )
-def test_calls_of_a_training_step(options, limit):
+def test_calls_of_a_training_step(options, limit, unchecked):
     """With a model, an optimizer and a batch, too; the same number at any size."""
 
     def step(model, moments, x, rate):
