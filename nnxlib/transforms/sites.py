@@ -240,6 +240,8 @@ class _Writes:
         self.others: list[tuple[int, int]] = []  # of each leaf of the output: its lane, and which leaf of it
         for lane in outcome.lane_of[len(positions) :]:
             self.others.append((lane, self.counts[lane] + [n for n, _ in self.others].count(lane)))
+        used = [lane for lane, count in enumerate(self.counts) if count]
+        self.values_in = used[0] if len(used) == 1 else None  # the lane that all values for cells are in
         self.root = outcome.delta.root
         self.output = _output_of(self.root)
 
@@ -247,8 +249,10 @@ class _Writes:
         """The values for the cells, and perhaps more; and the leaves of the output."""
         if self.one_lane:
             return groups[0], groups[0][self.counts[0] :]
-        values = [value for group, count in zip(groups, self.counts, strict=True) for value in group[:count]]
-        return values, [groups[lane][k] for lane, k in self.others]
+        rest = [groups[lane][k] for lane, k in self.others]
+        if self.values_in is not None:
+            return groups[self.values_in], rest
+        return [value for group, count in zip(groups, self.counts, strict=True) for value in group[:count]], rest
 
 
 class Site:
