@@ -68,7 +68,7 @@ class LinkedGraphDef(GraphDef[A]):
     numbers: tuple[int, ...]  # of each row
     elsewhere: frozenset[int]  # rows whose leaves are in the State of an earlier split of the same context
 
-    def __init__(self, layout: Layout, avals: Sequence[Aval], numbers: Sequence[int], elsewhere: Collection[int]):
+    def __init__(self, layout: Layout, avals: list[Aval], numbers: Sequence[int], elsewhere: Collection[int]):
         super().__init__(layout, avals)
         self.numbers, self.elsewhere = tuple(numbers), frozenset(elsewhere)
 

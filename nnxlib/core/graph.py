@@ -27,6 +27,7 @@ What stands in a field of a row is a *spec*: ``LEAF`` (the next leaf), ``Ref(i)`
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -41,14 +42,19 @@ from .calls import Rows, entering
 from .captures import Watch, notice
 from .inputs import is_read, peek
 from .objects import (
+    Node,
+    Pytree,
     class_marks,
     explicit_mark,
+    fill_all,
     is_bound_method,
     is_data_leaf,
     is_data_part,
     is_node,
     new_node,
     new_nodes,
+    slot_names,
+    slot_owner,
     structure_changed,
 )
 from .stamps import Stamp, with_stamp
@@ -153,11 +159,12 @@ class _Key:
 class Layout:
     """The static half of a packed pytree. Interned: equal tables are the same object, so ``is`` compares them."""
 
-    __slots__ = ("__dict__", "__weakref__", "key", "root", "rows", "variables")
+    __slots__ = ("__dict__", "__weakref__", "avals", "key", "root", "rows", "variables")
 
     rows: tuple[Row, ...]
     root: Spec
     variables: tuple[int, ...]
+    avals: Any  # of the last model with this layout that was split, for its GraphDefs to share
 
     _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
@@ -166,7 +173,7 @@ class Layout:
         self = cls._interned.get(key)
         if self is None:
             self = object.__new__(cls)
-            self.key, self.rows, self.root = key, rows, root
+            self.key, self.rows, self.root, self.avals = key, rows, root, None
             self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
             self = cls._interned.setdefault(key, self)
         return self
@@ -555,17 +562,23 @@ def build(
     Objects in ``given``, by row, are used as they are in place of new ones. ``cell`` makes the cells of the Variables.
     """
     blueprint = layout.blueprint
-    metadata = [const.fresh() for const in blueprint.metadata]
-    made = [*make_variables(blueprint.variable_types, leaves, metadata, cell), *new_nodes(blueprint.node_types)]
+    metadata = _fresh(blueprint.metadata)
+    made = make_variables(blueprint.variable_types, leaves, metadata, cell)
+    for owner, kinds in blueprint.node_types.items():
+        made += new_nodes(owner, kinds)
     for i, marks in blueprint.marks:
         object.__setattr__(made[i], "_nnx_marks", dict(marks))
     objects = [made[i] for i in blueprint.order]
     for i, x in (given or {}).items():
         objects[i] = x
-    pool = [*objects, *leaves, *[constant.fresh() for constant in blueprint.constants]]
+        if isinstance(x, Node):
+            x._nnx_fill({})
+    pool = [*objects, *leaves, *_fresh(blueprint.constants)]
     pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in blueprint.trees]
-    for i, names, contents in blueprint.nodes:
-        objects[i]._nnx_fill(dict(zip(names, contents(pool), strict=False)))
+    for rows, names, positions in blueprint.attributes:
+        fill_all([objects[i] for i in rows], names, [pool[k] for k in positions])
+    for i, names, positions in blueprint.others:
+        objects[i]._nnx_fill(dict(zip(names, [pool[k] for k in positions], strict=True)))
     return value_of(layout.root, objects, iter(leaves[blueprint.held :])), objects
 
 
@@ -573,15 +586,19 @@ class Blueprint:
     """How to make the objects of a layout in few steps.
 
     What the fields of nodes hold is taken from one list, the *pool*: the objects by row, the leaves, the constants, the
-    pytrees. For each node there is its row, the names of its fields, and a function that takes their values.
+    pytrees. ``attributes`` is for nodes whose attributes have the same names: their rows, the names, and where in the
+    pool the values of the first node are, then those of the second, and so on. ``others`` are filled one by one.
     """
 
     def __init__(self, layout: Layout):
         rows: Any = layout.rows
         numbers = [i for i, row in enumerate(rows) if type(row) is NodeRow]
         self.variable_types: list[type] = [rows[i].type for i in layout.variables]
-        self.node_types: list[type] = [rows[i].type for i in numbers]
-        made = {i: k for k, i in enumerate((*layout.variables, *numbers))}
+        by_owner: dict[type, list[int]] = {}
+        for i in numbers:
+            by_owner.setdefault(slot_owner(rows[i].type), []).append(i)
+        self.node_types = {owner: [rows[i].type for i in found] for owner, found in by_owner.items()}
+        made = {i: k for k, i in enumerate((*layout.variables, *itertools.chain(*by_owner.values())))}
         self.order = [made[i] for i in range(len(rows))]
         self.metadata: list[Const] = [rows[i].metadata for i in layout.variables]
         self.marks = [(made[i], rows[i].marks.value) for i in numbers if rows[i].marks.value]
@@ -594,10 +611,18 @@ class Blueprint:
         self.only_variables = not (mutable or self.trees or self.held > len(layout.variables))
         starts = {Ref: 0, _Leaf: len(rows), Const: len(rows) + len(layout.leaf_paths)}
         starts[Tree] = starts[Const] + len(self.constants)
-        self.nodes = [
-            (i, rows[i].names, _take([starts[kind] + k for kind, k in (fields[name] for name in rows[i].names)]))
-            for i, fields in zip(numbers, sources, strict=True)
-        ]
+        groups: dict[tuple, tuple[list[int], list[int]]] = {}
+        self.others: list[tuple[int, tuple, list[int]]] = []
+        for i, fields in zip(numbers, sources, strict=True):
+            kind, names = rows[i].type, rows[i].names
+            positions = [starts[source] + k for source, k in (fields[name] for name in names)]
+            if names and issubclass(kind, Pytree) and not slot_names(kind):
+                found, theirs = groups.setdefault(names, ([], []))
+                found.append(i)
+                theirs += positions
+            else:
+                self.others.append((i, names, positions))
+        self.attributes = [(found, names, positions) for names, (found, positions) in groups.items()]
 
     def _source(self, spec: Spec) -> tuple[type, int]:
         """What a spec asks for: the how-manieth object, leaf, constant or pytree."""
@@ -614,9 +639,8 @@ class Blueprint:
         return Tree, len(self.trees) - 1
 
 
-def _take(positions: list[int]) -> Callable[[list[Any]], tuple]:
-    """A function that takes the items at these positions, and perhaps more, from a list."""
-    return operator.itemgetter(*positions, *(0, 0)[len(positions) :])  # of a single one it would return no tuple
+def _fresh(constants: list[Const]) -> list[Any]:
+    return [const.value if const.parts is None else const.fresh() for const in constants]
 
 
 def _shell(row: Row) -> Any:

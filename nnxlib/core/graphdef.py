@@ -40,9 +40,9 @@ class GraphDef(Generic[A]):
     __slots__ = ("__weakref__", "avals", "layout")
 
     layout: Layout
-    avals: Sequence[Aval]  # the (shape, dtype) of each leaf when the model was split, None if it had none
+    avals: list[Aval]  # the (shape, dtype) of each leaf when the model was split, None if it had none
 
-    def __init__(self, layout: Layout, avals: Sequence[Aval]):
+    def __init__(self, layout: Layout, avals: list[Aval]):
         self.layout, self.avals = layout, avals
 
     @property
@@ -91,6 +91,31 @@ def avals_of(values: Sequence[Any]) -> list[Aval]:
         return list(map(aval_of, values))
 
 
+class Avals(list[Aval]):
+    """What :func:`aval_of` says of each leaf, and a quick way to see that other leaves have the same."""
+
+    __slots__ = ("_types",)
+
+    def __init__(self, leaves: Sequence[Any] = ()):
+        super().__init__(avals_of(leaves))
+        try:
+            self._types = list(map(_type_of, leaves))
+        except AttributeError:  # not all are arrays of JAX
+            self._types = None
+
+    def fit(self, leaves: Sequence[Any]) -> bool:
+        """Whether JAX describes these leaves by the same objects; if not, they may still have the same avals."""
+        try:
+            same = self._types is not None and all(map(operator.is_, map(_type_of, leaves), self._types))
+        except AttributeError:
+            return False
+        return same and len(leaves) == len(self)
+
+    def __reduce__(self) -> tuple:
+        return list, (list(self),)
+
+
+_type_of = operator.attrgetter("aval")
 _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 

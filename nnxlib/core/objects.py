@@ -155,13 +155,24 @@ def init_slots(self: Any) -> None:
     _set(self, "_nnx_tree", None)
 
 
-def new_nodes(kinds: Sequence[type[Node]]) -> list[Any]:
-    """Make many empty nodes as :func:`new_node` makes one."""
-    made = [_base(kind).__new__(kind) for kind in kinds]
+def new_nodes(owner: type[Node], kinds: Sequence[type[Node]]) -> list[Any]:
+    """Make many empty nodes, of classes with one :func:`slot_owner`, as :func:`new_node` makes one."""
+    made = list(map(_base(owner).__new__, kinds))
     slots = {"trace": current_trace(), "held": (), "record": None, "marks": None, "tree": None}
     for name, value in slots.items():
-        deque(map(_set, made, repeat(f"_nnx_{name}"), repeat(value)), maxlen=0)
+        deque(map(vars(owner)[f"_nnx_{name}"].__set__, made, repeat(value)), maxlen=0)
     return made
+
+
+def slot_owner(kind: type[Node]) -> type[Node]:
+    """The class that declares the slots of a class of nodes."""
+    return next(base for base in kind.__mro__ if "_nnx_trace" in vars(base))
+
+
+def fill_all(nodes: Iterable[Pytree], names: tuple[str, ...], values: Iterable[Any]) -> None:
+    """Give fresh nodes their attributes, in a few calls of C; ``values`` are those of the first, then the second..."""
+    rows = zip(*[iter(values)] * len(names), strict=True)
+    deque(map(_set_attributes, nodes, map(dict, map(zip, repeat(names), rows))), maxlen=0)
 
 
 def _base(kind: type) -> Any:
@@ -384,6 +395,7 @@ class _HasDict:
 
 
 attributes_of: Any = vars(_HasDict)["__dict__"].__get__  # (node) -> its attributes
+_set_attributes: Any = vars(_HasDict)["__dict__"].__set__  # (node, its attributes)
 
 
 class AttributeView(MutableMapping):

@@ -20,7 +20,7 @@ from .captures import Watch, notice
 from .errors import describe, format_path
 from .filters import Filter, to_predicate
 from .graph import SAME, Delta, Layout, NodeRow, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
-from .graphdef import Aval, GraphDef, aval_of, avals_of
+from .graphdef import Aval, Avals, GraphDef, aval_of, avals_of
 from .objects import Node, Pytree, check_writable, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
 from .records import record_of
@@ -64,7 +64,12 @@ def _copies(variables: Sequence[Variable]) -> list[Any]:
 
 def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
     """With the shapes of the leaves at top level; under a trace they are views, of one example or one shard."""
-    return GraphDef(layout, avals_of(leaves) if at_top_level() else [None] * len(leaves))
+    if not at_top_level():
+        return GraphDef(layout, [None] * len(leaves))
+    avals = layout.avals
+    if avals is None or not avals.fit(leaves):
+        avals = layout.avals = Avals(leaves)
+    return GraphDef(layout, avals)
 
 
 def _states(layout: Layout, leaves: list[Any], filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:
@@ -183,13 +188,18 @@ def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
     if [type(x) for x in variables] != layout.blueprint.variable_types:
         return None
     values = all_unshared([x._cell.value for x in variables]) + leaves[n:]
-    avals = avals_of(values)
-    if avals != graphdef.avals and any(a is not None and a != b for a, b in zip(graphdef.avals, avals, strict=True)):
+    if not _have_avals(values, graphdef.avals):
         return None
     metadata = [x._metadata for x in variables]
     same = [const.value for const in layout.blueprint.metadata]
     changed = [k for k in range(n) if metadata[k] is not same[k] and not same_items(metadata[k], same[k])]
     return values, {k: metadata[k] for k in changed}
+
+
+def _have_avals(values: list[Any], avals: list[Aval]) -> bool:
+    if isinstance(avals, Avals) and avals.fit(values):
+        return True
+    return all(a is None or a == b for a, b in zip(avals, avals_of(values), strict=True))
 
 
 def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:

@@ -14,7 +14,7 @@ in its size, and takes from each node its children and nothing else.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.tree_util as jtu
@@ -109,12 +109,12 @@ class GraphShape:
 
 
 class Level:
-    """How one node flattens: its shape, the keys of its children, and a function that takes these from the node."""
+    """How one node flattens: its shape, the keys of its children, and how these are taken from what the node holds."""
 
-    __slots__ = ("_mended", "_stamp", "keys", "lasting", "shape", "take")
+    __slots__ = ("keys", "lasting", "mended", "open", "shape", "stamp", "take")
 
     def __init__(self, node: Any, stamp: Stamp, lasting: bool):
-        self._stamp, self._mended = stamp, stamp.mended  # of the walk by which the graph below was seen to be a tree
+        self.stamp, self.mended = stamp, stamp.mended  # of the walk by which the graph below was seen to be a tree
         self.lasting = lasting  # whether the stamp tells of every change; else static values may change unseen
         held = dict(node._nnx_children())
         is_list = isinstance(node, list)
@@ -126,28 +126,30 @@ class Level:
         statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
         self.shape = NodeShape(type(node), tuple(held), statics, chosen, node._nnx_marks)
         self.keys = [make_key(name) for name in chosen]
-        self.take = _taker(node, chosen)
+        self.open, self.take = _takers(node, chosen)
 
-    def stamp(self) -> Stamp | None:
-        """The stamp of the walk, if nothing has changed since."""
-        return self._stamp if self._stamp.valid and self._stamp.mended == self._mended else None
+    def holds(self) -> bool:
+        """Whether nothing has changed since the walk."""
+        return self.stamp.valid and self.stamp.mended == self.mended
+
+    def children(self, node: Any) -> Iterable[Any]:
+        return self.take(self.open(node))
 
 
-def _taker(node: Any, names: tuple) -> Callable[[Any], Sequence[Any]]:
-    """A function from a node to its children of these names, run in C where they are many."""
+def _takers(node: Any, names: tuple) -> tuple[Callable[[Any], Any], Callable[[Any], Iterable[Any]]]:
+    """A function from a node to what it holds, and one from that to the children of these names; in C for most."""
     if isinstance(node, list) and len(names) == len(node):
-        return list.copy
+        return list.copy, iter
     if isinstance(node, Pytree) and len(names) > 1 and attributes_of(node).keys() >= set(names):
-        take = operator.itemgetter(*names)
-        return lambda node: take(attributes_of(node))
-    return lambda node: list(map(dict(node._nnx_children()).__getitem__, names))
+        return attributes_of, operator.itemgetter(*names)
+    return lambda node: dict(node._nnx_children()), lambda held: [held[name] for name in names]
 
 
 def _level(node: Any) -> Level | None:
     """How a node flattens by itself; None if the graph below it is no tree."""
     level = node._nnx_tree
-    if level is not None and (stamp := level.stamp()) is not None:
-        return level if level.lasting else Level(node, stamp, False)
+    if level is not None and level.holds():
+        return level if level.lasting else Level(node, level.stamp, False)
     record = record_of(node)
     if not record.layout.is_tree:
         return None
@@ -159,19 +161,19 @@ def _level(node: Any) -> Level | None:
     return level
 
 
-def _flatten(node: Any) -> tuple[Sequence[Any], NodeShape | GraphShape]:
+def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
     level = node._nnx_tree
-    if level is None or not level.lasting or level.stamp() is None:
+    if level is None or not level.lasting or not level.stamp.valid or level.stamp.mended != level.mended:
         level = _level(node)
         if level is None:
             keyed, shape = _flatten_shared(node)
             return [child for _, child in keyed], shape
-    return level.take(node), level.shape
+    return level.take(level.open(node)), level.shape
 
 
 def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | GraphShape]:
     level = _level(node)
-    return _flatten_shared(node) if level is None else (zip(level.keys, level.take(node), strict=True), level.shape)
+    return _flatten_shared(node) if level is None else (zip(level.keys, level.children(node), strict=True), level.shape)
 
 
 def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:

@@ -51,17 +51,17 @@ class _Identity:
 class Const:
     """A static value and its key; equal to another one when both would trace to the same program."""
 
-    __slots__ = ("__weakref__", "_hash", "_parts", "_remake", "key", "value")
+    __slots__ = ("__weakref__", "_hash", "_remake", "key", "parts", "value")
 
     def __init__(self, value: Any, key: Hashable, parts: tuple[Any, ...] | None = None, remake: Callable | None = None):
         self.value, self.key, self._hash = value, key, hash(key)
-        self._parts = parts  # of a value that can be changed in place: what its copies have in common
+        self.parts = parts  # of a value that can be changed in place: what its copies have in common
         self._remake = remake
 
     @property
     def mutable(self) -> bool:
         """Whether anything in the value can be changed in place."""
-        return self._parts is not None
+        return self.parts is not None
 
     @classmethod
     def of(cls, value: Any, path: tuple = ()) -> Const:
@@ -80,7 +80,7 @@ class Const:
 
     def fresh(self) -> Any:
         """Return the value, or a copy of it when it could be changed in place."""
-        return self.value if self._parts is None else _copy(self.value, self._parts)
+        return self.value if self.parts is None else _copy(self.value, self.parts)
 
     def __hash__(self) -> int:
         return self._hash
