@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from .tracing import is_users
+
 
 class NnxError(Exception):
     """Base class of the errors of nnxlib."""
@@ -109,15 +111,17 @@ def describe(value: Any) -> str:
 def locate(target: Any, skip: int = 1) -> str | None:
     """Find the path by which the running code reaches ``target``, for an error message.
 
-    The objects in the local variables of the calling frames, outermost first, are searched along their
-    ``_nnx_children()``. Only ever called when an error is about to be raised: it costs a walk of those objects.
+    The objects in the local variables of the calling frames, the user's first, outermost first, are searched along
+    their ``_nnx_children()``. Only ever called when an error is about to be raised: it costs a walk of those objects.
     """
     frames = []
     frame = sys._getframe(skip)
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    found = [item for frame in reversed(frames) for item in list(frame.f_locals.items()) if item[0].isidentifier()]
+    frames.reverse()
+    frames.sort(key=lambda frame: not is_users(frame.f_code.co_filename))
+    found = [item for frame in frames for item in list(frame.f_locals.items()) if item[0].isidentifier()]
     nodes = [(name, value) for name, value in found if hasattr(type(value), "_nnx_children")]
     containers = [(name, value) for name, value in found if type(value) in (list, tuple, dict)]
     seen: set[int] = set()

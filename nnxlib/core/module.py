@@ -18,6 +18,7 @@ from .containers import Dict, List
 from .filters import Filter, to_predicate
 from .objects import MISSING, Node, Pytree
 from .ops import clone, iter_children, iter_graph
+from .recordings import record
 from .variables import Perturbation, Variable, variable_type_from_name
 
 A = TypeVar("A")
@@ -26,6 +27,10 @@ Path = tuple[Any, ...]
 M = TypeVar("M", bound="Module")
 
 _EVALUATION = {"deterministic": True, "use_running_average": True}
+
+
+def _append(old: tuple, new: Any) -> tuple:
+    return *old, new
 
 
 class Module(Pytree):
@@ -120,8 +125,8 @@ class Module(Pytree):
         variable_type: type[Variable] | str,
         name: str,
         value: Any,
-        reduce_fn: Callable[[Any, Any], Any] = lambda old, new: (*old, new),
-        init_fn: Callable[[], Any] = lambda: (),
+        reduce_fn: Callable[[Any, Any], Any] = _append,
+        init_fn: Callable[[], Any] = tuple,
         capture_noop: bool | None = None,
     ) -> bool:
         """Record a value under ``name``, in a Variable of ``variable_type``; by default a tuple of all recorded.
@@ -138,7 +143,7 @@ class Module(Pytree):
             return False
         found = self._recorded(name, kind)
         if found is None:
-            record(self, name, kind(reduce_fn(init_fn(), value)))
+            record(self, name, kind(reduce_fn(init_fn(), value)), appends=reduce_fn is _append and init_fn is tuple)
         else:
             found.set_value(reduce_fn(found.get_value(), value))
         return True
@@ -185,21 +190,6 @@ class Module(Pytree):
     def iter_children(self) -> Iterator[tuple[Any, Any]]:
         """Yield (key, child) for the Modules and Variables directly in this one."""
         return iter_children(self)
-
-
-_RECORDED = "recorded"  # the mark of an attribute that sow or perturb has made has the key (name, _RECORDED)
-
-
-def record(module: Module, name: str, variable: Variable) -> None:
-    """Set an attribute as sow and perturb do: it can be told from what the user has set."""
-    setattr(module, name, variable)
-    module._nnx_mark((name, _RECORDED), True)
-
-
-def recorded_in(node: Node) -> list[str]:
-    """The attributes of a node that sow or perturb has made."""
-    marks = node._nnx_marks or {}
-    return [name for name, _ in node._nnx_children() if (name, _RECORDED) in marks]
 
 
 def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:

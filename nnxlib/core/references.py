@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .objects import Node
+from .objects import Node, is_bound_method
 from .variables import Variable
 
 LookUp = Callable[[], Any]
@@ -71,8 +71,9 @@ def named_in(function: Callable) -> list[Any]:
 
 def ways_from(function: Callable) -> list[Way]:
     """Ways to what a function refers to, the first and shortest to each value."""
-    start = inspect.unwrap(function)
-    namespace = getattr(start, "__globals__", getattr(getattr(start, "__func__", None), "__globals__", None))
+    start = inspect.unwrap(function, stop=is_bound_method)  # the Module is bound to what would be unwrapped
+    inner = inspect.unwrap(start)
+    namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
     queue, found = deque([Way(start, lambda: start, None)]), dict[int, Way]()
     while queue and len(found) < _MOST:
         way = queue.popleft()

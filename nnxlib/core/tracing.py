@@ -123,7 +123,8 @@ _NAME = __name__.partition(".")[0] + "."
 _frames.register_exclusion(_PACKAGE)
 _source_info.register_exclusion(_PACKAGE)  # an operation of a layer has the line of the user's code that calls it
 
-_is_shown = functools.cache(_frames.include_filename)  # JAX's own asks the file system for each frame
+is_users = functools.cache(_frames.include_filename)  # of a file, in which JAX looks for each frame anew
+is_users.__doc__ = "Whether a file is neither nnxlib's nor JAX's."
 
 
 def hide_frames(error: BaseException) -> None:
@@ -141,7 +142,7 @@ def hide_frames(error: BaseException) -> None:
         frames = list(traceback.walk_tb(found.__traceback__))
         kept = None
         for frame, line in reversed(frames):
-            if _is_shown(frame.f_code.co_filename):
+            if is_users(frame.f_code.co_filename):
                 kept = types.TracebackType(kept, frame, frame.f_lasti, line)
             elif mode == "tracebackhide":
                 frame.f_locals["__tracebackhide__"] = True

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.graph import (
@@ -51,6 +52,11 @@ def type_of(value: Any) -> Any:
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def zeros(type_: Any) -> Any:
+    """Zeros of a ``jax.ShapeDtypeStruct``, or a pytree of them."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), type_)
 
 
 @jtu.register_static

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..core.calls import captured_types
 from ..core.errors import NnxError, format_path
 from ..core.graph import (
     SAME,
@@ -25,6 +26,7 @@ from ..core.graph import (
     VariableRow,
 )
 from ..core.graphdef import describe_spec
+from ..core.recordings import appends, is_recorded
 from .body import Body, structural_rows
 from .lift import place_of
 
@@ -33,16 +35,12 @@ class BodyError(NnxError, TypeError, ValueError):
     """The body of a loop or a branch that changes something it may not change."""
 
 
-def refuse_structure(layout: Layout, body: Body, what: str) -> None:
-    """Raise :class:`BodyError` if a body changed anything but values."""
-    refuse(structural_changes(layout, body), what)
-
-
 def refuse(changes: Sequence[Change], what: str) -> None:
     """Raise :class:`BodyError` if there are any changes."""
     if changes:
-        lines = [f"  {format_path(path)}: {said}" for path, said, _ in changes]
-        raise BodyError(_STRUCTURE.format(what=what, changes="\n".join(lines)))
+        lines = [f"  {format_path(change.path)}: {change.said}" for change in changes]
+        hint = _RECORDING if any(change.recorded for change in changes) else ""
+        raise BodyError(_STRUCTURE.format(what=what, changes="\n".join(lines)) + hint)
 
 
 class Change(NamedTuple):
@@ -51,26 +49,61 @@ class Change(NamedTuple):
     path: tuple
     said: str
     added: bool
+    recorded: Recording | None = None  # what sow or perturb has attached
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it is a recording that the ``nnx.capture`` around takes out."""
+        return self.recorded is not None and self.recorded.kind in (captured_types() or ())
+
+
+class Recording(NamedTuple):
+    """Where a body has recorded something, in a Variable of which type; the number of the Variable is ``row``."""
+
+    owner: int
+    name: str
+    kind: type
+    appends: bool
+    row: int
 
 
 def structural_changes(layout: Layout, body: Body) -> list[Change]:
     """What a body changed in the objects it was given, but for values."""
     changes: list[Change] = []
+    new = {i: row.type for i, row in body.delta.rows if i >= len(layout.rows)}
     for i, row in structural_rows(layout, body).items():
-        if i >= len(layout.rows):
+        if i in new:
             continue
         old, path = layout.rows[i], layout.paths[i]
         if isinstance(old, VariableRow) or old.type is not row.type:
             changes.append(Change(path, "its type or metadata", added=False))
         elif isinstance(row, NodeRow) and isinstance(old, NodeRow):
-            changes += _field_changes(path, old, row, functools.partial(_describe_field, layout))
+            recorded = _recordings(i, row, new)
+            found = _field_changes(path, old, row, functools.partial(_describe_field, layout))
+            changes += [x._replace(recorded=recorded.get(x.path[-1])) if x.added else x for x in found]
     return changes
+
+
+def _recordings(owner: int, row: NodeRow, new: Mapping[int, type]) -> dict[Any, Recording]:
+    """What has been recorded anew in a node, by name."""
+    marks = row.marks.value
+    names = {name: spec.index for name, spec in row.fields if isinstance(spec, Ref) and is_recorded(marks, name)}
+    return {name: Recording(owner, name, new[i], appends(marks, name), i) for name, i in names.items() if i in new}
+
+
+def captured(layout: Layout, body: Body) -> list[Recording]:
+    """What a body has recorded for the ``nnx.capture`` around it."""
+    return [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_captured]
 
 
 _STRUCTURE = """\
 The {what} may change values, but not the structure of the objects that it is given:
 {changes}
 Set attributes up before (a Variable of the final shape instead of None), and assign to `variable.value` inside."""
+
+_RECORDING = """
+What sow and perturb record in such a body comes out of an nnx.capture around the call; with capture_noop=True they do \
+nothing outside of one."""
 
 
 def _describe_field(layout: Layout, spec: Spec | None) -> str:

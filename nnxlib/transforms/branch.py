@@ -1,4 +1,8 @@
-"""``cond`` and ``switch``: one of several functions of Modules, chosen at run time."""
+"""``cond`` and ``switch``: one of several functions of Modules, chosen at run time.
+
+Within an ``nnx.capture`` each branch may record what it likes. All of it comes out, as zeros where the chosen branch
+has recorded nothing: the branches are traced once more, with the zeros added to each.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ import jax.numpy as jnp
 
 from ..core.errors import format_path
 from ..core.graph import Delta, Layout, pack
+from ..core.recordings import fill_up, recorded_anew
 from ..core.tracing import boundary
-from .body import Body, Owner, delta_of, own_states, positions_of, structural_rows, trace_body, type_of
-from .body_checks import BodyError, check_same_output, structural_changes, type_changes
+from .body import Body, Owner, delta_of, own_states, positions_of, structural_rows, trace_body, type_of, zeros
+from .body_checks import BodyError, captured, check_same_output, structural_changes, type_changes
 from .lift import Arguments, resolve
 from .program import Program, Result, program_of, run_program
 
@@ -61,20 +66,26 @@ def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
     if not resolved:
         raise ValueError("nnx.switch needs at least one branch.")
     count = len(operands)
-    packed = pack(Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {}))
+    arguments = Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {})
     functions = tuple([f for f, _, _ in resolved])
-    layout = packed.layout
 
-    def make() -> Program:
+    def make(layout: Layout) -> Program:
         def program(leaves: list[Any]) -> Any:
             *leaves, chosen = leaves
-            bodies = [trace_body(_branch(f, count, k), layout, leaves) for k, f in enumerate(functions)]
+            calls = [_branch(f, count, k) for k, f in enumerate(functions)]
+            bodies = [trace_body(call, layout, leaves) for call in calls]
+            recorded = _recorded(layout, bodies)
+            if recorded:
+                bodies = [trace_body(_recording_all(call, recorded), layout, leaves) for call in calls]
             runs, delta = _aligned(layout, leaves, bodies)
             return jax.lax.switch(chosen, runs, leaves), Result(delta)
 
         return Program(program)
 
-    return run_program(program_of(functions, ("switch", layout), make), packed, jnp.asarray(index))
+    with recorded_anew(arguments):
+        packed = pack(arguments)
+        program = program_of(functions, ("switch", packed.layout), lambda: make(packed.layout))
+        return run_program(program, packed, jnp.asarray(index))
 
 
 def _branch(f: Callable, count: int, k: int) -> Callable:
@@ -85,6 +96,37 @@ def _branch(f: Callable, count: int, k: int) -> Callable:
         return own_states(f(*bound, *args[:count], **bound_kwargs))
 
     return call
+
+
+def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:
+    """What the branches record for a capture, and the types, the longest of each; nothing if they are all alike."""
+    found: list[dict[tuple, Any]] = []
+    for body in bodies:
+        types = dict(zip(body.owners, body.types, strict=True))
+        found.append({x[:-1]: types[x.row, 0] for x in captured(layout, body)})
+    longest: dict[tuple, Any] = {}
+    for what, type_ in (item for recorded in found for item in recorded.items()):
+        if what not in longest or _length(type_) > _length(longest[what]):
+            longest[what] = type_
+    lengths = [[(what, _length(type_)) for what, type_ in x.items()] for x in found]  # in the order of recording
+    return {} if all(x == lengths[0] for x in lengths) else longest
+
+
+def _length(type_: Any) -> int:
+    return len(jax.tree.leaves(type_))
+
+
+def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
+    """A branch that has recorded all of this in the end, with zeros for what it does not record itself."""
+
+    def run(*args: Any) -> Any:
+        objects = pack(Arguments(args, {})).objects
+        out = call(*args)
+        for (owner, name, kind, appends), type_ in recorded.items():
+            fill_up(objects[owner], name, kind, zeros(type_), appends)
+        return out
+
+    return run
 
 
 def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[list[Callable], Delta]:

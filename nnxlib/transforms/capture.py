@@ -13,15 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.calls import inside, listening
+from ..core.captures import borrowed
+from ..core.errors import ArgumentError, reachable
 from ..core.filters import Filter, to_predicate
 from ..core.graph import build, commit, diff, pack
-from ..core.module import Module, record, recorded_in
+from ..core.module import Module
 from ..core.objects import Node
 from ..core.ops import iter_graph, pop, update
+from ..core.recordings import put_back, record, recorded_in, take_out
+from ..core.references import ways_from
 from ..core.state import State, from_flat_state
 from ..core.tracing import boundary
-from ..core.variables import Variable
-from .lift import Arguments, resolve
+from ..core.variables import Cell, Variable
+from .lift import Arguments, resolve, rows_below
 
 _OUTPUT = "()"
 
@@ -36,7 +40,8 @@ def capture(
     """Return a function that returns the output, and a State of what was recorded for each type of Variable.
 
     Args:
-      fn: a callable Module, a bound method, or a function whose first Module argument is meant.
+      fn: a callable Module, a bound method, or a function whose first Module argument is meant; without one, the Module
+        that it refers to: ``nnx.jit(model)``, ``nnx.remat(model.encode)``, ``lambda x: model(x)``.
       *var_types: the types of Variables to record, such as ``nnx.Intermediate`` for what is sown, and
         ``nnx.Perturbation``; each recording is in the State of the first type that takes it. With types only, a
         decorator is returned.
@@ -47,7 +52,9 @@ def capture(
 
     What is recorded has the structure of the calls that are made, so a jitted function is traced once. Under ``vmap``
     and ``scan`` it is stacked: with the axis of the Module, and on axis 0 if the Module is passed whole or carried
-    (a :class:`Perturbation` needs an axis). Functions that are jitted elsewhere run as a part of the call.
+    (a :class:`Perturbation` needs an axis). Of a ``while_loop`` or ``fori_loop`` it is what the last iteration
+    recorded, of ``cond`` and ``switch`` what each branch would; what was not run is zeros. Functions that are jitted
+    elsewhere run as a part of the call.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> class Net(nnx.Module):
@@ -63,41 +70,71 @@ def capture(
     [(('layers', 0, '__call__'), (3,)), (('layers', 2, '__call__'), (1,))]
 
     Raises:
-      TypeError: if no type of Variable is given, or no argument is a Module.
+      ArgumentError: if no type of Variable is given, or it is not clear which Module is meant.
     """
     if fn is None or (inspect.isclass(fn) and issubclass(fn, Variable)):
         types = var_types if fn is None else (fn, *var_types)
         return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs, only=only)
     kinds = tuple(dict.fromkeys((*var_types, *((method_outputs,) if method_outputs is not None else ()))))
     if not kinds:
-        raise TypeError("nnx.capture needs a type of Variable to take out: nnx.capture(model, nnx.Intermediate).")
+        raise ArgumentError("nnx.capture needs a type of Variable to take out: nnx.capture(model, nnx.Intermediate).")
     function, bound, bound_kwargs = resolve(fn)
 
     @boundary
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        packed = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
-        (inner_args, inner_kwargs, _), objects = build(packed.layout, packed.leaves)
-        module = next((x for x in (*inner_args, *inner_kwargs.values()) if isinstance(x, Module)), None)
-        if module is None:
-            raise TypeError("nnx.capture needs a Module among the arguments; none was passed.")
-        earlier = _take_out(module, kinds)
-        attached = [] if init is None else _attach(module, init)
-        listener = inside(packed.layout, objects, [path[2:] for path in packed.layout.paths])
-        listener.captured = kinds
-        if method_outputs is not None:
-            listener.on_call = _recorder(method_outputs, to_predicate(only), listener.path_of(module))
-        with listening(listener):
-            out = function(*inner_args, **inner_kwargs)
-        recorded = _pop_recorded(module, kinds)
-        for owner, name in attached:
-            if name in recorded_in(owner):  # of a type that was not asked for
-                delattr(owner, name)
-        _put_back(earlier)
-        after = diff(packed.layout, packed.leaves, objects, out)
+        arguments = Arguments((*bound, *args), {**bound_kwargs, **kwargs})
+        if _first_module(arguments) is None:
+            arguments = arguments._replace(captured=(_referred(function),))
+        packed = pack(arguments)
+        loan = {i: packed.objects[i] for i in rows_below(packed.layout, "captured")}
+        with borrowed(list(loan.values())):
+            for k, i in enumerate(packed.layout.variables):
+                if i in loan:
+                    object.__setattr__(loan[i], "_cell", Cell(packed.leaves[k]))
+            inner, objects = build(packed.layout, packed.leaves, loan)
+            module: Any = _first_module(inner)
+            earlier = take_out(module, lambda owner, name, variable: type(variable) in kinds)
+            attached = [] if init is None else _attach(module, init)
+            listener = inside(packed.layout, objects, [path[2:] for path in packed.layout.paths])
+            listener.captured = kinds
+            if method_outputs is not None:
+                listener.on_call = _recorder(method_outputs, to_predicate(only), listener.path_of(module))
+            with listening(listener):
+                out = function(*inner.args, **inner.kwargs)
+            recorded = _pop_recorded(module, kinds)
+            for owner, name in attached:
+                if name in recorded_in(owner):  # of a type that was not asked for
+                    delattr(owner, name)
+            put_back(earlier)
+            after = diff(packed.layout, packed.leaves, objects, out)
         out = commit(packed.layout, after.delta, after.leaves, packed.objects)
         return out, *map(_renamed, recorded)
 
     return functools.update_wrapper(wrapped, fn, updated=())
+
+
+def _first_module(arguments: Arguments) -> Module | None:
+    everything = *arguments.args, *arguments.kwargs.values(), *arguments.captured
+    return next((x for x in everything if isinstance(x, Module)), None)
+
+
+def _referred(function: Callable) -> Module:
+    """The Module that a function refers to without being passed it: ``nnx.jit(model)``, or a closure."""
+    roots, covered = list[Module](), set[int]()
+    for way in ways_from(function):
+        if isinstance(way.value, Module) and id(way.value) not in covered:
+            below = {id(part) for _, part in reachable(way.value, set())}
+            roots = [*(root for root in roots if id(root) not in below), way.value]
+            covered |= below
+    if len(roots) != 1:
+        names = ", ".join(type(root).__name__ for root in roots)
+        raise ArgumentError(_WHICH.format(said=f"refers to several ({names})" if roots else "refers to none"))
+    return roots[0]
+
+
+_WHICH = """\
+nnx.capture needs a Module among the arguments; none was passed, and the function {said}. Pass the one to \
+be looked into: nnx.capture(lambda model, x: ..., nnx.Intermediate)(model, x)."""
 
 
 def _recorder(kind: type[Variable], chosen: Callable[[tuple, Any], bool], root: tuple) -> Callable:
@@ -126,25 +163,6 @@ def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[St
 
     states = pop(module, *map(of, kinds))
     return states if len(kinds) > 1 else (states,)
-
-
-def _take_out(module: Module, kinds: tuple[type[Variable], ...]) -> list[tuple[Node, dict, dict | None]]:
-    """Remove what was recorded before; returns what the nodes that had any held, and their marks."""
-    held = []
-    for _, x in list(iter_graph(module)):
-        items = dict(x._nnx_children()) if isinstance(x, Node) else {}
-        kept = {name: v for name, v in items.items() if not (type(v) in kinds and name in recorded_in(x))}
-        if len(kept) < len(items):
-            held.append((x, items, x._nnx_marks))
-            x._nnx_fill(kept)
-    return held
-
-
-def _put_back(held: list[tuple[Node, dict, dict | None]]) -> None:
-    for x, before, marks in held:
-        now = dict(x._nnx_children())
-        x._nnx_fill({name: now.get(name, value) for name, value in before.items()} | now)
-        object.__setattr__(x, "_nnx_marks", {**(marks or {}), **(x._nnx_marks or {})})
 
 
 def _attach(module: Module, state: Any) -> list[tuple[Module, str]]:

@@ -48,6 +48,7 @@ from ..core.graph import (
 )
 from ..core.inputs import ABSENT, AbsentInput, Input, is_read
 from ..core.objects import Node, is_data
+from ..core.recordings import recorded_anew
 from ..core.tracing import boundary
 from ..core.variables import MISSING, Cell
 from .axes import stack_axes, stack_recorded, strip_axes
@@ -429,13 +430,14 @@ def lift_lanes(
     ``contexts`` are the labels, or mappings to labels, of each node and leaf of the arguments; ``out`` is the prefix of
     the output. ``check(packed, labels)`` may raise if the leaves do not fit their labels.
     """
-    packed = pack(arguments)
-    labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
-    check(packed, in_order)
-    stacks = axis_name is not MISSING
-    recorded = [0] if stacks and captured_types() else []
-    lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(contexts)), *labels_in(out), *recorded]))
-    crossing = Crossing(
-        packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name, stacks=stacks
-    )
-    return finish(packed, over(crossing.pure(function), lanes)(*crossing.split(packed.leaves)))
+    with recorded_anew(arguments):
+        packed = pack(arguments)
+        labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
+        check(packed, in_order)
+        stacks = axis_name is not MISSING
+        recorded = [0] if stacks and captured_types() else []
+        lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(contexts)), *labels_in(out), *recorded]))
+        crossing = Crossing(
+            packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name, stacks=stacks
+        )
+        return finish(packed, over(crossing.pure(function), lanes)(*crossing.split(packed.leaves)))

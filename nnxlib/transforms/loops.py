@@ -1,4 +1,8 @@
-"""``while_loop`` and ``fori_loop``: loops over a value that may hold Modules."""
+"""``while_loop`` and ``fori_loop``: loops over a value that may hold Modules.
+
+The number of iterations is not known, so nothing can be stacked: what the body records for an ``nnx.capture`` is that
+of the last iteration. Its recordings go round with the carry, as zeros at first, but no iteration sees them.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,16 @@ import jax.numpy as jnp
 
 from ..core.errors import format_path
 from ..core.graph import Layout, count_leaves, pack
+from ..core.recordings import recorded_anew
 from ..core.tracing import at_top_level, boundary
-from .body import Body, delta_of, positions_of, trace_body
+from .body import Body, delta_of, positions_of, structural_rows, trace_body, zeros
 from .body_checks import (
     BodyError,
     check_same_output,
     check_types,
-    refuse_structure,
+    refuse,
     refuse_written,
+    structural_changes,
     successors,
     widened,
 )
@@ -51,25 +57,29 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
       BodyError: if the structure, a shape or a dtype changes; names the path.
     """
     (test, *test_bound), (step, *step_bound) = resolve(cond_fun), resolve(body_fun)
-    packed = pack(Arguments((init_val, test_bound, step_bound), {}))
-    layout = packed.layout
+    arguments = Arguments((init_val, test_bound, step_bound), {})
 
     def apply(value: Any, test_bound: Any, bound: Any) -> Arguments:
         return Arguments((step(*bound[0], value, **bound[1]), test_bound, bound), {})
 
-    def make() -> Program:
+    def make(layout: Layout) -> Program:
         def program(leaves: list[Any]) -> Any:
             loop = _loop(layout, apply, leaves, "body of while_loop")
             check = trace_body(lambda value, bound, _: test(*bound[0], value, **bound[1]), layout, loop.constant)
             _refuse_changes(layout, check)
             carry = jax.lax.while_loop(
-                lambda carry: check.run(loop.leaves(carry))[0], lambda carry: loop.step(loop.leaves(carry)), loop.carry
+                lambda carry: _output(check, loop.leaves(carry)),
+                lambda carry: loop.step(loop.leaves(carry)),
+                loop.carry,
             )
             return carry, Result(loop.delta)
 
         return Program(program)
 
-    return run_program(program_of((step, test), ("while", layout), make), packed).args[0]
+    with recorded_anew(arguments):
+        packed = pack(arguments)
+        key = ("while", packed.layout)
+        return run_program(program_of((step, test), key, lambda: make(packed.layout)), packed).args[0]
 
 
 @boundary
@@ -91,8 +101,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
       BodyError: if the structure, a shape or a dtype changes; names the path.
     """
     step, *bound = resolve(body_fun)
-    packed = pack(Arguments((init_val, bound, jnp.asarray(lower)), {}))
-    layout = packed.layout
+    arguments = Arguments((init_val, bound, jnp.asarray(lower)), {})
     first, last = _known(lower), _known(upper)
     # With known bounds the loop can be differentiated in reverse. At top level nothing differentiates it, and one
     # program serves all bounds.
@@ -101,7 +110,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     def apply(value: Any, bound: Any, i: Any) -> Arguments:
         return Arguments((step(*bound[0], i, value, **bound[1]), bound, i), {})
 
-    def make() -> Program:
+    def make(layout: Layout) -> Program:
         def program(leaves: list[Any]) -> Any:
             *leaves, stop = leaves
             index_type = jnp.result_type(leaves[-1])
@@ -118,8 +127,11 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
 
         return Program(program)
 
-    key = ("fori", layout, unroll, (first, last) if static else None)
-    return run_program(program_of((step,), key, make), packed, jnp.asarray(upper)).args[0]
+    with recorded_anew(arguments):
+        packed = pack(arguments)
+        key = ("fori", packed.layout, unroll, (first, last) if static else None)
+        program = program_of((step,), key, lambda: make(packed.layout))
+        return run_program(program, packed, jnp.asarray(upper)).args[0]
 
 
 def _known(bound: Any) -> int | None:
@@ -138,10 +150,11 @@ def _promoted(*bounds: Any) -> list[Any]:
 def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _Loop:
     """Trace a body; again, if a number that it carries needs a wider type from the start."""
     loop = _Loop(layout, trace_body(function, layout, leaves), leaves, what)
-    wider = widened(leaves, loop.positions, loop.types)
+    wider = widened(leaves, *loop.recurring)
     if wider is not None:
         loop = _Loop(layout, trace_body(function, layout, wider), wider, what)
-    check_types(loop.carry, loop.types, [layout.leaf_paths[k] for k in loop.positions], what)
+    positions, types = loop.recurring
+    check_types([loop.constant[k] for k in positions], types, [layout.leaf_paths[k] for k in positions], what)
     return loop
 
 
@@ -149,7 +162,7 @@ class _Loop:
     """A traced body as a step on what it carries: the leaves that it changes, and those of the value itself."""
 
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
-        refuse_structure(layout, body, what)
+        refuse([change for change in structural_changes(layout, body) if not change.is_captured], what)
         replaced = successors(layout, body, [(layout.root, body.delta.root)])
         if replaced is None:
             said = f"The {what} must return a value like the one it is given:"
@@ -161,15 +174,20 @@ class _Loop:
         owners += [(-1, k) for k in range(count_leaves(layout.root))]
         positions, place = positions_of(layout), {owner: k for k, owner in enumerate(body.owners)}
         self.body, self.constant = body, leaves
-        self.positions = [positions[replaced.get(i, i), k] for i, k in owners]
+        self.positions = [positions.get((replaced.get(i, i), k)) for i, k in owners]  # None for what the body records
         self.order = [place[owner] for owner in owners]
-        self.carry, self.types = [leaves[k] for k in self.positions], [body.types[k] for k in self.order]
+        types = [body.types[k] for k in self.order]
+        pairs = list(zip(self.positions, types, strict=True))
+        self.carry = [zeros(type_) if k is None else leaves[k] for k, type_ in pairs]
+        recurring = [(k, type_) for k, type_ in pairs if k is not None]
+        self.recurring = [k for k, _ in recurring], [type_ for _, type_ in recurring]
 
     def leaves(self, carry: Sequence[Any]) -> list[Any]:
         """All leaves of the layout, those that are carried as they are now."""
         leaves = list(self.constant)
         for k, leaf in zip(self.positions, carry, strict=True):
-            leaves[k] = leaf
+            if k is not None:
+                leaves[k] = leaf
         return leaves
 
     def step(self, leaves: Sequence[Any]) -> list[Any]:
@@ -183,10 +201,17 @@ _HINT = (
 )
 
 
+def _output(test: Body, leaves: Sequence[Any]) -> Any:
+    """What a test returns; JAX says what is wrong about several values."""
+    found = [x for x, (row, _) in zip(test.run(leaves), test.owners, strict=True) if row < 0]
+    return found[0] if len(found) == 1 else found
+
+
 def _refuse_changes(layout: Layout, check: Body) -> None:
-    changed = [
-        layout.paths[i] for i in (*check.delta.values, *(i for i, _ in check.delta.rows)) if i < len(layout.paths)
-    ]
+    changes, structural = structural_changes(layout, check), structural_rows(layout, check)
+    changed = [layout.paths[i] for i in check.delta.values]
+    changed += [layout.paths[i] for i, _ in check.delta.rows if i < len(layout.paths) and i not in structural]
+    changed += [change.path for change in changes if not change.is_captured]
     if changed:
         raise BodyError(
             f"cond_fun of while_loop may not change anything, but it changes {', '.join(map(format_path, changed))}. "

@@ -19,6 +19,7 @@ import jax.tree_util as jtu
 from ..core.errors import PrefixError, format_path
 from ..core.graph import Layout, Spec, Tree, pack
 from ..core.objects import is_node
+from ..core.recordings import recorded_anew
 from ..core.variables import MISSING
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
 from .body import Body, delta_of, own_states, positions_of, structural_rows, trace_body
@@ -154,7 +155,12 @@ def looped(
         axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
         contexts = [None] * len(jtu.tree_leaves(bound, is_leaf=is_node)) + broadcast_prefix(axes, args, "in_axes")
         contexts += [None] * len(jtu.tree_leaves(kwargs, is_leaf=is_node))
-        packed = pack(Arguments((*bound, *args), kwargs))
+        arguments = Arguments((*bound, *args), kwargs)
+        with recorded_anew(arguments):
+            return loop_over(arguments, axes, contexts)
+
+    def loop_over(arguments: Arguments, axes: Any, contexts: list[Any]) -> Any:
+        packed = pack(arguments)
         layout = packed.layout
         labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
         size = _length(layout, packed.leaves, in_order, length)

@@ -9,6 +9,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core import errors
+from nnxlib.transforms.body_checks import BodyError
 from tests.properties.compare import assert_same
 
 X = jnp.array([1.0, 2.0])
@@ -62,6 +63,14 @@ FORMS = {
     "partial": lambda m: nnx.capture(functools.partial(Net.__call__, m), nnx.Intermediate),
     "jitted": lambda m: nnx.jit(nnx.capture(m, nnx.Intermediate)),
     "of a jitted function": lambda m: functools.partial(nnx.capture(nnx.jit(lambda m, x: m(x)), nnx.Intermediate), m),
+    "of a jitted Module": lambda m: nnx.capture(nnx.jit(m), nnx.Intermediate),
+    "of a jitted method": lambda m: nnx.capture(nnx.jit(m.__call__), nnx.Intermediate),
+    "of a jitted partial": lambda m: nnx.capture(nnx.jit(functools.partial(Net.__call__, m)), nnx.Intermediate),
+    "of jit_partial": lambda m: nnx.capture(nnx.jit_partial(lambda m, x: m(x), m), nnx.Intermediate),
+    "of a remat in a jit": lambda m: nnx.capture(nnx.jit(nnx.remat(m)), nnx.Intermediate),
+    "of a closure": lambda m: nnx.capture(lambda x: m(x), nnx.Intermediate),
+    "of a jitted closure": lambda m: nnx.capture(nnx.jit(lambda x: m.layers and m(x)), nnx.Intermediate),
+    "jitted, of a jitted Module": lambda m: nnx.jit(nnx.capture(nnx.jit(m), nnx.Intermediate)),
 }
 
 
@@ -237,8 +246,13 @@ def test_wrong_uses():
     """No types, no Module: errors that say what to write."""
     with pytest.raises(TypeError, match=r"nnx\.capture\(model, nnx\.Intermediate\)"):
         nnx.capture(Net())
-    with pytest.raises(TypeError, match="a Module among the arguments"):
+    with pytest.raises(errors.ArgumentError, match=r"a Module among the arguments.*refers to none"):
         nnx.capture(lambda x: x, nnx.Intermediate)(X)
+    a, b = Net(), Layer(1.0)
+    with pytest.raises(errors.ArgumentError, match=r"refers to several \(Net, Layer\)"):
+        nnx.capture(nnx.jit(lambda x: a(b(x))), nnx.Intermediate)(X)
+    a.b, a.layers[0].parent = b, a
+    nnx.capture(nnx.jit(lambda x: a(b(x))), nnx.Intermediate)(X)  # a part of the other, as is the other of its part
 
 
 def test_structural_changes_come_out():
@@ -379,6 +393,107 @@ def test_compiled_functions_neither_hide_nor_keep_recordings():
             assert not hasattr(model, "h")
             _, recorded = nnx.capture(call, nnx.Intermediate)(model, X)
             assert list(recorded) == ["h"]
+
+
+# --- where the structure of what is recorded is not that of the calls -----------------------------------------------
+
+
+class Steps(nnx.Module):
+    """A step that is called outside of a loop, and in it."""
+
+    def __init__(self, loop):
+        self.one, self.loop = Record(), loop
+
+    def __call__(self, x):
+        return LOOPS[self.loop](self.one, self.one(x))
+
+
+LOOPS = {
+    "while_loop": lambda m, x: nnx.while_loop(lambda c: c[1].sum() < 20, lambda c: (c[0], c[0](c[1])), (m, x))[1],
+    "fori_loop": lambda m, x: nnx.fori_loop(0, 2, lambda i, c: (c[0], c[0](c[1])), (m, x))[1],
+    "scan": lambda m, x: nnx.scan(step, in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=2)(x, m),
+    "vmap": lambda m, x: nnx.vmap(step, in_axes=(0, None))(jnp.stack([x, 2 * x]), m),
+    "cond": lambda m, x: nnx.cond(x.sum() > 0, lambda m, x: m(m(x)), lambda m, x: x, m, x),
+    "cond, not taken": lambda m, x: nnx.cond(x.sum() < 0, lambda m, x: m(m(x)), lambda m, x: m(x), m, x),
+    "no iteration": lambda m, x: nnx.fori_loop(2, 2, lambda i, c: (c[0], c[0](c[1])), (m, x))[1],
+}
+AFTER_THE_FIRST = {
+    "while_loop": [[4, 8]],
+    "fori_loop": [[4, 8]],
+    "scan": [[[2, 4], [4, 8]]],
+    "vmap": [[[2, 4], [4, 8]]],
+    "cond": [[2, 4], [4, 8]],
+    "cond, not taken": [[2, 4], [0, 0]],
+    "no iteration": [[0, 0]],
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_module_called_outside_of_a_loop_and_in_it(loop):
+    """What the loop records follows; of a loop that is not scan the last iteration, zeros where nothing was run."""
+    model, expected = Steps(loop), ([1, 2], *AFTER_THE_FIRST[loop])
+    captured = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Cache, only=Record)
+    for call in (captured, nnx.jit(captured)):
+        _, sown, outputs = call(X)
+        assert plain(sown) == {"one": {"h": expected}}
+        assert list(plain(outputs)["one"]) == ["__call__"]
+        assert len(plain(outputs)["one"]["__call__"]) == len(expected)
+    assert set(vars(model.one)) == {"w"}
+
+
+def test_branches_that_record_in_another_order():
+    """And different things of different modules; a condition of a loop records nothing."""
+
+    def a(m, x):
+        m.sow(nnx.Intermediate, "first", x)
+        m.sow(nnx.Intermediate, "second", 2 * x)
+        return m.layers[0](x)
+
+    def b(m, x):
+        m.sow(nnx.Intermediate, "second", 3 * x)
+        m.sow(nnx.Intermediate, "first", 4 * x)
+        return m.layers[1](x)
+
+    def f(m, k, x):
+        nnx.while_loop(lambda c: c[0].layers[0](c[1]).sum() < 0, lambda c: c, (m, x))
+        return nnx.switch(k, [a, b, lambda m, x: x], m, x)
+
+    model = nnx.Sequential(Record(), Record())
+    captured = nnx.jit(nnx.capture(f, nnx.Intermediate))
+    none = ([0, 0],)
+    for k, first, second, h in ((0, 1, 2, ([1, 2], none[0])), (1, 4, 3, (none[0], [1, 2])), (2, 0, 0, none * 2)):
+        recorded = plain(captured(model, k, X)[1])
+        assert recorded["layers"] == {i: {"h": (h[i],)} for i in (0, 1)}
+        assert (recorded["first"], recorded["second"]) == (([first, 2 * first],), ([second, 2 * second],))
+
+
+def test_a_loop_keeps_what_is_reduced():
+    """Recordings with a reduction of their own are carried, if they were made before."""
+
+    class Total(nnx.Module):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "total", x.sum(), init_fn=lambda: 0.0, reduce_fn=lambda a, b: a + b)
+            return x + 1
+
+    model = Total()
+    f = lambda m, x: LOOPS["fori_loop"](m, m(x))
+    assert plain(nnx.capture(f, nnx.Intermediate)(model, X)[1]) == {"total": 3 + 5 + 7}
+
+
+@pytest.mark.parametrize("loop", ["while_loop", "fori_loop"])
+def test_loops_record_only_for_a_capture(loop):
+    """Outside of one the error has the path and says so; so it does for a Module that the body refers to."""
+    model = Steps(loop)
+    with pytest.raises(BodyError, match=r"\[0\]\.h: nothing became(.|\n)*nnx\.capture around the call"):
+        LOOPS[loop](model.one, X)
+    assert set(vars(model.one)) == {"w"}
+
+
+def test_a_loop_over_a_module_that_its_body_refers_to():
+    """Nothing can be recorded there: the error has the path, and the remedy."""
+    model = Steps("fori_loop")
+    with pytest.raises(errors.TraceContextError, match=r"record 'h' .* at model\.one (.|\n)*as an argument"):
+        nnx.capture(lambda model, x: nnx.fori_loop(0, 2, lambda i, x: model.one(x), x), nnx.Intermediate)(model, X)
 
 
 def test_gradients_of_stacked_intermediates():
