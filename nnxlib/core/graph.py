@@ -555,17 +555,23 @@ class StaticArgument:
 
 
 def build(
-    layout: Layout, leaves: Sequence[Any], given: Mapping[int, Any] | None = None, cell: Callable[[Any], Cell] = Cell
+    layout: Layout,
+    leaves: Sequence[Any],
+    given: Mapping[int, Any] | None = None,
+    cell: Callable[[Any], Cell] = Cell,
+    stamp: Stamp | None = None,
 ) -> tuple[Any, list[Any]]:
     """Make fresh objects of the running trace from a table; returns the pytree and the objects by row.
 
     Objects in ``given``, by row, are used as they are in place of new ones. ``cell`` makes the cells of the Variables.
+    ``stamp`` ends when the structure of one of the fresh objects changes.
     """
     blueprint = layout.blueprint
     metadata = _fresh(blueprint.metadata)
-    made = make_variables(blueprint.variable_types, leaves, metadata, cell)
+    held = () if stamp is None else (weakref.ref(stamp),)
+    made = make_variables(blueprint.variable_types, leaves, metadata, cell, held)
     for owner, kinds in blueprint.node_types.items():
-        made += new_nodes(owner, kinds)
+        made += new_nodes(owner, kinds, held)
     for i, marks in blueprint.marks:
         object.__setattr__(made[i], "_nnx_marks", dict(marks))
     objects = [made[i] for i in blueprint.order]
@@ -609,6 +615,10 @@ class Blueprint:
         mutable = any(const.mutable for const in (*self.constants, *self.metadata))
         # Whether nothing in the objects but values of Variables can change in place.
         self.only_variables = not (mutable or self.trees or self.held > len(layout.variables))
+        # Whether, then, a stamp that objects hold when they are made tells of every change.
+        self.exact = self.only_variables and all(
+            rows[i].type._nnx_guarded and not rows[i].marks.mutable for i in numbers
+        )
         starts = {Ref: 0, _Leaf: len(rows), Const: len(rows) + len(layout.leaf_paths)}
         starts[Tree] = starts[Const] + len(self.constants)
         groups: dict[tuple, tuple[list[int], list[int]]] = {}

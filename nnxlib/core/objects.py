@@ -25,7 +25,6 @@ import inspect
 import re
 import types
 import typing
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import chain, repeat
@@ -38,7 +37,7 @@ from . import errors
 from .captures import Watch, notice
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
-from .stamps import Stamp, Stamps, end_stamps
+from .stamps import Stamps, end_stamps
 from .tracing import current_trace
 from .variables import MISSING, Variable
 
@@ -155,10 +154,13 @@ def init_slots(self: Any) -> None:
     _set(self, "_nnx_tree", None)
 
 
-def new_nodes(owner: type[Node], kinds: Sequence[type[Node]]) -> list[Any]:
-    """Make many empty nodes, of classes with one :func:`slot_owner`, as :func:`new_node` makes one."""
+def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], held: Stamps = ()) -> list[Any]:
+    """Make many empty nodes, of classes with one :func:`slot_owner`, as :func:`new_node` makes one.
+
+    ``held`` are the stamps that they are to end when they change.
+    """
     made = list(map(_base(owner).__new__, kinds))
-    slots = {"trace": current_trace(), "held": (), "record": None, "marks": None, "tree": None}
+    slots = {"trace": current_trace(), "held": held, "record": None, "marks": None, "tree": None}
     for name, value in slots.items():
         deque(map(vars(owner)[f"_nnx_{name}"].__set__, made, repeat(value)), maxlen=0)
     return made
@@ -177,13 +179,6 @@ def fill_all(nodes: Iterable[Pytree], names: tuple[str, ...], values: Iterable[A
 
 def _base(kind: type) -> Any:
     return list if issubclass(kind, list) else dict if issubclass(kind, dict) else object
-
-
-def leave_stamp(objects: Iterable[Any], stamp: Stamp) -> None:
-    """Leave a stamp with fresh nodes and Variables, which hold none yet."""
-    held = (weakref.ref(stamp),)
-    for x in objects:
-        _set(x, "_held" if isinstance(x, Variable) else "_nnx_held", held)
 
 
 def structure_changed(node: Any) -> None:

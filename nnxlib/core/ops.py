@@ -23,7 +23,7 @@ from .graph import SAME, Delta, Layout, NodeRow, Row, VariableRow, build, commit
 from .graphdef import Aval, Avals, GraphDef, aval_of, avals_of
 from .objects import Node, Pytree, check_writable, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
-from .records import record_of
+from .records import build_described, record_of
 from .state import FlatState, State, filter_state, from_flat_state, split_state
 from .static import Const, same_items
 from .tracing import Tracer, at_top_level
@@ -147,7 +147,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     fitting = None if given is None else _values_that_fit(graphdef, given)
     known = zip(layout.leaf_paths, graphdef.avals, strict=True)
     values, metadata = fitting or _values_looked_at(graphdef, _flat_leaves(states, dict(known)))
-    tree, objects = build(layout, values)
+    tree, objects = build(layout, values) if metadata else build_described(layout, values)
     for position, found in metadata.items():
         object.__setattr__(objects[layout.variables[position]], "_metadata", found)
     return tree
@@ -514,7 +514,7 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
     layout, leaves, objects = _packed(node)
     if not variables:
         return build(layout, leaves, {i: objects[i] for i in layout.variables})[0]
-    return build(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)[0]
+    return build_described(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)[0]
 
 
 def _copy_array(x: Any) -> Any:

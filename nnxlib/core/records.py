@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import errors
-from .graph import LEAF, Layout, NodeRow, Row, Walk, pack
-from .objects import Node, Pytree, attributes_of
+from .graph import LEAF, Layout, NodeRow, Row, Walk, build, pack
+from .objects import Node, Pytree, attributes_of, is_node
 from .stamps import Stamp, stamping
 from .static import Const
 from .tracing import at_top_level
@@ -66,8 +66,16 @@ class Record:
     serial: int  # never reused
     pairs: dict[tuple[int, ...], Any]  # what was found out about this record together with others, by their serials
     picked: dict[Numbers | None, list[Cell]]  # some of the cells, by their numbers; under None all
+    shortcuts: dict[Any, Any]  # by the form of a call: the cells that it reads and writes, see transforms/sites.py
 
-    shortcuts: dict[Any, Any]  # by function: the cells it reads and writes of this record, see transforms/sites.py
+    def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
+        self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
+        self.objects = [None, *objects[1:]]
+        self.nodes = [x for x in self.objects[1:] if isinstance(x, Node)]
+        self.variables = [objects[i] for i in layout.variables if i]
+        self.exact, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
+        self.used = self.unchecked = 1
+        self.serial, self.pairs, self.picked, self.shortcuts = next(_serials), {}, {None: cells}, {}
 
     def is_quiet(self) -> bool:
         """Count a use; False if it is time to check, or something may have changed."""
@@ -109,9 +117,40 @@ class Numbers:
 KEPT = 64  # what a record remembers about functions, each of which may be gone
 
 
+class Fresh:
+    """In place of the record of an object that was just built: what it takes to make one without a walk."""
+
+    __slots__ = ("layout", "objects", "stamp")
+
+    mutable = ()
+    unchecked = 1  # never to be relied upon as it is
+
+    def __init__(self, layout: Layout, objects: list[Any], stamp: Stamp):
+        self.layout, self.objects, self.stamp = layout, objects, stamp
+
+    def is_quiet(self) -> bool:
+        return False
+
+
+def build_described(layout: Layout, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """:func:`~nnxlib.core.graph.build` an object that need not be walked to be described."""
+    stamp = Stamp()
+    root, objects = build(layout, leaves, stamp=stamp)
+    if is_node(root) and layout.blueprint.exact:
+        object.__setattr__(root, "_nnx_record", Fresh(layout, [None, *objects[1:]], stamp))
+    return root, objects
+
+
 def record_of(root: Any) -> Record:
     """Return a record that describes a live node or Variable as it is now."""
     record = root._nnx_record
+    if type(record) is Fresh:
+        if not record.stamp.valid:
+            return _make(root)
+        objects = [root, *record.objects[1:]]
+        cells = [x._cell for x in objects if isinstance(x, Variable)]
+        index = {id(x): i for i, x in enumerate(objects)}
+        return _kept(Record(record.layout, record.stamp, objects, index, cells), root)
     if record is None or (record.mutable and _has_changed(record)):
         return _make(root)
     if not record.stamp.valid and not _mend(record, root):
@@ -169,21 +208,14 @@ def _links(row: NodeRow) -> list[tuple[Any, Any]]:
 
 
 def _make(root: Any) -> Record:
-    record = Record()
-    record.stamp = Stamp()
-    walk = Walk(stamp=record.stamp)
+    stamp = Stamp()
+    walk = Walk(stamp=stamp)
     with stamping:
         spec = walk.run(root, None)
     rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
-    record.layout = Layout(rows, spec)
+    layout = Layout(rows, spec)
+    record = Record(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
     record.exact, record.mutable = walk.exact, list(walk.mutable.values())
-    record.objects, record.index = [None, *walk.objects[1:]], walk.index
-    record.nodes = [x for x in record.objects[1:] if isinstance(x, Node)]
-    record.variables = [walk.objects[i] for i in record.layout.variables if i]
-    record.cells = [walk.cells[i] for i in record.layout.variables]
-    record.arrays, record.array_rows = [], []
-    record.serial, record.pairs, record.picked, record.shortcuts = next(_serials), {}, {None: record.cells}, {}
-    record.used = record.unchecked = 1
     for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
         if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
             container = attributes_of(x) if isinstance(x, Pytree) else x
@@ -193,6 +225,11 @@ def _make(root: Any) -> Record:
             in_slots = isinstance(x, Pytree) and not container.keys() >= set(names)
             record.exact = record.exact and not in_slots and container is not root
     record.snapshot = None if record.exact else walk.leaves(range(len(rows)))
+    return _kept(record, root)
+
+
+def _kept(record: Record, root: Any) -> Record:
+    """The record, with its object for the next time if it can be used again."""
     lent = at_top_level() and any(type(cell) is not Cell for cell in record.cells)  # to a trace of another thread
     if record.exact and not lent:
         object.__setattr__(root, "_nnx_record", record)

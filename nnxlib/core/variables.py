@@ -537,8 +537,12 @@ def make_variables(
     values: Sequence[Any],
     metadata: Iterable[Any],
     cell: Callable[[Any], Cell] = Cell,
+    held: Stamps = (),
 ) -> list[Any]:
-    """Make many Variables as :func:`make_variable` makes one, in a few C calls: 0.3 us for each instead of 0.7 us."""
+    """Make many Variables as :func:`make_variable` makes one, in a few C calls: 0.3 us for each instead of 0.7 us.
+
+    ``held`` are the stamps that they are to end when they change.
+    """
     made = list(map(object.__new__, kinds))
     if cell is Cell:
         cells = list(map(object.__new__, itertools.repeat(Cell, len(made))))
@@ -546,7 +550,7 @@ def make_variables(
     else:
         cells = list(map(cell, values[: len(made)]))
     deque(map(_set_cell_slot, made, cells), maxlen=0)
-    deque(map(_set_held_slot, made, itertools.repeat(())), maxlen=0)
+    deque(map(_set_held_slot, made, itertools.repeat(held)), maxlen=0)
     deque(map(_set_metadata_slot, made, metadata), maxlen=0)
     deque(map(_set_record_slot, made, itertools.repeat(None)), maxlen=0)
     deque(map(_set_trace_slot, made, itertools.repeat(current_trace())), maxlen=0)

@@ -26,7 +26,7 @@ from ..core.escapes import check_contained
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.graph import LEAF, Delta, build, commit, diff, pack
 from ..core.module import Module
-from ..core.objects import is_bound_method, is_node, leave_stamp
+from ..core.objects import is_bound_method, is_node
 from ..core.ops import iter_graph
 from ..core.programs import step
 from ..core.records import Record, record_of
@@ -80,9 +80,8 @@ def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list,
     of one of them has changed, or the output may hold one; else what changed are values of Variables.
     """
     layout, live = record.layout, record.rows(wrapper)
-    objects = build(layout, leaves)[1]  # no local variable holds the copy itself, by which an error would call it
     stamp = Stamp()
-    leave_stamp(objects, stamp)
+    objects = build(layout, leaves, stamp=stamp)[1]  # no local variable holds the copy, by which an error would call it
     out = call(objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
         after = diff(layout, leaves, objects, out)

@@ -12,7 +12,6 @@ from ..core.calls import inside, listening
 from ..core.captures import all_borrowed
 from ..core.escapes import check_contained
 from ..core.graph import After, Packed, build, commit, diff, pack
-from ..core.objects import leave_stamp
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
 from ..core.stamps import Stamp
@@ -55,10 +54,9 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     layout = packed.layout
 
     def pure(leaves: list[Any]) -> tuple[list[Any], Outcome]:
-        (args, kwargs, _), objects = build(layout, leaves)
+        stamp = Stamp()
+        (args, kwargs, _), objects = build(layout, leaves, stamp=stamp)
         with listening(inside(layout, objects, [path[2:] for path in layout.paths])):
-            stamp = Stamp()
-            leave_stamp(objects, stamp)
             out = f(*args, **kwargs)
         unchanged = stamp.valid and layout.blueprint.only_variables and all_leaves(leaves)
         if not unchanged or any(objects[i]._cell.value is not x for i, x in zip(layout.variables, leaves)):

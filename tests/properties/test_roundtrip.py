@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 
 import nnxlib as nnx
+from nnxlib.core.graph import pack
+from nnxlib.core.records import record_of
 
 from .compare import Snapshot, assert_no_tracer, assert_same, differences, is_array, is_object, objects_in
 from .programs import programs, run, total
@@ -67,6 +69,22 @@ def test_a_copy_lives_on_its_own(graph: Graph, program: tuple) -> None:
         made = make_copy(model)
         assert_same((expected, out), (made, run(program, (made,))))
         before.assert_unchanged()
+
+
+@examples(60)
+@given(graphs(), programs())
+def test_what_was_just_built_is_described_without_a_walk(graph: Graph, program: tuple) -> None:
+    """The layout that a merged model is known to have is the one that a walk finds; edits before the first use count."""
+    (model,) = make(graph)
+    for edit in (False, True):
+        for made in (nnx.clone(model), COPIES["merge"](model)):
+            if edit:
+                run(program, (made,))
+            for _ in range(2):
+                record, packed = record_of(made), pack(made)
+                assert record.layout is packed.layout
+                assert all(x is y for x, y in zip(record.rows(made), packed.objects, strict=True))
+                assert all(x is y for x, y in zip(record.leaves(made), packed.leaves, strict=True))
 
 
 @examples(60)
