@@ -143,6 +143,9 @@ def _divide(x: Array, by: Any) -> Array:
 
 @step()
 def _select(mask: Array, x: Array) -> Array:
+    wanted = jax.typeof(x).sharding
+    if jax.typeof(mask).sharding != wanted:  # with axes that are sharded explicitly
+        mask = jax.sharding.reshard(mask, wanted)
     return lax.select(mask, x, jnp.zeros_like(x))
 
 

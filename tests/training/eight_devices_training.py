@@ -132,3 +132,14 @@ def test_dropout_on_each_device():
         run = nnx.shard_map(lambda d, x: d(x), mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)
         assert len(np.unique(np.asarray(run(layer, jnp.ones((8, 64)))), axis=0)) == masks
         assert int(layer.rngs.count.value) == 1
+
+
+def test_dropout_of_inputs_with_explicit_axes():
+    """The mask is laid out as the input is, and has the numbers that it has without a mesh."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x = jnp.ones((8, 4))
+    expected = nnx.Dropout(0.5, rngs=nnx.Rngs(0))(x)
+    with jax.set_mesh(mesh):
+        y = nnx.Dropout(0.5, rngs=nnx.Rngs(0))(jax.device_put(x, PartitionSpec("data", "model")))
+        assert jax.typeof(y).sharding.spec == PartitionSpec("data", "model")
+    np.testing.assert_array_equal(y, expected)
