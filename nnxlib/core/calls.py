@@ -368,6 +368,17 @@ def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: 
     inputs = ", ".join([*map(describe, args), *(f"{key}={describe(value)}" for key, value in kwargs.items())])
     where = f"{format_path(listener.path_of(module))}{method} ({_sized(module)})"
     error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
+    if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_held(x), jax.ShapeDtypeStruct)]:
+        error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
+
+
+def _held(x: Any) -> Any:
+    return x._value if hasattr(type(x), "get_raw_value") else x
+
+
+_ABSTRACT = """\
+it has shapes without values ({names}), as nnx.eval_shape makes them: give them values by nnx.update(model, state), or \
+ask for shapes only by nnx.eval_shape(function, model, ...)"""
 
 
 def _sized(module: Any) -> str:

@@ -19,7 +19,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.captures import lending
-from ..core.errors import ArgumentError, format_path
+from ..core.errors import ArgumentError, describe, format_path
 from ..core.graph import Layout, Packed
 from ..core.inputs import AbsentInput
 from ..core.tracing import at_top_level, jaxpr_as_fun
@@ -68,8 +68,9 @@ class Plan:
         with lending(self.crossing.lender, lambda: packed.objects):
             try:
                 return self.call(packed.leaves)
-            except TypeError:
+            except TypeError as error:
                 check_traceable(packed.layout, packed.leaves)
+                _note_abstract(error, packed.layout, packed.leaves)
                 raise
 
     def call(self, leaves: Sequence[Any]) -> tuple[Groups, Outcome]:
@@ -138,6 +139,22 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
                 name, kind = format_path(path), type(leaf).__name__
                 raise ArgumentError(_UNTRACEABLE.format(name=name, kind=kind, value=leaf)) from None
 
+
+def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
+    """Say which leaves are shapes without values."""
+    abstract = [
+        f"  {format_path(path)}: {describe(leaf)}"
+        for path, leaf in zip(layout.leaf_paths, leaves, strict=True)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if abstract:
+        more = [f"  ... and {len(abstract) - 10} more"] if len(abstract) > 10 else []
+        error.add_note("\n".join([_ABSTRACT, *abstract[:10], *more]))
+
+
+_ABSTRACT = """\
+These were given as shapes without values, as nnx.eval_shape makes them, so that the function can be lowered but not \
+called. Give them values by nnx.update(model, state), or ask for shapes only by nnx.eval_shape(function, model, ...):"""
 
 _UNTRACEABLE = """\
 {name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \

@@ -323,6 +323,13 @@ def test_notes_say_the_sizes_of_a_layer():
 # --- the wrapper ----------------------------------------------------------------------------------------------------
 
 
+def test_notes_say_that_a_layer_has_no_values():
+    layer = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError) as caught:
+        layer(jnp.ones((1, 2)))
+    assert any("shapes without values (kernel, bias)" in note for note in caught.value.__notes__)
+
+
 def test_methods_look_as_written():
     """Signature, name and docstring of a method are the user's; another callable stays as it is."""
 

@@ -176,6 +176,15 @@ def test_a_failure_leaves_what_is_passed():
     assert m.count == 2
 
 
+def test_a_call_with_shapes_in_place_of_values_says_so_by_path():
+    model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError) as caught:
+        nnx.jit(lambda model, x: model(x))(model, jnp.ones((1, 2)))
+    notes = "\n".join(caught.value.__notes__)
+    assert "shapes without values" in notes
+    assert "args[0].kernel: float32[2, 3]" in notes
+
+
 def test_user_code_runs_once():
     """Not once to find out what it reads, and again to compile."""
     counted = Counted(lambda m, x: m.layers[0] * x)
