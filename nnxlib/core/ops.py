@@ -132,9 +132,13 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     >>> nnx.merge(*nnx.split(model)).kernel.shape
     (2, 3)
 
+    States of a model may be stacked, and merged to one whose arrays have an axis more; and the other way round, for one
+    of the models that ``vmap`` has made: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``.
+
     Raises:
       StateMismatchError: for missing and unexpected paths, and where type, shape or kind of dtype is not what it was
-        when the model was split (traced values are views, per example or per shard, and not compared).
+        when the model was split. An axis more or less is none, if all leaves of a type have it. (Traced values are
+        views, per example or per shard, and not compared.)
     """
     if isinstance(graphdef, GraphState):
         graphdef, states = graphdef._graphdef, (graphdef._state, *states)
@@ -219,20 +223,44 @@ def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
         f"  {format_path(p)}: unexpected {_leaf(x)}" for p, x in given.items() if p not in layout.leaf_path_set
     ]
     values, metadata = [], {}
+    kinds = [None if row is None else row.type for row in rows]
+    leaves = [given.get(path) for path in layout.leaf_paths]
+    found = [aval_of(x._value if isinstance(x, Variable) else x) for x in leaves]
+    restacked = _restacked(kinds, graphdef.avals, found)
     for position, (path, row, aval) in enumerate(zip(layout.leaf_paths, rows, graphdef.avals, strict=True)):
-        leaf = given.get(path)
+        leaf, new = leaves[position], found[position]
         if isinstance(leaf, Variable) and row is not None:
             if type(leaf) is not row.type:
                 problems.append(f"  {format_path(path)}: expected a {row.type.__name__}, got a {type(leaf).__name__}")
             if not same_items(leaf._metadata, row.metadata.value):  # type: ignore[union-attr]  # a VariableRow
                 metadata[position] = leaf._metadata
             leaf = unshared(leaf._value)
-        if path in given and (problem := _misfit(aval, leaf)):
+        expected = (new[0], aval[1]) if aval and new and kinds[position] in restacked else aval
+        if path in given and (problem := _misfit(expected, leaf)):
             problems.append(f"  {format_path(path)}: {problem}")
         values.append(leaf)
     if problems:
         raise errors.StateMismatchError(_listed("The State does not fit the GraphDef; nothing was made.", problems))
     return values, metadata
+
+
+def _restacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> set[Any]:
+    """The kinds of leaves of which each array has the same axis more, or less: a stack of models, or one of a stack."""
+    changes: dict[Any, set] = {}
+    for kind, old, new in zip(kinds, before, after, strict=True):
+        if old is not None and new is not None:
+            change = _stacking(old[0], new[0])
+            changes[kind] = changes.get(kind, change) & change
+    return {kind for kind, found in changes.items() if found}
+
+
+def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, int]]:
+    """How one shape is the other with one axis more: which is longer, where the axis may be, its size."""
+    long, short = (old, new) if len(old) > len(new) else (new, old)
+    if len(long) != len(short) + 1:
+        return set()
+    axes = [k for k in range(len(long)) if long[:k] + long[k + 1 :] == short]
+    return {(long is old, k - end, long[k]) for k in axes for end in (0, len(long))}
 
 
 def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:

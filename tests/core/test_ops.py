@@ -333,6 +333,19 @@ def test_update_takes_every_form_and_string_keys():
     assert (m.layers[1].w.value.tolist(), m.layers[0].w.value.tolist()) == ([2, 2, 2], [3, 3])
 
 
+@pytest.mark.parametrize("axis", [0, -1])
+def test_a_stack_of_models_and_one_of_a_stack(axis):
+    """An axis that all leaves have more, or less, is a stack; one that some have is a mistake."""
+    graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    stacked = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.stack([x, x + 1], axis), state))
+    forward = nnx.vmap(lambda model, x: model(x), in_axes=(axis, None))
+    one = nnx.merge(nnx.graphdef(stacked), jax.tree.map(lambda x: jnp.take(x, 1, axis), nnx.state(stacked)))
+    np.testing.assert_allclose(forward(stacked, jnp.ones((1, 2)))[1], one(jnp.ones((1, 2))), rtol=1e-6)
+    state["bias"].value = jnp.stack([state["bias"].value] * 2)
+    with pytest.raises(StateMismatchError, match=r"bias: expected shape \(3,\), got \(2, 3\)"):
+        nnx.merge(graphdef, state)
+
+
 def test_values_one_level_below_their_variables():
     """A checkpoint restored without a target has them there, as ``jax.tree_util`` writes the path of a Variable."""
     net, other = Net(), nnx.map(lambda _, x: x + 1, Net())
