@@ -24,6 +24,7 @@ from .graph import Layout, build
 from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, explicit_mark, is_data, is_node, new_node
 from .pickling import exportable
 from .records import record_of
+from .reprs import static_repr
 from .stamps import Stamp
 from .static import Const
 from .traversals import sorted_keys
@@ -81,7 +82,8 @@ class NodeShape:
         return hash(self.key)
 
     def __repr__(self) -> str:
-        return self.kind.__name__
+        statics = ", ".join(f"{name}={static_repr(value.value)}" for name, value in self.statics.items())
+        return f"{self.kind.__name__}({statics})"
 
 
 class GraphShape:

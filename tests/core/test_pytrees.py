@@ -477,3 +477,10 @@ def test_a_static_value_that_changed_is_in_the_treedef(inside):
         assert (made.sizes[1][0] if inside else made.layer.in_features) == n
         seen.add(treedef)
     assert len(seen) == 3
+
+
+def test_an_error_of_jax_shows_the_static_values_that_differ():
+    """Where two models are mapped over together."""
+    a, b = nnx.Dict(layer=nnx.Dropout(0.1)), nnx.Dict(layer=nnx.Dropout(0.2))
+    with pytest.raises(ValueError, match=r"(?s)- Dropout\(.*rate=0\.1.*\+ Dropout\(.*rate=0\.2"):
+        jax.tree.map(lambda x, y: x, a, b)
