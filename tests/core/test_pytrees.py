@@ -479,8 +479,8 @@ def test_a_static_value_that_changed_is_in_the_treedef(inside):
     assert len(seen) == 3
 
 
-def test_an_error_of_jax_shows_the_static_values_that_differ():
-    """Where two models are mapped over together."""
-    a, b = nnx.Dict(layer=nnx.Dropout(0.1)), nnx.Dict(layer=nnx.Dropout(0.2))
-    with pytest.raises(ValueError, match=r"(?s)- Dropout\(.*rate=0\.1.*\+ Dropout\(.*rate=0\.2"):
-        jax.tree.map(lambda x, y: x, a, b)
+def test_a_treedef_shows_static_values():
+    """So that an error of JAX about two models, which prints both treedefs, tells them apart."""
+    assert "Dropout(axis_name=None, broadcast_dims=(), deterministic=False, rate=0.1" in repr(
+        jax.tree.structure(nnx.Dict(layer=nnx.Dropout(0.1)))
+    )
