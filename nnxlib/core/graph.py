@@ -141,6 +141,9 @@ class NodeRow(NamedTuple):
 Row = VariableRow | NodeRow
 
 
+KEPT = 64  # what is remembered about things that may be gone: how many of them
+
+
 class _Key:
     """Rows and root, hashed once: of a thousand rows that takes a while, and a tuple would do it at each look-up."""
 
@@ -220,6 +223,19 @@ class Layout:
             found = Layout(tuple([replaced.get(i, row) for i, row in enumerate(self.rows)]), self.root)
             self.variants[rows] = found
         return found
+
+    def within(self, root: Spec) -> Layout:
+        """The layout of a pytree with the very object that this is the layout of; kept for the next time."""
+        found = self._around.get(root)
+        if found is None:
+            if len(self._around) >= KEPT:
+                self._around.clear()
+            found = self._around[root] = Layout(self.rows, root)
+        return found
+
+    @functools.cached_property
+    def _around(self) -> dict[Spec, Layout]:
+        return {}
 
     @property
     def paths(self) -> tuple[tuple, ...]:

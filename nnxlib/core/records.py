@@ -28,9 +28,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax.tree_util as jtu
+
 from . import errors
-from .graph import LEAF, Layout, NodeRow, Row, Walk, build, pack
-from .objects import Node, Pytree, attributes_of, is_node
+from .calls import Rows, entering
+from .captures import Watch, notice
+from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Row, Walk, build, pack, trace_of
+from .objects import Node, Pytree, attributes_of, is_bound_method, is_node
 from .stamps import Stamp, stamping
 from .static import Const
 from .tracing import at_top_level
@@ -114,9 +118,6 @@ class Numbers:
         self.numbers = numbers
 
 
-KEPT = 64  # what a record remembers about functions, each of which may be gone
-
-
 class Fresh:
     """In place of the record of an object that was just built: what it takes to make one without a walk."""
 
@@ -159,6 +160,25 @@ def record_of(root: Any) -> Record:
     if not record.unchecked:
         _check(record, root)
     return record
+
+
+def pack_call(arguments: tuple) -> Packed:
+    """Pack what a function is called with; without a walk where that is one object, plain values and containers."""
+    leaves = jtu.tree_leaves(arguments, is_leaf=is_node)
+    roots = [x for x in leaves if is_node(x)]
+    if len(roots) != 1 or not at_top_level() or any(map(is_bound_method, leaves)):
+        return pack(arguments)
+    (root,) = roots
+    record = record_of(root)
+    if record.snapshot is not None:
+        return pack(arguments)
+    walk = Walk(index=record.index)
+    walk.objects = Rows(record.rows(root))
+    layout = record.layout.within(walk.run(arguments, True))
+    if Watch.count:
+        notice(root, trace_of(root))
+    entering(layout, walk.objects)
+    return Packed(layout, [*record.leaves(root), *walk.arrays[-1]], walk.objects)
 
 
 def layout_of(root: Any) -> Layout:

@@ -24,12 +24,12 @@ from ..core.containers import Dict
 from ..core.errors import EmptySelectionError, describe, format_path
 from ..core.escapes import check_contained
 from ..core.filters import Filter, PathContains, to_predicate
-from ..core.graph import LEAF, Delta, build, commit, diff, pack
+from ..core.graph import LEAF, Delta, build, commit, diff
 from ..core.module import Module
 from ..core.objects import is_bound_method, is_node
 from ..core.ops import iter_graph
 from ..core.programs import step
-from ..core.records import Record, record_of
+from ..core.records import Record, pack_call, record_of
 from ..core.rngs import Rngs
 from ..core.stamps import Stamp
 from ..core.tracing import at_top_level
@@ -68,7 +68,7 @@ class _Reparametrised(Module):
         only_variables = record.exact and not record.mutable and not record.arrays and all_leaves(leaves)
         if nothing_listens and only_variables and not _holds_objects((args, kwargs)):
             return _call_eagerly(call, self, record, leaves, args, kwargs)
-        packed = pack(Arguments((self, *args), kwargs))
+        packed = pack_call(Arguments((self, *args), kwargs))
         _, after = cross(call, packed.layout, packed.leaves, (), lambda out: (None, out))
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
 

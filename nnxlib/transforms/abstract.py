@@ -14,6 +14,7 @@ from ..core.escapes import check_contained
 from ..core.graph import After, Packed, build, commit, diff, pack
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
+from ..core.records import pack_call
 from ..core.stamps import Stamp
 from ..core.tracing import boundary
 from ..core.variables import Variable
@@ -38,7 +39,7 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
     function, bound, bound_kwargs = resolve(f)
-    out = eval_packed(function, pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
+    out = eval_packed(function, pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
     if using_eager_sharding():  # JAX forgets the sharding that a shape was constrained to
         for _, x in iter_graph(out):
             if isinstance(x, Variable) and isinstance(x.get_raw_value(), jax.ShapeDtypeStruct):

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import format_path
-from ..core.graph import Delta, Layout, pack
+from ..core.graph import Delta, Layout
 from ..core.recordings import fill_up, recorded_anew
+from ..core.records import pack_call
 from ..core.tracing import boundary
 from .body import Body, Owner, delta_of, own_states, positions_of, structural_rows, trace_body, type_of, zeros
 from .body_checks import BodyError, captured, check_same_output, structural_changes, type_changes
@@ -83,7 +84,7 @@ def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
         return Program(program)
 
     with recorded_anew(arguments):
-        packed = pack(arguments)
+        packed = pack_call(arguments)
         program = program_of(functions, ("switch", packed.layout), lambda: make(packed.layout))
         return run_program(program, packed, jnp.asarray(index))
 
@@ -120,7 +121,7 @@ def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
     """A branch that has recorded all of this in the end, with zeros for what it does not record itself."""
 
     def run(*args: Any) -> Any:
-        objects = pack(Arguments(args, {})).objects
+        objects = pack_call(Arguments(args, {})).objects
         out = call(*args)
         for (owner, name, kind, appends), type_ in recorded.items():
             fill_up(objects[owner], name, kind, zeros(type_), appends)

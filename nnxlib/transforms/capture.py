@@ -16,11 +16,12 @@ from ..core.calls import inside, listening
 from ..core.captures import borrowed
 from ..core.errors import ArgumentError, reachable
 from ..core.filters import Filter, to_predicate
-from ..core.graph import build, commit, diff, pack
+from ..core.graph import build, commit, diff
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.ops import iter_graph, pop, update
 from ..core.recordings import put_back, record, recorded_in, take_out
+from ..core.records import pack_call
 from ..core.references import ways_from
 from ..core.state import State, from_flat_state
 from ..core.tracing import boundary
@@ -85,7 +86,7 @@ def capture(
         arguments = Arguments((*bound, *args), {**bound_kwargs, **kwargs})
         if _first_module(arguments) is None:
             arguments = arguments._replace(captured=(_referred(function),))
-        packed = pack(arguments)
+        packed = pack_call(arguments)
         loan = {i: packed.objects[i] for i in rows_below(packed.layout, "captured")}
         with borrowed(list(loan.values())):
             for k, i in enumerate(packed.layout.variables):

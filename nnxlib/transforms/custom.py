@@ -20,6 +20,7 @@ import jax.tree_util as jtu
 from ..core.errors import ArgumentError, describe, format_path
 from ..core.graph import After, Delta, Layout, NodeRow, Packed, StaticArgument, Tree, build, count_leaves, pack
 from ..core.objects import is_data
+from ..core.records import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .jit import check_traceable
@@ -227,7 +228,7 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
     filters = by_argument(chosen, len(args), option="nondiff_argnums")
     nondiff = sorted(i for i, filter_ in filters.items() if filter_ is None)
     args = tuple([StaticArgument(x) if i in nondiff and not is_data(x) else x for i, x in enumerate(args)])
-    packed = pack(Arguments(args, {}))
+    packed = pack_call(Arguments(args, {}))
     check_traceable(packed.layout, packed.leaves)
     diff = {i: filters.get(i) for i in range(len(args)) if i not in nondiff}
     lane_of = differentiated(packed, args, diff, INEXACT)

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from ..core.graph import build, commit, pack
+from ..core.graph import build, commit
+from ..core.records import pack_call
 from ..core.variables import MISSING
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift, resolve, static_arguments
@@ -46,7 +47,7 @@ def make_jaxpr(
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        layout, leaves, _ = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        layout, leaves, _ = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
         jaxpr, (groups, outcome) = jax.make_jaxpr(Crossing(layout).pure(function), return_shape=True, **options)(leaves)
         if not return_shape:
             return jaxpr
@@ -104,7 +105,7 @@ def name_nan(error: FloatingPointError, f: Callable, arguments: Arguments) -> No
     from .checks import checked
 
     with contextlib.suppress(Exception), jax.debug_nans(False):  # an explanation that fails must not hide the error
-        packed = pack(arguments)
+        packed = pack_call(arguments)
         text = checked(Crossing(packed.layout).pure(f), nan_checks)(packed.leaves)[0].get()
         if text is not None:
             error.add_note(text)

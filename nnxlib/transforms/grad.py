@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from ..core.errors import ArgumentError, describe
-from ..core.graph import commit, pack
+from ..core.graph import commit
+from ..core.records import pack_call
 from ..core.variables import MISSING, Variable
 from .classes import lifts_classes
 from .lift import Arguments, Outcome, by_position, cross, resolve
@@ -95,7 +96,7 @@ def value_and_grad(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
         args = (*bound, *args)
-        packed = pack(Arguments(args, {**bound_kwargs, **kwargs}))
+        packed = pack_call(Arguments(args, {**bound_kwargs, **kwargs}))
         filters = by_argument(chosen, len(args) - len(bound), len(bound))
         lane_of = differentiated(packed, args, filters, PARAMS)
         if not allow_int:

@@ -43,12 +43,12 @@ from ..core.graph import (
     commit,
     diff,
     has_refs,
-    pack,
     path_key,
 )
 from ..core.inputs import ABSENT, AbsentInput, Input, is_read
 from ..core.objects import Node, is_data
 from ..core.recordings import recorded_anew
+from ..core.records import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING, Cell
 from .axes import stack_axes, stack_recorded, strip_axes
@@ -401,7 +401,7 @@ def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: fini
         @boundary
         @functools.wraps(f, updated=())
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            packed = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+            packed = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
             raw = jax_transform(Crossing(packed.layout).pure(function))(packed.leaves)
             return result(raw, functools.partial(finish, packed))
 
@@ -431,7 +431,7 @@ def lift_lanes(
     the output. ``check(packed, labels)`` may raise if the leaves do not fit their labels.
     """
     with recorded_anew(arguments):
-        packed = pack(arguments)
+        packed = pack_call(arguments)
         labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
         check(packed, in_order)
         stacks = axis_name is not MISSING

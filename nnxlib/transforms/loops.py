@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import format_path
-from ..core.graph import Layout, count_leaves, pack
+from ..core.graph import Layout, count_leaves
 from ..core.recordings import recorded_anew
+from ..core.records import pack_call
 from ..core.tracing import at_top_level, boundary
 from .body import Body, delta_of, positions_of, structural_rows, trace_body, zeros
 from .body_checks import (
@@ -77,7 +78,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
         return Program(program)
 
     with recorded_anew(arguments):
-        packed = pack(arguments)
+        packed = pack_call(arguments)
         key = ("while", packed.layout)
         return run_program(program_of((step, test), key, lambda: make(packed.layout)), packed).args[0]
 
@@ -128,7 +129,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         return Program(program)
 
     with recorded_anew(arguments):
-        packed = pack(arguments)
+        packed = pack_call(arguments)
         key = ("fori", packed.layout, unroll, (first, last) if static else None)
         program = program_of((step,), key, lambda: make(packed.layout))
         return run_program(program, packed, jnp.asarray(upper)).args[0]

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..core.errors import ArgumentError, EmptySelectionError, NnxError, StateMismatchError, format_path
 from ..core.filters import Filter, to_predicate
-from ..core.graph import After, Packed, VariableRow, commit, pack
+from ..core.graph import After, Packed, VariableRow, commit
+from ..core.records import pack_call
 from ..core.state import from_flat_state, to_flat_state
 from ..core.variables import MISSING, Param, Variable
 from .classes import lifts_classes
@@ -76,7 +77,7 @@ def map_variables(
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        packed = pack(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        packed = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
         layout = packed.layout
         stored = dict(zip(layout.variables, packed.leaves, strict=False))
         seen = dict(stored)

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.errors import PrefixError, format_path
-from ..core.graph import Layout, Spec, Tree, pack
+from ..core.graph import Layout, Spec, Tree
 from ..core.objects import is_node
 from ..core.recordings import recorded_anew
+from ..core.records import pack_call
 from ..core.variables import MISSING
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
 from .body import Body, delta_of, own_states, positions_of, structural_rows, trace_body
@@ -160,7 +161,7 @@ def looped(
             return loop_over(arguments, axes, contexts)
 
     def loop_over(arguments: Arguments, axes: Any, contexts: list[Any]) -> Any:
-        packed = pack(arguments)
+        packed = pack_call(arguments)
         layout = packed.layout
         labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
         size = _length(layout, packed.leaves, in_order, length)

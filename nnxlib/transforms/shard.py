@@ -11,8 +11,8 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.errors import format_path
-from ..core.graph import pack
 from ..core.objects import is_node
+from ..core.records import pack_call
 from ..core.variables import MISSING
 from .classes import lifts_classes
 from .lift import Arguments, Observed, lift_lanes, resolve
@@ -109,7 +109,7 @@ def _explain(pure: Callable, specs: tuple, options: dict[str, Any], groups: tupl
 
 
 def _names(arguments: Arguments, contexts: Sequence[Any], lanes: tuple) -> list[list[str]]:
-    layout, leaves, objects = pack(arguments)
+    layout, leaves, objects = pack_call(arguments)
     _, in_order = label_arguments(layout, leaves, objects, contexts)
     named = [(format_path(path), label) for path, label in zip(layout.leaf_paths, in_order, strict=True)]
     return [[name for name, label in named if label == lane] for lane in lanes]
