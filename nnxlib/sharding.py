@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .core.errors import PlacementError, format_path
+from .core.errors import PlacementError, format_path, listed
 from .core.graphdef import GraphDef
 from .core.ops import map as map_leaves
 from .core.ops import split
@@ -86,12 +86,12 @@ def get_named_sharding(tree: A, mesh: Mesh) -> A:
     def shard(path: tuple, x: Any) -> Any:
         spec = get_var_pspec(x) if isinstance(x, Variable) else _replicated(x)
         found = [problem for s in jax.tree.leaves(spec) if (problem := _problem(s, mesh)) is not None]
-        problems.extend(f"  {format_path(path)}: {problem}" for problem in found)
+        problems.extend(f"{format_path(path)}: {problem}" for problem in found)
         return None if found else jax.tree.map(lambda s: NamedSharding(mesh, s), spec)
 
     shardings = map_leaves(shard, tree)
     if problems:
-        raise PlacementError(_DOES_NOT_FIT.format(axes=dict(mesh.shape), problems="\n".join(problems)))
+        raise PlacementError(listed(_DOES_NOT_FIT.format(axes=dict(mesh.shape)), problems, _LOGICAL_NAMES))
     return shardings
 
 
@@ -100,10 +100,10 @@ def _problem(spec: PartitionSpec, mesh: Mesh) -> str | None:
     return f"no axis {', '.join(unknown)}" if unknown else problem_with(spec)
 
 
-_DOES_NOT_FIT = """\
-The names of the axes of these Variables do not fit the mesh {axes}:
-{problems}
-If they are logical names, say what they stand for: with nnx.logical_axis_rules([(name, mesh_axis_or_None), ...])."""
+_DOES_NOT_FIT = "The names of the axes of these Variables do not fit the mesh {axes}:"
+_LOGICAL_NAMES = (
+    "If they are logical names, say what they stand for: with nnx.logical_axis_rules([(name, mesh_axis_or_None), ...])."
+)
 
 
 def as_abstract(tree: A) -> A:

@@ -268,7 +268,7 @@ def observed(method: Callable, name: str) -> Callable:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:  # costs nothing as long as there is none
-            _add_note(error, _from_frames(), args, kwargs)
+            _add_note_once_found(error, self, name, args, kwargs)
             hide_frames(error)
             raise
 
@@ -355,6 +355,20 @@ def _scope(listener: Listener, module: Any, name: str) -> str:
 
 
 # --- notes on errors ------------------------------------------------------------------------------------------------
+
+
+_CALLS = "_nnx_calls"  # an error on its way through eager calls has a listener with those that it has not left yet
+
+
+def _add_note_once_found(error: Exception, module: Any, name: str, args: tuple, kwargs: dict) -> None:
+    """Say that an error leaves an eager call; the frames and the model are looked through once for all levels."""
+    listener: Listener | None = vars(error).pop(_CALLS, None)
+    if listener is None or listener.stack[-1][0] is not module or listener.stack[-1][1] != name:  # raised elsewhere
+        listener = _from_frames()
+    _add_note(error, listener, args, kwargs)
+    if listener is not None and len(listener.stack) > 1:
+        listener.stack.pop()
+        vars(error)[_CALLS] = listener
 
 
 def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: dict) -> None:

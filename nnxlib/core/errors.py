@@ -7,7 +7,7 @@ Each says what is wrong, where (the path, both paths when two clash), and what t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -106,6 +106,22 @@ def describe(value: Any) -> str:
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}[{', '.join(map(str, shape))}]"
     return "None" if value is None else type(value).__name__
+
+
+def listed(head: str, problems: Sequence[str], tail: str = "") -> str:
+    """A message with a line for each problem, of which there may be thousands: for as many as one reads.
+
+    >>> print(listed('These differ:', ['a', 'b'], 'Use one of them.'))
+    These differ:
+      a
+      b
+    Use one of them.
+    """
+    more = [f"... and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
+    return "\n".join([head, *(f"  {problem}" for problem in (*problems[:_MOST], *more)), *([tail] if tail else [])])
+
+
+_MOST = 20
 
 
 def locate(target: Any, skip: int = 1) -> str | None:

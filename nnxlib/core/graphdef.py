@@ -167,6 +167,14 @@ def differences(a: Layout, b: Layout) -> Iterator[tuple[tuple, str, str]]:
         yield path, before, after
 
 
+def differences_listed(a: Layout, b: Layout) -> list[str]:
+    """A line for each place where two layouts differ, for a message."""
+    return [
+        f"{format_path(path) if path else '<root>'}: {before} became {after}"
+        for path, before, after in differences(a, b)
+    ]
+
+
 def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
     """Yield each place where two layouts differ, parents first.
 

@@ -215,13 +215,11 @@ def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
     layout = graphdef.layout
     rows = [layout.rows[i] for i in layout.variables] + [None] * (len(layout.leaf_paths) - len(layout.variables))
     problems = [
-        f"  {format_path(path)}: missing, expected {_expected(row, aval)}"
+        f"{format_path(path)}: missing, expected {_expected(row, aval)}"
         for path, row, aval in zip(layout.leaf_paths, rows, graphdef.avals, strict=True)
         if path not in given
     ]
-    problems += [
-        f"  {format_path(p)}: unexpected {_leaf(x)}" for p, x in given.items() if p not in layout.leaf_path_set
-    ]
+    problems += [f"{format_path(p)}: unexpected {_leaf(x)}" for p, x in given.items() if p not in layout.leaf_path_set]
     values, metadata = [], {}
     kinds = [None if row is None else row.type for row in rows]
     leaves = [given.get(path) for path in layout.leaf_paths]
@@ -231,16 +229,18 @@ def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
         leaf, new = leaves[position], found[position]
         if isinstance(leaf, Variable) and row is not None:
             if type(leaf) is not row.type:
-                problems.append(f"  {format_path(path)}: expected a {row.type.__name__}, got a {type(leaf).__name__}")
+                problems.append(f"{format_path(path)}: expected a {row.type.__name__}, got a {type(leaf).__name__}")
             if not same_items(leaf._metadata, row.metadata.value):  # type: ignore[union-attr]  # a VariableRow
                 metadata[position] = leaf._metadata
             leaf = unshared(leaf._value)
         expected = (new[0], aval[1]) if aval and new and kinds[position] in restacked else aval
         if path in given and (problem := _misfit(expected, leaf)):
-            problems.append(f"  {format_path(path)}: {problem}")
+            problems.append(f"{format_path(path)}: {problem}")
         values.append(leaf)
     if problems:
-        raise errors.StateMismatchError(_listed("The State does not fit the GraphDef; nothing was made.", problems))
+        raise errors.StateMismatchError(
+            errors.listed("The State does not fit the GraphDef; nothing was made.", problems)
+        )
     return values, metadata
 
 
@@ -340,11 +340,6 @@ def _leaf(x: Any) -> str:
     return f"{type(x).__name__} ({describe(x._value)})" if isinstance(x, Variable) else describe(x)
 
 
-def _listed(head: str, problems: list[str], tail: str = "") -> str:
-    more = [f"  ... and {len(problems) - 20} more"] if len(problems) > 20 else []
-    return "\n".join([head, *problems[:20], *more, *([tail] if tail else [])])
-
-
 # --- state, update, pop ---------------------------------------------------------------------------------------------
 
 
@@ -410,10 +405,10 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         if len(new) < len(flat):
             problems |= {path: f"unexpected {_leaf(leaf)}" for path, leaf in flat.items() if path not in position}
     if problems and strict:
-        listed = [f"  {format_path(path)}: {problem}" for path, problem in problems.items()]
+        listed = [f"{format_path(path)}: {problem}" for path, problem in problems.items()]
         hint = "Pass strict=False to skip these."
         raise errors.StateMismatchError(
-            _listed("The State does not fit the object; nothing was written.", listed, hint)
+            errors.listed("The State does not fit the object; nothing was written.", listed, hint)
         )
     _write(layout, leaves, objects, {k: leaf for k, leaf in new.items() if layout.leaf_paths[k] not in problems})
 

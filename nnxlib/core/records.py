@@ -34,6 +34,7 @@ from . import errors
 from .calls import Rows, entering
 from .captures import Watch, notice
 from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Row, Walk, build, pack, trace_of
+from .graphdef import differences_listed
 from .objects import Node, Pytree, attributes_of, is_bound_method, is_node
 from .stamps import Stamp, stamping
 from .static import Const
@@ -268,10 +269,17 @@ def _check(record: Record, root: Any) -> None:
     same = packed.layout is record.layout and all(map(operator.is_, packed.objects[1:], record.objects[1:]))
     if not same:
         object.__setattr__(root, "_nnx_record", None)
-        raise errors.StaleLayoutError(_STALE.format(kind=type(root).__name__))
+        changes = differences_listed(record.layout, packed.layout)
+        raise errors.StaleLayoutError(
+            errors.listed(_STALE.format(kind=type(root).__name__), changes or [_EXCHANGED], _REMEDY)
+        )
 
 
 _STALE = """\
-The structure of this {kind} was changed behind nnxlib's back, so earlier calls may have used what it was before. \
+The structure of this {kind} was changed behind nnxlib's back, so earlier calls may have used what it was before:"""
+
+_EXCHANGED = "an object was exchanged for another one of the same structure"
+
+_REMEDY = """\
 Attributes are to be set with `setattr` (or through `vars(module)`), not with `object.__setattr__`. The next call sees \
 the object as it is now."""

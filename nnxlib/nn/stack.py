@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import ArgumentError, StateMismatchError, describe, format_path
+from ..core.errors import ArgumentError, StateMismatchError, describe, format_path, listed
 from ..core.graph import build, pack
 from ..core.graphdef import differences
 from ..core.module import Module
@@ -123,8 +123,10 @@ class Stack(Module):
         layout, first, _ = packed[0]
         for i, (other, leaves, _) in enumerate(packed):
             if other is not layout:
-                found = "\n".join(f"  {format_path(p)}: {a} and {b}" for p, a, b in differences(layout, other))
-                raise ArgumentError(f"The layers of a Stack have one structure, but layers 0 and {i} differ:\n{found}")
+                head = f"The layers of a Stack have one structure, but layers 0 and {i} differ:"
+                raise ArgumentError(
+                    listed(head, [f"{format_path(p)}: {a} and {b}" for p, a, b in differences(layout, other)])
+                )
             for path, a, b in zip(layout.leaf_paths, first, leaves, strict=True):
                 if _shapes(a) != _shapes(b):
                     raise ArgumentError(
@@ -205,8 +207,9 @@ class Stack(Module):
         i = self._position(index)
         old, new = dict(to_flat_state(state_of(self.layers))), dict(to_flat_state(state_of(layer)))
         if old.keys() != new.keys():
-            lost, added = [[format_path(p) for p in (*a.keys(),) if p not in b] for a, b in ((old, new), (new, old))]
-            raise StateMismatchError(f"Not a layer of this Stack: it does not have {lost}, and has {added}.")
+            problems = [f"{format_path(p)}: missing" for p in old if p not in new]
+            problems += [f"{format_path(p)}: unexpected" for p in new if p not in old]
+            raise StateMismatchError(listed("Not a layer of this Stack:", problems))
         values = {}
         for path, variable in old.items():
             stacked, value = _raw(variable), _raw(new[path])

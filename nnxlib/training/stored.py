@@ -24,7 +24,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.containers import Dict, List
-from ..core.errors import StateMismatchError, describe, format_path
+from ..core.errors import StateMismatchError, describe, format_path, listed
 from ..core.filters import Filter
 from ..core.graph import path_key
 from ..core.objects import Node
@@ -147,8 +147,7 @@ def matched(given: Any, expected: Mapping[Path, Any], ignored: Collection[Path],
         if not any(path[:n] in expected or path[:n] in ignored for n in range(len(path) + 1)):
             problems.append(f"{format_path(path)}: unexpected {describe(plain(leaf))}")
     if problems:
-        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-        raise StateMismatchError("\n  ".join([head, *problems[:20], *more]))
+        raise StateMismatchError(listed(head, problems))
     return found
 
 

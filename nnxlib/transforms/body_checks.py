@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.calls import captured_types
-from ..core.errors import NnxError, format_path
+from ..core.errors import NnxError, format_path, listed
 from ..core.graph import (
     SAME,
     Layout,
@@ -27,6 +27,7 @@ from ..core.graph import (
 )
 from ..core.graphdef import describe_spec
 from ..core.recordings import appends, is_recorded
+from ..core.reprs import static_repr
 from .body import Body, structural_rows
 from .lift import place_of
 
@@ -38,9 +39,10 @@ class BodyError(NnxError, TypeError, ValueError):
 def refuse(changes: Sequence[Change], what: str) -> None:
     """Raise :class:`BodyError` if there are any changes."""
     if changes:
-        lines = [f"  {format_path(change.path)}: {change.said}" for change in changes]
+        head = f"The {what} may change values, but not the structure of the objects that it is given:"
+        lines = [f"{format_path(change.path)}: {change.said}" for change in changes]
         hint = _RECORDING if any(change.recorded for change in changes) else ""
-        raise BodyError(_STRUCTURE.format(what=what, changes="\n".join(lines)) + hint)
+        raise BodyError(listed(head, lines, _SET_UP + hint))
 
 
 class Change(NamedTuple):
@@ -96,9 +98,7 @@ def captured(layout: Layout, body: Body) -> list[Recording]:
     return [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_captured]
 
 
-_STRUCTURE = """\
-The {what} may change values, but not the structure of the objects that it is given:
-{changes}
+_SET_UP = """\
 Set attributes up before (a Variable of the final shape instead of None), and assign to `variable.value` inside."""
 
 _RECORDING = """
@@ -193,10 +193,10 @@ def check_same_output(layout: Layout, expected: Spec, found: Spec, what: str, hi
     describe = functools.partial(_describe_field, layout)
     if isinstance(expected, Tree) and isinstance(found, Tree) and expected.treedef == found.treedef:
         pairs = zip(expected.paths, expected.children, found.children, strict=True)
-        lines = [f"  {format_path(path)}: {describe(a)} became {describe(b)}" for path, a, b in pairs if a != b]
+        lines = [f"{format_path(path)}: {describe(a)} became {describe(b)}" for path, a, b in pairs if a != b]
     else:
-        lines = [f"  {describe(expected)} became {describe(found)}"]
-    raise BodyError(f"{what}\n" + "\n".join(lines) + f"\n{hint}")
+        lines = [f"{describe(expected)} became {describe(found)}"]
+    raise BodyError(listed(what, lines, hint))
 
 
 def widened(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:
@@ -225,17 +225,14 @@ def check_types(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tup
     """
     changes = type_changes(values, types, paths)
     if changes:
-        raise BodyError(
-            f"The {what} must keep the shape and dtype of what it carries:\n"
-            + "\n".join(changes)
-            + "\nCast or reshape inside, or start with the type that comes out."
-        )
+        head = f"The {what} must keep the shape and dtype of what it carries:"
+        raise BodyError(listed(head, changes, "Cast or reshape inside, or start with the type that comes out."))
 
 
 def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple]) -> list[str]:
     """A line for each value that has another type than expected."""
     return [
-        f"  {place_of(path)}: {_types(value)} became {_types(type_)}"
+        f"{place_of(path)}: {_types(value)} became {_types(type_)}"
         for value, type_, path in zip(values, types, paths, strict=True)
         if _signature(value) != _signature(type_)
     ]
@@ -248,5 +245,4 @@ def _signature(value: Any) -> tuple[Any, Any]:
 
 def _types(value: Any) -> str:
     structure, types_ = _signature(value)
-    names = [f"{dtype}{list(shape)}" for shape, dtype in types_]
-    return names[0] if jtu.treedef_is_leaf(structure) else f"{structure} with {', '.join(names)}"
+    return static_repr(structure.unflatten([jax.ShapeDtypeStruct(*type_) for type_ in types_]))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import format_path
+from ..core.errors import format_path, listed
 from ..core.graph import Delta, Layout
 from ..core.recordings import fill_up, recorded_anew
 from ..core.records import pack_call
@@ -150,15 +150,13 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
     for k, other in enumerate(types[1:], 1):
         changes = type_changes(types[0], other, paths)
         if changes:
-            raise BodyError(_TYPES.format(k=k, changes="\n".join(changes)))
+            raise BodyError(listed(_TYPES.format(k=k), changes, _CAST))
     weak = jax.tree.map(lambda *found: all(x.weak_type for x in found), *types)
     return [_run(body, source, weak) for body, source in zip(bodies, sources, strict=True)], delta
 
 
-_TYPES = """\
-In branch {k} (for cond: true) these have other types than in branch 0 (for cond: false):
-{changes}
-Cast or reshape in one of them; what a branch leaves alone has the type that came in."""
+_TYPES = "In branch {k} (for cond: true) these have other types than in branch 0 (for cond: false):"
+_CAST = "Cast or reshape in one of them; what a branch leaves alone has the type that came in."
 
 
 def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:
@@ -173,18 +171,16 @@ def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:
         return
     changes = [structural_changes(layout, body) for body in (first, other)]
     lines = [
-        f"  branch {number}: {format_path(change.path)}: {change.said}"
+        f"branch {number}: {format_path(change.path)}: {change.said}"
         for number, own, others in ((0, *changes), (k, *reversed(changes)))
         for change in own
         if change not in others
     ]
-    raise BodyError(_STRUCTURES.format(k=k, changes="\n".join(lines) or "  what they attach is not alike"))
+    raise BodyError(listed(_STRUCTURES.format(k=k), lines or ["what they attach is not alike"], _ALIKE))
 
 
-_STRUCTURES = """\
-Branch 0 and branch {k} (for cond: false and true) leave objects with different structures:
-{changes}
-Let all branches attach, delete and replace the same attributes, or do it before."""
+_STRUCTURES = "Branch 0 and branch {k} (for cond: false and true) leave objects with different structures:"
+_ALIKE = "Let all branches attach, delete and replace the same attributes, or do it before."
 
 
 def _sources(body: Body, owners: Sequence[Owner], positions: dict[Owner, int]) -> list[tuple[bool, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.errors import PrefixError, format_path
+from ..core.errors import PrefixError, format_path, listed
 from ..core.graph import Layout, VariableRow
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.variables import Variable, make_variable
@@ -46,7 +46,7 @@ def transformed_data(
             before, after = [leaves[k] for k in positions], [found[k] for k in positions]
             changes = type_changes(before, after, [layout.leaf_paths[k] for k in positions])
             if changes:
-                raise PrefixError("data_transform must keep shapes and dtypes:\n" + "\n".join(changes))
+                raise PrefixError(listed("data_transform must keep shapes and dtypes:", changes))
         return found
 
     return enter

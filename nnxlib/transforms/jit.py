@@ -25,16 +25,17 @@ import jax.tree_util as jtu
 
 from ..core.calls import Followers, followed, observed
 from ..core.captures import CapturedObjects, Watch, all_borrowed, lending
-from ..core.errors import ArgumentError, PrefixError, TraceContextError, format_path, reachable
+from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed, reachable
 from ..core.filters import looks_at_values
 from ..core.graph import Packed, StaticArgument, commit, pack, trace_of
-from ..core.graphdef import differences
+from ..core.graphdef import differences_listed
 from ..core.inputs import AbsentInput
 from ..core.objects import Node, is_node
 from ..core.references import LookUp, named_in, ways_from
 from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, running_trace
 from ..core.variables import MISSING
 from .abstract import eval_packed
+from .body_checks import type_changes
 from .classes import lifts_classes
 from .general import name_nan
 from .lift import Arguments, Crossing, cross, finish, resolve
@@ -490,6 +491,10 @@ def _lanes_in(prefix: Any) -> list[Any]:
 # --- checks and stages ----------------------------------------------------------------------------------------------
 
 
+_OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
+_COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where it has to be, or `lower` it for these."
+
+
 class Stage:
     """A traced, lowered or compiled function of Modules; everything else is that of the stage of JAX it wraps."""
 
@@ -506,17 +511,25 @@ class Stage:
         """Call the compiled function.
 
         Raises:
-          ArgumentError: if the structure of the arguments is another than it was compiled for; says where.
+          ArgumentError: if the structure of the arguments, a shape or a dtype is another than it was compiled for; says
+            where.
         """
         packed = pack(self._arguments(args, kwargs))
         expected = self._plan.crossing.layout
         if packed.layout is not expected:
-            found = "\n".join(
-                f"  {format_path(path)}: compiled for {a}, called with {b}"
-                for path, a, b in differences(expected, packed.layout)
-            )
-            raise ArgumentError(f"The arguments differ in structure from those it was compiled for:\n{found}")
-        return finish(packed, self._stage(*self._plan.everything.split(packed.leaves)))
+            raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), _COMPILE_AGAIN))
+        groups = self._plan.everything.split(packed.leaves)
+        try:
+            out = self._stage(*groups)
+        except TypeError as error:
+            compiled_for = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._stage.args_info[0])
+            paths = self._plan.everything.split(expected.leaf_paths)
+            changes = type_changes(*(list(itertools.chain(*x)) for x in (compiled_for, groups, paths)))
+            if not changes:
+                raise
+            head = "The arguments have other shapes or dtypes than those it was compiled for:"
+            raise ArgumentError(listed(head, changes, _COMPILE_AGAIN)) from error
+        return finish(packed, out)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)

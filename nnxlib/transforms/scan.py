@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ..core.errors import PrefixError, format_path
+from ..core.errors import PrefixError, format_path, listed
 from ..core.graph import Layout, Spec, Tree
 from ..core.objects import is_node
 from ..core.recordings import recorded_anew
@@ -238,21 +238,19 @@ def _check_changes(layout: Layout, body: Body, replaced: Mapping[int, int]) -> N
     for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):
         what = place_of(path)
         if label is None:
-            problems.append(f"  {what}: every iteration would leave a value, and None keeps none of them")
+            problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
         elif label is Carry and owner[0] in structural and owner[0] not in replaced:
-            problems.append(f"  {what}: attached inside, but Carry needs a value to start from")
+            problems.append(f"{what}: attached inside, but Carry needs a value to start from")
         elif isinstance(label, int):
             axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
             if not -axes <= label < axes:
-                problems.append(f"  {what}: stacked it has {axes} axes, so there is no axis {label}")
+                problems.append(f"{what}: stacked it has {axes} axes, so there is no axis {label}")
     if problems:
-        raise PrefixError(_NO_PLACE.format(problems="\n".join(problems)))
+        raise PrefixError(listed("The body of scan changes what has no place to go:", problems, _PLACES))
 
 
-_NO_PLACE = """\
-The body of scan changes what has no place to go:
-{problems}
-Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({{nnx.BatchStat: nnx.Carry, ...: None}}); or attach \
+_PLACES = """\
+Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: None}); or attach \
 the Variable before the loop."""
 
 
@@ -305,16 +303,17 @@ def _check_carry(layout: Layout, place: tuple, body: Body, out_place: tuple) -> 
         pairs = [(spec, other) for (_, spec), (_, other) in zip(before, after, strict=True)]
         replaced = successors(layout, body, pairs, others)
     if replaced is None:
-        lost = [f"  {format_path(path, 'carry')}: went in" for path, spec in before if (path, spec) not in after]
-        new = [f"  {format_path(path, 'carry')}: came out" for path, spec in after if (path, spec) not in before]
-        raise BodyError(
-            "The carry of scan must come out with the structure, and the objects, that went in:\n"
-            + "\n".join(lost + new)
-            + "\nReturn the same pytree with the same objects in the same places, changed in place, or new ones of the "
-            "same structure that take their places."
-        )
+        lost = [f"{format_path(path, 'carry')}: went in" for path, spec in before if (path, spec) not in after]
+        new = [f"{format_path(path, 'carry')}: came out" for path, spec in after if (path, spec) not in before]
+        raise BodyError(listed(_OTHER_CARRY, lost + new, _RETURN))
     refuse_written(layout, body, replaced, "body of scan")
     return replaced
+
+
+_OTHER_CARRY = "The carry of scan must come out with the structure, and the objects, that went in:"
+_RETURN = """\
+Return the same pytree with the same objects in the same places, changed in place, or new ones of the same structure \
+that take their places."""
 
 
 def _is_axis(label: Any) -> bool:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..core.errors import RetraceWarning, format_path
+from ..core.errors import RetraceWarning, format_path, listed
 from ..core.graph import Layout, Tree
-from ..core.graphdef import differences
+from ..core.graphdef import Difference, structural_differences
 from ..core.inputs import ABSENT
 
 _KEPT = 32  # notes
@@ -32,17 +32,6 @@ class _Note(NamedTuple):
     call: int  # the number of the call
     layout: Layout
     types: dict[tuple, str]  # of the arrays that the trace was given, by path
-
-
-class Difference(NamedTuple):
-    """What differed between two traces."""
-
-    path: tuple
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        return f"{format_path(self.path) if self.path else 'the arguments'}: {self.before} became {self.after}"
 
 
 class Traces:
@@ -72,8 +61,7 @@ class Traces:
         self._in_a_row = self._in_a_row + 1 if follows and reason and reason == self._reason else 1
         self._reason = reason
         if self._in_a_row == _IN_A_ROW:
-            lines = "\n".join(f"  {difference}" for difference in found)
-            message = _EACH_CALL.format(name=self.name, count=_IN_A_ROW, lines=lines)
+            message = listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), _KEEP)
             warnings.warn(message, RetraceWarning, stacklevel=_level_of_user())
 
     def explain(self) -> str:
@@ -88,17 +76,21 @@ class Traces:
         found, nearest = min(
             ((_differences(note, last), note) for note in earlier), key=lambda pair: (len(pair[0]), -pair[1].call)
         )
-        lines = "\n".join(f"  {difference}" for difference in found) or _NOTHING
-        return f"{text}, last in call {last.call}. What differs from the trace in call {nearest.call}:\n{lines}"
+        head = f"{text}, last in call {last.call}. What differs from the trace in call {nearest.call}:"
+        return listed(head, list(map(_line, found)) or [_NOTHING])
+
+
+def _line(difference: Difference) -> str:
+    path = format_path(difference.path) if difference.path else "the arguments"
+    return f"{path}: {difference.before} became {difference.after}"
 
 
 _NOTHING = """\
-  nothing in the arguments: a setting of JAX (its configuration, the mesh, the default device), the sharding of an \
+nothing in the arguments: a setting of JAX (its configuration, the mesh, the default device), the sharding of an \
 argument, or what the function captures."""
 
-_EACH_CALL = """\
-{name} was traced and compiled anew in each of its last {count} calls, each time because of
-{lines}
+_EACH_CALL = "{name} was traced and compiled anew in each of its last {count} calls, each time because of"
+_KEEP = """\
 Keep what changes from call to call in an array or a Variable, which are not part of the program; give inputs a common \
 shape (pad them)."""
 
@@ -123,13 +115,13 @@ def _differences(a: _Note, b: _Note) -> list[Difference]:
     if a.layout is b.layout:
         found = []
     elif _given(a.layout) != _given(b.layout):
-        found = [Difference((), _given(a.layout), _given(b.layout))]
+        found = [Difference((), "type", _given(a.layout), _given(b.layout))]
     else:
-        found = [Difference(*x) for x in differences(a.layout, b.layout)]
+        found = list(structural_differences(a.layout, b.layout))
     changed = {difference.path for difference in found}
     for path, type_ in b.types.items():
         if path not in changed and a.types.get(path, type_) != type_:
-            found.append(Difference(path, a.types[path], type_))
+            found.append(Difference(path, "type", a.types[path], type_))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ..core.errors import PrefixError
+from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
 from ..core.objects import is_node
 from ..core.variables import MISSING
@@ -167,11 +167,11 @@ def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
                 raise
             without_axis = _without_axis(pure, lanes, transform, groups)
             if without_axis:
-                raise PrefixError("The axis in out_axes does not exist:\n" + "\n".join(without_axis)) from None
+                raise PrefixError(listed("The axis in out_axes does not exist:", without_axis)) from None
             found = _mapped_leaves(pure, lanes, transform, groups) if None in lanes else []
             if not found:
                 raise
-            raise PrefixError(_MAPPED.format(paths="\n".join(f"  {path}" for path in found))) from None
+            raise PrefixError(listed(_MAPPED, found, _REDUCE)) from None
 
     return run
 
@@ -184,7 +184,7 @@ def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Seq
         return []
     names = [outcome.names(k) for k in range(len(lanes))]
     return [
-        f"  {name}: it has {x.ndim} axes, so there is no axis {axis}"
+        f"{name}: it has {x.ndim} axes, so there is no axis {axis}"
         for axis, leaves, names_ in zip(lanes, found, names, strict=True)
         for leaf, name in zip(leaves, names_, strict=True)
         for x in jtu.tree_leaves(leaf)
@@ -217,8 +217,7 @@ def _mapped_leaves(pure: Callable, lanes: tuple, transform: Callable, groups: Se
     return found
 
 
-_MAPPED = """\
-These are passed whole (axis None), but get a value that depends on the mapped axis:
-{paths}
-Give them an axis (for a Module with nnx.StateAxes, such as {{nnx.BatchStat: 0, ...: None}}), reduce the value over the
+_MAPPED = "These are passed whole (axis None), but get a value that depends on the mapped axis:"
+_REDUCE = """\
+Give them an axis (for a Module with nnx.StateAxes, such as {nnx.BatchStat: 0, ...: None}), reduce the value over the
 axis first (jax.lax.pmean with an axis_name), or do not change them (`model.eval()`)."""

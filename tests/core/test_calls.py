@@ -303,6 +303,54 @@ def test_notes_in_eager_code():
     assert notes(lambda: jax.eval_shape(net, X)) == expected, "also under raw JAX"
 
 
+def test_notes_of_many_levels_take_one_walk(monkeypatch):
+    """A chain of Modules is searched for paths once, however many levels the error leaves; also when raised again."""
+
+    class Chain(nnx.Module):
+        def __init__(self, below):
+            self.below = below
+
+        def __call__(self, x):
+            if self.below is None:
+                raise ZeroDivisionError
+            try:
+                return self.below(x)
+            except ValueError:
+                return x
+
+    model = Chain(None)
+    for _ in range(20):
+        model = Chain(model)
+    walks = []
+    walk = calls._Paths._walk
+    monkeypatch.setattr(calls._Paths, "_walk", lambda self: (walks.append(1), walk(self)))
+    with pytest.raises(ZeroDivisionError) as found:
+        model(X)
+    expected = [f"in {'.'.join(['below'] * i) or '<root>'} (Chain), input float32[1, 2]" for i in range(20, -1, -1)]
+    assert (found.value.__notes__, len(walks)) == (expected, 1)
+    assert not vars(found.value).keys() - {"__notes__"}
+
+    class Again(nnx.Module):
+        def __call__(self, error):
+            raise error
+
+    class Keeps(nnx.Module):
+        def __init__(self):
+            self.inner = Again()
+
+        def __call__(self, error):
+            try:
+                self.inner(error)
+            except KeyError as caught:
+                self.caught = nnx.static(caught)
+
+    error, keeps = KeyError("k"), Keeps()
+    keeps(error)
+    with pytest.raises(KeyError):
+        nnx.List([Again()])[0](error)
+    assert [note[:20] for note in error.__notes__] == ["in inner (Again), in", "in <root> (Again), i"]
+
+
 def test_notes_say_the_sizes_of_a_layer():
     """Features in and out of the library's layers; up to four of the Variables of another Module."""
     rngs = nnx.Rngs(0)

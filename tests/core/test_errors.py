@@ -10,7 +10,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core import errors
-from nnxlib.core.errors import NnxError, describe, format_path, locate, reachable
+from nnxlib.core.errors import NnxError, describe, format_path, listed, locate, reachable
 
 CLASSES = [x for x in vars(errors).values() if inspect.isclass(x) and issubclass(x, NnxError) and x is not NnxError]
 
@@ -92,6 +92,16 @@ def test_locate_in_containers_and_by_class():
 
     assert (lambda trainer: trainer.run())(Trainer()) == "trainer.model.layers[0].w"
     assert Trainer().run() == "Trainer.model.layers[0].w"
+
+
+def test_long_messages_are_cut():
+    """Thousands of problems are counted, not written out, whichever comparison found them."""
+    lines = listed("head", [f"p{i}" for i in range(1000)], "tail").splitlines()
+    assert (lines[:2], lines[-2:]) == (["head", "  p0"], ["  ... and 980 more", "tail"])
+    model = nnx.List([nnx.Param(jnp.ones(())) for _ in range(100)])
+    with pytest.raises(nnx.errors.NnxError, match="and 80 more") as found:
+        nnx.fori_loop(0, 2, lambda i, m: jax.tree.map(lambda x: jnp.ones(2), m), model)
+    assert len(str(found.value).splitlines()) < 30
 
 
 def test_locate_what_nobody_refers_to():

@@ -916,20 +916,18 @@ def test_stages_with_static_arguments_donation_and_bound_methods():
 def test_a_compiled_function_called_with_another_structure():
     """The error says where the structures differ, what it was compiled for and what it got; nothing is changed."""
     compiled, other = nnx.jit(lambda m, x: m(x)).lower(Net(), X).compile(), Net(3)
-    with pytest.raises(
-        errors.ArgumentError, match=r"(?s)differ in structure.*layers\[2\]: compiled for nothing, called with"
-    ):
+    with pytest.raises(errors.ArgumentError, match=r"(?s)differ in structure.*layers\[2\]: nothing became"):
         compiled(other, X)
     assert_same(other, Net(3))
     other = Net()
     other.scale = 3.0
-    with pytest.raises(errors.ArgumentError, match=r"scale: compiled for 2\.0 \(float\), called with 3\.0 \(float\)"):
+    with pytest.raises(errors.ArgumentError, match=r"scale: 2\.0 \(float\) became 3\.0 \(float\)"):
         compiled(other, X)
     with pytest.raises(errors.ArgumentError, match="differ in structure"):
         compiled(Net(), X, X)
     with pytest.raises(errors.ArgumentError, match="differ in structure"):
         compiled(X, Net())
-    with pytest.raises(TypeError, match=r"float32\[3\]|shape"):
+    with pytest.raises(errors.ArgumentError, match=r"args\[1\]: float32\[2\] became float32\[3\]\nCall the jitted"):
         compiled(Net(), jnp.ones(3))
 
 
