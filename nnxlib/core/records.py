@@ -147,12 +147,7 @@ def record_of(root: Any) -> Record:
     """Return a record that describes a live node or Variable as it is now."""
     record = root._nnx_record
     if type(record) is Fresh:
-        if not record.stamp.valid:
-            return _make(root)
-        objects = [root, *record.objects[1:]]
-        cells = [x._cell for x in objects if isinstance(x, Variable)]
-        index = {id(x): i for i, x in enumerate(objects)}
-        return _kept(Record(record.layout, record.stamp, objects, index, cells), root)
+        return _describe(root, record)
     if record is None or (record.mutable and _has_changed(record)):
         return _make(root)
     if not record.stamp.valid and not _mend(record, root):
@@ -161,6 +156,18 @@ def record_of(root: Any) -> Record:
     if not record.unchecked:
         _check(record, root)
     return record
+
+
+def _describe(root: Any, fresh: Fresh) -> Record:
+    with stamping:
+        if root._nnx_record is not fresh:  # another thread was quicker
+            return record_of(root)
+        if not fresh.stamp.valid:
+            return _make(root)
+        objects = [root, *fresh.objects[1:]]
+        cells = [x._cell for x in objects if isinstance(x, Variable)]
+        index = {id(x): i for i, x in enumerate(objects)}
+        return _kept(Record(fresh.layout, fresh.stamp, objects, index, cells), root)
 
 
 def pack_call(arguments: tuple) -> Packed:

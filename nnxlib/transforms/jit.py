@@ -225,7 +225,10 @@ class JitWrapped:
                 row, key = leaves, tuple(keys)
             form = self._forms.get(key)
             if form is not None:
-                out = form.call(row)
+                try:
+                    out = form.call(row)
+                except (AbsentInput, CapturedObjects):
+                    return self._call_packed(args, kwargs, captured, None)
                 if out is not ELSEWHERE:
                     return out
             return self._call_by_site(args, kwargs, captured, row, key)

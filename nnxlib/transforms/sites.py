@@ -25,7 +25,6 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from ..core.captures import CapturedObjects
 from ..core.graph import LEAF, Layout, Spec, StaticArgument, Tree, commit, value_of
 from ..core.inputs import AbsentInput
 from ..core.objects import Node, is_node
@@ -348,7 +347,11 @@ class Form:
         self.place = 0  # of the object among the leaves, in the last call
 
     def call(self, leaves: Sequence[Any]) -> Any:
-        """Call by the shortcut; :data:`ELSEWHERE` if this is not the way of this call."""
+        """Call by the shortcut; :data:`ELSEWHERE` if this is not the way of this call.
+
+        Raises:
+          AbsentInput, CapturedObjects: if for these shapes the function reads more than it did before.
+        """
         place = self.place
         try:
             record = leaves[place]._nnx_record
@@ -369,20 +372,17 @@ class Form:
                 if type(x) not in _LEAF_TYPES:
                     return ELSEWHERE
         record.unchecked -= 1
-        try:
-            if shortcut.only:
-                inputs = [cell.value for cell in shortcut.inputs]
-                if plain:
-                    inputs += plain
-                groups, outcome = reads.jitted(inputs)
-            else:
-                lanes = [[cell.value for cell in cells] for cells, _ in shortcut.lanes]
-                if plain:
-                    for inputs, (_, picks) in zip(lanes, shortcut.lanes):
-                        inputs += [plain[k] for k in picks]
-                groups, outcome = reads.jitted(*lanes)
-        except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
-            return ELSEWHERE
+        if shortcut.only:
+            inputs = [cell.value for cell in shortcut.inputs]
+            if plain:
+                inputs += plain
+            groups, outcome = reads.jitted(inputs)
+        else:
+            lanes = [[cell.value for cell in cells] for cells, _ in shortcut.lanes]
+            if plain:
+                for inputs, (_, picks) in zip(lanes, shortcut.lanes):
+                    inputs += [plain[k] for k in picks]
+            groups, outcome = reads.jitted(*lanes)
         if outcome is not shortcut.outcome:
             site = shortcut.site()
             assert site is not None  # it has the reads

@@ -70,7 +70,8 @@ class Traces:
             return f"{self.name} has not been traced yet."
         last, *earlier = reversed(self._notes)
         times = "once" if self.count == 1 else f"{self.count} times"
-        text = f"{self.name} has been called {self.calls} times and traced {times}"
+        calls = "once" if self.calls == 1 else f"{self.calls} times"
+        text = f"{self.name} has been called {calls} and traced {times}"
         if not earlier:
             return f"{text}, in call {last.call}."
         found, nearest = min(
