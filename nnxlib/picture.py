@@ -28,9 +28,11 @@ from .core.reprs import DEEPEST, WIDEST, Part, expand_object, in_one_line, is_ma
 MOST_BOXES = 150
 _LONGEST = 46  # characters of a row; the rest shows as a tooltip
 _MOST_SETTINGS = 6  # lines
+_SAYS_NOTHING = {"None", "()", "List([])", "Dict({})"}
 
 # In pixels, for a fixed-width font of 12 pixels.
 _CHARACTER, _LINE, _PAD, _GAP, _COLUMN, _MARGIN, _CHIP = 7.3, 17, 9, 14, 64, 16, 14
+_BESIDE_EDGES = 6  # lines and arrows arrive at a box beside each other
 
 
 class Picture:
@@ -64,8 +66,8 @@ class Picture:
 def draw(node: Any, /, *, depth: int | None = None, settings: bool = True) -> Picture:
     """Draw an object graph: Modules as boxes, their Variables with shapes, settings, and what is shared.
 
-    Nothing is computed: abstract Modules (of ``nnx.eval_shape``) and traced ones are drawn as well. Settings that are
-    None are left out. Colours follow the page, light or dark.
+    Nothing is computed: abstract Modules (of ``nnx.eval_shape``) and traced ones are drawn as well. Settings that say
+    nothing are left out: None, what is empty, a function under its own name. Colours follow the page, light or dark.
 
     Args:
       node: a Module, Pytree, List or Dict.
@@ -165,7 +167,7 @@ def _box(parts: list[Part], name: str, depth: int, with_settings: bool) -> _Box:
         first = run[0]
         name = _name(keys, run)
         if first.is_static:
-            if first.opening != "None":
+            if first.opening not in _SAYS_NOTHING and first.opening != keys[-1]:
                 settings.append(f"{name}={first.opening}")
         elif first.closing is None:
             target, text = first.target, first.opening
@@ -286,7 +288,7 @@ _LIGHT = {
     ".type": "font-weight:bold",
     ".dim": "fill:#57606a",
     ".name": "fill:#0550ae",
-    ".edge": "fill:none;stroke:#8c959f",
+    ".edge": "fill:none;stroke:#8c959f;shape-rendering:crispEdges",
     ".same": "fill:none;stroke:#cf222e;stroke-dasharray:5 3",
     ".head": "fill:#cf222e",
 }
@@ -387,7 +389,7 @@ def _arrows(boxes: list[_Box]) -> Iterator[str]:
     drawn_as: dict[int, Part] = {}  # what is in the layers of a stack that are not drawn -> the same in the one that is
     for box in boxes:
         rows = [(row.parts, row.y) for row in box.rows if row.target is None]
-        for parts, y in [(box.parts, box.y + _PAD), *rows]:
+        for parts, y in [(box.parts, box.y + _PAD + _BESIDE_EDGES), *rows]:
             places[id(parts[0])] = box, y + _LINE / 2
             stack = [(x, parts[0]) for x in parts[1:]]
             while stack:

@@ -71,6 +71,7 @@ def test_it_finds_the_dead_layer_and_mends_it(ran):
     ]
     assert before < 20
     assert after > 85
+    assert [x.path for x in the_cell(ran, "nnx.diff").value] == [("head", "bias")]
     living = re.findall(r"layers\[(\d)\] +(\d+)%", the_cell(ran, "def living").printed)
     assert [int(share) > 50 for _, share in living] == [True, True, True, False, False]
     assert "-4.0 to -4.0" in the_cell(ran, "nnx.display").printed
