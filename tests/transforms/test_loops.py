@@ -211,6 +211,13 @@ def test_a_body_that_returns_another_structure_is_an_error_that_shows_both(case)
     before.assert_unchanged()
 
 
+def test_entries_that_are_missing_or_new_are_named():
+    with pytest.raises(
+        BodyError, match=r"args\[0\]\.b: the Layer args\[0\]\.b became nothing\n.*\.c: nothing became array"
+    ):
+        nnx.fori_loop(0, 3, lambda i, value: {"a": value["a"], "c": X}, {"a": X, "b": Layer()})
+
+
 def doubled(tree):
     return jax.tree.map(lambda x: 2 * x, tree)
 
