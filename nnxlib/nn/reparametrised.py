@@ -38,7 +38,7 @@ from ..transforms.lift import Arguments, cross
 from . import initializers
 from .dtypes import Array, Dtype, convert, promote_dtype
 from .initializers import Initializer
-from .settings import as_tuple, frozen
+from .settings import as_tuple, frozen, key_of
 
 Path = tuple[Any, ...]
 
@@ -186,7 +186,7 @@ class SpectralNorm(_Reparametrised):
         for path, param in _params(layer_instance):
             if param.ndim >= 2:
                 self._check(path, param)
-                u = initializers.normal()(rngs.params(), (1, param.shape[-1]), param_dtype)
+                u = initializers.normal()(key_of(rngs), (1, param.shape[-1]), param_dtype)
                 stats[*path, "u"] = BatchStat(u)
                 stats[*path, "sigma"] = BatchStat(initializers.ones(None, (), param_dtype))
         if not stats:
@@ -312,7 +312,7 @@ class WeightNorm(_Reparametrised):
             shape = [param.shape[axis] for axis in self._feature_axes(path, param.ndim)]
             if use_scale:
                 # A constant looks at no key, and drawing one would change the weights of the layers made next.
-                key: Any = None if scale_init is initializers.ones else rngs.params()
+                key: Any = None if scale_init is initializers.ones else key_of(rngs)
                 scales[path] = Param(scale_init(key, tuple(shape), param_dtype))
         self.scales: dict[Any, Param] = Dict(scales)
 

@@ -1,4 +1,4 @@
-"""What the layers with weights share: default initializers, metadata, settings in one form, and adding a bias."""
+"""What the layers with weights share: default initializers, keys, metadata, settings in one form, and adding a bias."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.errors import describe
 from ..core.programs import step
+from ..core.rngs import Rngs
 from . import initializers
 from .dtypes import Array
 
@@ -18,6 +20,20 @@ default_bias_init = initializers.zeros
 
 Metadata = Mapping[str, Any]
 NO_METADATA: Metadata = MappingProxyType({})
+
+
+def key_of(rngs: Rngs) -> Array:
+    """The next key of the stream ``params``.
+
+    Raises:
+      TypeError: if a seed, a key or nothing was given in place of Rngs.
+    """
+    if not (isinstance(rngs, Rngs) or hasattr(rngs, "params")):
+        raise TypeError(
+            f"rngs has to be nnx.Rngs, from which a layer draws its parameters, but got {describe(rngs)}. Write "
+            "rngs=nnx.Rngs(seed), or nnx.Rngs(key) for a key of jax.random."
+        )
+    return rngs.params()
 
 
 @step()
