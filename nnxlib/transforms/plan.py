@@ -19,7 +19,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.captures import lending
-from ..core.errors import ArgumentError, describe, format_path
+from ..core.errors import ArgumentError, describe, format_path, listed
 from ..core.graph import Layout, Packed
 from ..core.inputs import AbsentInput
 from ..core.tracing import at_top_level, jaxpr_as_fun
@@ -143,13 +143,12 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
 def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
     """Say which leaves are shapes without values."""
     abstract = [
-        f"  {format_path(path)}: {describe(leaf)}"
+        f"{format_path(path)}: {describe(leaf)}"
         for path, leaf in zip(layout.leaf_paths, leaves, strict=True)
         if isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     if abstract:
-        more = [f"  ... and {len(abstract) - 10} more"] if len(abstract) > 10 else []
-        error.add_note("\n".join([_ABSTRACT, *abstract[:10], *more]))
+        error.add_note(listed(_ABSTRACT, abstract))
 
 
 _ABSTRACT = """\
