@@ -480,6 +480,19 @@ def test_a_loop_keeps_what_is_reduced():
     assert plain(nnx.capture(f, nnx.Intermediate)(model, X)[1]) == {"total": 3 + 5 + 7}
 
 
+def test_gradients_of_what_a_loop_perturbs():
+    """A perturbation is the same in each iteration, so its gradient is the sum over all."""
+
+    class Perturbed(nnx.Module):
+        def __call__(self, x):
+            return 2 * self.perturb("d", x)
+
+    model = Perturbed()
+    _, deltas = nnx.capture(LOOPS["fori_loop"], nnx.Perturbation)(model, X)
+    loss = lambda deltas: nnx.capture(LOOPS["fori_loop"], nnx.Perturbation, init=deltas)(model, X)[0].sum()
+    assert plain(nnx.grad(loss)(deltas)) == {"d": [2 + 4, 2 + 4]}
+
+
 @pytest.mark.parametrize("loop", ["while_loop", "fori_loop"])
 def test_loops_record_only_for_a_capture(loop):
     """Outside of one the error has the path and says so; so it does for a Module that the body refers to."""
