@@ -486,7 +486,7 @@ class Walk:
             object.__setattr__(value, "_nnx_held", with_stamp(value._nnx_held, self.stamp))
         self.exact = self.exact and value._nnx_guarded
         self.arrays[number] = []
-        held, marks = dict(value._nnx_children()), _frozen_items(value._nnx_marks, path)
+        held, marks = value._nnx_contents(), _frozen_items(value._nnx_marks, path)
         self.exact = self.exact and not marks.mutable
         names = tuple(held)
         order = names if isinstance(value, list) else sorted_keys(names)
@@ -868,7 +868,7 @@ def _what_changed(row: Row) -> str:
 
 def _contents(node: Any, row: NodeRow, objects: Sequence[Any], leaves: Iterator[Any]) -> dict[Any, Any]:
     """What a node is to hold; a field that did not change keeps the very object that the live node has."""
-    held = dict(node._nnx_children())
+    held = node._nnx_contents()
     values = {name: held[name] if spec is SAME else value_of(spec, objects, leaves) for name, spec in row.fields}
     return {name: values[name] for name in row.names}
 

@@ -173,7 +173,7 @@ class Module(Pytree):
         return jax.tree.map(jnp.add, value, found.get_value())
 
     def _recorded(self, name: str, kind: type[Variable]) -> Variable | None:
-        found = dict(self._nnx_children()).get(name)
+        found = self._nnx_contents().get(name)
         if found is not None and type(found) is not kind:
             raise ValueError(
                 f"{type(self).__name__} has an attribute {name!r} already, a {type(found).__name__} and not a "

@@ -72,6 +72,10 @@ class Node:
         """Yield each (key, value) this node holds, static ones too, in insertion order."""
         raise TypeError(f"{type(self).__name__} does not say what it holds.")
 
+    def _nnx_contents(self) -> dict[Any, Any]:
+        """What :meth:`_nnx_children` yields, in a new dict."""
+        return dict(self._nnx_children())
+
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
         """Replace the whole contents, unchecked: for a node that no user has seen yet, and for commit."""
         raise TypeError(f"{type(self).__name__} does not say how to fill it.")
@@ -79,7 +83,7 @@ class Node:
     # --- on loan to a trace that captured it: see captures.py ---
 
     def _nnx_save(self) -> tuple:
-        return type(self), dict(self._nnx_children()), {name: getattr(self, name) for name in SLOTS}
+        return type(self), self._nnx_contents(), {name: getattr(self, name) for name in SLOTS}
 
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
@@ -122,7 +126,7 @@ class Node:
 
     def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
         """Give a shell deep copies of what this node holds."""
-        held = dict(self._nnx_children())
+        held = self._nnx_contents()
         memo |= {id(value): value for value in held.values() if isinstance(value, FUNCTION_TYPES)}
         shell._nnx_fill({key: copy.deepcopy(value, memo) for key, value in held.items()})
 
@@ -505,6 +509,9 @@ class Pytree(Node, _HasDict):
         slots = slot_names(type(self))
         return chain(items, self._nnx_slot_items(slots)) if slots else iter(items)
 
+    def _nnx_contents(self) -> dict[Any, Any]:
+        return dict(self._nnx_children()) if slot_names(type(self)) else attributes_of(self).copy()
+
     def _nnx_slot_items(self, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         for name in names:
             value = getattr(self, name, MISSING)
@@ -528,7 +535,7 @@ class Pytree(Node, _HasDict):
             shell.__setstate__(copy.deepcopy(self.__getstate__(), memo))
 
     def __getstate__(self) -> Any:
-        return dict(self._nnx_children()), self._nnx_marks
+        return self._nnx_contents(), self._nnx_marks
 
     def __setstate__(self, state: Any) -> None:
         items, marks = state if type(state) is tuple else (state, None)  # a subclass may have a __getstate__ of its own

@@ -556,7 +556,7 @@ def _children(value: Any) -> list[tuple[Path, Any]]:
     if isinstance(value, Node):
         if isinstance(value, list):
             return [((index,), child) for index, child in value._nnx_children()]
-        held = dict(value._nnx_children())
+        held = value._nnx_contents()
         return [((name,), held[name]) for name in sorted_keys(held)]
     if isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)) or is_data_leaf(value):
         return []

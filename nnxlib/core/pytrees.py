@@ -118,7 +118,7 @@ class Level:
     def __init__(self, node: Any, stamp: Stamp, lasting: bool):
         self.stamp, self.mended = stamp, stamp.mended  # of the walk by which the graph below was seen to be a tree
         self.lasting = lasting  # whether the stamp tells of every change; else static values may change unseen
-        held = dict(node._nnx_children())
+        held = node._nnx_contents()
         is_list = isinstance(node, list)
         make_key = jtu.SequenceKey if is_list else _name_key
         only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it is like a plain list or dict
@@ -144,7 +144,7 @@ def _takers(node: Any, names: tuple) -> tuple[Callable[[Any], Any], Callable[[An
         return list.copy, iter
     if isinstance(node, Pytree) and len(names) > 1 and attributes_of(node).keys() >= set(names):
         return attributes_of, operator.itemgetter(*names)
-    return lambda node: dict(node._nnx_children()), lambda held: [held[name] for name in names]
+    return lambda node: node._nnx_contents(), lambda held: [held[name] for name in names]
 
 
 def _level(node: Any) -> Level | None:

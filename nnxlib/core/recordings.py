@@ -56,7 +56,7 @@ def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[A
     found, trace = [], current_trace()
     for _, x in reachable(root, set()):
         if isinstance(x, Node) and x._nnx_trace is trace:
-            items = dict(x._nnx_children())
+            items = x._nnx_contents()
             gone = {name for name in recorded_in(x) if chosen(x, name, items[name])}
             if gone:
                 marks = x._nnx_marks or {}
@@ -73,7 +73,7 @@ def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[A
 def put_back(aside: list[Aside]) -> None:
     """Put recordings back; what has been appended meanwhile follows what was there."""
     for node, before, marks in aside:
-        now = dict(node._nnx_children())
+        now = node._nnx_contents()
         for name in now.keys() & before.keys():
             if now[name] is not before[name] and appends(node._nnx_marks, name):
                 now[name].set_raw_value((*before[name].get_raw_value(), *now[name].get_raw_value()))
@@ -83,7 +83,7 @@ def put_back(aside: list[Aside]) -> None:
 
 def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: bool) -> None:
     """Make ``name`` the last recording of a node, with ``values`` where it lacks some of them."""
-    found = dict(node._nnx_children()).get(name)
+    found = node._nnx_contents().get(name)
     if found is not None:
         had: Any = found.get_raw_value()
         values = (*had, *values[len(had) :]) if appends else had
