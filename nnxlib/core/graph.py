@@ -451,7 +451,11 @@ class Walk:
         return constant
 
     def _tree(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
-        """A pytree becomes a Tree if it holds data, and is static otherwise."""
+        """A pytree becomes a Tree if it holds data or is marked as data, and is static otherwise.
+
+        What is marked is the attribute: of the parts of its value those are leaves that are arrays. All parts of the
+        pytree that is visited itself, the arguments of a function, are leaves.
+        """
         if jtu.all_leaves([value]) and not is_bound_method(value):  # not a pytree
             if mark is True:
                 frame.specs.append(LEAF)
@@ -470,6 +474,7 @@ class Walk:
             frame.specs[place] = Tree(treedef, keys, tuple(specs))
             self.exact = self.exact and _is_fixed(value, children) and LEAF not in specs
 
+        mark = mark if frame.owner == -1 else None
         items = ((key, child, mark) for key, child in zip(keys, children, strict=True))
         return _Frame(items, frame.owner, (*frame.path, *suffix), frame, build)
 

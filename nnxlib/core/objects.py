@@ -464,6 +464,8 @@ class Pytree(Node, _HasDict):
                 setattr(cls, name, _watched(vars(cls)[name], name))
         # A plain class before Module among the bases has a `__dict__` of its own, which hides the checked view.
         cls._nnx_guarded = _lookup(cls, "__dict__") is vars(Pytree)["__dict__"]
+        if abstract := _abstract_methods(cls):
+            cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
@@ -562,6 +564,13 @@ def slot_names(cls: type) -> tuple[str, ...]:
         names = tuple(n for n in found if n not in ("__dict__", "__weakref__"))
         type.__setattr__(cls, "_nnx_slot_names", names)
     return names
+
+
+def _abstract_methods(cls: type) -> frozenset[str]:
+    """The methods marked by :func:`abc.abstractmethod` that a class leaves open, as for a subclass of `abc.ABC`."""
+    inherited = {name for base in cls.__bases__ for name in getattr(base, "__abstractmethods__", ())}
+    named = {*vars(cls), *inherited}
+    return frozenset(name for name in named if getattr(getattr(cls, name, None), "__isabstractmethod__", False))
 
 
 def _watched(method: Callable, name: str) -> Callable:

@@ -383,6 +383,9 @@ MODULES = {
         nnx.List([nnx.Param(1.0), nnx.Dict(b=nnx.BatchStat(2.0)), nnx.List([3])])
     ),
     "items declared data": lambda nnx: nnx.state(nnx.List([nnx.data(jnp.ones(1)), nnx.data(nnx.Param(1.0))])),
+    "pytree declared data": lambda nnx: (lambda x: (nnx.state(x), nnx.jit(lambda x: x["a"][3] + x["a"][0])(x)))(
+        nnx.Dict(a=nnx.data((1, "b", jnp.sin, jnp.ones(1))))
+    ),
     "key paths": lambda nnx: [
         jax.tree_util.keystr(p)
         for p, _ in jax.tree_util.tree_leaves_with_path(

@@ -126,6 +126,10 @@ def test_what_pytrees_become():
     fields = dict(pack(nnx.Dict(a=(nnx.Param(1.0), "x"), b=(1, "x"))).layout.rows[0].fields)
     assert isinstance(fields["a"], Tree)
     assert (fields["a"].children, fields["b"]) == ((Ref(1), Const.of("x")), Const.of((1, "x")))
+    array = jnp.ones(2)
+    marked = nnx.Dict(a=nnx.data((jnp.sin, 1, "x", array)))  # the attribute is data: not a number or function in it
+    assert pack(marked).leaves == [array]
+    assert nnx.jit(lambda m: m.a[1] + m.a[3])(marked).tolist() == [2, 2]
     assert pack((1, 2.0)).leaves == [1, 2.0]
     assert pack((StaticArgument("x"), 2.0)).leaves == [2.0]
 

@@ -496,6 +496,31 @@ def test_a_refused_write_names_the_path_from_self():
 # --- classes ---
 
 
+def test_abstract_methods_without_abc():
+    """A Module is refused as a subclass of abc.ABC is, while a method that is marked as abstract has no body."""
+
+    class Layer(nnx.Module):
+        @property
+        @abc.abstractmethod
+        def size(self): ...
+
+        @abc.abstractmethod
+        def __call__(self, x): ...
+
+    class Half(Layer):
+        size = 3
+
+    class Whole(Half):
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(TypeError, match=r"abstract class Layer .*'__call__', 'size'"):
+        Layer()
+    with pytest.raises(TypeError, match=r"abstract class Half .*'__call__'"):
+        Half()
+    assert nnx.merge(*nnx.split(Whole()))(1) == 1
+
+
 def test_abc_as_a_base():
     """abc.ABC works on either side; an abstract class cannot be made."""
 
