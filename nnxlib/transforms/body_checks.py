@@ -216,7 +216,8 @@ def widened(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any
     for k, type_ in zip(positions, types, strict=True):
         if jtu.tree_structure(found[k]) == jtu.tree_structure(type_):
             found[k] = jax.tree.map(_widened, found[k], type_)
-    return None if all(a is b for a, b in zip(found, leaves, strict=True)) else found
+    arrays = zip(jtu.tree_leaves(found), jtu.tree_leaves(list(leaves)), strict=True)  # a pytree is made anew
+    return None if all(a is b for a, b in arrays) else found
 
 
 def _widened(x: Any, type_: Any) -> Any:

@@ -302,6 +302,10 @@ def test_keys_and_pytrees_are_carried():
     assert nnx.fori_loop(0, 3, body, v) is v
     np.testing.assert_array_equal(v.value["a"], X + 3)
     assert v.value["b"][0] == 3
+    nnx.while_loop(lambda v: v.value["b"][0] < 5, lambda v: body(1, v), v)
+    np.testing.assert_array_equal(v.value["a"], X + 5)
+    nnx.scan(lambda v, x: (body(1, v), x))(v, X)
+    assert v.value["b"][0] == 5 + len(X)
     rngs, plain = nnx.Rngs(0), nnx.Rngs(0)
     total = nnx.fori_loop(0, 3, lambda i, c: (c[0], c[1] + jax.random.normal(c[0]())), (rngs, 0.0))[1]
     np.testing.assert_allclose(total, sum(jax.random.normal(plain()) for _ in range(3)), rtol=1e-5)
