@@ -110,6 +110,7 @@ from .core.variables import RngKey as RngKey
 from .core.variables import RngState as RngState
 from .core.variables import Variable as Variable
 from .core.variables import VariableMetadata as VariableMetadata
+from .core.variables import VariableState as VariableState
 from .core.variables import register_variable_name as register_variable_name
 from .core.variables import variable_name_from_type as variable_name_from_type
 from .core.variables import variable_type_from_name as variable_type_from_name

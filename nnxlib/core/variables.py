@@ -692,6 +692,9 @@ _register(Variable)
 # --- the types ------------------------------------------------------------------------------------------------------
 
 
+VariableState = Variable  # the older name of what a State holds
+
+
 class Param(Variable[A]):
     """A learnable parameter."""
 

@@ -975,3 +975,9 @@ def test_an_interrupt_between_writes_leaves_none_undone(when):
     with pytest.raises(KeyboardInterrupt):
         write_cells(cells, [0, 1, 2, 3, "of the output"])
     assert [cell.value for cell in cells] == [0, 1, 2, 3]
+
+
+def test_the_older_name_of_what_a_state_holds():
+    """`nnx.VariableState` is `nnx.Variable`, as it is there: a State holds Variables."""
+    assert nnx.VariableState is nnx.Variable
+    assert all(isinstance(x, nnx.VariableState) for _, x in nnx.state(nnx.Linear(1, 1, rngs=nnx.Rngs(0))).flat_state())
