@@ -118,7 +118,7 @@ def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
     return graphdef, *_states(layout, _snapshot(layout, leaves, objects), filters, exhaustive=True)
 
 
-def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = False) -> A:
+def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = False, strict: bool = True) -> A:
     """Make a new object from a GraphDef and the States it was split into; the inverse of :func:`split`.
 
     Args:
@@ -126,18 +126,19 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
       *states: States, FlatStates or nested dicts with a leaf for each path, in any order. Keys of ints may be strings.
         A leaf is a Variable, its bare value, or ``{'value': array}``, as checkpoints have it.
       copy: accepted for compatibility: the object always has Variables of its own.
+      strict: with False, values of another type, shape or kind of dtype are taken as they are instead of refused.
 
     >>> import nnxlib as nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     >>> nnx.merge(*nnx.split(model)).kernel.shape
     (2, 3)
 
-    States of a model may be stacked, and merged to one whose arrays have an axis more; and the other way round, for one
+    States of a model may be stacked, and merged to one whose arrays have axes more; and the other way round, for one
     of the models that ``vmap`` has made: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``.
 
     Raises:
       StateMismatchError: for missing and unexpected paths, and where type, shape or kind of dtype is not what it was
-        when the model was split. An axis more or less is none, if all leaves of a type have it. (Traced values are
+        when the model was split. Axes more or less are none, if all leaves of a type have them. (Traced values are
         views, per example or per shard, and not compared.)
     """
     if isinstance(graphdef, GraphState):
@@ -150,7 +151,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     given = _in_order(layout, states)
     fitting = None if given is None else _values_that_fit(graphdef, given)
     known = zip(layout.leaf_paths, graphdef.avals, strict=True)
-    values, metadata = fitting or _values_looked_at(graphdef, _flat_leaves(states, dict(known)))
+    values, metadata = fitting or _values_looked_at(graphdef, _flat_leaves(states, dict(known)), strict)
     tree, objects = build(layout, values) if metadata else build_described(layout, values)
     for position, found in metadata.items():
         object.__setattr__(objects[layout.variables[position]], "_metadata", found)
@@ -206,7 +207,7 @@ def _have_avals(values: list[Any], avals: list[Aval]) -> bool:
     return all(a is None or a == b for a, b in zip(avals, avals_of(values), strict=True))
 
 
-def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
+def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any], strict: bool) -> _Values:
     """What the leaves hold, checked one by one.
 
     Raises:
@@ -220,6 +221,7 @@ def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
         if path not in given
     ]
     problems += [f"{format_path(p)}: unexpected {_leaf(x)}" for p, x in given.items() if p not in layout.leaf_path_set]
+    hint = "" if problems else "Pass strict=False to take these as they are."
     values, metadata = [], {}
     kinds = [None if row is None else row.type for row in rows]
     leaves = [given.get(path) for path in layout.leaf_paths]
@@ -228,24 +230,24 @@ def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any]) -> _Values:
     for position, (path, row, aval) in enumerate(zip(layout.leaf_paths, rows, graphdef.avals, strict=True)):
         leaf, new = leaves[position], found[position]
         if isinstance(leaf, Variable) and row is not None:
-            if type(leaf) is not row.type:
+            if strict and type(leaf) is not row.type:
                 problems.append(f"{format_path(path)}: expected a {row.type.__name__}, got a {type(leaf).__name__}")
             if not same_items(leaf._metadata, row.metadata.value):  # type: ignore[union-attr]  # a VariableRow
                 metadata[position] = leaf._metadata
             leaf = unshared(leaf._value)
         expected = (new[0], aval[1]) if aval and new and kinds[position] in restacked else aval
-        if path in given and (problem := _misfit(expected, leaf)):
+        if strict and path in given and (problem := _misfit(expected, leaf)):
             problems.append(f"{format_path(path)}: {problem}")
         values.append(leaf)
     if problems:
         raise errors.StateMismatchError(
-            errors.listed("The State does not fit the GraphDef; nothing was made.", problems)
+            errors.listed("The State does not fit the GraphDef; nothing was made.", problems, hint)
         )
     return values, metadata
 
 
 def _restacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> set[Any]:
-    """The kinds of leaves of which each array has the same axis more, or less: a stack of models, or one of a stack."""
+    """The kinds of leaves of which each array has the same axes more, or less: a stack of models, or one of a stack."""
     changes: dict[Any, set] = {}
     for kind, old, new in zip(kinds, before, after, strict=True):
         if old is not None and new is not None:
@@ -254,13 +256,12 @@ def _restacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Ava
     return {kind for kind, found in changes.items() if found}
 
 
-def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, int]]:
-    """How one shape is the other with one axis more: which is longer, where the axis may be, its size."""
+def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, tuple[int, ...]]]:
+    """How one shape is the other with axes more, side by side: which is longer, where these may be, their sizes."""
     long, short = (old, new) if len(old) > len(new) else (new, old)
-    if len(long) != len(short) + 1:
-        return set()
-    axes = [k for k in range(len(long)) if long[:k] + long[k + 1 :] == short]
-    return {(long is old, k - end, long[k]) for k in axes for end in (0, len(long))}
+    n = len(long) - len(short)
+    places = [k for k in range(len(short) + 1) if n and long[:k] + long[k + n :] == short]
+    return {(long is old, k - end, long[k : k + n]) for k in places for end in (0, len(long))}
 
 
 def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:

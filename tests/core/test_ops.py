@@ -291,6 +291,27 @@ def test_merge_with_missing_leaves():
         nnx.merge(graphdef)
 
 
+def test_a_stack_with_several_axes():
+    """A State for each point of a grid, and one point of it; other axes in each leaf are a mistake, with a remedy."""
+    graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    grid = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.broadcast_to(x, (4, 5, *x.shape)), state))
+    assert grid.bias.shape == (4, 5, 3)
+    assert nnx.merge(nnx.graphdef(grid), jax.tree.map(lambda x: x[3, 2], nnx.state(grid))).bias.shape == (3,)
+    with pytest.raises(StateMismatchError, match=r"got \(5, 4, 2, 3\)\nPass strict=False to take these as they are\.$"):
+        nnx.merge(graphdef, jax.tree.map(lambda x: jnp.broadcast_to(x, (x.ndim + 3, 4, *x.shape)), state))
+
+
+def test_merge_that_is_not_strict():
+    """Values of any shape, dtype and type of Variable are taken as they are; the paths still have to fit."""
+    graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    mask = nnx.merge(graphdef, jax.tree.map(lambda x: x.ravel() > 0, state), strict=False)
+    assert (mask.kernel.shape, mask.kernel.dtype) == ((6,), bool)
+    other = nnx.merge(graphdef, with_leaf(state, nnx.BatchStat(1.0), "bias"), strict=False)
+    assert (type(other.bias), other.bias[...]) == (nnx.Param, 1.0)
+    with pytest.raises(StateMismatchError, match=r"bias: missing, expected Param \(float32\[3\]\)$"):
+        nnx.merge(graphdef, without(state, "bias"), strict=False)
+
+
 def test_long_lists_of_problems_are_cut():
     """Twenty are shown, the others counted."""
     graphdef = nnx.graphdef(nnx.List([nnx.Param(float(i)) for i in range(50)]))
