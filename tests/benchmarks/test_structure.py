@@ -10,18 +10,18 @@ from benchmarks.timing import Effort, Report, count_calls
 SMALL, LARGE = 40, 400
 # Calls of Python and C functions for each Variable, about a third above what they were when this was written.
 MOST = {
-    "split": 3,
+    "split": 0.5,
     "split into Params and the rest": 22,
-    "merge": 14,
-    "merge of Params and the rest": 16,
-    "split, merge, state of the new model": 105,
+    "merge": 2,
+    "merge of Params and the rest": 7,
+    "split, merge, state of the new model": 9,
     "state": 1,
     "update": 18,
-    "clone": 200,  # most of them in JAX, which copies the arrays
+    "clone": 150,  # most of them in JAX, which copies the arrays
     "set a Variable on each layer, and pop it": 85,
     "iter_graph": 35,
     "flatten a State": 1.5,
-    "flatten a Module": 3,
+    "flatten a Module": 2,
 }
 
 
@@ -32,7 +32,7 @@ def ours() -> dict[int, dict[str, structure.Call]]:
 
 
 @pytest.mark.parametrize("name", structure.OPERATIONS)
-def test_operations_are_linear_and_take_few_calls(ours, name: str) -> None:
+def test_operations_are_linear_and_take_few_calls(ours, name: str, unchecked) -> None:
     """Ten times as many Variables take ten times as many calls, and at most so many for each."""
     counts = {}
     for size, calls in ours.items():
