@@ -514,9 +514,9 @@ def test_abstract_methods_without_abc():
         def __call__(self, x):
             return x
 
-    with pytest.raises(TypeError, match=r"abstract class Layer .*'__call__', 'size'"):
+    with pytest.raises(TypeError, match=r"abstract class Layer .*__call__.*size"):
         Layer()
-    with pytest.raises(TypeError, match=r"abstract class Half .*'__call__'"):
+    with pytest.raises(TypeError, match=r"abstract class Half .*__call__"):
         Half()
     assert nnx.merge(*nnx.split(Whole()))(1) == 1
 
