@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
@@ -203,26 +203,41 @@ def _has_changed(record: Record) -> bool:
 
 def _mend(record: Record, root: Any) -> bool:
     """Bring a record up to date after a change of static values; False if something else has changed."""
-    stamp, layout = record.stamp, record.layout
+    stamp = record.stamp
     with stamping:
         if stamp.valid:  # another thread was quicker
             return True
         changed, stamp.changed = {id(x): x for x in stamp.changed}, []
-        walk = Walk((), stamp, record.index)
-        walk.objects = [root, *record.objects[1:]]
-        for x in changed.values():
-            walk.revisit(record.index[id(x)], ())
-        rows = tuple(sorted(walk.rows.items()))
-        same = len(walk.objects) == len(layout.rows) and all(_same_but_statics(layout.rows[i], row) for i, row in rows)
-        if not same or walk.mutable or not walk.exact:
-            stamp.changed += changed.values()
+        rows = None
+        try:
+            rows = _rows_with_other_statics(record, root, changed.values())
+        finally:
+            if rows is None:  # also where a static value cannot be compared
+                stamp.changed += changed.values()
+        if rows is None:
             return False
-        record.layout, record.shortcuts = layout.with_rows(rows), {}
+        record.layout, record.shortcuts = record.layout.with_rows(rows), {}
         stamp.mended += 1
         stamp.valid = True
         if stamp.changed:  # meanwhile, by another thread; a later change ends the stamp again
             stamp.valid = False
         return stamp.valid
+
+
+def _rows_with_other_statics(record: Record, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:
+    """The rows of some nodes as they are now; None if more than static values is different in them."""
+    known = record.layout.rows
+    walk = Walk((), record.stamp, record.index)
+    walk.objects = record.rows(root)
+    try:
+        for x in nodes:
+            walk.revisit(record.index[id(x)], ())
+    finally:
+        for x in walk.objects[len(known) :]:
+            del record.index[id(x)]
+    rows = tuple(sorted(walk.rows.items()))
+    same = len(walk.objects) == len(known) and all(_same_but_statics(known[i], row) for i, row in rows)
+    return rows if same and not walk.mutable and walk.exact else None
 
 
 def _same_but_statics(old: Row, new: Row) -> bool:
@@ -259,8 +274,7 @@ def _make(root: Any) -> Record:
 def _kept(record: Record, root: Any) -> Record:
     """The record, with its object for the next time if it can be used again."""
     lent = at_top_level() and any(type(cell) is not Cell for cell in record.cells)  # to a trace of another thread
-    if record.exact and not lent:
-        object.__setattr__(root, "_nnx_record", record)
+    object.__setattr__(root, "_nnx_record", record if record.exact and not lent else None)
     return record
 
 

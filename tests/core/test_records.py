@@ -225,6 +225,34 @@ def test_a_change_of_static_values_mends_the_record():
     assert record_of(m).layout is pack(m).layout
 
 
+def test_a_change_that_cannot_be_described_hides_no_other():
+    """One layer gets another flag, one an array declared static: once that is taken back, the flag is seen."""
+    m = Net()
+    first = record_of(m).layout
+    m.layers[0].n = 5
+    m.layers[1].table = nnx.static(1)
+    vars(m.layers[1])["table"] = jnp.ones(2)
+    for _ in range(2):
+        with pytest.raises(StaticValueError, match="table"):
+            record_of(m)
+    del m.layers[1].table
+    assert record_of(m).layout is pack(m).layout is not first
+
+
+def test_a_part_that_came_with_a_change_that_could_not_be_mended():
+    """The record of before is given up for good: what changes later in the new part is none of its business."""
+    m = Net()
+    jitted = nnx.jit(lambda m: m.layers[0].n[0].w * m.layers[0].n[0].n)
+    record_of(m)
+    for n in range(3):
+        part = Layer()
+        m.layers[0].n = (part, jnp.ones(2))  # an array in a tuple may be exchanged unseen: no record is kept
+        jitted(m)
+        part.n = n
+        assert (jitted(m) == n).all()
+        assert record_of(m).layout is pack(m).layout
+
+
 def test_mending_costs_what_has_changed(unchecked):
     """A flag that is toggled in a model of 2,000 Modules is not paid for by all of them."""
     counts = []
