@@ -74,7 +74,7 @@ def test_a_copy_lives_on_its_own(graph: Graph, program: tuple) -> None:
 @examples(60)
 @given(graphs(), programs())
 def test_what_was_just_built_is_described_without_a_walk(graph: Graph, program: tuple) -> None:
-    """The layout that a merged model is known to have is the one that a walk finds; edits before the first use count."""
+    """The layout that a merged model is known to have is what a walk finds; edits before the first use count."""
     (model,) = make(graph)
     for edit in (False, True):
         for made in (nnx.clone(model), COPIES["merge"](model)):
