@@ -174,9 +174,11 @@ def pack_call(arguments: tuple) -> Packed:
     """Pack what a function is called with; without a walk where that is one object, plain values and containers."""
     leaves = jtu.tree_leaves(arguments, is_leaf=is_node)
     roots = [x for x in leaves if is_node(x)]
-    if len(roots) != 1 or not at_top_level() or any(map(is_bound_method, leaves)):
+    if len(roots) != 1 or any(map(is_bound_method, leaves)):
         return pack(arguments)
     (root,) = roots
+    if root._nnx_record is None and not at_top_level():  # most objects in a trace are packed once
+        return pack(arguments)
     record = record_of(root)
     if record.snapshot is not None:
         return pack(arguments)

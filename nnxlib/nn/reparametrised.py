@@ -62,12 +62,11 @@ class _Reparametrised(Module):
                 param.set_raw_value(value)  # and so it has not changed
             return out
 
-        record = record_of(self)
-        leaves = record.leaves(self)
-        nothing_listens = at_top_level() and not listened()
-        only_variables = record.exact and not record.mutable and not record.arrays and all_leaves(leaves)
-        if nothing_listens and only_variables and not _holds_objects((args, kwargs)):
-            return _call_eagerly(call, self, record, leaves, args, kwargs)
+        if at_top_level() and not listened() and not _holds_objects((args, kwargs)):
+            record = record_of(self)
+            leaves = record.leaves(self)
+            if record.exact and not record.mutable and not record.arrays and all_leaves(leaves):
+                return _call_eagerly(call, self, record, leaves, args, kwargs)
         packed = pack_call(Arguments((self, *args), kwargs))
         _, after = cross(call, packed.layout, packed.leaves, (), lambda out: (None, out))
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
