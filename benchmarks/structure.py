@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .timing import QUICK, Call, Effort, Measurement, Report, Table, agree, main, measure
+from .timing import QUICK, Call, Effort, Measurement, Prepared, Report, Table, agree, main, measure
 
 SIZES: Sequence[int] = (100, 1000, 5000)
 BASE, OURS, THEIRS, EQUINOX = "jax.tree", "nnxlib", "flax.nnx", "equinox"
@@ -113,9 +113,11 @@ def of_graph(nnx: ModuleType, layers: int) -> dict[str, Call]:
         nnx.update(model, state)
         return of_model(model)
 
-    def pop() -> jax.Array:
+    def see() -> None:
         for layer, variable in zip(stripped.layers, seen, strict=True):
             layer.seen = variable
+
+    def pop() -> jax.Array:
         return nnx.pop(stripped, nnx.Intermediate)["layers"][0]["seen"][...]
 
     def visit() -> jax.Array:
@@ -131,7 +133,7 @@ def of_graph(nnx: ModuleType, layers: int) -> dict[str, Call]:
         "state": lambda: of_state(nnx.state(model)),
         "update": update,
         "clone": lambda: of_model(nnx.clone(model)),
-        "set a Variable on each layer, and pop it": pop,
+        "pop a Variable of each layer": Prepared(pop, see),
         "iter_graph": visit,
         "flatten a State": lambda: jax.tree.flatten(state)[0][0],
         "flatten a Module": lambda: jax.tree.flatten(model)[0][0],
@@ -170,7 +172,7 @@ OPERATIONS: Sequence[str] = (
     "state",
     "update",
     "clone",
-    "set a Variable on each layer, and pop it",
+    "pop a Variable of each layer",
     "iter_graph",
     "flatten a State",
     "flatten a Module",

@@ -37,12 +37,13 @@ Call = Callable[[], jax.Array]
 
 
 class Prepared:
-    """A call that is prepared before, each time; that is not timed."""
+    """A call that is prepared before, each time; preparing is neither timed nor counted."""
 
     def __init__(self, call: Call, prepare: Callable[[], None]):
         self.call, self.prepare = call, prepare
 
     def __call__(self) -> jax.Array:
+        self.prepare()
         return self.call()
 
 
@@ -80,7 +81,7 @@ def measure(group: Mapping[str, Call], effort: Effort) -> dict[str, Measurement]
     """Measure each call of a warm group, in turns."""
     with _collector_off():
         samples = _sample_in_turns(group, effort)
-        counts = {label: count_calls(call) for label, call in group.items()}
+        counts = {label: _counted(call) for label, call in group.items()}
     return {
         label: Measurement(statistics.median(samples[label]), _spread(samples[label]), counts[label]) for label in group
     }
@@ -102,7 +103,10 @@ def _turn(call: Call, seconds: float) -> list[float]:
     clock = time.perf_counter
     call().block_until_ready()
     samples = []
-    prepare = call.prepare if isinstance(call, Prepared) else None
+    if isinstance(call, Prepared):
+        prepare, call = call.prepare, call.call
+    else:
+        prepare = None
     end = clock() + seconds
     while not samples or clock() < end:
         if prepare is not None:
@@ -111,6 +115,13 @@ def _turn(call: Call, seconds: float) -> list[float]:
         call().block_until_ready()
         samples.append(clock() - start)
     return samples
+
+
+def _counted(call: Call) -> int:
+    if not isinstance(call, Prepared):
+        return count_calls(call)
+    call.prepare()
+    return count_calls(call.call)
 
 
 @contextlib.contextmanager

@@ -550,19 +550,19 @@ def _copy_array(x: Any) -> Any:
 # --- looking --------------------------------------------------------------------------------------------------------
 
 
-def _children(value: Any) -> list[tuple[Path, Any]]:
-    """What stands directly below a value: the attributes of a node, the items of a pytree that is one."""
+def _children(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """What stands directly below a value at ``path``: the attributes of a node, the items of a pytree that is one."""
     if isinstance(value, Variable):
         return []
     if isinstance(value, Node):
         if isinstance(value, list):
-            return [((index,), child) for index, child in value._nnx_children()]
+            return [((*path, index), child) for index, child in value._nnx_children()]
         held = value._nnx_contents()
-        return [((name,), held[name]) for name in sorted_keys(held)]
+        return [((*path, name), held[name]) for name in sorted_keys(held)]
     if isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)) or is_data_leaf(value):
         return []
     keys, leaves, _ = flatten_once(value)
-    return list(zip(keys, leaves, strict=True))
+    return [((*path, *key), leaf) for key, leaf in zip(keys, leaves, strict=True)]
 
 
 def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
@@ -573,23 +573,24 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
     [('bias',), ('kernel',)]
     """
     seen: set[int] = set()
-    stack: list[tuple[Path, Any, bool]] = [((), node, False)]
+    stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
     while stack:
-        path, value, entered = stack.pop()
-        if entered or type(value) in _ATOMS:
+        remaining, above, parent = stack[-1]
+        for path, value in remaining:
+            if type(value) not in _ATOMS:
+                if isinstance(value, Variable | Node):
+                    if id(value) in seen:
+                        continue
+                    seen.add(id(value))
+                children = _children(value, path)
+                if children:
+                    stack.append((iter(children), path, value))
+                    break
             yield path, value
-            continue
-        if is_node(value):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-        if isinstance(value, Variable):
-            yield path, value
-            continue
-        stack.append((path, value, True))
-        children = _children(value)
-        if children:
-            stack += [((*path, *key), child, False) for key, child in reversed(children)]
+        else:
+            stack.pop()
+            if stack:
+                yield above, parent
 
 
 _ATOMS = frozenset({int, str, bool, float, type(None), type, bytes, types.FunctionType})

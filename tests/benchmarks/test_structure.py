@@ -18,7 +18,7 @@ MOST = {
     "state": 1,
     "update": 18,
     "clone": 150,  # most of them in JAX, which copies the arrays
-    "set a Variable on each layer, and pop it": 85,
+    "pop a Variable of each layer": 85,
     "iter_graph": 35,
     "flatten a State": 1.5,
     "flatten a Module": 2,
