@@ -209,13 +209,15 @@ def _mend(record: Record, root: Any) -> bool:
     with stamping:
         if stamp.valid:  # another thread was quicker
             return True
-        changed, stamp.changed = {id(x): x for x in stamp.changed}, []
+        changed, stamp.changed = stamp.changed, []
+        nodes = {id(x): x for x in [reference() for reference in changed]}
         rows = None
         try:
-            rows = _rows_with_other_statics(record, root, changed.values())
+            if all(x is not None for x in nodes.values()):  # what is gone was taken out of the graph
+                rows = _rows_with_other_statics(record, root, nodes.values())
         finally:
             if rows is None:  # also where a static value cannot be compared
-                stamp.changed += changed.values()
+                stamp.changed += changed
         if rows is None:
             return False
         record.layout, record.shortcuts = record.layout.with_rows(rows), {}

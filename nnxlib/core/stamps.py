@@ -25,7 +25,7 @@ class Stamp:
     def __init__(self) -> None:
         self.valid = True
         self.mended = 0  # how often it was made valid again, because a description was mended
-        self.changed: list[Any] = []  # the objects whose structure has changed
+        self.changed: list[weakref.ref[Any]] = []  # the objects whose structure has changed
 
 
 Stamps = tuple[weakref.ref[Stamp], ...]
@@ -43,5 +43,5 @@ def end_stamps(held: Iterable[weakref.ref[Stamp]], x: Any) -> None:
     for reference in held:
         stamp = reference()
         if stamp is not None:
-            stamp.changed.append(x)
+            stamp.changed.append(weakref.ref(x))
             stamp.valid = False
