@@ -39,7 +39,7 @@ from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, end_stamps
 from .tracing import current_trace
-from .variables import MISSING, Variable
+from .variables import MISSING, Identified
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
@@ -51,7 +51,7 @@ PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # what pytrees.py does wit
 _set = object.__setattr__
 
 
-class Node:
+class Node(Identified):
     """What Pytree, List and Dict share; the slots themselves are declared by each, as ``SLOTS``."""
 
     __slots__ = ()
@@ -259,12 +259,9 @@ def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
 
 
-_IDENTIFIED = (Node, Variable)
-
-
-def is_node(value: Any) -> bool:
-    """Whether ``value`` is a node or a Variable: something that has an identity in the graph."""
-    return isinstance(value, _IDENTIFIED)
+# Whether a value is a node or a Variable, something that has an identity in the graph. Not a function of ours around
+# it: JAX asks this of each part of a pytree.
+is_node: Callable[[Any], bool] = Identified.__instancecheck__
 
 
 def is_data(value: Any, /) -> bool:

@@ -149,7 +149,13 @@ def _unwrap(x: Any) -> Any:
     return x.get_value() if isinstance(x, Variable) else x
 
 
-class Variable(Generic[A]):
+class Identified:
+    """What has an identity in the object graph: Variables and nodes."""
+
+    __slots__ = ()
+
+
+class Variable(Identified, Generic[A]):
     """A mutable box with a value of type ``A`` and static metadata.
 
     Args:

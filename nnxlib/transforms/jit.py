@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MethodType
@@ -27,7 +28,7 @@ from ..core.calls import Followers, followed, observed
 from ..core.captures import CapturedObjects, Watch, all_borrowed, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed, reachable
 from ..core.filters import looks_at_values
-from ..core.graph import Packed, StaticArgument, commit, pack, trace_of
+from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of
 from ..core.graphdef import differences_listed
 from ..core.inputs import AbsentInput
 from ..core.objects import Node, is_node
@@ -38,9 +39,9 @@ from .abstract import eval_packed
 from .body_checks import type_changes
 from .classes import lifts_classes
 from .general import name_nan
-from .lift import Arguments, Crossing, cross, finish, resolve
+from .lift import Arguments, Crossing, cross, resolve
 from .plan import Plan, check_traceable
-from .prefixes import PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
+from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
 from .sites import ELSEWHERE, Form, Found, Site, look, unfold, with_names
 from .traces import Traces
 
@@ -195,8 +196,9 @@ class JitWrapped:
         self._captures = _Captures(self._function)
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
         self._plans: dict[Any, Plan] = {}  # by layout and lanes
-        static = any(type(x) is StaticArgument for x in (*self._args, *self._kwargs.values()))
-        self._unfolds = static or bool(self._static)  # whether some arguments are static, or have others inside
+        bound = (*self._args, *self._kwargs.values())
+        self._has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
+        self._unfolds = self._has_static  # or some arguments have others inside
         self._forms: dict[Any, Form] = {}  # by how the arguments are given
         self._sites: dict[Any, Site] = {}  # by the structure of the arguments, as their records tell it
 
@@ -219,10 +221,7 @@ class JitWrapped:
             if captured:
                 row, key = (*row, *captured), (key,)
             if self._unfolds:
-                leaves: list[Any] = []
-                keys: list[Hashable] = [key]
-                unfold(row, leaves, keys)
-                row, key = leaves, tuple(keys)
+                row, key = unfold(row, key, self._has_static)
             form = self._forms.get(key)
             if form is not None:
                 try:
@@ -246,12 +245,9 @@ class JitWrapped:
         try:
             found = look(row, key)
             if found is None and not self._unfolds:
-                leaves: list[Any] = []
-                keys: list[Hashable] = [key]
-                unfold(row, leaves, keys)
-                self._unfolds = any(kind is not None for kind in keys[1:])
+                leaves, key = unfold(row, key, False)
+                self._unfolds = not all(map(operator.is_, leaves, row)) or len(leaves) != len(row)
                 if self._unfolds:
-                    key = tuple(keys)
                     found = look(leaves, key)
             site = None if found is None else self._sites.get(found[0])
             if found is not None and site is not None:
@@ -281,7 +277,7 @@ class JitWrapped:
                     again = look(leaves, key[0])
                     if again is not None and again[0] == key:  # no other thread has changed it in between
                         self._sites[key] = Site(plan, key, records)
-                return finish(packed, plan.call_lending(packed))
+                return plan.call(packed)
             except CapturedObjects as outside:  # traced again, with what it captures as further inputs
                 self._captures.add(outside.roots)
                 captured, found = self._captures.objects(), None
@@ -336,7 +332,7 @@ class JitWrapped:
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
             with lending(self._traces, lambda: packed.objects):
-                stage = getattr(plan.everything.jitted, name)(*plan.everything.split(packed.leaves))
+                stage = getattr(plan.everything.jitted, name)(*packed.leaves)
         except CapturedObjects as found:
             self._captures.add(found.roots)
             return self._stage(name, args, kwargs)
@@ -368,34 +364,33 @@ class JitWrapped:
         return args, kwargs
 
     def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> Plan:
-        """The plan for a layout; a lane for each sharding, donated or not (which only matters at top level)."""
-        layout, labels = packed.layout, None
-        lanes: tuple[Any, ...] = (_Lane(),)
-        lane_of, out, forced = (), None, frozenset()
+        """The plan for a layout; donation only matters at top level."""
+        layout, in_order, labels = packed.layout, (), None
+        contexts = []
         if not self._one_lane:
             contexts = self._contexts(arguments, donate)
             labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
-            out = jax.tree.map(lambda x: _to_lane(x, False), self._out_shardings, is_leaf=_is_label)
-            lanes = tuple(dict.fromkeys([*in_order, *_lanes_in(contexts), *_lanes_in(out)]))
-            lane_of = lane_numbers(in_order, lanes)
-            forced = frozenset(i for i, lane in enumerate(lane_of) if lanes[lane].donated)
-        key = layout, lanes, lane_of
+        key = layout, tuple(in_order)
         plan = self._plans.get(key)
         if plan is None:
             check_traceable(layout, packed.leaves)
-            crossing = Crossing(layout, lanes, lane_of, labels, out, forced, lender=self._traces)
-            plan = self._plans[key] = Plan(crossing, self._function, self._jax_options(lanes))
+            plan = self._plans[key] = self._new_plan(layout, contexts, labels, in_order)
         return plan
 
-    def _jax_options(self, lanes: tuple[_Lane, ...]) -> dict[str, Any]:
-        options = dict(self._options)
-        shardings = tuple([lane.sharding for lane in lanes])
+    def _new_plan(self, layout: Layout, contexts: list[Any], labels: Labels | None, in_order: Sequence[_Lane]) -> Plan:
+        """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
+        donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
+        new_crossing = functools.partial(Crossing, layout, forced=donated, lender=self._traces)
+        options, in_shardings = self._options, None
+        if self._in_shardings is None and self._out_shardings is None:
+            return Plan(new_crossing(), self._function, options, donated)
+        out = jax.tree.map(lambda x: _to_lane(x, False), self._out_shardings, is_leaf=_is_label)
+        lanes = tuple(dict.fromkeys([*in_order, *_lanes_in(contexts), *_lanes_in(out)]))
+        crossing = new_crossing(lanes, lane_numbers(in_order, lanes), labels, out)
+        options = {**options, "out_shardings": (*[lane.sharding for lane in lanes], None)}
         if self._in_shardings is not None:
-            options["in_shardings"] = shardings
-        if self._in_shardings is not None or self._out_shardings is not None:
-            options["out_shardings"] = shardings, None
-        donated = tuple([i for i, lane in enumerate(lanes) if lane.donated])
-        return {**options, "donate_argnums": donated} if donated else options
+            in_shardings = [label.sharding for label in in_order]
+        return Plan(crossing, self._function, options, donated, in_shardings)
 
     def _contexts(self, arguments: Arguments, donate: bool) -> list[Any]:
         """The lane, or the mapping to lanes, of each node and leaf in the arguments."""
@@ -521,18 +516,16 @@ class Stage:
         expected = self._plan.crossing.layout
         if packed.layout is not expected:
             raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), _COMPILE_AGAIN))
-        groups = self._plan.everything.split(packed.leaves)
         try:
-            out = self._stage(*groups)
+            returned = self._stage(*packed.leaves)
         except TypeError as error:
             compiled_for = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._stage.args_info[0])
-            paths = self._plan.everything.split(expected.leaf_paths)
-            changes = type_changes(*(list(itertools.chain(*x)) for x in (compiled_for, groups, paths)))
+            changes = type_changes(compiled_for, packed.leaves, expected.leaf_paths)
             if not changes:
                 raise
             head = "The arguments have other shapes or dtypes than those it was compiled for:"
             raise ArgumentError(listed(head, changes, _COMPILE_AGAIN)) from error
-        return finish(packed, out)
+        return self._plan.finish(packed, returned)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)

@@ -45,7 +45,7 @@ from ..core.graph import (
     has_refs,
     path_key,
 )
-from ..core.inputs import ABSENT, AbsentInput, Input, is_read
+from ..core.inputs import AbsentInput, Input, is_read
 from ..core.objects import Node, is_data
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
@@ -183,46 +183,36 @@ class Crossing:
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
         return split_lanes(leaves, self.lane_of, len(self.lanes))
 
-    def pure(
-        self, f: Callable, inputs: Sequence[int] | None = None, traced: Callable[..., Any] | None = None
-    ) -> Callable:
-        """``f`` as a pure function from groups of leaves to (groups of leaves, Outcome).
-
-        With ``inputs``, only these of the leaves are passed, and ``f`` must not ask for others. ``traced`` is what the
-        first trace is to give.
-        """
-        lane_of = [self.lane_of[k] for k in inputs] if inputs is not None and self.lane_of else self.lane_of
+    def pure(self, f: Callable) -> Callable:
+        """``f`` as a pure function from groups of leaves to (groups of leaves, Outcome)."""
 
         def pure(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
-            nonlocal traced
-            if traced is not None:
-                (again, traced) = (traced, None)
-                return again(*groups)
-            leaves = join_lanes(groups, lane_of)
-            if inputs is not None:
-                leaves = _with_absent(leaves, inputs, len(self.layout.leaf_paths))
-            layout = self.layout
-            if self.axis_name is not MISSING and self.labels is not None:
-                layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
-            cell = Input if self.watch else Cell
-            with watching() if self.watch else nullcontext():
-                out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), self._loan(), cell)
-            check_returned(after, out)
-            if self.lender is not None:
-                self.lender.note(self.layout, leaves)
-            if self.labels is None:
-                return (list(after.leaves),), Outcome(after.delta, (), after.paths, self._read(after))
-            labels = labels_after(self.labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
-            if self.stacks:
-                labels = stack_recorded(labels, layout, after)
-            delta = after.delta if self.axis_name is MISSING else stack_axes(after, labels, self.axis_name)
-            lanes_after = lane_numbers(labels, self.lanes)
-            outcome = Outcome(delta, lanes_after, after.paths, self._read(after))
-            return split_lanes(after.leaves, lanes_after, len(self.lanes)), outcome
+            return self.run(f, join_lanes(groups, self.lane_of))
 
         # Not functools.wraps: JAX would report our groups under the names of the user's arguments.
-        pure.__name__ = getattr(f, "__name__", type(f).__name__)
+        pure.__name__ = name_of(f)
         return pure
+
+    def run(self, f: Callable, leaves: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
+        """Call ``f`` on fresh objects made of the leaves; returns the leaves that come back, by lane, and how."""
+        layout = self.layout
+        if self.axis_name is not MISSING and self.labels is not None:
+            layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
+        cell = Input if self.watch else Cell
+        with watching() if self.watch else nullcontext():
+            out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), self._loan(), cell)
+        check_returned(after, out)
+        if self.lender is not None:
+            self.lender.note(self.layout, leaves)
+        if self.labels is None:
+            return (list(after.leaves),), Outcome(after.delta, (), after.paths, self._read(after))
+        labels = labels_after(self.labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
+        if self.stacks:
+            labels = stack_recorded(labels, layout, after)
+        delta = after.delta if self.axis_name is MISSING else stack_axes(after, labels, self.axis_name)
+        lanes_after = lane_numbers(labels, self.lanes)
+        outcome = Outcome(delta, lanes_after, after.paths, self._read(after))
+        return split_lanes(after.leaves, lanes_after, len(self.lanes)), outcome
 
     def _loan(self) -> dict[int, Any]:
         """The objects, by row, that a trace may borrow.
@@ -244,11 +234,9 @@ class Crossing:
         return read + [*range(len(variables), len(self.layout.leaf_paths))]
 
 
-def _with_absent(leaves: Sequence[Any], inputs: Sequence[int], count: int) -> list[Any]:
-    found = [ABSENT] * count
-    for position, leaf in zip(inputs, leaves, strict=True):
-        found[position] = leaf
-    return found
+def name_of(f: Callable) -> str:
+    """The name of a function; of a callable object, that of its class."""
+    return getattr(f, "__name__", type(f).__name__)
 
 
 def rows_below(layout: Layout, entry: str) -> list[int]:

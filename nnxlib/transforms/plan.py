@@ -8,11 +8,17 @@ Calls with other shapes are traced with the same inputs. A trace that asks for a
 (:class:`~nnxlib.core.inputs.AbsentInput`), and the function is compiled anew with more inputs; there can be only a few
 of these, for inputs are only ever added. Traces below another trace, where passing an array costs nothing, and stages
 (``lower``) take all leaves.
+
+A compiled function takes each leaf as an argument of its own, and returns the leaves that come back and after them the
+:class:`~nnxlib.transforms.lift.Outcome`: JAX takes apart and puts together such flat lists faster than any other form,
+and each argument can be donated, or have a sharding, of its own. What is returned has shardings by lane, so there it
+returns a list for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -20,107 +26,145 @@ import jax.tree_util as jtu
 
 from ..core.captures import lending
 from ..core.errors import ArgumentError, describe, format_path, listed
-from ..core.graph import Layout, Packed
-from ..core.inputs import AbsentInput
+from ..core.graph import Layout, Packed, commit
+from ..core.inputs import ABSENT, AbsentInput
 from ..core.tracing import at_top_level, jaxpr_as_fun
-from .lift import Crossing, Outcome
-from .prefixes import split_lanes
-
-Groups = Sequence[Sequence[Any]]
+from .lift import Crossing, Outcome, name_of
+from .prefixes import join_lanes
 
 
 class Compiled:
-    """A jitted function of some of the leaves, in as many groups as there are lanes."""
+    """A jitted function of some of the leaves."""
 
-    __slots__ = ("__weakref__", "count", "inputs", "jitted", "lane_of")
+    __slots__ = ("__weakref__", "inputs", "jitted")
 
-    def __init__(self, jitted: Any, inputs: Sequence[int], lane_of: Sequence[int], count: int):
+    def __init__(self, jitted: Any, inputs: Sequence[int]):
         self.jitted, self.inputs = jitted, inputs
-        self.lane_of = [lane_of[k] for k in inputs] if lane_of else ()
-        self.count = count
 
-    def split(self, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
-        """The groups of leaves that it takes, of all leaves."""
-        return split_lanes([leaves[k] for k in self.inputs], self.lane_of, self.count)
+    def of(self, leaves: Sequence[Any]) -> list[Any]:
+        """Those that it takes, of all leaves."""
+        return [leaves[k] for k in self.inputs]
 
 
 class Plan:
     """A function, compiled for one layout and its lanes.
 
     ``everything`` takes all leaves; ``compiled`` those that were ever read, once that is known.
+
+    Args:
+      options: those of ``jax.jit`` for the function of any inputs.
+      donated: the positions of the leaves whose buffers may be reused.
+      in_shardings: those of all leaves; None if none are given.
     """
 
-    def __init__(self, crossing: Crossing, function: Callable, options: dict[str, Any]):
+    def __init__(
+        self,
+        crossing: Crossing,
+        function: Callable,
+        options: dict[str, Any],
+        donated: Collection[int] = (),
+        in_shardings: Sequence[Any] | None = None,
+    ):
         self.crossing, self._function, self._options = crossing, function, options
+        self._donated, self._in_shardings = donated, in_shardings
+        self.in_groups = crossing.labels is not None  # whether what is returned is in lists, by lane
         self.everything = self._compiled(range(len(crossing.layout.leaf_paths)))
         self.compiled: Compiled | None = None
 
     def _compiled(self, inputs: Sequence[int], traced: Callable[..., Any] | None = None) -> Compiled:
-        jitted = jax.jit(self.crossing.pure(self._function, inputs, traced), **self._options)
-        return Compiled(jitted, inputs, self.crossing.lane_of, len(self.crossing.lanes))
+        options = dict(self._options)
+        if self._in_shardings is not None:
+            options["in_shardings"] = tuple([self._in_shardings[k] for k in inputs])
+        if donated := tuple([i for i, k in enumerate(inputs) if k in self._donated]):
+            options["donate_argnums"] = donated
+        return Compiled(jax.jit(_step(self.crossing, self._function, inputs, traced), **options), inputs)
 
-    def call_lending(self, packed: Packed) -> tuple[Groups, Outcome]:
-        """:meth:`call` on what was packed; a trace may borrow the objects that the function captures.
+    def opened(self, returned: Sequence[Any]) -> Sequence[Any]:
+        """What a compiled function returned, without groups: leaves, and after them the outcome."""
+        if not self.in_groups:
+            return returned
+        *groups, outcome = returned
+        return [*join_lanes(groups, outcome.lane_of), outcome]
+
+    def finish(self, packed: Packed, returned: Sequence[Any]) -> Any:
+        """Commit what a compiled function returned to the objects that were packed; returns the user's output."""
+        *leaves, outcome = self.opened(returned)
+        return commit(packed.layout, outcome.delta, leaves, packed.objects)
+
+    def call(self, packed: Packed) -> Any:
+        """Call the function on what was packed, of which a trace may borrow the objects that the function captures.
 
         Raises:
           ArgumentError: for a leaf that JAX cannot trace.
         """
         with lending(self.crossing.lender, lambda: packed.objects):
             try:
-                return self.call(packed.leaves)
+                returned = self._call(packed.leaves)
             except TypeError as error:
                 check_traceable(packed.layout, packed.leaves)
                 _note_abstract(error, packed.layout, packed.leaves)
                 raise
+        return self.finish(packed, returned)
 
-    def call(self, leaves: Sequence[Any]) -> tuple[Groups, Outcome]:
-        """Call the compiled function on all leaves; returns those that changed, by lane, and how."""
+    def _call(self, leaves: Sequence[Any]) -> Sequence[Any]:
         if not at_top_level() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return self.everything.jitted(*self.everything.split(leaves))
+            return self.everything.jitted(*leaves)
         compiled = self.compiled
         while True:
             if compiled is None:
                 compiled = self.compiled = self._compile(leaves)
             try:
-                return compiled.jitted(*compiled.split(leaves))
+                return compiled.jitted(*compiled.of(leaves))
             except AbsentInput:
                 compiled = None
 
     def _compile(self, leaves: Sequence[Any]) -> Compiled:
         """A function of what a trace on these leaves reads, and of what others have read before."""
         everything = self.everything
-        groups = everything.split(leaves)
-        traced = everything.jitted.trace(*groups)
-        outcome = traced.out_info[1]
+        traced = everything.jitted.trace(*leaves)
+        outcome: Outcome = traced.out_info[-1]
         read = set(outcome.read)
         if self.compiled is not None:
             read.update(self.compiled.inputs)
         if len(read) == len(leaves):
             return everything
         inputs = sorted(read)
-        compiled = self._compiled(inputs, _again(traced, everything, groups, inputs))
-        compiled.jitted.trace(*compiled.split(leaves))  # before another thread can see it: uses up what was traced
+        compiled = self._compiled(inputs, _again(traced, leaves, inputs))
+        compiled.jitted.trace(*compiled.of(leaves))  # before another thread can see it: uses up what was traced
         return compiled
 
 
-def _again(traced: Any, everything: Compiled, groups: Groups, inputs: Sequence[int]) -> Callable[..., Any]:
-    """What was traced on all leaves, as a function of the groups of some of them: user code is not run again."""
-    flat, k = [None] * len(jtu.tree_leaves(groups)), 0
-    lane_of = everything.lane_of or [0] * len(everything.inputs)
-    places: list[tuple[int, int]] = [(0, 0)] * len(everything.inputs)  # of each leaf in ``flat``: start and end
-    for lane in range(everything.count):
-        for position, leaf in zip([p for p, n in enumerate(lane_of) if n == lane], groups[lane], strict=True):
-            end = k + len(jtu.tree_leaves(leaf))
-            places[position], k = (k, end), end
-    evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(traced.out_info)
-    by_lane = [[p for p in inputs if lane_of[p] == lane] for lane in range(everything.count)]
+def _step(
+    crossing: Crossing, function: Callable, inputs: Sequence[int], traced: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The function of some of the leaves; it must not ask for others. ``traced`` is what its first trace is to give."""
+    count = len(crossing.layout.leaf_paths)
 
-    def again(*groups: Sequence[Any]) -> Any:
-        values = list(flat)
-        for positions, group in zip(by_lane, groups, strict=True):
-            for position, leaf in zip(positions, group, strict=True):
-                values[slice(*places[position])] = jtu.tree_leaves(leaf)
-        return structure.unflatten(evaluate(*values))
+    def step(*values: Any) -> tuple:
+        nonlocal traced
+        if traced is not None:
+            (again, traced) = (traced, None)
+            return again(*values)
+        leaves = [ABSENT] * count
+        for position, value in zip(inputs, values, strict=True):
+            leaves[position] = value
+        groups, outcome = crossing.run(function, leaves)
+        return *(groups[0] if crossing.labels is None else groups), outcome
+
+    step.__name__ = name_of(function)
+    return step
+
+
+def _again(traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Callable[..., Any]:
+    """What was traced on all leaves, as a function of some of them: user code is not run again."""
+    starts = [0, *accumulate([len(jtu.tree_leaves(leaf)) for leaf in leaves])]  # a leaf may be a pytree
+    evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(traced.out_info)
+
+    def again(*values: Any) -> Any:
+        flat: list[Any] = [None] * starts[-1]
+        for position, value in zip(inputs, values, strict=True):
+            flat[starts[position] : starts[position + 1]] = jtu.tree_leaves(value)
+        return structure.unflatten(evaluate(*flat))
 
     return again
 

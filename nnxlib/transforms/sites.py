@@ -2,9 +2,9 @@
 
 Each object among the arguments keeps a :class:`~nnxlib.core.records.Record`. The interned layouts of the records and
 the form of the arguments make the key of a :class:`Site`, which knows the plan, and which cells of the records the
-compiled function reads and writes. So a call is: find the site; gather one flat list of arrays for each lane; go
-through JAX's own C++ dispatch; write the cells that changed. Nothing here grows with the model but the two loops over
-the cells that the function touches.
+compiled function reads and writes. So a call is: find the site; gather one flat list of arrays; go through JAX's own
+C++ dispatch; write the cells that changed. Nothing here grows with the model but the two loops over the cells that the
+function touches.
 
 A site refers to no object: what it picks of a record is kept on the record, which goes when the model does.
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
@@ -27,16 +27,14 @@ import numpy as np
 
 from ..core.graph import LEAF, Layout, Spec, StaticArgument, Tree, commit, value_of
 from ..core.inputs import AbsentInput
-from ..core.objects import Node, is_node
+from ..core.objects import is_node
 from ..core.records import KEPT, Numbers, Record, record_of
-from ..core.variables import Cell, Variable, write_cells
+from ..core.variables import Cell, write_cells
 from .lift import Outcome
-from .plan import Compiled, Groups, Plan
-from .prefixes import join_lanes
+from .plan import Compiled, Plan
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added as they are met
-OBJECTS = (Node, Variable)
-
+_flatten = jtu.default_registry.flatten
 
 # What was found of a call: the key of its site, the leaves, the records of the objects among them, the other leaves.
 Found = tuple[tuple, Sequence[Any], list[Record], list[Any]]
@@ -49,31 +47,13 @@ def with_names(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, tuple]:
     return (*args, *kwargs.values()), (len(args), *kwargs)
 
 
-def unfold(values: Iterable[Any], leaves: list[Any], keys: list[Hashable]) -> None:
-    """Add the leaves and objects in the values to ``leaves``, and what each value is to ``keys``: None for a leaf."""
-    for x in values:
-        kind = type(x)
-        if kind is dict:
-            if len(x) > 1:
-                x = dict(sorted(x.items()))
-            keys.append((kind, *x))
-            unfold(x.values(), leaves, keys)
-        elif kind is tuple or kind is list:
-            keys.append((kind, len(x)))
-            unfold(x, leaves, keys)
-        elif kind in _LEAF_TYPES or isinstance(x, OBJECTS):
-            keys.append(None)
-            leaves.append(x)
-        elif kind is StaticArgument:
-            keys.append(x.frozen())
-        else:
-            found, treedef = jtu.tree_flatten(x, is_leaf=is_node)
-            if len(found) == 1 and found[0] is x:
-                keys.append(None)
-                leaves.append(x)
-            else:
-                keys.append(treedef)
-                unfold(found, leaves, keys)
+def unfold(row: Sequence[Any], form: Hashable, has_static: bool) -> tuple[list[Any], tuple]:
+    """The leaves and objects in the arguments, and how they are given with what is in containers and what is static."""
+    leaves, treedef = _flatten(row, is_node)
+    if not has_static:
+        return leaves, (form, treedef)
+    static = [x.frozen() for x in leaves if type(x) is StaticArgument]
+    return [x for x in leaves if type(x) is not StaticArgument], (form, treedef, *static)
 
 
 def look(leaves: Sequence[Any], form: Hashable) -> Found | None:
@@ -87,7 +67,7 @@ def look(leaves: Sequence[Any], form: Hashable) -> Found | None:
         if type(x) in _LEAF_TYPES:
             key.append(None)
             plain.append(x)
-        elif isinstance(x, OBJECTS):
+        elif is_node(x):
             record = x._nnx_record
             if record is None or record.mutable or not record.is_quiet():
                 record = record_of(x)
@@ -114,7 +94,7 @@ def _is_leaf(x: Any) -> bool:
 
 def objects_in(leaves: Sequence[Any]) -> list[Any]:
     """All objects in the leaves, by row."""
-    found = [y for x in leaves if isinstance(x, OBJECTS) for y in record_of(x).rows(x)]
+    found = [y for x in leaves if is_node(x) for y in record_of(x).rows(x)]
     return list({id(y): y for y in found}.values())
 
 
@@ -128,7 +108,7 @@ def _sharing(leaves: Sequence[Any], records: list[Record]) -> tuple:
     if found is None:
         if len(first.pairs) >= KEPT:  # entries of objects that are gone
             first.pairs.clear()
-        found = first.pairs[serials] = _find_sharing([x for x in leaves if isinstance(x, OBJECTS)], records)
+        found = first.pairs[serials] = _find_sharing([x for x in leaves if is_node(x)], records)
     return found
 
 
@@ -181,77 +161,42 @@ class _Places:
         ]
 
 
-class _Lane(NamedTuple):
-    """What goes into one lane."""
-
-    cells: Picks
-    arrays: list[tuple[int, int]]  # the arrays that nodes hold: which record, and which of its arrays
-    plain: list[int] | None  # which of the plain leaves; None for all
-
-    def gather(self, records: list[Record], plain: list[Any]) -> list[Any]:
-        leaves = [cell.value for cells in _cells(self.cells, records) for cell in cells]
-        if self.arrays:
-            for k, j in self.arrays:
-                container, name = records[k].arrays[j]
-                leaves.append(container[name])
-        if plain:
-            leaves += plain if self.plain is None else [plain[i] for i in self.plain]
-        return leaves
-
-
 class _Reads:
-    """Where the leaves come from that a compiled function takes."""
+    """Where the leaves come from that a compiled function takes: cells, arrays in nodes, all of the plain leaves."""
 
     def __init__(self, compiled: Compiled, places: _Places):
         self.compiled, self.jitted = compiled, compiled.jitted
         first_array = len(places.cells)
         first_plain = first_array + len(places.arrays)
-        self.lanes = []
-        for lane in range(compiled.count):
-            lane_of = compiled.lane_of or [0] * len(compiled.inputs)
-            positions = [p for p, n in zip(compiled.inputs, lane_of, strict=True) if n == lane]
-            plain = [p - first_plain for p in positions if p >= first_plain]
-            arrays = [places.arrays[p - first_array] for p in positions if first_array <= p < first_plain]
-            picks = places.picks([p for p in positions if p < first_array])
-            self.lanes.append(_Lane(picks, arrays, None if compiled.count == 1 else plain))
+        self.cells = places.picks([k for k in compiled.inputs if k < first_array])
+        self.arrays = [places.arrays[k - first_array] for k in compiled.inputs if first_array <= k < first_plain]
+
+    def gather(self, records: list[Record], plain: list[Any]) -> list[Any]:
+        leaves = [cell.value for cells in _cells(self.cells, records) for cell in cells]
+        for k, j in self.arrays:
+            container, name = records[k].arrays[j]
+            leaves.append(container[name])
+        return leaves + plain
 
 
-def _output_of(root: Spec) -> Callable[[Sequence[Any]], Any]:
-    """The function that makes an output without objects of its leaves."""
+def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
+    """The function that makes an output without objects of what was returned: leaves, from a place on; the outcome."""
     if root is LEAF:
-        return operator.itemgetter(0)
+        return operator.itemgetter(start)
     if isinstance(root, Tree) and all(x is LEAF for x in root.children):
-        return root.treedef.unflatten
-    return lambda leaves: value_of(root, (), iter(leaves))
+        unflatten = root.treedef.unflatten
+        return lambda returned: unflatten(returned[start:-1])
+    return lambda returned: value_of(root, (), iter(returned[start:-1]))
 
 
 class _Writes:
-    """Where the leaves go that a trace returns: into the cells of each lane, and the others into the output."""
+    """Where what a trace returns goes: values into cells, and the other leaves into the output."""
 
-    def __init__(self, outcome: Outcome, places: _Places, lanes: int):
-        self.outcome = outcome
-        positions = [places.row[i] for i in outcome.delta.values]
-        lane_of = outcome.lane_of or (0,) * len(positions)
-        by_lane = [[p for p, n in zip(positions, lane_of, strict=False) if n == lane] for lane in range(lanes)]
-        self.picks = [pick for found in by_lane for pick in places.picks(found)]
-        self.one_lane = lanes == 1
-        self.counts = [len(found) for found in by_lane]
-        self.others: list[tuple[int, int]] = []  # of each leaf of the output: its lane, and which leaf of it
-        for lane in outcome.lane_of[len(positions) :]:
-            self.others.append((lane, self.counts[lane] + [n for n, _ in self.others].count(lane)))
-        used = [lane for lane, count in enumerate(self.counts) if count]
-        self.values_in = used[0] if len(used) == 1 else None  # the lane that all values for cells are in
-        self.root = outcome.delta.root
-        self.output = _output_of(self.root)
-
-    def parts(self, groups: Groups) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The values for the cells, and perhaps more; and the leaves of the output."""
-        if self.one_lane:
-            return groups[0], groups[0][self.counts[0] :]
-        rest = [groups[lane][k] for lane, k in self.others]
-        if self.values_in is not None:
-            return groups[self.values_in], rest
-        return [value for group, count in zip(groups, self.counts, strict=True) for value in group[:count]], rest
+    def __init__(self, outcome: Outcome, places: _Places):
+        delta = outcome.delta
+        self.outcome, self.root, self.start = outcome, delta.root, len(delta.values)
+        self.cells = places.picks([places.row[i] for i in delta.values])
+        self.output = _output_of(delta.root, self.start)
 
 
 class Site:
@@ -282,43 +227,41 @@ class Site:
             if compiled is None:
                 raise AbsentInput
             reads = self._reads = _Reads(compiled, self._places)
-        groups, outcome = reads.jitted(*[lane.gather(records, plain) for lane in reads.lanes])
+        returned = reads.jitted(*reads.gather(records, plain))
         if form is not None:
-            self._shorten(form, leaves, reads, outcome, records[0])
-        return self.finish(leaves, records, groups, outcome)
+            self._shorten(form, leaves, reads, returned[-1], records[0])
+        return self.finish(leaves, records, returned)
 
-    def finish(self, leaves: Sequence[Any], records: list[Record], groups: Groups, outcome: Outcome) -> Any:
+    def finish(self, leaves: Sequence[Any], records: list[Record], returned: Sequence[Any]) -> Any:
         """Write what was returned, and return the output."""
-        writes = self._writes
+        returned = self.plan.opened(returned)
+        outcome, writes = returned[-1], self._writes
         if writes is None or writes.outcome is not outcome:
             if outcome.delta.rows:
-                layout = self.plan.crossing.layout
-                returned = join_lanes(groups, outcome.lane_of)
-                return commit(layout, outcome.delta, returned, objects_in(leaves))
-            writes = self._writes = self._writes_of(outcome, len(groups))
-        values, rest = writes.parts(groups)
+                return commit(self.plan.crossing.layout, outcome.delta, returned[:-1], objects_in(leaves))
+            writes = self._writes = self._writes_of(outcome)
         if outcome.returns_objects:
-            out = value_of(writes.root, objects_in(leaves), iter(rest))
+            out = value_of(writes.root, objects_in(leaves), iter(returned[writes.start : -1]))
         else:
-            out = writes.output(rest)
-        if writes.picks:  # last: what can fail must fail before
-            write_cells([*chain(*_cells(writes.picks, records))], values)
+            out = writes.output(returned)
+        if writes.cells:  # last: what can fail must fail before
+            write_cells([*chain(*_cells(writes.cells, records))], returned)
         return out
 
-    def _writes_of(self, outcome: Outcome, lanes: int) -> _Writes:
+    def _writes_of(self, outcome: Outcome) -> _Writes:
         found = self._all_writes.get(outcome)
         if found is None:
-            found = self._all_writes[outcome] = _Writes(outcome, self._places, lanes)
+            found = self._all_writes[outcome] = _Writes(outcome, self._places)
         return found
 
     def _shorten(self, form: Form, leaves: Sequence[Any], reads: _Reads, outcome: Outcome, record: Record) -> None:
         """Leave a shortcut with the record, if there can be one."""
-        if record.arrays or record.mutable or outcome.delta.rows or outcome.returns_objects:
+        if record.arrays or record.mutable or outcome.delta.rows or outcome.returns_objects or self.plan.in_groups:
             return
-        form.place = next(k for k, x in enumerate(leaves) if isinstance(x, OBJECTS))
+        form.place = next(k for k, x in enumerate(leaves) if is_node(x))
         if len(record.shortcuts) >= KEPT:  # of functions that are gone
             record.shortcuts.clear()
-        record.shortcuts[form] = Shortcut(self, reads, self._writes_of(outcome, len(reads.lanes)), record)
+        record.shortcuts[form] = Shortcut(self, reads, self._writes_of(outcome), record)
 
 
 class Shortcut:
@@ -328,14 +271,13 @@ class Shortcut:
     not kept by the models that it was called with.
     """
 
-    __slots__ = ("inputs", "lanes", "only", "outcome", "outputs", "reads", "site", "writes")
+    __slots__ = ("inputs", "outcome", "output", "outputs", "reads", "site")
 
     def __init__(self, site: Site, reads: _Reads, writes: _Writes, record: Record):
-        self.site, self.reads, self.writes, self.outcome = weakref.ref(site), weakref.ref(reads), writes, writes.outcome
-        self.lanes = [([*chain(*_cells(lane.cells, [record]))], lane.plain) for lane in reads.lanes]
-        self.only = writes.one_lane
-        self.inputs = self.lanes[0][0]  # of the only lane
-        self.outputs = [*chain(*_cells(writes.picks, [record]))]
+        self.site, self.reads = weakref.ref(site), weakref.ref(reads)
+        self.inputs = [*chain(*_cells(reads.cells, [record]))]
+        self.outputs = [*chain(*_cells(writes.cells, [record]))]
+        self.outcome, self.output = writes.outcome, writes.output
 
 
 class Form:
@@ -365,39 +307,25 @@ class Form:
         reads = shortcut.reads()
         if reads is None:
             return ELSEWHERE
-        plain = None
+        inputs = [cell.value for cell in shortcut.inputs]
         if len(leaves) > 1:
             plain = [*leaves[:place], *leaves[place + 1 :]] if place else leaves[1:]
             for x in plain:
                 if type(x) not in _LEAF_TYPES:
                     return ELSEWHERE
+            inputs += plain
         record.unchecked -= 1
-        if shortcut.only:
-            inputs = [cell.value for cell in shortcut.inputs]
-            if plain:
-                inputs += plain
-            groups, outcome = reads.jitted(inputs)
-        else:
-            lanes = [[cell.value for cell in cells] for cells, _ in shortcut.lanes]
-            if plain:
-                for inputs, (_, picks) in zip(lanes, shortcut.lanes):
-                    inputs += [plain[k] for k in picks]
-            groups, outcome = reads.jitted(*lanes)
-        if outcome is not shortcut.outcome:
+        returned = reads.jitted(*inputs)
+        if returned[-1] is not shortcut.outcome:
             site = shortcut.site()
             assert site is not None  # it has the reads
-            return site.finish(leaves, [record], groups, outcome)
-        writes, cells = shortcut.writes, shortcut.outputs
-        if shortcut.only:
-            values = groups[0]
-            out = writes.output(values[len(cells) :] if cells else values)
-        else:
-            values, rest = writes.parts(groups)
-            out = writes.output(rest)
+            return site.finish(leaves, [record], returned)
+        out = shortcut.output(returned)
+        cells = shortcut.outputs
         if len(cells) == 1:
-            cells[0].value = values[0]
+            cells[0].value = returned[0]
         elif cells:
-            write_cells(cells, values)
+            write_cells(cells, returned)
         return out
 
 

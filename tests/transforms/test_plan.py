@@ -35,7 +35,7 @@ def outputs_of(jitted, *args):
     """The leaves that the compiled function returns."""
     plan = plan_of(jitted)
     packed = pack(Arguments(args, {}))
-    return jax.tree.leaves(plan.compiled.jitted(*plan.compiled.split(packed.leaves)))
+    return jax.tree.leaves(plan.compiled.jitted(*plan.compiled.of(packed.leaves)))
 
 
 class Counted:
