@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MethodType
@@ -42,7 +41,7 @@ from .general import name_nan
 from .lift import Arguments, Crossing, cross, resolve
 from .plan import Plan, check_traceable
 from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
-from .sites import ELSEWHERE, Form, Found, Site, look, unfold, with_names
+from .sites import ELSEWHERE, FLATTEN, Form, Found, Site, look, unfold, with_names
 from .traces import Traces
 
 
@@ -198,7 +197,7 @@ class JitWrapped:
         self._plans: dict[Any, Plan] = {}  # by layout and lanes
         bound = (*self._args, *self._kwargs.values())
         self._has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
-        self._unfolds = self._has_static  # or some arguments have others inside
+        self._flatten = FLATTEN[0] if self._has_static else None  # what takes the arguments apart, once it is needed
         self._forms: dict[Any, Form] = {}  # by how the arguments are given
         self._sites: dict[Any, Site] = {}  # by the structure of the arguments, as their records tell it
 
@@ -220,8 +219,8 @@ class JitWrapped:
                 row, key = with_names(args, kwargs)
             if captured:
                 row, key = (*row, *captured), (key,)
-            if self._unfolds:
-                row, key = unfold(row, key, self._has_static)
+            if self._flatten is not None:
+                row, key = unfold(row, key, self._flatten, self._has_static)
             form = self._forms.get(key)
             if form is not None:
                 try:
@@ -244,11 +243,8 @@ class JitWrapped:
         found = None
         try:
             found = look(row, key)
-            if found is None and not self._unfolds:
-                leaves, key = unfold(row, key, False)
-                self._unfolds = not all(map(operator.is_, leaves, row)) or len(leaves) != len(row)
-                if self._unfolds:
-                    found = look(leaves, key)
+            if found is None:  # something has others inside
+                self._flatten = FLATTEN[0] if self._flatten is None else FLATTEN[1]
             site = None if found is None else self._sites.get(found[0])
             if found is not None and site is not None:
                 if site.of_one and key not in self._forms:
