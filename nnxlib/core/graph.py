@@ -734,7 +734,7 @@ def diff(
     """Compare ``objects``, built from ``layout`` and the leaves ``before``, with what they are now.
 
     ``out`` is the value that the function returned. A leaf counts as changed when another object is in its place than
-    the one that went in, or when its position in the layout is in ``forced`` and it was read.
+    the one that went in; that of a Variable also when its position in the layout is in ``forced`` and it was read.
     """
     walk = Walk(objects)
     for i, path in enumerate(layout.paths):
@@ -752,7 +752,7 @@ def diff(
             values.append(i)
     for i, row in enumerate(layout.rows):
         if type(row) is NodeRow:
-            changed = _changed_fields(row, walk.rows[i], before, positions, forced, walk.arrays[i])
+            changed = _changed_fields(row, walk.rows[i], before, positions, walk.arrays[i])
             if changed is not None:
                 rows[i], kept[i] = changed
     rows |= {i: walk.rows[i] for i in range(n, len(walk.objects))}
@@ -765,7 +765,7 @@ def diff(
 
 
 def _changed_fields(
-    old: NodeRow, new: Row, before: Sequence[Any], positions: Iterator[int], forced: Collection[int], arrays: list
+    old: NodeRow, new: Row, before: Sequence[Any], positions: Iterator[int], arrays: list
 ) -> tuple[NodeRow, list[int]] | None:
     """The row with ``SAME`` in the fields that did not change, and which arrays the others hold; None if none did."""
     assert isinstance(new, NodeRow)
@@ -775,9 +775,7 @@ def _changed_fields(
         now = range(used, used + count_leaves(spec))
         used = now.stop
         old_spec, old_positions = was.get(name, (None, ()))
-        if spec == old_spec and all(
-            arrays[k] is before[p] and p not in forced for k, p in zip(now, old_positions, strict=True)
-        ):
+        if spec == old_spec and all(arrays[k] is before[p] for k, p in zip(now, old_positions, strict=True)):
             fields.append((name, SAME))
         else:
             fields.append((name, spec))

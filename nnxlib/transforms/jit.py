@@ -328,7 +328,7 @@ class JitWrapped:
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
             with lending(self._traces, lambda: packed.objects):
-                stage = getattr(plan.everything.jitted, name)(*packed.leaves)
+                stage = getattr(plan.staged(packed.leaves).jitted, name)(*packed.leaves)
         except CapturedObjects as found:
             self._captures.add(found.roots)
             return self._stage(name, args, kwargs)
@@ -376,7 +376,7 @@ class JitWrapped:
     def _new_plan(self, layout: Layout, contexts: list[Any], labels: Labels | None, in_order: Sequence[_Lane]) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
-        new_crossing = functools.partial(Crossing, layout, forced=donated, lender=self._traces)
+        new_crossing = functools.partial(Crossing, layout, lender=self._traces)
         options, in_shardings = self._options, None
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(new_crossing(), self._function, options, donated)

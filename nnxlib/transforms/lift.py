@@ -155,7 +155,6 @@ class Crossing:
       lane_of: the lane of each leaf of the layout; unused with a single lane.
       labels: those of the arguments, from which objects attached inside inherit; None with a single lane.
       out_prefix: the prefix of the output.
-      forced: positions of leaves that are returned even when unchanged.
       lender: who lends it the objects that the function captures (a jitted function, see core/captures.py). Then it
         looks out for those, and for the leaves that the function reads.
       axis_name: where labels are axes: the name of the axis in the metadata of Variables, see axes.py.
@@ -169,7 +168,6 @@ class Crossing:
         lane_of: tuple[int, ...] = (),
         labels: Labels | None = None,
         out_prefix: Any = None,
-        forced: Collection[int] = (),
         lender: Lender | None = None,
         axis_name: Any = MISSING,
         stacks: bool = False,
@@ -177,7 +175,7 @@ class Crossing:
         self.lender, self.axis_name, self.stacks = lender, axis_name, stacks
         self.watch = lender is not None
         self.lent = rows_below(layout, "captured") if self.watch else []
-        self.layout, self.lanes, self.lane_of, self.forced = layout, lanes, lane_of, forced
+        self.layout, self.lanes, self.lane_of = layout, lanes, lane_of
         self.labels, self.out_prefix = labels, out_prefix
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -193,14 +191,19 @@ class Crossing:
         pure.__name__ = name_of(f)
         return pure
 
-    def run(self, f: Callable, leaves: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
-        """Call ``f`` on fresh objects made of the leaves; returns the leaves that come back, by lane, and how."""
+    def run(
+        self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()
+    ) -> tuple[tuple[list[Any], ...], Outcome]:
+        """Call ``f`` on fresh objects made of the leaves; returns the leaves that come back, by lane, and how.
+
+        Those of Variables at the positions ``forced`` also come back when they were read and have not changed.
+        """
         layout = self.layout
         if self.axis_name is not MISSING and self.labels is not None:
             layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
         cell = Input if self.watch else Cell
         with watching() if self.watch else nullcontext():
-            out, after = cross(f, layout, leaves, self.forced, lambda out: (out, out), self._loan(), cell)
+            out, after = cross(f, layout, leaves, forced, lambda out: (out, out), self._loan(), cell)
         check_returned(after, out)
         if self.lender is not None:
             self.lender.note(self.layout, leaves)

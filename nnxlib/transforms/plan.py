@@ -9,6 +9,9 @@ Calls with other shapes are traced with the same inputs. A trace that asks for a
 of these, for inputs are only ever added. Traces below another trace, where passing an array costs nothing, and stages
 (``lower``) take all leaves.
 
+Donated are the Variables that change and the plain arrays. A Variable that is only read keeps its buffer: if that were
+donated, it would have to be returned, as it is by a trace for other shapes that does not change it.
+
 A compiled function takes each leaf as an argument of its own, and returns the leaves that come back and after them the
 :class:`~nnxlib.transforms.lift.Outcome`: JAX takes apart and puts together such flat lists faster than any other form,
 and each argument can be donated, or have a sharding, of its own. What is returned has shardings by lane, so there it
@@ -17,7 +20,7 @@ returns a list for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +29,7 @@ import jax.tree_util as jtu
 
 from ..core.captures import lending
 from ..core.errors import ArgumentError, describe, format_path, listed
-from ..core.graph import Layout, Packed, commit
+from ..core.graph import Layout, Packed, commit, count_leaves
 from ..core.inputs import ABSENT, AbsentInput
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from .lift import Crossing, Outcome, name_of
@@ -36,10 +39,10 @@ from .prefixes import join_lanes
 class Compiled:
     """A jitted function of some of the leaves."""
 
-    __slots__ = ("__weakref__", "inputs", "jitted")
+    __slots__ = ("__weakref__", "donated", "inputs", "jitted")
 
-    def __init__(self, jitted: Any, inputs: Sequence[int]):
-        self.jitted, self.inputs = jitted, inputs
+    def __init__(self, jitted: Any, inputs: Sequence[int], donated: frozenset[int]):
+        self.jitted, self.inputs, self.donated = jitted, inputs, donated
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
         """Those that it takes, of all leaves."""
@@ -49,11 +52,11 @@ class Compiled:
 class Plan:
     """A function, compiled for one layout and its lanes.
 
-    ``everything`` takes all leaves; ``compiled`` those that were ever read, once that is known.
+    ``everything`` takes all leaves and donates none; ``compiled`` takes those that were ever read, once that is known.
 
     Args:
       options: those of ``jax.jit`` for the function of any inputs.
-      donated: the positions of the leaves whose buffers may be reused.
+      donated: the positions of the leaves that may be donated.
       in_shardings: those of all leaves; None if none are given.
     """
 
@@ -62,22 +65,58 @@ class Plan:
         crossing: Crossing,
         function: Callable,
         options: dict[str, Any],
-        donated: Collection[int] = (),
+        donated: frozenset[int] = frozenset(),
         in_shardings: Sequence[Any] | None = None,
     ):
         self.crossing, self._function, self._options = crossing, function, options
         self._donated, self._in_shardings = donated, in_shardings
         self.in_groups = crossing.labels is not None  # whether what is returned is in lists, by lane
-        self.everything = self._compiled(range(len(crossing.layout.leaf_paths)))
+        self._all = range(len(crossing.layout.leaf_paths))
+        self.everything = self._compiled(self._all)
         self.compiled: Compiled | None = None
 
-    def _compiled(self, inputs: Sequence[int], traced: Callable[..., Any] | None = None) -> Compiled:
+    def _compiled(
+        self,
+        inputs: Sequence[int],
+        donated: frozenset[int] = frozenset(),
+        traced: Callable[..., Any] | None = None,
+    ) -> Compiled:
         options = dict(self._options)
         if self._in_shardings is not None:
             options["in_shardings"] = tuple([self._in_shardings[k] for k in inputs])
-        if donated := tuple([i for i, k in enumerate(inputs) if k in self._donated]):
-            options["donate_argnums"] = donated
-        return Compiled(jax.jit(_step(self.crossing, self._function, inputs, traced), **options), inputs)
+        if donated:
+            options["donate_argnums"] = tuple([i for i, k in enumerate(inputs) if k in donated])
+        step = _step(self.crossing, self._function, inputs, donated, traced)
+        return Compiled(jax.jit(step, **options), inputs, donated)
+
+    def _compile(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> Compiled:
+        """A function of these inputs; without them, of what a trace on these leaves reads and others have read before.
+
+        User code runs once, on all leaves.
+        """
+        traced = self.everything.jitted.trace(*leaves)
+        outcome: Outcome = traced.out_info[-1]
+        donated = self._donated.intersection(self._replaced(outcome))
+        if inputs is None:
+            inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
+        if len(inputs) == len(leaves) and not donated:
+            return self.everything
+        donated = donated.intersection(inputs)
+        compiled = self._compiled(inputs, donated, _again(traced, leaves, inputs))
+        compiled.jitted.trace(*compiled.of(leaves))  # before another thread can see it: uses up what was traced
+        return compiled
+
+    def _replaced(self, outcome: Outcome) -> list[int]:
+        """The leaves that are of no use after the call: values of Variables that change, and plain ones."""
+        layout, delta = self.crossing.layout, outcome.delta
+        changed = {*delta.values, *[i for i, _ in delta.rows]}
+        return [k for k, i in enumerate(layout.variables) if i in changed] + [
+            *self._all[self._all.stop - count_leaves(layout.root) :]
+        ]
+
+    def staged(self, leaves: Sequence[Any]) -> Compiled:
+        """The function of all leaves, as it is to be lowered."""
+        return self._compile(leaves, self._all) if self._donated else self.everything
 
     def opened(self, returned: Sequence[Any]) -> Sequence[Any]:
         """What a compiled function returned, without groups: leaves, and after them the outcome."""
@@ -118,24 +157,13 @@ class Plan:
             except AbsentInput:
                 compiled = None
 
-    def _compile(self, leaves: Sequence[Any]) -> Compiled:
-        """A function of what a trace on these leaves reads, and of what others have read before."""
-        everything = self.everything
-        traced = everything.jitted.trace(*leaves)
-        outcome: Outcome = traced.out_info[-1]
-        read = set(outcome.read)
-        if self.compiled is not None:
-            read.update(self.compiled.inputs)
-        if len(read) == len(leaves):
-            return everything
-        inputs = sorted(read)
-        compiled = self._compiled(inputs, _again(traced, leaves, inputs))
-        compiled.jitted.trace(*compiled.of(leaves))  # before another thread can see it: uses up what was traced
-        return compiled
-
 
 def _step(
-    crossing: Crossing, function: Callable, inputs: Sequence[int], traced: Callable[..., Any] | None
+    crossing: Crossing,
+    function: Callable,
+    inputs: Sequence[int],
+    donated: frozenset[int],
+    traced: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     """The function of some of the leaves; it must not ask for others. ``traced`` is what its first trace is to give."""
     count = len(crossing.layout.leaf_paths)
@@ -148,7 +176,7 @@ def _step(
         leaves = [ABSENT] * count
         for position, value in zip(inputs, values, strict=True):
             leaves[position] = value
-        groups, outcome = crossing.run(function, leaves)
+        groups, outcome = crossing.run(function, leaves, donated)
         return *(groups[0] if crossing.labels is None else groups), outcome
 
     step.__name__ = name_of(function)

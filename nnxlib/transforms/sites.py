@@ -35,8 +35,8 @@ from .lift import Outcome
 from .plan import Compiled, Plan
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added as they are met
-# What takes arguments apart: the first only tuples, lists and dicts, in half the time of the other, which takes apart all
-# that JAX does but for the objects.
+# What takes arguments apart: the first only tuples, lists and dicts, in half the time of the other, which takes apart
+# all that JAX does but for the objects.
 _containers = type(jtu.default_registry)(
     enable_none=True, enable_tuple=True, enable_namedtuple=True, enable_list=True, enable_dict=True
 )

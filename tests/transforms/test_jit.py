@@ -802,8 +802,15 @@ def test_donation_and_failures():
         jitted(model, jnp.ones(3))
     assert_same(model, Net())
     model.layers[1].w.value = model.layers[0].w.value
+    assert jitted(model, X).tolist() == [2, 2]  # only read, and so not donated
+
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def double(m):
+        for layer in m.layers:
+            layer.w *= 2
+
     with pytest.raises(Exception, match="donate the same buffer twice"):
-        jitted(model, X)
+        double(model)
     assert model(X).tolist() == [2, 2]
 
 
