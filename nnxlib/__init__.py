@@ -196,6 +196,9 @@ from .sharding import get_partition_spec as get_partition_spec
 from .sharding import logical_axis_rules as logical_axis_rules
 from .sharding import use_eager_sharding as use_eager_sharding
 from .sharding import using_eager_sharding as using_eager_sharding
+from .statistics import Statistics as Statistics
+from .statistics import ValueStatistics as ValueStatistics
+from .statistics import statistics as statistics
 from .tabulate import tabulate as tabulate
 from .training import metrics as metrics
 from .training import optimizer as optimizer

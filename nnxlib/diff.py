@@ -17,7 +17,7 @@ import numpy as np
 
 from .core.errors import ArgumentError, describe, format_path
 from .core.graph import pack, path_key
-from .core.graphdef import Difference, GraphDef, aval_of, structural_differences
+from .core.graphdef import Difference, GraphDef, aval_of, structural_differences, values_of
 from .core.objects import Node, is_node
 from .core.ops import GraphState
 from .core.reprs import static_repr
@@ -25,6 +25,8 @@ from .core.state import FlatState, State
 from .core.static import same_items
 from .core.tracing import Tracer
 from .core.variables import Variable
+from .grid import MOST_ROWS, draw_table
+from .svg import Picture
 
 Path = tuple[Any, ...]
 
@@ -62,10 +64,17 @@ class Diff(Sequence[Difference]):
     def __repr__(self) -> str:
         if not self:
             return "no differences"
-        rows = [_HEADER, *self._rows()[:_MOST]]
+        rows = [_HEADER, *self._rows()[:MOST_ROWS]]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(lines + [f"... and {len(self) - _MOST} more"] * (len(self) > _MOST))
+        return "\n".join(lines + [f"... and {len(self) - MOST_ROWS} more"] * (len(self) > MOST_ROWS))
+
+    def _nnx_picture(self) -> Picture:
+        rows = [_HEADER, *self._rows()[:MOST_ROWS]] if self else [("no differences",)]
+        colours = {i: _COLOURS.get(x.kind, "type") for i, x in enumerate(self[:MOST_ROWS], 1)}
+        kinds = {(i, j): ("name", colour, "dim", "")[j] for i, colour in colours.items() for j in range(4)}
+        more = f"… and {len(self) - MOST_ROWS} more" if len(self) > MOST_ROWS else ""
+        return draw_table("differences", rows, kinds, footer=more)
 
     def _repr_html_(self) -> str:
         if not self:
@@ -80,8 +89,8 @@ class Diff(Sequence[Difference]):
 
 _HEADER = ("path", "kind", "before", "after")
 _STYLE = 'style="text-align:left;padding:2px 10px;font-family:monospace"'
-_MOST = 200  # lines of text; a notebook scrolls
 _LONGEST = 60
+_COLOURS = {"added": "good", "removed": "bad"}
 
 
 def _line(text: str) -> str:
@@ -262,7 +271,7 @@ def _short(x: Any) -> str:
     """An array by its type, a number by itself, too."""
     if aval_of(x) is None:
         return repr(x)
-    is_number = not x.shape and not jnp.issubdtype(x.dtype, jax.dtypes.extended) and _concrete(x) is not None
+    is_number = not x.shape and not jnp.issubdtype(x.dtype, jax.dtypes.extended) and values_of(x) is not None
     return f"{describe(x)} {x}" if is_number else describe(x)
 
 
@@ -285,7 +294,7 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
     if _is_key(x) or _is_key(y):
         p, q = _key_data(x), _key_data(y)
         return None if p is None or q is None or np.array_equal(p, q) else "another key"
-    p, q = _concrete(x), _concrete(y)
+    p, q = values_of(x), values_of(y)
     if p is None or q is None or p.shape != q.shape:
         return None
     if p.dtype == object or q.dtype == object or p.dtype.kind in "OSU" or q.dtype.kind in "OSU":
@@ -307,22 +316,13 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
     return f"{count}, by {distance[worst]:.3g} at [{where}] at most"
 
 
-def _concrete(x: Any) -> np.ndarray | None:
-    """The value as NumPy has it, None if there is none at hand."""
-    if isinstance(x, Tracer | jax.ShapeDtypeStruct) or (aval_of(x) is None and not np.isscalar(x)):
-        return None
-    if isinstance(x, jax.Array) and (x.is_deleted() or not x.is_fully_addressable):
-        return None
-    return np.asarray(x)
-
-
 def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(x: Any) -> np.ndarray | None:
     is_concrete = _is_key(x) and isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
-    return _concrete(jax.random.key_data(x)) if is_concrete else None
+    return values_of(jax.random.key_data(x)) if is_concrete else None
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""``draw``: a picture of an object graph, as SVG.
+"""``draw``: a picture of an object graph, as SVG; of tables and exceptions, see ``grid.py``.
 
 Each Module is a *box* with a *row* for each of its Variables, coloured by type, and its settings below in grey. Boxes
 stand in columns by depth, the children of a box beside it from top to bottom, so no two overlap. What is in a list or
@@ -11,67 +11,50 @@ it fits; a box whose insides are left out says how much that is.
 
 from __future__ import annotations
 
-import os
-import re
-import unicodedata
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from html import escape
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from .core.errors import format_path
 from .core.reprs import DEEPEST, WIDEST, Part, expand_object, in_one_line, is_made, read
+from .grid import draw_error
+from .svg import (
+    CHARACTER,
+    CHIP,
+    LINE,
+    MARGIN,
+    PAD,
+    Picture,
+    class_of_type,
+    columns_of,
+    line_of_text,
+    page,
+    text_element,
+    xml_text,
+)
 
 MOST_BOXES = 150
 _LONGEST = 46  # characters of a row; the rest shows as a tooltip
 _MOST_SETTINGS = 6  # lines
 _SAYS_NOTHING = {"None", "()", "List([])", "Dict({})"}
 
-# In pixels, for a fixed-width font of 12 pixels.
-_CHARACTER, _LINE, _PAD, _GAP, _COLUMN, _MARGIN, _CHIP = 7.3, 17, 9, 14, 64, 16, 14
+_GAP, _COLUMN = 14, 64  # pixels between boxes
 _BESIDE_EDGES = 6  # lines and arrows arrive at a box beside each other
 
 
-class Picture:
-    """A picture that a notebook shows; its text is that of an SVG file.
-
-    >>> import nnxlib as nnx
-    >>> picture = nnx.draw(nnx.Dict(scale=nnx.Param(1.0)))
-    >>> picture
-    <Picture of Dict, 181 × 115>
-    >>> picture.svg.startswith('<svg')
-    True
-    """
-
-    def __init__(self, svg: str, name: str, width: int, height: int):
-        self.svg, self.name, self.width, self.height = svg, name, width, height
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file, such as ``model.svg``."""
-        Path(path).write_text(self.svg + "\n", encoding="utf-8")
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def _repr_html_(self) -> str:
-        return f'<div style="overflow-x:auto">{self.svg}</div>'
-
-    def __repr__(self) -> str:
-        return f"<Picture of {self.name}, {self.width} × {self.height}>"
-
-
-def draw(node: Any, /, *, depth: int | None = None, settings: bool = True) -> Picture:
+def draw(x: Any, /, *, depth: int | None = None, settings: bool = True) -> Picture:
     """Draw an object graph: Modules as boxes, their Variables with shapes, settings, and what is shared.
 
     Nothing is computed: abstract Modules (of ``nnx.eval_shape``) and traced ones are drawn as well. Settings that say
     nothing are left out: None, what is empty, a function under its own name. Colours follow the page, light or dark.
 
+    What ``nnx.tabulate``, ``nnx.diff`` and ``nnx.statistics`` return is drawn as a table, and an exception as Python
+    prints it, with the notes of the Modules that it has left.
+
     Args:
-      node: a Module, Pytree, List or Dict.
-      depth: how many levels of Modules to draw below ``node``; by default as many as fit.
+      x: a Module, Pytree, List or Dict, a table, or an exception.
+      depth: how many levels of Modules to draw below ``x``; by default as many as fit.
       settings: whether to write attributes that are no data, in grey.
 
     Returns:
@@ -86,19 +69,25 @@ def draw(node: Any, /, *, depth: int | None = None, settings: bool = True) -> Pi
     True
 
     Raises:
-      TypeError: if ``node`` is none of these.
+      TypeError: if ``x`` is none of these.
       ValueError: if ``depth`` is negative.
     """
-    if not is_made(node):
-        raise TypeError(f"nnx.draw draws Modules and other nodes; got a {type(node).__name__}.")
+    if isinstance(x, BaseException):
+        return draw_error(x)
+    if hasattr(type(x), "_nnx_picture"):
+        return x._nnx_picture()
+    if not is_made(x):
+        raise TypeError(
+            f"nnx.draw draws Modules and other nodes, the tables of nnxlib, and exceptions; got a {type(x).__name__}."
+        )
     if depth is not None and depth < 0:
         raise ValueError(f"nnx.draw(depth={depth}): depth is a number of levels, 0 for the object alone.")
-    part = read(node, expand_object)
+    part = read(x, expand_object)
     root = _box([part], "", DEEPEST if depth is None else min(depth, DEEPEST), settings)
     if depth is None and root.boxes > MOST_BOXES:
         fitting = (_box([part], "", limit, settings) for limit in range(DEEPEST, -1, -1))
         root = next(x for x in fitting if x.boxes <= MOST_BOXES or not x.children)
-    bottom = _place(root, _MARGIN, _column_positions(root), 0)
+    bottom = _place(root, MARGIN, _column_positions(root), 0)
     return _picture(root, bottom)
 
 
@@ -154,7 +143,7 @@ class _Box:
 
     @property
     def height(self) -> float:
-        return 2 * _PAD + _LINE * (1 + bool(self.size) + len(self.rows) + len(self.lines))
+        return 2 * PAD + LINE * (1 + bool(self.size) + len(self.rows) + len(self.lines))
 
 
 def _box(parts: list[Part], name: str, depth: int, with_settings: bool) -> _Box:
@@ -182,7 +171,7 @@ def _box(parts: list[Part], name: str, depth: int, with_settings: bool) -> _Box:
             box.children.append(_box(run, name, depth - 1, with_settings))
     box.settings = _filled(settings) if with_settings else []
     texts = [box.title + " " * 6 * (box.count > 1), box.size, *(_cut(row.label) + "  " for row in box.rows), *box.lines]
-    box.width = 2 * _PAD + _CHARACTER * max(map(_columns, texts))
+    box.width = 2 * PAD + CHARACTER * max(map(columns_of, texts))
     return box
 
 
@@ -225,7 +214,7 @@ def _filled(items: list[str]) -> list[str]:
     lines = [""]
     for item in map(_cut, items):
         joined = f"{lines[-1]}, {item}".removeprefix(", ")
-        if lines[-1] and _columns(joined) > _LONGEST:
+        if lines[-1] and columns_of(joined) > _LONGEST:
             lines.append(item)
         else:
             lines[-1] = joined
@@ -235,11 +224,7 @@ def _filled(items: list[str]) -> list[str]:
 
 
 def _cut(text: str) -> str:
-    return text if _columns(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-def _columns(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return text if columns_of(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 # --- places ---------------------------------------------------------------------------------------------------------
@@ -247,7 +232,7 @@ def _columns(text: str) -> int:
 
 def _column_positions(root: _Box) -> list[float]:
     """The left edge of each column."""
-    positions, level = [float(_MARGIN)], [root]
+    positions, level = [float(MARGIN)], [root]
     while level:
         positions.append(positions[-1] + max(box.width for box in level) + _COLUMN)
         level = [child for box in level for child in box.children]
@@ -257,9 +242,9 @@ def _column_positions(root: _Box) -> list[float]:
 def _place(box: _Box, top: float, columns: list[float], depth: int) -> float:
     """Put a box and its children below ``top``; returns where they end."""
     box.x, box.y = columns[depth], top
-    first_row = top + _PAD + _LINE * (1 + bool(box.size))
+    first_row = top + PAD + LINE * (1 + bool(box.size))
     for i, row in enumerate(box.rows):
-        row.y = first_row + _LINE * i
+        row.y = first_row + LINE * i
     bottom = top
     for child in box.children:
         bottom = _place(child, bottom, columns, depth + 1) + _GAP
@@ -269,53 +254,6 @@ def _place(box: _Box, top: float, columns: list[float], depth: int) -> float:
 
 # --- SVG ------------------------------------------------------------------------------------------------------------
 
-# (light, dark) for each type of Variable; others get one of the last by their name.
-_COLOURS = {
-    "Param": ("#1f6feb", "#58a6ff"),
-    "BatchStat": ("#1a7f37", "#3fb950"),
-    "RngState": ("#8c959f", "#8b949e"),
-    "Cache": ("#bc4c00", "#f0883e"),
-    "Intermediate": ("#8250df", "#bc8cff"),
-    "Array": ("#57606a", "#b1bac4"),
-}
-_MORE_COLOURS = [("#bf3989", "#f778ba"), ("#9a6700", "#d29922"), ("#0e7490", "#39c5cf"), ("#cf222e", "#ff7b72")]
-
-_FONT = 'font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace'
-_LIGHT = {
-    ".page": "fill:#fff",
-    ".box": "fill:#f6f8fa;stroke:#8c959f",
-    "text": "fill:#1f2328;white-space:pre",
-    ".type": "font-weight:bold",
-    ".dim": "fill:#57606a",
-    ".name": "fill:#0550ae",
-    ".edge": "fill:none;stroke:#8c959f;shape-rendering:crispEdges",
-    ".same": "fill:none;stroke:#cf222e;stroke-dasharray:5 3",
-    ".head": "fill:#cf222e",
-}
-_DARK = {
-    ".page": "fill:#0d1117",
-    ".box": "fill:#161b22;stroke:#6e7681",
-    "text": "fill:#e6edf3",
-    ".dim": "fill:#9aa4ae",
-    ".name": "fill:#79c0ff",
-    ".edge": "stroke:#6e7681",
-    ".same": "stroke:#ff7b72",
-    ".head": "fill:#ff7b72",
-}
-# Where the page is dark though the system is not: JupyterLab and Visual Studio Code.
-_DARK_PAGES = "[data-jp-theme-light=false]", "[data-vscode-theme-kind=vscode-dark]"
-
-
-def _style(kinds: list[str]) -> str:
-    light = _LIGHT | {f".{_class(kind)}": f"fill:{_colours(kind)[0]}" for kind in kinds}
-    dark = _DARK | {f".{_class(kind)}": f"fill:{_colours(kind)[1]}" for kind in kinds}
-    rules = [f".nnx-picture {{{_FONT}}}", *(f".nnx-picture {x}{{{rule}}}" for x, rule in light.items())]
-    on_dark_pages = [
-        f"{','.join(f'{page} .nnx-picture {x}' for page in _DARK_PAGES)}{{{rule}}}" for x, rule in dark.items()
-    ]
-    on_dark_systems = [f".nnx-picture {x}{{{rule}}}" for x, rule in dark.items()]
-    return "\n".join([*rules, "@media (prefers-color-scheme:dark){", *on_dark_systems, "}", *on_dark_pages])
-
 
 def _picture(root: _Box, bottom: float) -> Picture:
     boxes = list(_all(root))
@@ -323,23 +261,16 @@ def _picture(root: _Box, bottom: float) -> Picture:
     kinds = sorted({row.kind for row in rows if row.kind and row.kind != "reference"})
     arrows = list(_arrows(boxes))
     legend = [*kinds, *(["the same object"] if arrows else [])]
-    width = max(box.x + box.width + (8 if box.count > 1 else 0) for box in boxes) + _MARGIN + 40 * bool(arrows)
-    legend_width = sum(_CHIP + _CHARACTER * (len(x) + 2) + 20 for x in legend)
-    width = round(max(width, 2 * _MARGIN + legend_width))
-    height = round(bottom + _MARGIN + (_LINE + _GAP if legend else 0))
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="nnx-picture" role="img" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}">',
-        f"<title>{_text(root.type)}</title>",
-        f"<style>\n{_style(kinds)}\n</style>",
-        f'<rect class="page" width="{width}" height="{height}" rx="6"/>',
+    width = max(box.x + box.width + (8 if box.count > 1 else 0) for box in boxes) + MARGIN + 40 * bool(arrows)
+    legend_width = sum(CHIP + CHARACTER * (len(x) + 2) + 20 for x in legend)
+    height = bottom + MARGIN + (LINE + _GAP if legend else 0)
+    elements = [
         *(_edge(box, child) for box in boxes for child in box.children),
         *arrows,  # below the boxes, so that text stays readable
         *(line for box in boxes for line in _box_lines(box)),
         *_legend(legend, bottom + _GAP),
-        "</svg>",
     ]
-    return Picture("\n".join(lines), root.type, width, height)
+    return page(root.type, max(width, 2 * MARGIN + legend_width), height, kinds, elements)
 
 
 def _all(box: _Box) -> Iterator[_Box]:
@@ -349,33 +280,33 @@ def _all(box: _Box) -> Iterator[_Box]:
 
 
 def _edge(box: _Box, child: _Box) -> str:
-    x, y = box.x + box.width, box.y + _PAD + _LINE / 2
+    x, y = box.x + box.width, box.y + PAD + LINE / 2
     middle = child.x - _COLUMN / 2
-    return f'<path class="edge" d="M{x:.0f} {y:.0f}H{middle:.0f}V{child.y + _PAD + _LINE / 2:.0f}H{child.x:.0f}"/>'
+    return f'<path class="edge" d="M{x:.0f} {y:.0f}H{middle:.0f}V{child.y + PAD + LINE / 2:.0f}H{child.x:.0f}"/>'
 
 
 def _box_lines(box: _Box) -> Iterator[str]:
     for offset in (8, 4) if box.count > 1 else ():
         yield _rect(box, offset)
     yield _rect(box, 0)
-    x, y = box.x + _PAD, box.y + _PAD + 12
-    name = f'<tspan class="name">{_text(box.name)}</tspan> ' if box.name else ""
-    yield f'<text x="{x:.0f}" y="{y:.0f}">{name}<tspan class="type">{_text(box.type)}</tspan></text>'
+    x, y = box.x + PAD, box.y + PAD + 12
+    name = f'<tspan class="name">{xml_text(box.name)}</tspan> ' if box.name else ""
+    yield text_element(x, y, f'{name}<tspan class="type">{xml_text(box.type)}</tspan>')
     if box.count > 1:
-        right = box.x + box.width - _PAD
-        yield f'<text class="type" x="{right:.0f}" y="{y:.0f}" text-anchor="end">×{box.count}</text>'
+        right = box.x + box.width - PAD
+        yield line_of_text(right, y, f"×{box.count}", "type", "end")
     if box.size:
-        y += _LINE
-        yield f'<text class="dim" x="{x:.0f}" y="{y:.0f}">{_text(box.size)}</text>'
+        y += LINE
+        yield line_of_text(x, y, box.size, "dim")
     for row in box.rows:
-        y += _LINE
-        whole = f"<title>{_text(row.label)}</title>" if _cut(row.label) != row.label else ""
+        y += LINE
+        whole = f"<title>{xml_text(row.label)}</title>" if _cut(row.label) != row.label else ""
         if row.target is None and row.kind:
-            yield f'<rect class="{_class(row.kind)}" x="{x:.0f}" y="{y - 9:.0f}" width="9" height="9" rx="2"/>'
-        yield f'<text x="{x + _CHIP:.0f}" y="{y:.0f}">{_text(_cut(row.label))}{whole}</text>'
+            yield f'<rect class="{class_of_type(row.kind)}" x="{x:.0f}" y="{y - 9:.0f}" width="9" height="9" rx="2"/>'
+        yield text_element(x + CHIP, y, xml_text(_cut(row.label)) + whole)
     for line in box.lines:
-        y += _LINE
-        yield f'<text class="dim" x="{x:.0f}" y="{y:.0f}">{_text(line)}</text>'
+        y += LINE
+        yield line_of_text(x, y, line, "dim")
 
 
 def _rect(box: _Box, offset: int) -> str:
@@ -389,8 +320,8 @@ def _arrows(boxes: list[_Box]) -> Iterator[str]:
     drawn_as: dict[int, Part] = {}  # what is in the layers of a stack that are not drawn -> the same in the one that is
     for box in boxes:
         rows = [(row.parts, row.y) for row in box.rows if row.target is None]
-        for parts, y in [(box.parts, box.y + _PAD + _BESIDE_EDGES), *rows]:
-            places[id(parts[0])] = box, y + _LINE / 2
+        for parts, y in [(box.parts, box.y + PAD + _BESIDE_EDGES), *rows]:
+            places[id(parts[0])] = box, y + LINE / 2
             stack = [(x, parts[0]) for x in parts[1:]]
             while stack:
                 part, drawn = stack.pop()
@@ -402,7 +333,7 @@ def _arrows(boxes: list[_Box]) -> Iterator[str]:
             while target is not None and id(target) not in places:
                 target = drawn_as.get(id(target), target.parent)
             if target is not None:
-                yield from _arrow(box, row.y + _LINE / 2, *places[id(target)])
+                yield from _arrow(box, row.y + LINE / 2, *places[id(target)])
 
 
 def _arrow(box: _Box, y: float, target: _Box, to_y: float) -> Iterator[str]:
@@ -421,26 +352,13 @@ def _arrow(box: _Box, y: float, target: _Box, to_y: float) -> Iterator[str]:
 
 
 def _legend(names: list[str], y: float) -> Iterator[str]:
-    x = float(_MARGIN)
+    x = float(MARGIN)
     for name in names:
         if name == "the same object":
-            yield f'<path class="same" d="M{x:.0f} {y + 8:.0f}h{_CHIP + 10}"/>'
-            x += _CHIP + 14
+            yield f'<path class="same" d="M{x:.0f} {y + 8:.0f}h{CHIP + 10}"/>'
+            x += CHIP + 14
         else:
-            yield f'<rect class="{_class(name)}" x="{x:.0f}" y="{y + 3:.0f}" width="9" height="9" rx="2"/>'
-            x += _CHIP
-        yield f'<text class="dim" x="{x:.0f}" y="{y + 12:.0f}">{_text(name)}</text>'
-        x += _CHARACTER * (len(name) + 2)
-
-
-def _colours(kind: str) -> tuple[str, str]:
-    return _COLOURS.get(kind) or _MORE_COLOURS[zlib.crc32(kind.encode()) % len(_MORE_COLOURS)]
-
-
-def _class(kind: str) -> str:
-    return "type-" + re.sub(r"\W", "-", kind, flags=re.ASCII)
-
-
-def _text(text: str) -> str:
-    """Text as XML may hold it."""
-    return escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))
+            yield f'<rect class="{class_of_type(name)}" x="{x:.0f}" y="{y + 3:.0f}" width="9" height="9" rx="2"/>'
+            x += CHIP
+        yield line_of_text(x, y + 12, name, "dim")
+        x += CHARACTER * (len(name) + 2)

@@ -31,6 +31,8 @@ from .core.rngs import Rngs, RngStream
 from .core.state import to_flat_state
 from .core.tracing import jaxpr_as_fun
 from .core.variables import RngState, Variable
+from .grid import draw_table
+from .svg import Picture
 from .transforms.abstract import eval_shape
 from .transforms.lift import Arguments, cross
 
@@ -167,31 +169,43 @@ def tabulate(
     width = console_kwargs.get("width") or shutil.get_terminal_size((0, 0)).columns
     title = table_kwargs.get("title") or f"{type(obj).__name__} Summary"
     footer_text = f"Total Parameters: {variables.size(())}"
-    return Table(_draw(table, title, footer_text, width), _html(table, title, footer_text))
+    return Table(_draw(table, title, footer_text, width), table, title, footer_text)
 
 
 class Table(str):
-    """A table as text; notebooks show it as HTML.
+    """A table as text; notebooks show it as HTML, and ``nnx.draw`` makes a picture of it.
 
     >>> from nnxlib.tabulate import Table
-    >>> table = Table('a | b', '<table>...</table>')
-    >>> print(table, table._repr_html_())
-    a | b <table>...</table>
+    >>> table = Table('a | b', [['a', 'b'], ['', '']], 'Title', 'Footer')
+    >>> print(table, 'Title</caption>' in table.html)
+    a | b True
     """
 
-    __slots__ = ("html",)
-    html: str
+    __slots__ = ("_content",)
+    _content: tuple[list[list[str]], str, str]
 
-    def __new__(cls, text: str, html: str) -> Table:
+    def __new__(cls, text: str, cells: list[list[str]], title: str, footer: str) -> Table:
         self = super().__new__(cls, text)
-        self.html = html
+        self._content = cells, title, footer
         return self
 
-    def __getnewargs__(self) -> tuple[str, str]:
-        return str(self), self.html
+    def __getnewargs__(self) -> tuple[str, list[list[str]], str, str]:
+        return str(self), *self._content
+
+    @property
+    def html(self) -> str:
+        """The table in HTML."""
+        return _html(*self._content)
 
     def _repr_html_(self) -> str:
         return self.html
+
+    def _nnx_picture(self) -> Picture:
+        (names, *rows), title, footer = self._content
+        bold = {(len(rows), j): "type" for j in range(len(names))}
+        paths = {(i, names.index("path")): "name" for i in range(1, len(rows)) if "path" in names}
+        right = [j for j, name in enumerate(names) if name in _NUMERIC]
+        return draw_table(title, [names, *rows], paths | bold, right=right, title=title, footer=footer)
 
 
 # --- the rows -------------------------------------------------------------------------------------------------------
@@ -478,6 +492,8 @@ def _rule(corners: str, line: str, widths: Sequence[int]) -> str:
     return left + middle.join(line * (w + 2) for w in widths) + right + "\n"
 
 
+_NUMERIC = "flops", "vjp_flops"
+
 # --- the HTML -------------------------------------------------------------------------------------------------------
 
 # Styles stand in the elements, since some viewers of notebooks drop style sheets; greys are translucent and the colour
@@ -493,7 +509,7 @@ _TITLE = "font-weight:bold;padding:4px;text-align:center;"
 def _html(table: list[list[str]], title: str, footer: str) -> str:
     names, *rows, totals = table
     head = _html_row("th", names, [_HEAD] * len(names))
-    styles = [_CELL + _NUMBERS * (name in ("flops", "vjp_flops")) for name in names]
+    styles = [_CELL + _NUMBERS * (name in _NUMERIC) for name in names]
     body = "".join(_html_row("td", row, styles) for row in rows)
     foot = _html_row("td", totals, [style + "font-weight:bold;" for style in styles])
     return (

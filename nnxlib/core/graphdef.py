@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from .errors import format_path
 from .graph import LEAF, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
 from .pickling import exportable
 from .reprs import Group, Leaf, node_group, read, static_repr, write
 from .static import Const
+from .tracing import Tracer
 
 A = TypeVar("A")
 
@@ -81,6 +83,15 @@ def aval_of(value: Any) -> Aval:
     """The shape and dtype of an array, None for anything else."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return (tuple(shape), dtype) if isinstance(shape, tuple) and dtype is not None else None
+
+
+def values_of(value: Any) -> np.ndarray | None:
+    """The values of an array, or of a number, as NumPy has them; None if they are not at hand."""
+    if isinstance(value, Tracer | jax.ShapeDtypeStruct) or (aval_of(value) is None and not np.isscalar(value)):
+        return None
+    if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_fully_addressable):
+        return None
+    return np.asarray(value)
 
 
 def avals_of(values: Sequence[Any]) -> list[Aval]:
