@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .svg import DARK_PAGES, LIGHT_PAGES
+
 
 def display(*args: Any) -> None:
     """Show each argument: as an interactive tree in a notebook, else by printing it.
 
     In a notebook each level folds and unfolds, arrays are drawn (a click shows how they are sharded), each Module tells
-    how much it holds, an object that occurs again is marked, and a button beside each part copies its path.
+    how much it holds, an object that occurs again is marked, and a button beside each part copies its path. Colours
+    follow the theme of the notebook, light or dark.
 
     Args:
       *args: Modules, States, arrays, or anything else. An object that cannot be shown is said to be one; nothing is
@@ -35,9 +38,24 @@ def _in_notebook() -> bool:
     return hasattr(shell, "kernel")
 
 
+# Treescope draws in black on white. On a dark page its colours are inverted, with their hues kept; its background is
+# that of the page.
+_INVERTED = "treescope-container{filter:invert(1) hue-rotate(180deg)}"
+_STYLE = f"""\
+<style>
+treescope-container::part(treescope_root){{background-color:transparent}}
+body:is({",".join(DARK_PAGES)}) {_INVERTED}
+@media (prefers-color-scheme:dark){{
+body:not({",".join(LIGHT_PAGES)}) {_INVERTED}
+}}
+</style>"""
+
+
 def _show_tree(x: Any) -> None:
     import treescope  # only when first displayed: the import takes longer than that of nnxlib
+    from IPython.display import display as show  # there is one, for this is a notebook
 
+    show({"text/html": _STYLE}, raw=True)
     try:
         treescope.display(x, ignore_exceptions=True, autovisualize=True)
     except AttributeError:  # Treescope 0.1.9 cannot draw arrays of JAX 0.8 and later

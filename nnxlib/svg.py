@@ -140,8 +140,9 @@ _DARK = {
     ".same": "stroke:#ff7b72",
     ".head": "fill:#ff7b72",
 }
-# Where the page is dark though the system is not: JupyterLab and Visual Studio Code.
-_DARK_PAGES = "[data-jp-theme-light=false]", "[data-vscode-theme-kind=vscode-dark]"
+# JupyterLab and Visual Studio Code have a theme of their own, which may differ from that of the system.
+LIGHT_PAGES = "[data-jp-theme-light=true]", "[data-vscode-theme-kind=vscode-light]"
+DARK_PAGES = "[data-jp-theme-light=false]", "[data-vscode-theme-kind=vscode-dark]"
 
 
 def class_of_type(kind: str) -> str:
@@ -165,7 +166,8 @@ def _style(kinds: Sequence[str], body: str) -> str:
     light, dark = used(_LIGHT, 0), used(_DARK, 1)
     rules = [f".nnx-picture {{{_FONT}}}", *(f".nnx-picture {x}{{{rule}}}" for x, rule in light.items())]
     on_dark_pages = [
-        f"{','.join(f'{page} .nnx-picture {x}' for page in _DARK_PAGES)}{{{rule}}}" for x, rule in dark.items()
+        f"{','.join(f'{page} .nnx-picture {x}' for page in DARK_PAGES)}{{{rule}}}" for x, rule in dark.items()
     ]
-    on_dark_systems = [f".nnx-picture {x}{{{rule}}}" for x, rule in dark.items()]
+    elsewhere = ",".join(f"{page} *" for page in LIGHT_PAGES)
+    on_dark_systems = [f".nnx-picture:not({elsewhere}) {x}{{{rule}}}" for x, rule in dark.items()]
     return "\n".join([*rules, "@media (prefers-color-scheme:dark){", *on_dark_systems, "}", *on_dark_pages])

@@ -1,11 +1,14 @@
 """Variables that are sharded where they are made; run by test_sharding.py in a process that has eight CPU devices."""
 
+import importlib.metadata
+import re
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnxlib as nnx
@@ -247,3 +250,24 @@ def test_get_abstract_model():
     assert isinstance(nnx.merge(graphdef, state), nnx.Linear)
     with pytest.raises(errors.PlacementError, match="kernel: no axis 'model'"):
         nnx.get_abstract_model(dense, jax.make_mesh((8,), ("data",)))
+
+
+@pytest.mark.skipif(importlib.metadata.version("treescope") == "0.1.9", reason="it cannot draw arrays of JAX 0.8")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Treescope looks at all names of numpy
+def test_treescope_shows_how_arrays_are_sharded():
+    """Which device holds which part of an array, by itself and in a Variable, beside the names of the Variable."""
+
+    def shown(x):
+        with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
+            page = treescope.render_to_html(x, compressed=False)
+        return re.findall(r"Sharded across 8 CPU devices|axis \d: 8/\d|(?:data|model)(?=&#x27;)", page)
+
+    devices = ["Sharded across 8 CPU devices"]
+    array = jax.device_put(ONES, NamedSharding(AUTO, BOTH))
+    assert {*shown(array)} == {*devices, "axis 0: 8/2", "axis 1: 8/4"}
+    with jax.set_mesh(AUTO):
+        layer = nnx.Dict(kernel=param(None, "model"), bias=param("model", "data"))
+    kernel = {*devices, "axis 0: 8/1", "axis 1: 8/4", "model"}
+    assert {*shown(layer["kernel"])} == kernel
+    assert {*shown(layer)} == kernel | {"axis 0: 8/4", "axis 1: 8/2", "data"}
+    assert {*shown(param("data", "model"))} == {"data", "model"}  # no mesh: names alone

@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 import types
+import xml.etree.ElementTree
 
 import jax.numpy as jnp
 import pytest
@@ -25,11 +26,19 @@ class Unprintable:
 
 
 @pytest.fixture
-def notebook(monkeypatch):
+def page():
+    """The HTML that a notebook shows, but for that of Treescope."""
+    return []
+
+
+@pytest.fixture
+def notebook(monkeypatch, page):
     """A process that looks like a notebook; what Treescope was asked to show."""
     shown = []
     shell = types.SimpleNamespace(kernel=object())
+    published = types.SimpleNamespace(display=lambda data, raw: page.append(data["text/html"]))
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", published)
 
     def show(x, ignore_exceptions, autovisualize):
         assert ignore_exceptions
@@ -64,6 +73,22 @@ def test_trees_in_notebooks(notebook, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Treescope looks at all names of numpy, also deprecated ones
+def test_trees_follow_the_theme(notebook, page):
+    """Each comes with a style, whose selectors are names that Treescope gives."""
+    nnx.display(3)
+    assert len(page) == len(notebook) == 1
+    xml.etree.ElementTree.fromstring(page[0])
+    assert "prefers-color-scheme:dark" in page[0]
+    drawn = treescope.render_to_html(nnx.Param(1), compressed=False)
+    for selector, text in (
+        ("treescope-container{", "<treescope-container"),
+        ("::part(treescope_root)", 'part="treescope_root"'),
+    ):
+        assert selector in page[0]
+        assert text in drawn
+
+
 def test_nothing_is_raised(notebook, monkeypatch, capsys):
     """Neither for an object that cannot be written nor where Treescope fails."""
 
@@ -89,7 +114,7 @@ def test_a_treescope_that_cannot_draw_arrays(notebook, monkeypatch):
     assert notebook == [3]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Treescope looks at all names of numpy, also deprecated ones
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_treescope_shows():
     """Modules, containers and States are trees with their names, also with sharing and cycles."""
     text = treescope.render_to_text(Net())

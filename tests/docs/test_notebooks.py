@@ -51,6 +51,7 @@ def ran(displayed):
     namespace, found = {"__name__": "__main__"}, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+        patch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=lambda data, raw: None))
         patch.setattr(treescope, "display", lambda x, **kwargs: displayed.append(x))
         for cell in json.loads((NOTEBOOKS / "look_inside.ipynb").read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] == "code":
