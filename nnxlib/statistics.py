@@ -82,6 +82,12 @@ class Statistics(Sequence[ValueStatistics]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Statistics) and self._entries == other._entries
+
+    def __hash__(self) -> int:
+        return hash(self._entries)
+
     def __repr__(self) -> str:
         rows = _rows(self[:MOST_ROWS], _COLUMNS)
         widths = [max(map(len, column)) for column in zip(*rows)]

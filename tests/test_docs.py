@@ -31,7 +31,10 @@ def run_examples(text: str, name: str, path: str, line: int, namespace: dict) ->
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_blocks_of_a_page_run(page, tmp_path, monkeypatch):
-    """The ```python blocks of a page run from top to bottom, in one namespace, in an empty folder."""
+    """The ```python blocks of a page run from top to bottom, in one namespace, in an empty folder.
+
+    The pictures that they save are those of the page; where they differ, see docs/test_pictures.py.
+    """
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
     namespace: dict = {"__name__": "__main__"}
@@ -43,6 +46,9 @@ def test_code_blocks_of_a_page_run(page, tmp_path, monkeypatch):
         else:
             # Empty lines before the code give a traceback the line numbers of the page.
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    for made in tmp_path.glob("*.svg"):
+        stored = ROOT / "docs" / "pictures" / made.name
+        assert page.name == "errors.md" or made.read_text(encoding="utf-8") == stored.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", MODULES)

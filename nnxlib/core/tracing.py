@@ -123,8 +123,13 @@ _NAME = __name__.partition(".")[0] + "."
 _frames.register_exclusion(_PACKAGE)
 _source_info.register_exclusion(_PACKAGE)  # an operation of a layer has the line of the user's code that calls it
 
-is_users = functools.cache(_frames.include_filename)  # of a file, in which JAX looks for each frame anew
-is_users.__doc__ = "Whether a file is neither nnxlib's nor JAX's."
+_JAX = os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), "")
+
+
+@functools.cache  # for JAX looks for each frame anew
+def is_users(file: str) -> bool:
+    """Whether a file is neither nnxlib's nor JAX's, of which JAX takes some, such as its operators, for the user's."""
+    return _frames.include_filename(file) and not file.startswith(_JAX)
 
 
 def hide_frames(error: BaseException) -> None:

@@ -192,6 +192,13 @@ def test_the_traceback_of_a_training_step():
         assert "in layers[1] (Linear 3->4), input float32[4, 4, 4]" in text
 
 
+def test_operators_of_arrays_are_no_frames_of_the_user():
+    """Of a jitted and of an eager function: JAX takes their file for the user's own."""
+    for f in (nnx.jit(lambda layer, x: x + layer(x)), lambda seq, x: seq(x)):
+        error = raised(f, nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), lambda x: x + jnp.ones(5)), X)
+        assert {pathlib.Path(file).name for file in files(error)} == {"test_tracing.py"}
+
+
 def test_what_ends_a_trace_of_the_engine_is_not_shown():
     """A closure is traced twice, and a shape that makes a function read more again: the user sees their own error."""
     layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
