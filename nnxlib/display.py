@@ -53,7 +53,7 @@ body:not({",".join(LIGHT_PAGES)}) {_INVERTED}
 
 def _show_tree(x: Any) -> None:
     import treescope  # only when first displayed: the import takes longer than that of nnxlib
-    from IPython.display import display as show  # there is one, for this is a notebook
+    from IPython.display import display as show  # type: ignore[import-not-found]  # there is one, in a notebook
 
     show({"text/html": _STYLE}, raw=True)
     try:

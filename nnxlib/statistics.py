@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import jax
@@ -185,13 +185,12 @@ def _measured(path: tuple, kind: str, array: str, values: np.ndarray) -> ValueSt
         total += float(finite.sum())
         low, high = min(low, finite.min(initial=np.inf)), max(high, finite.max(initial=-np.inf))
         bins.update(_binned(finite))
-    counts = {"zeros": zeros, "nans": nans, "infs": infs}
+    found = ValueStatistics(path, kind, array, values.size, zeros=zeros, nans=nans, infs=infs, bins=dict(bins))
     if not number:
-        return ValueStatistics(path, kind, array, values.size, **counts)
+        return found
     mean = total / number
     squares = sum(float(((x[np.isfinite(x)] - mean) ** 2).sum()) for x in _chunks(values))
-    numbers = mean, (squares / number) ** 0.5, float(low), float(high)
-    return ValueStatistics(path, kind, array, values.size, *numbers, **counts, bins=dict(bins))
+    return replace(found, mean=mean, std=(squares / number) ** 0.5, min=float(low), max=float(high))
 
 
 def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
