@@ -45,6 +45,7 @@ class ValueStatistics:
       mean, std, min, max: of the finite ones; of complex numbers, of their magnitudes. None where there are none, or
         no values at hand.
       zeros, nans, infs: how many there are.
+      bins: how many of the other elements there are by sign and bin, from ``2 ** (bin / 16)`` to the next.
     """
 
     path: tuple[Any, ...]
@@ -248,18 +249,18 @@ _APART = 40  # pixels between the numbers of the axis
 
 
 class _Axis:
-    """Linear about zero, as far as most arrays spread, and logarithmic beyond: ``asinh(x / scale)``."""
+    """Linear about zero, as far as most arrays spread, and logarithmic beyond: ``asinh``."""
 
     def __init__(self, entries: Sequence[ValueStatistics], left: float):
-        ends = [y for x in entries if x.bins for y in (x.min, x.max) if y is not None]
-        # Twice the spread: a normal distribution still has one peak.
-        self.scale = 2 * float(np.median([np.hypot(x.mean or 0, x.std or 0) for x in entries if x.bins]))
+        measured: list[Any] = [(x.mean, x.std, x.min, x.max) for x in entries if x.bins]
+        ends = [end for *_, low, high in measured for end in (low, high)]
+        self.spread = np.median([min(np.hypot(mean, std), max(-low, high)) for mean, std, low, high in measured])
         low, high = self.bend(min(0.0, *ends)), self.bend(max(0.0, *ends))
         self.left, self.low, self.slope = left, low, _WIDTH / (high - low)
         self.ends = min(0.0, *ends), max(0.0, *ends)
 
     def bend(self, x: Any) -> Any:
-        return np.arcsinh(x / self.scale)
+        return np.arcsinh(x / self.spread / 2)  # by twice the spread: a normal distribution still has one peak
 
     def __call__(self, x: Any) -> Any:
         """The pixel of a value."""

@@ -189,6 +189,14 @@ def test_histograms():
     assert len(numbers) >= 3
 
 
+def test_histograms_of_any_range():
+    """Of the largest and the smallest numbers, beside each other or alone."""
+    for values in ([1e300, -1.7e308, 3.0], [5e-324, 1e308], [5e-324], [-1e-300], [1e38, 1e-38]):
+        _, page = drawn(np.array(values))
+        ((_, columns),) = histograms(page)
+        assert 1 <= sum(height > 0 for _, height in columns) <= 8
+
+
 def test_what_stands_out():
     """The path of what is not finite is red, and so is how much; the share of zeros is bold where it is all."""
     found, page = drawn({"bad": np.array([1.0, np.nan]), "dead": np.zeros(3), "odd <name>": np.ones(2)})
