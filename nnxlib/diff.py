@@ -7,23 +7,26 @@ and the values of those that are concrete. The result is a value: false if there
 
 from __future__ import annotations
 
+import functools
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .core.differences import Difference, array_differences, aval_of, leaf_differences
 from .core.errors import ArgumentError, describe, format_path
-from .core.graph import pack, path_key
-from .core.graphdef import Difference, GraphDef, aval_of, structural_differences, values_of
+from .core.graph import pack
+from .core.graphdef import GraphDef, structural_differences, values_of
 from .core.objects import Node, is_node
 from .core.ops import GraphState
 from .core.reprs import static_repr
 from .core.state import FlatState, State
 from .core.static import same_items
 from .core.tracing import Tracer
+from .core.traversals import path_sort_key
 from .core.variables import Variable
 from .grid import MOST_ROWS, draw_table
 from .svg import Picture
@@ -130,23 +133,22 @@ def diff(a: Any, b: Any, /, *, rtol: float = 0.0, atol: float = 0.0) -> Diff:
     Raises:
       ArgumentError: if there is nothing in ``a`` or ``b`` that could be compared.
     """
+    compare = functools.partial(_compare_values, rtol=rtol, atol=atol)
     if isinstance(a, GraphDef) or isinstance(b, GraphDef):
         a, b = _graphdef(a), _graphdef(b)
-        structure = list(structural_differences(a.layout, b.layout))
-        before, after = (_first_per_path(x.layout.leaf_paths, x.avals) for x in (a, b))
-        return _sorted(structure, [d for p, x, y in _common(before, after) for d in _compare_avals(p, x, y)])
-    if _is_state(a) or _is_state(b):
+        layout, other = a.layout, b.layout
+        leaves, others = ([_NO_ARRAY if y is None else jax.ShapeDtypeStruct(*y) for y in x.avals] for x in (a, b))
+    elif _is_state(a) or _is_state(b):
         before, after = _leaves(a), _leaves(b)
-        there = [
-            *(Difference(p, "removed", _leaf(x), "nothing") for p, x in before.items() if p not in after),
-            *(Difference(p, "added", "nothing", _leaf(x)) for p, x in after.items() if p not in before),
-        ]
-        found = [d for p, x, y in _common(before, after) for d in _compare_leaves(p, x, y, rtol, atol)]
-        return _sorted(there, found)
-    (layout, leaves, _), (other, others, _) = _packed(a), _packed(b)
-    before, after = _first_per_path(layout.leaf_paths, leaves), _first_per_path(other.leaf_paths, others)
-    found = [d for p, x, y in _common(before, after) for d in _compare_values(p, x, y, rtol, atol)]
-    return _sorted(list(structural_differences(layout, other)), found)
+        return _sorted(_metadata_differences(before, after), leaf_differences(before, after, compare))
+    else:
+        (layout, leaves, _), (other, others, _) = _packed(a), _packed(b)
+    before, after = _by_path(layout.leaf_paths, leaves), _by_path(other.leaf_paths, others)
+    found = leaf_differences(_common(before, after), _common(after, before), compare)
+    return _sorted(structural_differences(layout, other), found)
+
+
+_NO_ARRAY = type("no array", (), {"__doc__": "What a GraphDef has instead, in a table."})()
 
 
 # --- what is compared -----------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def _leaves(x: Any) -> dict[Path, Any]:
     if not _is_state(x):
         packed = _packed(x)
         variables = [packed.objects[i] for i in packed.layout.variables]
-        return _first_per_path(packed.layout.leaf_paths, [*variables, *packed.leaves[len(variables) :]])
+        return _by_path(packed.layout.leaf_paths, [*variables, *packed.leaves[len(variables) :]])
     found: dict[Path, Any] = {}
     stack: list[tuple[Path, Any]] = [((), x)]
     while stack:
@@ -206,65 +208,39 @@ def _leaves(x: Any) -> dict[Path, Any]:
     return found
 
 
-def _first_per_path(paths: Sequence[Path], leaves: Sequence[Any]) -> dict[Path, Any]:
+def _by_path(paths: Sequence[Path], leaves: Sequence[Any]) -> dict[Path, Any]:
     return dict(zip(paths, leaves, strict=True))
 
 
-def _common(before: dict[Path, Any], after: dict[Path, Any]) -> Iterator[tuple[Path, Any, Any]]:
-    return ((path, x, after[path]) for path, x in before.items() if path in after)
+def _common(these: dict[Path, Any], those: Collection[Path]) -> dict[Path, Any]:
+    return {path: x for path, x in these.items() if path in those}
 
 
-def _sorted(*groups: Sequence[Difference]) -> Diff:
-    def place(found: Difference) -> list[tuple[str, Any]]:
-        return [("int" if isinstance(key, int) else type(key).__name__, key) for key in found.path]
-
-    return Diff(sorted((x for group in groups for x in group), key=place))
-
-
-def _leaf(x: Any) -> str:
-    return f"{type(x).__name__} ({describe(x._value)})" if isinstance(x, Variable) else describe(x)
+def _sorted(*groups: Iterable[Difference]) -> Diff:
+    return Diff(sorted((x for group in groups for x in group), key=lambda found: path_sort_key(found.path)))
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
-def _compare_leaves(path: Path, x: Any, y: Any, rtol: float, atol: float) -> Iterator[Difference]:
-    """Leaves of States: Variables, or bare values; a Variable and a bare value are compared as values."""
-    if isinstance(x, Variable) and isinstance(y, Variable):
-        if type(x) is not type(y):
-            yield Difference(path, "type", type(x).__name__, type(y).__name__)
-        p, q = x._metadata, y._metadata
-        if not same_items(p, q):
+def _metadata_differences(before: dict[Path, Any], after: dict[Path, Any]) -> Iterator[Difference]:
+    for path, x in before.items():
+        y = after.get(path)
+        if isinstance(x, Variable) and isinstance(y, Variable) and not same_items(x._metadata, y._metadata):
+            p, q = x._metadata, y._metadata
             names = [n for n in {**p, **q} if n not in p or n not in q or not same_items({n: p[n]}, {n: q[n]})]
             yield Difference(path, "metadata", _items(p, names), _items(q, names))
-    p, q = (v._value if isinstance(v, Variable) else v for v in (x, y))
-    yield from _compare_values(path, p, q, rtol, atol)
 
 
 def _items(metadata: Mapping[str, Any], names: Sequence[str]) -> str:
     return ", ".join(f"{name}={static_repr(metadata[name])}" for name in names if name in metadata) or "nothing"
 
 
-def _compare_values(path: Path, x: Any, y: Any, rtol: float, atol: float) -> Iterator[Difference]:
-    """Two values: arrays, or pytrees of them, which are compared leaf by leaf."""
-    if aval_of(x) is None and aval_of(y) is None:
-        keyed, treedef = jax.tree_util.tree_flatten_with_path(x)
-        others, other = jax.tree_util.tree_flatten_with_path(y)
-        if treedef != other:
-            yield Difference(path, "type", _structure(x, treedef), _structure(y, other))
-            return
-        pairs = [((*path, *map(path_key, keys)), p, q) for (keys, p), (_, q) in zip(keyed, others, strict=True)]
-    else:
-        pairs = [(path, x, y)]
-    for place, p, q in pairs:
-        yield from _compare_avals(place, aval_of(p), aval_of(q))
-        change = _change(p, q, rtol, atol)
-        if change is not None:
-            yield Difference(place, "value", _short(p), change)
-
-
-def _structure(x: Any, treedef: Any) -> str:
-    return str(treedef) if jax.tree.leaves(x) and not jax.tree_util.all_leaves([x]) else describe(x)
+def _compare_values(path: Path, x: Any, y: Any, *, rtol: float, atol: float) -> Iterator[Difference]:
+    yield from array_differences(path, x, y)
+    change = _change(x, y, rtol, atol)
+    if change is not None:
+        yield Difference(path, "value", _short(x), change)
 
 
 def _short(x: Any) -> str:
@@ -273,18 +249,6 @@ def _short(x: Any) -> str:
         return repr(x)
     is_number = not x.shape and not jnp.issubdtype(x.dtype, jax.dtypes.extended) and values_of(x) is not None
     return f"{describe(x)} {x}" if is_number else describe(x)
-
-
-def _compare_avals(path: Path, p: Any, q: Any) -> Iterator[Difference]:
-    if p is None or q is None:
-        if p is not q:
-            before, after = (describe(jax.ShapeDtypeStruct(*v)) if v else "no array" for v in (p, q))
-            yield Difference(path, "type", before, after)
-        return
-    if p[0] != q[0]:
-        yield Difference(path, "shape", str(p[0]), str(q[0]))
-    if p[1] != q[1]:
-        yield Difference(path, "dtype", str(p[1]), str(q[1]))
 
 
 def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from .differences import Aval, aval_of
 from .errors import StateMismatchError, format_path
 from .filters import Filter
 from .graph import (
@@ -49,7 +50,7 @@ from .graph import (
     count_leaves,
     pack,
 )
-from .graphdef import Aval, GraphDef, aval_of
+from .graphdef import GraphDef
 from .ops import merge
 from .state import FlatState, from_flat_state, split_state
 from .tracing import TraceRef, at_top_level, current_trace

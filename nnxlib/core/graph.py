@@ -61,7 +61,7 @@ from .stamps import Stamp, with_stamp
 from .static import Const
 from .tracing import current_trace
 from .traversals import build as nested
-from .traversals import sorted_keys
+from .traversals import path_key, sorted_keys
 from .variables import Cell, Variable, make_variable, make_variables, write_cells
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -550,14 +550,6 @@ def _frozen_items(items: dict[Any, Any] | None, path: tuple) -> Const:
 
 
 _NO_ITEMS = Const.of_items({}, ())
-
-
-def path_key(entry: Any) -> Any:
-    """The plain key of an entry of a JAX key path."""
-    for name in ("key", "idx", "name"):
-        if hasattr(entry, name):
-            return getattr(entry, name)
-    return entry
 
 
 class StaticArgument:

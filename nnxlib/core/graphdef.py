@@ -10,11 +10,12 @@ from __future__ import annotations
 import operator
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
+from .differences import Aval, Difference, as_change, aval_of
 from .errors import format_path
 from .graph import LEAF, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
 from .pickling import exportable
@@ -23,8 +24,6 @@ from .static import Const
 from .tracing import Tracer
 
 A = TypeVar("A")
-
-Aval = tuple[tuple[int, ...], Any] | None
 
 
 @exportable
@@ -77,12 +76,6 @@ class GraphDef(Generic[A]):
         from .trees import render_outline  # only when first displayed: importing Treescope takes long
 
         return render_outline("GraphDef(", [read(self.layout.root, _expander(self.layout))], ")")
-
-
-def aval_of(value: Any) -> Aval:
-    """The shape and dtype of an array, None for anything else."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    return (tuple(shape), dtype) if isinstance(shape, tuple) and dtype is not None else None
 
 
 def values_of(value: Any) -> np.ndarray | None:
@@ -163,27 +156,9 @@ def _head(item: Row | Spec) -> str:
     return "array" if item is LEAF else static_repr(item.value) if isinstance(item, Const) else repr(item)
 
 
-class Difference(NamedTuple):
-    """One place where two structures differ: ``kind`` says in what, ``before`` and ``after`` are as shown to a user."""
-
-    path: tuple
-    kind: str
-    before: str
-    after: str
-
-
-def differences(a: Layout, b: Layout) -> Iterator[tuple[tuple, str, str]]:
-    """Yield (path, what a has, what b has) for each place where two layouts differ."""
-    for path, _, before, after in structural_differences(a, b):
-        yield path, before, after
-
-
 def differences_listed(a: Layout, b: Layout) -> list[str]:
     """A line for each place where two layouts differ, for a message."""
-    return [
-        f"{format_path(path) if path else '<root>'}: {before} became {after}"
-        for path, before, after in differences(a, b)
-    ]
+    return list(map(as_change, structural_differences(a, b)))
 
 
 def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:

@@ -6,8 +6,9 @@ their path, the first path in the order of the walk; a State never aliases the l
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -17,10 +18,11 @@ import numpy as np
 
 from . import errors
 from .captures import Watch, notice
+from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
 from .errors import describe, format_path
 from .filters import Filter, to_predicate
 from .graph import SAME, Delta, Layout, NodeRow, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
-from .graphdef import Aval, Avals, GraphDef, aval_of, avals_of
+from .graphdef import Avals, GraphDef, avals_of
 from .objects import Node, Pytree, check_writable, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
 from .records import build_described, record_of
@@ -28,7 +30,7 @@ from .state import FlatState, State, filter_state, from_flat_state, split_state
 from .static import Const, same_items
 from .tracing import Tracer, at_top_level
 from .traversals import sorted_keys
-from .variables import Variable, all_unshared, make_variables, unshared
+from .variables import Variable, all_unshared, make_variable, make_variables, unshared
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
@@ -138,8 +140,8 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
 
     Raises:
       StateMismatchError: for missing and unexpected paths, and where type, shape or kind of dtype is not what it was
-        when the model was split. Axes more or less are none, if all leaves of a type have them. (Traced values are
-        views, per example or per shard, and not compared.)
+        when the model was split. Axes more or less are none, if all leaves of a type have them, and something else than
+        an array is none, if no leaf is one. (Traced values are views, per example or per shard, and not compared.)
     """
     if isinstance(graphdef, GraphState):
         graphdef, states = graphdef._graphdef, (graphdef._state, *states)
@@ -150,8 +152,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     layout = graphdef.layout
     given = _in_order(layout, states)
     fitting = None if given is None else _values_that_fit(graphdef, given)
-    known = zip(layout.leaf_paths, graphdef.avals, strict=True)
-    values, metadata = fitting or _values_looked_at(graphdef, _flat_leaves(states, dict(known)), strict)
+    values, metadata = fitting or _values_looked_at(graphdef, *_placed(layout, states, graphdef.avals), strict)
     tree, objects = build(layout, values) if metadata else build_described(layout, values)
     for position, found in metadata.items():
         object.__setattr__(objects[layout.variables[position]], "_metadata", found)
@@ -192,7 +193,7 @@ def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
     variables = leaves[:n]
     if [type(x) for x in variables] != layout.blueprint.variable_types:
         return None
-    values = all_unshared([x._cell.value for x in variables]) + leaves[n:]
+    values = all_unshared([x._cell.value for x in variables]) + _plain(leaves[n:])
     if not _have_avals(values, graphdef.avals):
         return None
     metadata = [x._metadata for x in variables]
@@ -201,59 +202,57 @@ def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
     return values, {k: metadata[k] for k in changed}
 
 
+def _plain(leaves: Iterable[Any]) -> list[Any]:
+    return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
+
+
 def _have_avals(values: list[Any], avals: list[Aval]) -> bool:
     if isinstance(avals, Avals) and avals.fit(values):
         return True
     return all(a is None or a == b for a, b in zip(avals, avals_of(values), strict=True))
 
 
-def _values_looked_at(graphdef: GraphDef, given: dict[Path, Any], strict: bool) -> _Values:
-    """What the leaves hold, checked one by one.
+def _values_looked_at(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> _Values:
+    """What the leaves hold, compared one by one with what they were when the model was split.
 
     Raises:
       StateMismatchError: naming the paths, and what was expected there.
     """
-    layout = graphdef.layout
-    rows = [layout.rows[i] for i in layout.variables] + [None] * (len(layout.leaf_paths) - len(layout.variables))
-    problems = [
-        f"{format_path(path)}: missing, expected {_expected(row, aval)}"
-        for path, row, aval in zip(layout.leaf_paths, rows, graphdef.avals, strict=True)
-        if path not in given
-    ]
-    problems += [f"{format_path(p)}: unexpected {_leaf(x)}" for p, x in given.items() if p not in layout.leaf_path_set]
-    hint = "" if problems else "Pass strict=False to take these as they are."
-    values, metadata = [], {}
-    kinds = [None if row is None else row.type for row in rows]
-    leaves = [given.get(path) for path in layout.leaf_paths]
-    found = [aval_of(x._value if isinstance(x, Variable) else x) for x in leaves]
-    restacked = _restacked(kinds, graphdef.avals, found)
-    for position, (path, row, aval) in enumerate(zip(layout.leaf_paths, rows, graphdef.avals, strict=True)):
-        leaf, new = leaves[position], found[position]
-        if isinstance(leaf, Variable) and row is not None:
-            if strict and type(leaf) is not row.type:
-                problems.append(f"{format_path(path)}: expected a {row.type.__name__}, got a {type(leaf).__name__}")
-            if not same_items(leaf._metadata, row.metadata.value):  # type: ignore[union-attr]  # a VariableRow
-                metadata[position] = leaf._metadata
-            leaf = unshared(leaf._value)
-        expected = (new[0], aval[1]) if aval and new and kinds[position] in restacked else aval
-        if strict and path in given and (problem := _misfit(expected, leaf)):
-            problems.append(f"{format_path(path)}: {problem}")
-        values.append(leaf)
-    if problems:
-        raise errors.StateMismatchError(
-            errors.listed("The State does not fit the GraphDef; nothing was made.", problems, hint)
-        )
-    return values, metadata
+    layout, n = graphdef.layout, len(graphdef.layout.variables)
+    leaves: list[Any] = [new.get(k) for k in range(len(graphdef.avals))]
+    values = _plain(leaves)
+    avals = _remapped(_kinds(layout), graphdef.avals, values)
+    found = _misfits(layout, dict(enumerate(avals)), new, unexpected)
+    by_path = [x for x in found if x.kind in ("removed", "added")]
+    remedy = _ALL_OF_THEM if by_path else "Pass strict=False to take these as they are."
+    refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy)
+    same = [const.value for const in layout.blueprint.metadata]
+    changed = [k for k in range(n) if isinstance(x := leaves[k], Variable) and not same_items(x._metadata, same[k])]
+    return [*all_unshared(values[:n]), *values[n:]], {k: leaves[k]._metadata for k in changed}
 
 
-def _restacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> set[Any]:
-    """The kinds of leaves of which each array has the same axes more, or less: a stack of models, or one of a stack."""
+_ALL_OF_THEM = """\
+Pass every State that nnx.split returned, of a model built alike; nnx.update writes a part of one into a model."""
+
+
+def _remapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
+    """What the leaves are to be where a function was mapped over all of them: as before, but for what it did to all.
+
+    Each array of a kind has the same axes more, or less (a stack of models, or one of a stack); or none is an array.
+    """
+    after = avals_of(values)
+    if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
+        return [None] * len(before)
     changes: dict[Any, set] = {}
     for kind, old, new in zip(kinds, before, after, strict=True):
         if old is not None and new is not None:
             change = _stacking(old[0], new[0])
             changes[kind] = changes.get(kind, change) & change
-    return {kind for kind, found in changes.items() if found}
+    stacked = {kind for kind, found in changes.items() if found}
+    return [
+        (new[0], old[1]) if old and new and kind in stacked else old
+        for kind, old, new in zip(kinds, before, after, strict=True)
+    ]
 
 
 def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, tuple[int, ...]]]:
@@ -308,37 +307,61 @@ def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tupl
         )
 
 
-def _misfit(aval: Any, value: Any) -> str | None:
-    """Why a value cannot stand where an array of this shape and dtype was; None if it can.
+def _placed(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
+    """The leaves of States by position, and by path those that have none."""
+    flat, position = _flat_leaves(states, dict(zip(layout.leaf_paths, avals, strict=True))), layout.positions
+    unexpected = {path: leaf for path, leaf in flat.items() if path not in position}
+    return {position[path]: leaf for path, leaf in flat.items() if path in position}, unexpected
 
-    Casting within a kind (float32 to bfloat16) is how precision is changed, and is no misfit.
+
+def _misfits(
+    layout: Layout, avals: Mapping[int, Aval], new: Mapping[int, Any], unexpected: dict[Path, Any]
+) -> list[Difference]:
+    """How leaves differ from what they are to be, by position, as far as it counts in :func:`merge` and :func:`update`.
+
+    What certainly fits is left out first: that is quick, and nearly all of them.
     """
-    if aval is None or isinstance(value, Tracer):
-        return None
-    new = aval_of(value)
-    if new is None:
-        return f"expected {aval[1]}{list(aval[0])}, got None" if value is None else None
-    if new[0] != aval[0]:
-        return f"expected shape {aval[0]}, got {new[0]}"
-    if _kind(new[1]) is not _kind(aval[1]):
-        return f"expected dtype {aval[1]}, got {new[1]}"
-    return None
+    kinds = _kinds(layout)
+    now = dict(zip(new, avals_of(_plain(new.values())), strict=True))
+    compared = [
+        k
+        for k, was in avals.items()
+        if k not in new
+        or (now[k] != was and not _fits(now[k], was))
+        or (isinstance(new[k], Variable) and type(new[k]) is not kinds[k])
+    ]
+    expected = {layout.leaf_paths[k]: _leaf(kinds[k], avals[k]) for k in compared}
+    given = {layout.leaf_paths[k]: new[k] for k in compared if k in new}
+    return leaf_differences(expected, given | unexpected, _compare)
 
 
+def _kinds(layout: Layout) -> list[type | None]:
+    """The type of each leaf that is a Variable, None for a bare array."""
+    return [*layout.blueprint.variable_types, *[None] * (len(layout.leaf_paths) - len(layout.variables))]
+
+
+def _leaf(kind: type | None, aval: Aval) -> Any:
+    """A leaf as a GraphDef knows it: a Variable, or a bare value."""
+    value = ANY_VALUE if aval is None else jax.ShapeDtypeStruct(*aval)
+    return value if kind is None else make_variable(kind, value, {})
+
+
+def _fits(new: Aval, old: Aval) -> bool:
+    return old is None or (new is not None and new[0] == old[0] and _kind(new[1]) is _kind(old[1]))
+
+
+def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
+    """What is traced is a view, and casting within a kind (float32 to bfloat16) is how precision is changed."""
+    found = [] if isinstance(given, Tracer) else misfits(path, expected, given)
+    return [x for x in found if x.kind != "dtype" or _kind(expected.dtype) is not _kind(given.dtype)]
+
+
+@functools.cache
 def _kind(dtype: Any) -> type:
     for kind in (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
         if jnp.issubdtype(dtype, kind):
             return kind
     return type(dtype)
-
-
-def _expected(row: Row | None, aval: Aval) -> str:
-    array = describe(jax.ShapeDtypeStruct(*aval)) if aval else "any value"
-    return f"{row.type.__name__} ({array})" if row else array
-
-
-def _leaf(x: Any) -> str:
-    return f"{type(x).__name__} ({describe(x._value)})" if isinstance(x, Variable) else describe(x)
 
 
 # --- state, update, pop ---------------------------------------------------------------------------------------------
@@ -394,43 +417,18 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     layout, leaves, objects = _packed(node)
     states = (state, *states)
     given = _in_order(layout, states)
-    new: dict[int, Any] = {}
-    if given is not None:
-        new = dict(enumerate(given))
-        problems = _problems_in_place(layout, leaves, new)
+    if given is None or dict in [type(x) for x in given]:  # a level where there is a leaf
+        new, unexpected = _placed(layout, states, avals_of(leaves))
     else:
-        position = layout.positions
-        flat = _flat_leaves(states, dict(zip(layout.leaf_paths, avals_of(leaves), strict=True)))
-        new = {position[path]: leaf for path, leaf in flat.items() if path in position}
-        problems = _problems_in_place(layout, leaves, new)
-        if len(new) < len(flat):
-            problems |= {path: f"unexpected {_leaf(leaf)}" for path, leaf in flat.items() if path not in position}
-    if problems and strict:
-        listed = [f"{format_path(path)}: {problem}" for path, problem in problems.items()]
-        hint = "Pass strict=False to skip these."
-        raise errors.StateMismatchError(
-            errors.listed("The State does not fit the object; nothing was written.", listed, hint)
-        )
-    _write(layout, leaves, objects, {k: leaf for k, leaf in new.items() if layout.leaf_paths[k] not in problems})
-
-
-def _problems_in_place(layout: Layout, leaves: list[Any], new: dict[int, Any]) -> dict[Path, str]:
-    """Why which of the new leaves, given by position, cannot be written in place of the present ones; by path."""
-    kinds = layout.blueprint.variable_types
-    values = [leaf._cell.value if isinstance(leaf, Variable) else leaf for leaf in new.values()]
+        new, unexpected = dict(enumerate(given)), {}
     present = [leaves[k] for k in new]
-    problems = {}
-    for (k, leaf), value, before, aval, was in zip(
-        new.items(), values, present, avals_of(values), avals_of(present), strict=True
-    ):
-        problem = None
-        if k < len(kinds) and isinstance(leaf, Variable) and type(leaf) is not kinds[k]:
-            problem = f"expected a {kinds[k].__name__}, got a {type(leaf).__name__}"
-        elif aval != was and not isinstance(before, Tracer):
-            problem = _misfit(was, value)
-        if problem:
-            problems[layout.leaf_paths[k]] = problem
-    return problems
+    avals = zip(new, present, avals_of(present), strict=True)
+    found = _misfits(layout, {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}, new, unexpected)
+    if strict:
+        refuse(found, "The State does not fit the object; nothing was written.", "Pass strict=False to skip these.")
+    for x in found:
+        new.pop(layout.positions.get(x.path), None)
+    _write(layout, leaves, objects, new)
 
 
 def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int, Any]) -> None:
@@ -456,7 +454,7 @@ def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int,
                     held = [next(positions) for _ in range(count_leaves(spec))]
                     touched = not new.keys().isdisjoint(held)
                     fields.append((name, spec if touched else SAME))
-                    arrays += [new.get(k, leaves[k]) for k in held if touched]
+                    arrays += _plain([new.get(k, leaves[k]) for k in held if touched])
                 if any(spec is not SAME for _, spec in fields):
                     rows[i] = row._replace(fields=tuple(fields))
     plain = [i for i in values if i not in rows]

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .errors import NonExhaustiveFiltersError, StateMismatchError, format_path
+from .differences import leaf_differences, refuse
+from .errors import NonExhaustiveFiltersError, format_path, listed
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .pickling import exportable
 from .reprs import Group, Leaf, expand_object, read, write
@@ -361,10 +362,8 @@ def replace_by_pure_dict(
 
     found = [(path, find(path), value) for path, value in walk(pure_dict, children) if value is not empty_node]
     if unknown := {path: value for path, target, value in found if target is None}:
-        raise StateMismatchError(
-            f"The dict has values where the State has no leaf:\n{_listing(unknown)}\nThe State has leaves at:\n"
-            f"{_listing(leaves)}\nRemove or rename those of the dict. Nothing was replaced."
-        )
+        remedy = listed("Remove or rename these. The State has leaves at:", list(map(format_path, leaves)))
+        refuse(leaf_differences({}, unknown), "The dict does not fit the State; nothing was replaced.", remedy)
     replace = replace_fn or _replace_value
     new = [(target, replace(leaves[target], value)) for _, target, value in found if target is not None]
     for path, leaf in new:
@@ -492,18 +491,11 @@ def _group(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]
 def _split(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]) -> Any:
     groups, rest = _group(pairs, filters, make)
     if rest:
-        raise NonExhaustiveFiltersError(
-            f"None of the filters {', '.join(map(repr, filters_to_predicates(filters)))} takes these leaves:\n"
-            f"{_listing(dict(rest))}\n"
-            "Add `...` as the last filter to get them too, or use `filter` to leave them out."
-        )
+        head = f"None of the filters {', '.join(map(repr, filters_to_predicates(filters)))} takes these leaves:"
+        remedy = "Add `...` as the last filter to get them too, or use `filter` to leave them out."
+        lines = [f"{format_path(path)}: {type(leaf).__name__}" for path, leaf in rest]
+        raise NonExhaustiveFiltersError(listed(head, lines, remedy))
     return groups
-
-
-def _listing(leaves: Mapping[PathParts, Any]) -> str:
-    """The first ten leaves, one on a line."""
-    lines = [f"  {format_path(path)}: {type(leaf).__name__}" for path, leaf in itertools.islice(leaves.items(), 10)]
-    return "\n".join([*lines, f"  ... and {len(leaves) - 10} more"] if len(leaves) > 10 else lines)
 
 
 def _raw_value(leaf: Any) -> Any:

@@ -67,6 +67,14 @@ def path_sort_key(path: Path) -> list[tuple[str, Any]]:
     return [sort_key(key) for key in path]
 
 
+def path_key(entry: Any) -> Any:
+    """The plain key of an entry of a JAX key path."""
+    for name in ("key", "idx", "name"):
+        if hasattr(entry, name):
+            return getattr(entry, name)
+    return entry
+
+
 def sorted_keys(level: Iterable[Any]) -> tuple:
     """The keys of a level in their order, also when their types are mixed."""
     try:

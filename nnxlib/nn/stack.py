@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import ArgumentError, StateMismatchError, describe, format_path, listed
+from ..core.differences import leaf_differences, refuse
+from ..core.errors import ArgumentError, describe, format_path, listed
 from ..core.graph import build, pack
-from ..core.graphdef import differences
+from ..core.graphdef import structural_differences
 from ..core.module import Module
 from ..core.objects import Node, is_data, new_node
 from ..core.ops import clone, update
@@ -123,16 +124,14 @@ class Stack(Module):
         layout, first, _ = packed[0]
         for i, (other, leaves, _) in enumerate(packed):
             if other is not layout:
-                head = f"The layers of a Stack have one structure, but layers 0 and {i} differ:"
-                raise ArgumentError(
-                    listed(head, [f"{format_path(p)}: {a} and {b}" for p, a, b in differences(layout, other)])
-                )
-            for path, a, b in zip(layout.leaf_paths, first, leaves, strict=True):
-                if _shapes(a) != _shapes(b):
-                    raise ArgumentError(
-                        f"The layers of a Stack have equal shapes, but {format_path(path)} is {describe(a)} in layer 0 "
-                        f"and {describe(b)} in layer {i}."
-                    )
+                found = list(structural_differences(layout, other))
+            else:
+                a, b = (dict(zip(layout.leaf_paths, values, strict=True)) for values in (first, leaves))
+                found = leaf_differences(a, b)
+            if found:
+                head = f"The layers of a Stack have one structure and equal shapes, but layers 0 and {i} differ:"
+                lines = [f"{format_path(x.path)}: {x.before} and {x.after}" for x in found]
+                raise ArgumentError(listed(head, lines, "Make them all alike, or keep them in a list."))
         sample, objects = build(layout, first)
         for x in objects:
             if isinstance(x, Variable):
@@ -205,20 +204,10 @@ class Stack(Module):
 
     def __setitem__(self, index: int, layer: Any) -> None:
         i = self._position(index)
-        old, new = dict(to_flat_state(state_of(self.layers))), dict(to_flat_state(state_of(layer)))
-        if old.keys() != new.keys():
-            problems = [f"{format_path(p)}: missing" for p in old if p not in new]
-            problems += [f"{format_path(p)}: unexpected" for p in new if p not in old]
-            raise StateMismatchError(listed("Not a layer of this Stack:", problems))
-        values = {}
-        for path, variable in old.items():
-            stacked, value = _raw(variable), _raw(new[path])
-            if _shapes(jax.tree.map(lambda x: x[i], stacked)) != _shapes(value):
-                raise StateMismatchError(
-                    f"Not a layer of this Stack: {format_path(path)} is {describe(value)}, and {describe(stacked)} in "
-                    "the Stack."
-                )
-            values[path] = jax.tree.map(lambda x, y: x.at[i].set(y), stacked, value)
+        stacked, given = ({p: _raw(x) for p, x in to_flat_state(state_of(m))} for m in (self.layers, layer))
+        expected = {path: jax.tree.map(lambda x: x[i], value) for path, value in stacked.items()}
+        refuse(leaf_differences(expected, given), "Not a layer of this Stack; nothing was written.", _FROM_LAYERS)
+        values = {p: jax.tree.map(lambda x, y: x.at[i].set(y), value, given[p]) for p, value in stacked.items()}
         update(self.layers, from_flat_state(values))
 
     def _position(self, index: Any) -> int:
@@ -228,6 +217,7 @@ class Stack(Module):
         return i % self.depth
 
 
+_FROM_LAYERS = "Pass a layer built like those of the Stack; nnx.Stack.from_layers makes a Stack of others."
 _LAYERS = StateAxes([(lambda path, leaf: path[0] == "layers", 0), (..., None)])  # of the stack itself: for the paths
 # What changes in a Variable among the further arguments, the next layer finds; the rest is passed whole.
 _AS_IN_A_LOOP = StateAxes({Variable: Carry, ...: None})
@@ -249,11 +239,6 @@ def _step(x: Any, data: tuple[dict, dict], stack: Stack, *, static_args: dict, s
     args, kwargs = data
     args = {**static_args, **args}
     return stack.layers(x, *(args[i] for i in range(len(args))), **static_kwargs, **kwargs)
-
-
-def _shapes(value: Any) -> Any:
-    leaves, structure = jax.tree.flatten(value)
-    return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
 
 def _raw(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from ..core.objects import Node, Pytree, Static
 from ..core.ops import state
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
 from ..core.variables import Variable
-from .stored import matched, shown, store, without_aliases
+from .stored import matched, set_values, shown, store, without_aliases
 
 A = TypeVar("A")
 
@@ -73,11 +73,13 @@ class EMA(Pytree):
         """
         averages = dict(to_flat_state(self.params))
         head = f"The values do not fit what this EMA averages (only={shown(self.filter)}); nothing was changed."
-        found = matched(_selected(updates, self.filter), averages, (), head)
+        found = matched(_selected(updates, self.filter), averages, (), head, _OF_THE_SAME_MODEL)
         for average in averages.values():
             average.check_writable()
-        for path, average in averages.items():
-            average.set_raw_value(jax.tree.map(self._mean, average.get_raw_value(), found[path]))
+        set_values(
+            averages.values(),
+            [jax.tree.map(self._mean, average.get_raw_value(), found[path]) for path, average in averages.items()],
+        )
 
     def _mean(self, average: Any, value: Any) -> Any:
         dtype = jnp.result_type(average)
@@ -99,9 +101,13 @@ class EMA(Pytree):
         layout, leaves, objects = pack(model)
         live = {layout.paths[i]: objects[i] for i in layout.variables}
         averages = dict(to_flat_state(self.params))
-        matched(from_flat_state(live), averages, live.keys(), f"This {type(model).__name__} does not fit the EMA.")
+        head = f"This {type(model).__name__} does not fit the EMA."
+        matched(from_flat_state(live), averages, live.keys(), head, _OF_THE_SAME_MODEL)
         given = {i: averages.get(layout.paths[i], objects[i]) for i in layout.variables}
         return build(layout, leaves, given)[0]
+
+
+_OF_THE_SAME_MODEL = "Pass the model that the averages are of, or make new ones: nnx.EMA(model, decay)."
 
 
 def _selected(params: Any, only: Filter) -> State:

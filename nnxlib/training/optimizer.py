@@ -193,13 +193,14 @@ class Optimizer(Pytree, Generic[M]):
     def _check_state(self, params: State) -> None:
         """Raise StateMismatchError if the state is not one for these parameters."""
         made = to_opt_state(jax.eval_shape(self.tx.init, params))
-        matched(state({"opt_state": self.opt_state}), dict(to_flat_state(state({"opt_state": made}))), (), _CHANGED)
+        expected = dict(to_flat_state(state({"opt_state": made})))
+        matched(state({"opt_state": self.opt_state}), expected, (), _CHANGED, _MAKE_A_NEW_ONE)
 
     def _gradients(self, grads: Any, params: Any, model: Any) -> Any:
         """The State of the gradients of the trained Variables, as plain values."""
         untrained = to_flat_state(state(model)).paths
         head = f"The gradients do not fit what this optimizer trains (wrt={shown(self.wrt)}); nothing was changed."
-        found = matched(grads, dict(to_flat_state(params)), frozenset(untrained), head)
+        found = matched(grads, dict(to_flat_state(params)), frozenset(untrained), head, _DIFFERENTIATE)
         return map_state(lambda path, _: found[path], params)
 
     def _kept(self) -> tuple[list[OptState], Any]:
@@ -237,9 +238,12 @@ _LABELS = """\
 If labels or a mask were given: the transformation works on a State of what it trains, and labels for it are a State, \
 too, or a function of it. Make them by nnx.map_state(lambda path, variable: ..., nnx.state(model, wrt))."""
 
-_CHANGED = """\
-The state of this optimizer does not fit the parameters of the model; nothing was changed. If the model was given \
-other parameters after the optimizer was made, make a new one: nnx.Optimizer(model, tx, wrt=...)."""
+_CHANGED = "The state of this optimizer does not fit the parameters of the model; nothing was changed."
+_MAKE_A_NEW_ONE = """\
+If the model was given other parameters after the optimizer was made, make a new one: nnx.Optimizer(model, tx, \
+wrt=...)."""
+_DIFFERENTIATE = """\
+Pass what nnx.grad returns for this model; what is trained is differentiated by argnums=nnx.DiffState(0, wrt)."""
 
 # --- helpers --------------------------------------------------------------------------------------------------------
 

@@ -21,16 +21,15 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
 
 from ..core.containers import Dict, List
-from ..core.errors import StateMismatchError, describe, format_path, listed
+from ..core.differences import leaf_differences, refuse
 from ..core.filters import Filter
-from ..core.graph import path_key
 from ..core.objects import Node
 from ..core.ops import state
 from ..core.state import FlatState, State, from_flat_state, to_flat_state
 from ..core.tracing import Tracer
+from ..core.traversals import path_key
 from ..core.variables import Variable
 
 Path = tuple[Any, ...]
@@ -119,7 +118,9 @@ def without_aliases(values: Sequence[Any], others: Sequence[Any] = ()) -> list[A
     return [jax.tree.map(own, value) for value in values]
 
 
-def matched(given: Any, expected: Mapping[Path, Any], ignored: Collection[Path], head: str) -> dict[Path, Any]:
+def matched(
+    given: Any, expected: Mapping[Path, Any], ignored: Collection[Path], head: str, remedy: str
+) -> dict[Path, Any]:
     """The plain values in ``given`` at the paths of ``expected``; those at the paths ``ignored`` may be there too.
 
     Args:
@@ -127,6 +128,7 @@ def matched(given: Any, expected: Mapping[Path, Any], ignored: Collection[Path],
       expected: the leaves that the values are for, by path.
       ignored: paths of leaves that are not wanted.
       head: the first line of the message: what does not fit what.
+      remedy: the last.
 
     Raises:
       StateMismatchError: for missing and unexpected paths and for wrong shapes.
@@ -134,20 +136,15 @@ def matched(given: Any, expected: Mapping[Path, Any], ignored: Collection[Path],
     given = (
         from_flat_state(given) if isinstance(given, FlatState) else state(given) if isinstance(given, Node) else given
     )
-    found, problems = {}, []
-    for path, leaf in expected.items():
-        value = found[path] = plain(_at(given, path))
-        shape, wanted = _shape(value), _shape(plain(leaf))
-        if value is _NOTHING:
-            problems.append(f"{format_path(path)}: missing, it has to fit {describe(plain(leaf))}")
-        elif wanted is not None and shape != wanted:
-            problems.append(f"{format_path(path)}: expected shape {wanted}, got {describe(value)}")
+    there = {path: _at(given, path) for path in expected}
+    found = {path: plain(value) for path, value in there.items() if value is not _NOTHING}
+    others = {}
     for keys, leaf in jtu.tree_flatten_with_path(given, is_leaf=is_variable)[0]:
         path = tuple(map(path_key, keys))
         if not any(path[:n] in expected or path[:n] in ignored for n in range(len(path) + 1)):
-            problems.append(f"{format_path(path)}: unexpected {describe(plain(leaf))}")
-    if problems:
-        raise StateMismatchError(listed(head, problems))
+            others[path] = plain(leaf)
+    differences = leaf_differences(expected, found | others)
+    refuse([x for x in differences if x.kind != "dtype"], head, remedy)
     return found
 
 
@@ -161,13 +158,6 @@ def _at(tree: Any, path: Path) -> Any:
         except (KeyError, IndexError, TypeError):
             return _NOTHING
     return tree
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of an array or number; None for other pytrees, which JAX compares itself."""
-    if value is _NOTHING or not (hasattr(value, "shape") or isinstance(value, int | float | complex)):
-        return None
-    return np.shape(value)
 
 
 def _items(tree: Any) -> tuple[list[Any], Any]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.errors import PrefixError, format_path, listed
+from ..core.differences import leaf_differences, refuse
+from ..core.errors import PrefixError
 from ..core.graph import Layout, VariableRow
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.variables import Variable, make_variable
-from .body_checks import type_changes
 
 DataTransform = Callable[[Any, State], Any]
 
@@ -34,22 +34,20 @@ def transformed_data(
     def enter(leaves: Sequence[Any]) -> list[Any]:
         found = list(leaves)
         for label, positions in groups.items():
-            given = from_flat_state([(paths[k], _variable(layout, k, leaves[k])) for k in positions])
-            returned = dict(to_flat_state(hook(label, given)))
-            if returned.keys() != {paths[k] for k in positions}:
-                lost = [format_path(paths[k]) for k in positions if paths[k] not in returned]
-                new = [format_path(path) for path in returned if path not in {paths[k] for k in positions}]
-                raise PrefixError(f"data_transform must return the paths it is given; lost: {lost}, new: {new}.")
+            given = {paths[k]: leaves[k] for k in positions}
+            variables = from_flat_state([(paths[k], _variable(layout, k, leaves[k])) for k in positions])
+            returned = dict(to_flat_state(hook(label, variables)))
+            values = {p: x.get_raw_value() if isinstance(x, Variable) else x for p, x in returned.items()}
+            refuse(leaf_differences(given, values), _OTHER_TYPES, _AS_TREE_MAP, PrefixError)
             for k in positions:
-                value = returned[paths[k]]
-                found[k] = value.get_raw_value() if isinstance(value, Variable) else value
-            before, after = [leaves[k] for k in positions], [found[k] for k in positions]
-            changes = type_changes(before, after, [layout.leaf_paths[k] for k in positions])
-            if changes:
-                raise PrefixError(listed("data_transform must keep shapes and dtypes:", changes))
+                found[k] = values[paths[k]]
         return found
 
     return enter
+
+
+_OTHER_TYPES = "What data_transform returns does not fit what it is given; nothing was changed."
+_AS_TREE_MAP = "Return a State with the same paths, shapes and dtypes, as jax.tree.map does."
 
 
 def _variable(layout: Layout, k: int, value: Any) -> Variable:

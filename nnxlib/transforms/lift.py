@@ -43,13 +43,13 @@ from ..core.graph import (
     commit,
     diff,
     has_refs,
-    path_key,
 )
 from ..core.inputs import AbsentInput, Input, is_read
 from ..core.objects import Node, is_data
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
 from ..core.tracing import boundary
+from ..core.traversals import path_key
 from ..core.variables import MISSING, Cell
 from .axes import stack_axes, stack_recorded, strip_axes
 from .prefixes import (

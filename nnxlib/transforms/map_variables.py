@@ -14,7 +14,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core.errors import ArgumentError, EmptySelectionError, NnxError, StateMismatchError, format_path
+from ..core.differences import ANY_VALUE, leaf_differences, refuse
+from ..core.errors import ArgumentError, EmptySelectionError, NnxError, format_path
 from ..core.filters import Filter, to_predicate
 from ..core.graph import After, Packed, VariableRow, commit
 from ..core.records import pack_call
@@ -82,10 +83,7 @@ def map_variables(
         stored = dict(zip(layout.variables, packed.leaves, strict=False))
         seen = dict(stored)
         for rows in _by_argument(predicate, layout.variables, layout.paths, packed.objects):
-            found = _called(trans_in, "trans_in", layout.paths, rows, {i: packed.objects[i] for i in rows})
-            if missing := rows.keys() - found.keys():
-                raise StateMismatchError(f"trans_in has returned no value for {_names(layout.paths, missing)}.")
-            seen |= found
+            seen |= _called(trans_in, "trans_in", layout.paths, rows, {i: packed.objects[i] for i in rows})
         leaves = [*seen.values(), *packed.leaves[len(seen) :]]
         _, after = cross(function, layout, leaves)
         return _commit(packed, predicate, trans_out, stored, seen, after)
@@ -113,15 +111,13 @@ def _called(trans: Trans, name: str, paths: Any, rows: Rows, variables: Mapping[
     items = [(rows[i], x.copy()) for i, x in variables.items()]
     alone = len(items) == 1 and items[0][0] == ()  # the argument is itself a Variable
     given = trans(items[0][1] if alone else from_flat_state(items))
-    returned = [((), given)] if alone else list(to_flat_state(given))
-    row_of = {path: i for i, path in rows.items()}
-    unknown = [path for path, _ in returned if path not in row_of]
-    if unknown:
-        raise StateMismatchError(
-            f"{name} has returned values for {', '.join(map(format_path, unknown))}, but the mapped Variables are "
-            f"{', '.join(map(format_path, row_of))}."
-        )
-    return {row_of[path]: x.get_raw_value() if isinstance(x, Variable) else x for path, x in returned}
+    returned = {(): given} if alone else dict(to_flat_state(given))
+    argument = paths[next(iter(rows))][:2]
+    values = {(*argument, *path): x.get_raw_value() if isinstance(x, Variable) else x for path, x in returned.items()}
+    expected = {paths[i]: variables.get(i, ANY_VALUE) for i in rows if i in variables or paths[i] in values}
+    found = [x for x in leaf_differences(expected, values) if x.kind in ("removed", "added")]
+    refuse(found, _OTHER_PATHS.format(name=name), _AS_TREE_MAP)
+    return {i: values[paths[i]] for i in rows if paths[i] in values}
 
 
 def _names(paths: Any, rows: Any) -> str:
@@ -150,14 +146,14 @@ def _commit(
         if changed and trans_out is None:
             raise ReadOnlyError(_READ_ONLY.format(paths=_names(paths, changed)))
         if changed and trans_out is not None:
-            found = _called(trans_out, "trans_out", paths, rows, changed)
-            if missing := changed.keys() - found.keys():
-                raise StateMismatchError(f"trans_out has returned no value for {_names(paths, missing)}.")
-            values |= found
+            values |= _called(trans_out, "trans_out", paths, rows, changed)
     plain = tuple(sorted(values.keys() - set(renewed)))
     leaves = [*(values[i] for i in (*plain, *renewed)), *after.leaves[len(numbers) :]]
     return commit(packed.layout, delta._replace(values=plain), leaves, packed.objects)
 
+
+_OTHER_PATHS = "{name} has to return a value for each Variable that it is given; nothing was changed."
+_AS_TREE_MAP = "Return a State with the paths of the one that is given, as jax.tree.map does."
 
 _READ_ONLY = """\
 The function changes {paths}, which holds a transformed value: map_variables has no trans_out that could make a value \

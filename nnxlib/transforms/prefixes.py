@@ -20,8 +20,9 @@ import numpy as np
 
 from ..core.errors import AliasingError, PrefixError, format_path
 from ..core.filters import Filter, to_predicate
-from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, count_leaves, pack, path_key
+from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, count_leaves, pack
 from ..core.objects import is_node
+from ..core.traversals import path_key
 
 Label = Hashable
 

@@ -11,6 +11,7 @@ and for the same reason, a :class:`~nnxlib.core.errors.RetraceWarning` says so.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections import deque
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..core.differences import Difference, as_change
 from ..core.errors import RetraceWarning, format_path, listed
 from ..core.graph import Layout, Tree
-from ..core.graphdef import Difference, structural_differences
+from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
 
 _KEPT = 32  # notes
@@ -81,10 +83,7 @@ class Traces:
         return listed(head, list(map(_line, found)) or [_NOTHING])
 
 
-def _line(difference: Difference) -> str:
-    path = format_path(difference.path) if difference.path else "the arguments"
-    return f"{path}: {difference.before} became {difference.after}"
-
+_line = functools.partial(as_change, root="the arguments")
 
 _NOTHING = """\
 nothing in the arguments: a setting of JAX (its configuration, the mesh, the default device), the sharding of an \

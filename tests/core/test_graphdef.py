@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.graphdef import differences
+from nnxlib.core.graphdef import structural_differences
 
 
 class Layer(nnx.Module):
@@ -30,7 +30,8 @@ class Net(nnx.Module):
 
 
 def difference(a, b):
-    return list(differences(nnx.graphdef(a).layout, nnx.graphdef(b).layout))
+    found = structural_differences(nnx.graphdef(a).layout, nnx.graphdef(b).layout)
+    return [(x.path, x.before, x.after) for x in found]
 
 
 # --- equality ---

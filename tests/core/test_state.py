@@ -540,7 +540,7 @@ def test_split_lists_what_is_left_over():
         "Add `...` as the last filter to get them too, or use `filter` to leave them out."
     )
     with pytest.raises(NonExhaustiveFiltersError, match=r"\.\.\. and 10 more"):
-        State(dict.fromkeys(range(20), 1)).split(str)
+        State(dict.fromkeys(range(30), 1)).split(str)
     with pytest.raises(FilterOrderError, match="come last"):
         model_state().split(..., Param)
 
@@ -603,7 +603,7 @@ def test_values_that_are_pytrees_round_trip():
     state = State({"a": Param({"x": 1, "y": {"z": 2}})})
     state.replace_by_pure_dict({"a": {"x": 3, "y": {"z": 4}}})
     assert state.a.value == {"x": 3, "y": {"z": 4}}
-    with pytest.raises(StateMismatchError, match=r"b\.x: int"):
+    with pytest.raises(StateMismatchError, match=r"b\.x: unexpected int"):
         State({"b": Param(1.0)}).replace_by_pure_dict({"b": {"x": 1}})
 
 
@@ -631,10 +631,14 @@ def test_unknown_paths_are_listed_and_nothing_is_replaced():
     pure = {"scale": 0.0, "layers": {"1": {"kernel": 1.0}}, "norm": {"mean": {"x": 2}}, "extra": 3}
     with pytest.raises(StateMismatchError) as error:
         state.replace_by_pure_dict(pure)
-    assert "  layers['1'].kernel: float\n  norm.mean.x: int\n  extra: int\n" in str(error.value)
-    assert "  norm.mean: BatchStat\n" in str(error.value)
+    assert str(error.value).startswith(
+        "The dict does not fit the State; nothing was replaced.\n"
+        "  extra: unexpected int\n  layers['1'].kernel: unexpected float\n  norm.mean.x: unexpected int\n"
+        "Remove or rename these. The State has leaves at:\n"
+    )
+    assert "\n  norm.mean\n" in str(error.value)
     assert state == model_state()
-    with pytest.raises(StateMismatchError, match="norm: float"):
+    with pytest.raises(StateMismatchError, match="norm: unexpected float"):
         state.replace_by_pure_dict({"norm": 1.0})
 
 

@@ -308,9 +308,9 @@ def wrong_shape(grads):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (missing, r"wrt=Param\); nothing was changed.\n  layers\[0\].bias: missing, .* float32\[4\]\n  layers\[1\]"),
+        (missing, r"wrt=Param\); nothing was changed.\n  layers\[0\].bias: missing, .*float32\[4\]\)\n  layers\[1\]"),
         (unexpected, r"head.bias: unexpected float32\[2\]"),
-        (wrong_shape, r"adapter: expected shape \(4,\), got float32\[3, 4\]"),
+        (wrong_shape, r"adapter: expected shape \(4,\), got \(3, 4\)\nPass what nnx\.grad returns"),
         (lambda grads: None, r"adapter: missing"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import nnxlib as nnx
 from nnxlib.core.errors import StateMismatchError
-from nnxlib.core.graph import path_key
+from nnxlib.core.traversals import path_key
 from nnxlib.training.stored import StateDict, matched, restore, store, without_aliases
 
 leaves = st.integers(0, 9).map(np.int32) | st.integers(0, 9).map(nnx.Param)
@@ -76,5 +76,5 @@ def test_buffers_in_two_places_are_copied():
 def test_only_the_first_twenty_problems_are_listed():
     """And how many more there are."""
     expected = {("layers", i): nnx.Param(jnp.ones(2)) for i in range(25)}
-    with pytest.raises(StateMismatchError, match=r"layers\[19\]: missing, .*\n  ... and 5 more$"):
-        matched({}, expected, (), "This does not fit.")
+    with pytest.raises(StateMismatchError, match=r"layers\[19\]: missing, .*\n  ... and 5 more\nPass another.$"):
+        matched({}, expected, (), "This does not fit.", "Pass another.")

@@ -214,9 +214,9 @@ def exchanged(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (grown, r"mu\.layers\[0\]\.lora\.lora_a: missing, it has to fit float32\[2, 2\]"),
+        (grown, r"mu\.layers\[0\]\.lora\.lora_a: missing, expected OptVariable \(float32\[2, 2\]\)"),
         (shrunk, r"mu\.layers\[1\]\.kernel: unexpected float32\[3, 1\]"),
-        (exchanged, r"mu\.layers\[1\]\.bias: expected shape \(7,\), got float32\[1\]"),
+        (exchanged, r"mu\.layers\[1\]\.bias: expected shape \(7,\), got \(1,\)"),
     ],
 )
 def test_a_state_of_other_parameters_is_refused(change, message):
@@ -226,7 +226,7 @@ def test_a_state_of_other_parameters_is_refused(change, message):
     change(model)
     before = nnx.to_pure_dict(nnx.state((model, optimizer)))
     grads = nnx.grad(lambda model: model(jnp.ones(2)).sum())(model)
-    with pytest.raises(StateMismatchError, match=rf"make a new one: nnx\.Optimizer(?s:.)*{message}"):
+    with pytest.raises(StateMismatchError, match=rf"{message}(?s:.)*make a new one: nnx\.Optimizer"):
         optimizer.update(model, grads)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, before, nnx.to_pure_dict(nnx.state((model, optimizer)))))
 

@@ -1,0 +1,137 @@
+"""What differs between two models or States: found by path, and said in words.
+
+A :class:`Difference` is one place where something was there before and something else is after. ``nnx.diff`` shows them
+as a table; an error says them as changes or, where the first of the two things is what was expected, as misfits:
+
+    kind       as a change                      as a misfit
+    removed    b: float32[3] became nothing     b: missing, expected float32[3]
+    added      b: nothing became float32[3]     b: unexpected float32[3]
+    shape      b: (3,) became (2,)              b: expected shape (3,), got (2,)
+
+Structures are compared in ``graphdef.py``, the leaves of States here. Which differences count is for each operation to
+say: by the comparison of two values that it passes on, and by leaving out the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.tree_util import all_leaves, tree_flatten_with_path
+
+from .errors import StateMismatchError, describe, format_path, listed
+from .traversals import path_key, path_sort_key
+from .variables import Variable
+
+Path = tuple[Any, ...]
+Aval = tuple[tuple[int, ...], Any] | None
+
+
+class Difference(NamedTuple):
+    """One place where two things differ: ``kind`` says in what, ``before`` and ``after`` are as shown to a user."""
+
+    path: tuple
+    kind: str
+    before: str
+    after: str
+
+
+Comparison = Callable[[Path, Any, Any], Iterable[Difference]]
+
+# --- in words -------------------------------------------------------------------------------------------------------
+
+
+def as_change(found: Difference, root: str = "<root>") -> str:
+    """Write a difference as what something was and has become; ``root`` is what has no path."""
+    return f"{format_path(found.path) if found.path else root}: {found.before} became {found.after}"
+
+
+def as_misfit(found: Difference) -> str:
+    """Write a difference as what was expected and what was given.
+
+    >>> as_misfit(Difference(('bias',), 'shape', '(3,)', '(2,)'))
+    'bias: expected shape (3,), got (2,)'
+    """
+    path, kind, expected, given = found
+    if kind == "removed":
+        said = f"missing, expected {expected}"
+    elif kind == "added":
+        said = f"unexpected {given}"
+    else:
+        said = f"expected {'' if kind == 'type' else f'{kind} '}{expected}, got {given}"
+    return f"{format_path(path)}: {said}"
+
+
+def refuse(found: Sequence[Difference], head: str, remedy: str, error: type[Exception] = StateMismatchError) -> None:
+    """Raise an error that lists these misfits, if there are any."""
+    if found:
+        raise error(listed(head, list(map(as_misfit, found)), remedy))
+
+
+def _describe_leaf(x: Any) -> str:
+    return f"{type(x).__name__} ({describe(x._value)})" if isinstance(x, Variable) else describe(x)
+
+
+# --- comparing ------------------------------------------------------------------------------------------------------
+
+
+def aval_of(value: Any) -> Aval:
+    """The shape and dtype of an array, None for anything else."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return (tuple(shape), dtype) if isinstance(shape, tuple) and dtype is not None else None
+
+
+def array_differences(path: Path, x: Any, y: Any) -> list[Difference]:
+    """In shape and dtype; and where one is an array and the other is not, in what they are."""
+    p, q = aval_of(x), aval_of(y)
+    if p == q:
+        return []
+    if p is None or q is None:
+        return [Difference(path, "type", describe(x), describe(y))]
+    pairs = zip(("shape", "dtype"), p, q, strict=True)
+    return [Difference(path, kind, str(before), str(after)) for kind, before, after in pairs if before != after]
+
+
+def misfits(path: Path, expected: Any, given: Any) -> list[Difference]:
+    """As :func:`array_differences`, but a Python number is an array without axes, of any dtype."""
+    found = array_differences(path, expected, given)
+    with_a_number = found and not _NUMBERS.isdisjoint((type(expected), type(given)))
+    return [] if with_a_number and getattr(expected, "shape", ()) == getattr(given, "shape", ()) else found
+
+
+_NUMBERS = frozenset({bool, int, float, complex})
+ANY_VALUE = type("any value", (), {"__doc__": "Stands, under its name, for what is not known: everything fits it."})()
+
+
+def leaf_differences(
+    before: Mapping[Path, Any], after: Mapping[Path, Any], compare: Comparison = misfits
+) -> list[Difference]:
+    """Compare the leaves of two States by path, the arrays in them by ``compare``; metadata are left out."""
+    found: list[Difference] = []
+    for path, x in before.items():
+        if path not in after:
+            found.append(Difference(path, "removed", _describe_leaf(x), "nothing"))
+            continue
+        y = after[path]
+        if isinstance(x, Variable):
+            if isinstance(y, Variable) and type(x) is not type(y):
+                found.append(Difference(path, "type", type(x).__name__, type(y).__name__))
+            x = x._value
+        y = y._value if isinstance(y, Variable) else y
+        if x is not ANY_VALUE:
+            whole = all_leaves((x, y)) or aval_of(x) or aval_of(y)
+            found += compare(path, x, y) if whole else _pytree_differences(path, x, y, compare)
+    found += [Difference(p, "added", "nothing", _describe_leaf(y)) for p, y in after.items() if p not in before]
+    return sorted(found, key=lambda difference: path_sort_key(difference.path))
+
+
+def _pytree_differences(path: Path, x: Any, y: Any, compare: Comparison) -> list[Difference]:
+    (keyed, treedef), (others, other) = map(tree_flatten_with_path, (x, y))
+    if treedef != other:
+        return [Difference(path, "type", _describe_tree(x, treedef), _describe_tree(y, other))]
+    pairs = zip(keyed, others, strict=True)
+    return [d for (keys, p), (_, q) in pairs for d in compare((*path, *map(path_key, keys)), p, q)]
+
+
+def _describe_tree(x: Any, treedef: Any) -> str:
+    return str(treedef) if treedef.num_leaves and not all_leaves([x]) else describe(x)
