@@ -218,7 +218,7 @@ class JitWrapped:
             if kwargs:
                 row, key = with_names(args, kwargs)
             if captured:
-                row, key = (*row, *captured), (key,)
+                row, key = (*row, *captured), (key, len(captured))
             if self._flatten is not None:
                 row, key = unfold(row, key, self._flatten, self._has_static)
             form = self._forms.get(key)
@@ -247,9 +247,7 @@ class JitWrapped:
                 self._flatten = FLATTEN[0] if self._flatten is None else FLATTEN[1]
             site = None if found is None else self._sites.get(found[0])
             if found is not None and site is not None:
-                if site.of_one and key not in self._forms:
-                    self._forms[key] = Form()
-                return site.call(found, self._forms[key] if site.of_one else None)
+                return site.call(found, self._forms)
         except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
             pass
         except TypeError:
@@ -361,8 +359,9 @@ class JitWrapped:
 
     def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> Plan:
         """The plan for a layout; donation only matters at top level."""
-        layout, in_order, labels = packed.layout, (), None
-        contexts = []
+        layout, labels = packed.layout, None
+        contexts: list[Any] = []
+        in_order: Sequence[Any] = ()
         if not self._one_lane:
             contexts = self._contexts(arguments, donate)
             labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
@@ -373,7 +372,7 @@ class JitWrapped:
             plan = self._plans[key] = self._new_plan(layout, contexts, labels, in_order)
         return plan
 
-    def _new_plan(self, layout: Layout, contexts: list[Any], labels: Labels | None, in_order: Sequence[_Lane]) -> Plan:
+    def _new_plan(self, layout: Layout, contexts: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
         new_crossing = functools.partial(Crossing, layout, lender=self._traces)

@@ -8,8 +8,9 @@ function touches.
 
 A site refers to no object: what it picks of a record is kept on the record, which goes when the model does.
 
-The most frequent call, of one object and plain arrays, has a :class:`Shortcut` on the record, in which all this has
-been looked up. It is found by the :class:`Form` in which the arguments are given.
+The most frequent calls, of objects and plain arrays that change no structure, have a :class:`Shortcut`, in which all
+this has been looked up. Each record keeps its :class:`Part` of it, found by the :class:`Form` in which the arguments
+are given.
 """
 
 from __future__ import annotations
@@ -208,34 +209,31 @@ class _Writes:
 class Site:
     """A call of one structure."""
 
-    __slots__ = ("__weakref__", "_all_writes", "_places", "_reads", "_writes", "of_one", "plan")
+    __slots__ = ("__weakref__", "_all_writes", "_places", "_reads", "_writes", "plan")
 
     def __init__(self, plan: Plan, key: tuple, records: Sequence[Record]):
         self.plan = plan
-        self.of_one = len(records) == 1  # whether it is of one object
-        shared = () if self.of_one or not records else key[-1]
+        shared = key[-1] if len(records) > 1 else ()
         self._places = _Places(plan.crossing.layout, shared, records)
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: _Writes | None = None  # of its last outcome
         self._all_writes: dict[Outcome, _Writes] = {}
 
-    def call(self, found: Found, form: Form | None) -> Any:
-        """Call the compiled function with what was found, and write what it changed.
-
-        In calls of one object, the form of the arguments gets a shortcut.
+    def call(self, found: Found, forms: dict[Hashable, Form]) -> Any:
+        """Call the compiled function with what was found, and write what it changed; leave a shortcut for next time.
 
         Raises:
           AbsentInput: if it is not known yet what to pass, or for these arguments the function reads more.
         """
-        _, leaves, records, plain = found
+        key, leaves, records, plain = found
         compiled, reads = self.plan.compiled, self._reads
         if reads is None or reads.compiled is not compiled:
             if compiled is None:
                 raise AbsentInput
             reads = self._reads = _Reads(compiled, self._places)
         returned = reads.jitted(*reads.gather(records, plain))
-        if form is not None:
-            self._shorten(form, leaves, reads, returned[-1], records[0])
+        if self._can_be_short(records, returned[-1]):
+            self._shorten(forms.setdefault(key[0], Form()), leaves, records, reads, returned[-1])
         return self.finish(leaves, records, returned)
 
     def finish(self, leaves: Sequence[Any], records: list[Record], returned: Sequence[Any]) -> Any:
@@ -260,39 +258,60 @@ class Site:
             found = self._all_writes[outcome] = _Writes(outcome, self._places)
         return found
 
-    def _shorten(self, form: Form, leaves: Sequence[Any], reads: _Reads, outcome: Outcome, record: Record) -> None:
-        """Leave a shortcut with the record, if there can be one."""
-        if record.arrays or record.mutable or outcome.delta.rows or outcome.returns_objects or self.plan.in_groups:
-            return
-        form.place = next(k for k, x in enumerate(leaves) if is_node(x))
-        if len(record.shortcuts) >= KEPT:  # of functions that are gone
-            record.shortcuts.clear()
-        record.shortcuts[form] = Shortcut(self, reads, self._writes_of(outcome), record)
+    def _can_be_short(self, records: list[Record], outcome: Outcome) -> bool:
+        if outcome.delta.rows or outcome.returns_objects or self.plan.in_groups or not records:
+            return False
+        return len({*records}) == len(records) and not any(record.arrays or record.mutable for record in records)
+
+    def _shorten(
+        self, form: Form, leaves: Sequence[Any], records: list[Record], reads: _Reads, outcome: Outcome
+    ) -> None:
+        """Leave a shortcut with the records."""
+        places = [k for k, x in enumerate(leaves) if is_node(x)]
+        form.place = places[0]
+        plain = [k for k in range(len(leaves)) if k not in places]
+        writes = self._writes_of(outcome)
+        shortcut = Shortcut(self, reads, writes, places[1:], plain)
+        for k, (place, record) in enumerate(zip(places, records, strict=True)):
+            inputs, outputs = (
+                [*chain(*_cells([x for x in picks if x[0] == k], records))] for picks in (reads.cells, writes.cells)
+            )
+            if len(record.shortcuts) >= KEPT:  # of functions that are gone
+                record.shortcuts.clear()
+            record.shortcuts[form] = Part(shortcut, place, inputs, outputs)
 
 
 class Shortcut:
-    """A call of one object and plain arrays, with its very cells.
+    """A call of some objects and plain arrays.
 
-    It is kept on the record of the object, and gone with it. To the function it refers weakly: one that is dropped is
-    not kept by the models that it was called with.
+    To the function it refers weakly: one that is dropped is not kept by the models that it was called with.
     """
 
-    __slots__ = ("inputs", "outcome", "output", "outputs", "reads", "site")
+    __slots__ = ("others", "outcome", "output", "plain", "reads", "site")
 
-    def __init__(self, site: Site, reads: _Reads, writes: _Writes, record: Record):
+    def __init__(self, site: Site, reads: _Reads, writes: _Writes, others: list[int], plain: list[int]):
         self.site, self.reads = weakref.ref(site), weakref.ref(reads)
-        self.inputs = [*chain(*_cells(reads.cells, [record]))]
-        self.outputs = [*chain(*_cells(writes.cells, [record]))]
+        self.others, self.plain = others, plain  # where among the leaves the objects are but for the first; the others
         self.outcome, self.output = writes.outcome, writes.output
 
 
+class Part:
+    """What a shortcut reads and writes of one object: its very cells. Kept on the record of the object alone."""
+
+    __slots__ = ("inputs", "outputs", "place", "shortcut")
+
+    def __init__(self, shortcut: Shortcut, place: int, inputs: list[Cell], outputs: list[Cell]):
+        self.shortcut, self.place = shortcut, place  # of the object among the leaves
+        self.inputs, self.outputs = inputs, outputs
+
+
 class Form:
-    """How a function is given its arguments: the key to the shortcuts of such calls, on the record of the object."""
+    """How a function is given its arguments: the key to the shortcuts of such calls, on the records of the objects."""
 
     __slots__ = ("place",)
 
     def __init__(self) -> None:
-        self.place = 0  # of the object among the leaves, in the last call
+        self.place = 0  # of the first object among the leaves, in the last call
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """Call by the shortcut; :data:`ELSEWHERE` if this is not the way of this call.
@@ -303,31 +322,42 @@ class Form:
         place = self.place
         try:
             record = leaves[place]._nnx_record
-        except (AttributeError, IndexError):
+        except AttributeError:
             return ELSEWHERE
         if record is None or record.unchecked == 1 or not record.stamp.valid:
             return ELSEWHERE
-        shortcut = record.shortcuts.get(self)
-        if shortcut is None:
+        part = record.shortcuts.get(self)
+        if part is None or part.place != place:
             return ELSEWHERE
+        shortcut, records, cells = part.shortcut, [record], part.outputs
         reads = shortcut.reads()
         if reads is None:
             return ELSEWHERE
-        inputs = [cell.value for cell in shortcut.inputs]
+        record.unchecked -= 1
+        inputs = [cell.value for cell in part.inputs]
         if len(leaves) > 1:
-            plain = [*leaves[:place], *leaves[place + 1 :]] if place else leaves[1:]
-            for x in plain:
+            for place in shortcut.others:
+                record = getattr(leaves[place], "_nnx_record", None)
+                if record is None or record.unchecked == 1 or not record.stamp.valid:
+                    return ELSEWHERE
+                part = record.shortcuts.get(self)
+                if part is None or part.shortcut is not shortcut or part.place != place:
+                    return ELSEWHERE
+                record.unchecked -= 1
+                records.append(record)
+                inputs += [cell.value for cell in part.inputs]
+                cells = cells + part.outputs
+            for k in shortcut.plain:
+                x = leaves[k]
                 if type(x) not in _LEAF_TYPES:
                     return ELSEWHERE
-            inputs += plain
-        record.unchecked -= 1
+                inputs.append(x)
         returned = reads.jitted(*inputs)
         if returned[-1] is not shortcut.outcome:
             site = shortcut.site()
             assert site is not None  # it has the reads
-            return site.finish(leaves, [record], returned)
+            return site.finish(leaves, records, returned)
         out = shortcut.output(returned)
-        cells = shortcut.outputs
         if len(cells) == 1:
             cells[0].value = returned[0]
         elif cells:

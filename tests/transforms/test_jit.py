@@ -8,6 +8,7 @@ import inspect
 import os
 import pathlib
 import pickle
+import random
 import subprocess
 import sys
 import weakref
@@ -503,6 +504,58 @@ def test_attributes_attached_and_removed_again():
     assert f.traces == 2
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_several_objects_in_any_company(seed):
+    """Which objects come together, in which places, shared or not, changed or not: each call is as if it was eager."""
+
+    def step(a, b, x):
+        a.layers[0].w.value = (a.layers[0].w + x * b.layers[1].w) % 7  # whole numbers: no rounding
+        b.layers[0].calls += 1
+        return a(x).sum() * (2 if b.loud else 1)
+
+    def make():
+        nets = [Net() for _ in range(3)]
+        for net in nets:
+            net.loud = False
+        return nets
+
+    def share(nets, i, j):
+        nets[i].layers[1].w = nets[j].layers[0].w
+
+    def toggle(nets, i, j):
+        nets[i].loud = not nets[i].loud
+
+    def assign(nets, i, j):
+        nets[i].layers[1].w.value = (nets[j].layers[0].w + 1) % 7
+
+    def exchange(nets, i, j):
+        nets[i].layers[0] = Layer(3.0)
+
+    rng = random.Random(seed)
+    jitted, nets, eager = nnx.jit(step), make(), make()
+    for k in range(60):
+        i, j = rng.choice([(0, 1)] * 8 + [(0, 2), (1, 0), (2, 2), (2, 1)])
+        assert jitted(nets[i], nets[j], k * X) == step(eager[i], eager[j], k * X)
+        assert_same(nets, eager)
+        if rng.random() < 0.3:
+            act = rng.choice([share, toggle, assign, exchange])
+            act(nets, i, j)
+            act(eager, i, j)
+
+
+def test_an_object_does_not_keep_those_it_is_passed_with(unchecked):
+    jitted, model, others = nnx.jit(lambda a, b: a.layers[0].w * b.layers[0].w), Net(), [Net(), Net()]
+    for other in others:
+        for _ in range(5):
+            jitted(model, other)
+            jitted(other, model)
+    gone = [weakref.ref(x) for x in (others[1], others[1].layers[0].w, model.layers[0].w)]
+    del others[1], other
+    assert [ref() is None for ref in gone] == [True, True, False]
+    del model
+    assert gone[2]() is None
+
+
 def test_keyword_order_and_sharing_between_arguments():
     """The order of keywords makes no difference; which arguments are shared does, once."""
     f = counted(lambda a, b: a(X) + b(X))
@@ -559,15 +612,13 @@ def test_calls_per_hot_call_do_not_grow_with_the_model(unchecked):
             look(model)
         found[size] = count_calls(step, model), count_calls(look, model)
     assert found[10] == found[1000]
-    assert max(found[10]) < 40
+    assert max(found[10]) < 15
 
 
 @pytest.mark.parametrize(
-    ("options", "limit"),
-    [({}, 40), ({"donate_argnums": (0, 1)}, 50), ({"donate_argnums": 0}, 55)],
-    ids=["plain", "donated", "donated in part"],
+    "options", [{}, {"donate_argnums": (0, 1)}, {"donate_argnums": 0}], ids=["plain", "donated", "donated in part"]
 )
-def test_calls_of_a_training_step(options, limit, unchecked):
+def test_calls_of_a_training_step(options, unchecked):
     """With a model, an optimizer and a batch, too; the same number at any size."""
 
     def step(model, moments, x, rate):
@@ -584,7 +635,7 @@ def test_calls_of_a_training_step(options, limit, unchecked):
         for _ in range(20):  # past the checks at 1, 2, 4, 8, 16
             jitted(model, moments, x, 0.1)
         found.append(count_calls(functools.partial(jitted, model, moments, jnp.ones(1)), 0.1))
-    assert found[0] == found[1] < limit
+    assert found[0] == found[1] < 20
 
 
 def count_calls(f, argument):

@@ -113,7 +113,7 @@ def test_the_pure_function():
 def test_forced_leaves_come_back():
     """Leaves that are asked for come back unchanged too."""
     packed = pack(Arguments((Layer(),), {}))
-    (leaves,), _ = Crossing(packed.layout, forced=range(len(packed.leaves))).pure(lambda m: None)(packed.leaves)
+    (leaves,), _ = Crossing(packed.layout).run(lambda m: None, packed.leaves, forced=range(len(packed.leaves)))
     assert len(leaves) == 2
     assert all(a is b for a, b in zip(leaves, packed.leaves, strict=True))
 
