@@ -1,5 +1,6 @@
 """nnx.jit: ways to call it, options of jax.jit, what goes in and comes out, caches, stages, errors, memory."""
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -12,7 +13,7 @@ import random
 import subprocess
 import sys
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -541,6 +542,37 @@ def test_several_objects_in_any_company(seed):
             act = rng.choice([share, toggle, assign, exchange])
             act(nets, i, j)
             act(eager, i, j)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Reversed(NamedTuple):
+    """A named tuple that JAX takes apart in another order."""
+
+    first: Any
+    second: Any
+
+
+jax.tree_util.register_pytree_node(Reversed, lambda x: (x[::-1], None), lambda _, children: Reversed(*children[::-1]))
+
+
+def test_containers_among_the_arguments():
+    """Of any kind and order, call after call, with objects in them or not."""
+
+    def step(x, rest):
+        a, b = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Module))
+        return a(X) * 2 + b * x
+
+    jitted, model = nnx.jit(step), Net()
+    kinds = [tuple, list, lambda x: {"a": x[0], "b": x[1]}, lambda x: {"b": x[1], "a": x[0]}, lambda x: Pair(*x)]
+    kinds += [lambda x: Reversed(*x[::-1]), lambda x: collections.OrderedDict(a=x[0], b=(None, [x[1]]))]
+    for k in range(4):
+        for kind in kinds:
+            given = X * k, kind((model, jnp.full(2, 5.0)))
+            np.testing.assert_array_equal(jitted(*given), step(*given))
 
 
 def test_an_object_does_not_keep_those_it_is_passed_with(unchecked):
