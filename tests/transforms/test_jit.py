@@ -562,17 +562,19 @@ jax.tree_util.register_pytree_node(Reversed, lambda x: (x[::-1], None), lambda _
 def test_containers_among_the_arguments():
     """Of any kind and order, call after call, with objects in them or not."""
 
-    def step(x, rest):
-        a, b = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Module))
-        return a(X) * 2 + b * x
+    def step(given):
+        m, x, y = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, nnx.Module))
+        return m(X) * 2 + x - 3 * y
 
-    jitted, model = nnx.jit(step), Net()
+    model = Net()
     kinds = [tuple, list, lambda x: {"a": x[0], "b": x[1]}, lambda x: {"b": x[1], "a": x[0]}, lambda x: Pair(*x)]
     kinds += [lambda x: Reversed(*x[::-1]), lambda x: collections.OrderedDict(a=x[0], b=(None, [x[1]]))]
-    for k in range(4):
-        for kind in kinds:
-            given = X * k, kind((model, jnp.full(2, 5.0)))
-            np.testing.assert_array_equal(jitted(*given), step(*given))
+    for chosen in (*[[kind] for kind in kinds], kinds):
+        jitted = nnx.jit(step)
+        for k in range(4):
+            for kind in chosen:
+                given = kind(((model, X * k), jnp.full(2, 5.0)))
+                np.testing.assert_array_equal(jitted(given), step(given))
 
 
 def test_an_object_does_not_keep_those_it_is_passed_with(unchecked):
