@@ -41,7 +41,7 @@ from .general import name_nan
 from .lift import Arguments, Crossing, cross, resolve
 from .plan import Plan, check_traceable
 from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
-from .sites import ELSEWHERE, FLATTEN, Form, Found, Site, look, unfold, with_names
+from .sites import ELSEWHERE, FLATTEN, Form, Found, Site, in_order, look, unfold, with_names
 from .traces import Traces
 
 
@@ -266,7 +266,9 @@ class JitWrapped:
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
                 plan = self._plan(packed, arguments, at_top_level())
-                if found is not None:
+                if found is not None and not in_order(found[1], arguments):
+                    self._flatten = FLATTEN[1]
+                elif found is not None:
                     key, leaves, records, _ = found
                     again = look(leaves, key[0])
                     if again is not None and again[0] == key:  # no other thread has changed it in between
