@@ -183,6 +183,11 @@ class OfType(FilterObject):
         if not isinstance(self.type, builtins.type):
             raise InvalidFilterError(f"OfType takes a class such as nnx.Param, got {self.type!r}.")
 
+    @property
+    def looks_at_values(self) -> bool:
+        """False, but for a class that decides itself what its instances are, as ``jax.Array`` does."""
+        return type(self.type).__instancecheck__ is not type.__instancecheck__
+
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         if isinstance(x, self.type):
             return True
@@ -256,6 +261,9 @@ class Where(FilterObject):
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         return self.function(path, x)
+
+    def __hash__(self) -> int:  # of a function without a hash too, such as an instance of a dataclass
+        return hash((Where, type(self.function)))
 
     def __repr__(self) -> str:
         return f"Where({getattr(self.function, '__qualname__', None) or repr(self.function)})"

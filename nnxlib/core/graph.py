@@ -31,7 +31,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import jax
@@ -53,7 +53,6 @@ from .objects import (
     is_node,
     new_node,
     new_nodes,
-    slot_names,
     slot_owner,
     structure_changed,
 )
@@ -267,24 +266,43 @@ class Layout:
         except ValueError:  # keys that JAX cannot sort
             return None
 
+    def grouped(self, filters: Hashable, groups: Callable[[], Iterable[Sequence[tuple]]]) -> list[Nesting]:
+        """How the leaves that filters take stand, given their paths; quick for filters that were asked for before."""
+        found = self._grouped.get(filters)
+        if found is None:
+            found = [Nesting(self.leaf_paths, [self.positions[path] for path in paths]) for paths in groups()]
+            if len(self._grouped) >= KEPT:
+                self._grouped.clear()
+            self._grouped[filters] = found
+        return found
+
+    @functools.cached_property
+    def _grouped(self) -> dict[Hashable, list[Nesting]]:
+        return {}
+
     @functools.cached_property
     def _found(self) -> tuple[tuple, tuple]:
         return _find_paths(self)
 
 
 class Nesting:
-    """How leaves with given paths stand in nested dicts: as a JAX treedef, which nests and flattens them in C++.
+    """How leaves stand in nested dicts: as a JAX treedef, which nests and flattens them in C++.
 
-    Attributes: ``paths``, sorted as a State is.
+    Args:
+      paths: of all leaves of a layout, in its order.
+      numbers: which of the leaves; all by default.
+
+    Attributes: ``paths`` of these, sorted as a State is.
     """
 
     paths: tuple[tuple[Any, ...], ...]
 
-    def __init__(self, paths: Sequence[tuple]):
+    def __init__(self, paths: Sequence[tuple], numbers: Sequence[int] | None = None):
+        chosen = range(len(paths)) if numbers is None else numbers
         order: list[int]
-        order, self._treedef = jax.tree.flatten(nested((path, k) for k, path in enumerate(paths)))
+        order, self._treedef = jax.tree.flatten(nested((paths[k], k) for k in chosen))
         self.paths = tuple([paths[k] for k in order])
-        self._order = None if order == sorted(order) else order
+        self._order = None if order == list(range(len(paths))) else order
         self._position = sorted(range(len(order)), key=order.__getitem__)
 
     def sort(self, leaves: list[Any]) -> list[Any]:
@@ -292,7 +310,7 @@ class Nesting:
         return leaves if self._order is None else [leaves[k] for k in self._order]
 
     def nest(self, leaves: list[Any]) -> dict:
-        """Put leaves, in the order of the layout, into nested dicts."""
+        """Put the leaves, of all in the order of the layout, into nested dicts."""
         return self._treedef.unflatten(self.sort(leaves))
 
     def flatten(self, levels: Any) -> list[Any] | None:
@@ -639,7 +657,7 @@ class Blueprint:
         for i, fields in zip(numbers, sources, strict=True):
             kind, names = rows[i].type, rows[i].names
             positions = [starts[source] + k for source, k in (fields[name] for name in names)]
-            if names and issubclass(kind, Pytree) and not slot_names(kind):
+            if names and issubclass(kind, Pytree) and not kind._nnx_slot_names:
                 found, theirs = groups.setdefault(names, ([], []))
                 found.append(i)
                 theirs += positions

@@ -447,6 +447,8 @@ class Pytree(Node, _HasDict):
 
     __slots__ = SLOTS
 
+    _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a class of the user declares in ``__slots__``
+
     def __new__(cls, *args: Any, **kwargs: Any):
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?")
@@ -461,6 +463,7 @@ class Pytree(Node, _HasDict):
                 setattr(cls, name, _watched(vars(cls)[name], name))
         # A plain class before Module among the bases has a `__dict__` of its own, which hides the checked view.
         cls._nnx_guarded = _lookup(cls, "__dict__") is vars(Pytree)["__dict__"]
+        cls._nnx_slot_names = _slot_names(cls)
         if abstract := _abstract_methods(cls):
             cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
 
@@ -485,7 +488,8 @@ class Pytree(Node, _HasDict):
             structure_changed(self)
 
     def __delattr__(self, name: str) -> None:
-        check_writable(self, f"delete attribute {name!r}")
+        if self._nnx_trace is not current_trace():
+            check_writable(self, f"delete attribute {name!r}")
         object.__delattr__(self, name)
         if self._nnx_marks:  # what was said about an attribute goes with it
             kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
@@ -505,23 +509,22 @@ class Pytree(Node, _HasDict):
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         items = attributes_of(self).items()
-        slots = slot_names(type(self))
-        return chain(items, self._nnx_slot_items(slots)) if slots else iter(items)
+        return chain(items, self._nnx_slot_items()) if self._nnx_slot_names else iter(items)
 
     def _nnx_contents(self) -> dict[Any, Any]:
-        return dict(self._nnx_children()) if slot_names(type(self)) else attributes_of(self).copy()
+        return dict(self._nnx_children()) if self._nnx_slot_names else attributes_of(self).copy()
 
-    def _nnx_slot_items(self, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        for name in names:
+    def _nnx_slot_items(self) -> Iterator[tuple[str, Any]]:
+        for name in self._nnx_slot_names:
             value = getattr(self, name, MISSING)
             if value is not MISSING:
                 yield name, value
 
     def _nnx_fill(self, items: dict[str, Any]) -> None:
-        attributes, slots = attributes_of(self), slot_names(type(self))
+        attributes = attributes_of(self)
         attributes.clear()
         attributes.update(items)
-        for name in slots:
+        for name in self._nnx_slot_names:
             if name in attributes:
                 _set(self, name, attributes.pop(name))
             elif getattr(self, name, MISSING) is not MISSING:
@@ -549,18 +552,13 @@ def _lookup(cls: type, name: str) -> Any:
     return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
 
 
-def slot_names(cls: type) -> tuple[str, ...]:
-    """The attributes that a class of the user declares in ``__slots__``; computed once per class."""
-    names = cls.__dict__.get("_nnx_slot_names")
-    if names is None:
-        found: list[str] = []
-        for base in cls.__mro__:
-            if base not in (Pytree, _HasDict, Node, object):
-                slots = base.__dict__.get("__slots__", ())
-                found += [slots] if isinstance(slots, str) else list(slots)
-        names = tuple(n for n in found if n not in ("__dict__", "__weakref__"))
-        type.__setattr__(cls, "_nnx_slot_names", names)
-    return names
+def _slot_names(cls: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in cls.__mro__:
+        if base not in (Pytree, _HasDict, Node, object):
+            slots = base.__dict__.get("__slots__", ())
+            found += [slots] if isinstance(slots, str) else list(slots)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _abstract_methods(cls: type) -> frozenset[str]:

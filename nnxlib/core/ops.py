@@ -20,7 +20,7 @@ from . import errors
 from .captures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
 from .errors import describe, format_path
-from .filters import Filter, to_predicate
+from .filters import Filter, filters_to_predicates, group_by_filters, to_predicate
 from .graph import SAME, Delta, Layout, NodeRow, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
 from .graphdef import Avals, GraphDef, avals_of
 from .objects import Node, Pytree, check_writable, is_bound_method, is_data_leaf, is_node, new_node
@@ -79,15 +79,25 @@ def _states(layout: Layout, leaves: list[Any], filters: Sequence[Filter], *, exh
     nesting = layout.nesting
     if nesting is None:
         state = _to_state(list(zip(layout.leaf_paths, leaves, strict=True)))
-        group = split_state if exhaustive else filter_state
-        groups = group(state, *filters) if filters else state
-    elif not filters:
+        divide = split_state if exhaustive else filter_state
+        return _as_tuple(divide(state, *filters) if filters else state, filters)
+    if not filters:
         return (State._view(nesting.nest(leaves)),)
-    else:
+
+    def divided() -> tuple[FlatState, ...]:
         flat = FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves))
-        groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
-    groups = groups if len(filters) > 1 else (groups,)
-    return tuple([from_flat_state(group) if isinstance(group, FlatState) else group for group in groups])
+        return _as_tuple(flat.split(*filters) if exhaustive else flat.filter(*filters), filters)
+
+    predicates = filters_to_predicates(filters)
+    if len(layout.variables) < len(leaves) or any(x.looks_at_values for x in predicates):
+        return tuple([from_flat_state(group) for group in divided()])
+    nestings = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in divided()])
+    return tuple([State._view(group.nest(leaves)) for group in nestings])
+
+
+def _as_tuple(groups: Any, filters: Sequence[Filter]) -> tuple[Any, ...]:
+    """What State.split and its like return, without the exception that they make of a single filter."""
+    return groups if len(filters) > 1 else (groups,)
 
 
 def _to_state(items: list[tuple[Path, Any]]) -> Any:
@@ -487,22 +497,17 @@ def pop(node: Any, *filters: Filter) -> Any:
     """
     if not filters:
         raise ValueError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
-    predicates = [to_predicate(f) for f in filters]
-    taken: list[list[tuple[Path, Variable]]] = [[] for _ in predicates]
-    paths: dict[int, Path] = {}  # of what is removed
-    nodes = []
+    nodes, variables = [], []
     for path, x in iter_graph(node):
-        if isinstance(x, Node):
+        if isinstance(x, Variable):
+            variables.append((path, x))
+        elif isinstance(x, Node):
             nodes.append(x)
-        elif isinstance(x, Variable):
-            for group, predicate in zip(taken, predicates, strict=True):
-                if predicate(path, x):
-                    group.append((path, x))
-                    paths[id(x)] = path
-                    break
     if Watch.count:
         for x in nodes:
             notice(x, x._nnx_trace)
+    *taken, _ = group_by_filters(variables, [to_predicate(f) for f in filters])
+    paths = {id(x): path for group in taken for path, x in group}
     places = [(x, name, id(child)) for x in nodes if paths for name, child in x._nnx_children() if id(child) in paths]
     for i in paths.keys() - {i for _, _, i in places}:
         raise ValueError(
@@ -548,19 +553,15 @@ def _copy_array(x: Any) -> Any:
 # --- looking --------------------------------------------------------------------------------------------------------
 
 
-def _children(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """What stands directly below a value at ``path``: the attributes of a node, the items of a pytree that is one."""
-    if isinstance(value, Variable):
-        return []
+def _children(value: Any) -> list[tuple[Path, Any]]:
+    """What stands directly below a value, by key: the attributes of a node, the items of a pytree that is one."""
     if isinstance(value, Node):
-        if isinstance(value, list):
-            return [((*path, index), child) for index, child in value._nnx_children()]
         held = value._nnx_contents()
-        return [((*path, name), held[name]) for name in sorted_keys(held)]
+        return [((name,), held[name]) for name in (held if isinstance(value, list) else sorted_keys(held))]
     if isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)) or is_data_leaf(value):
         return []
     keys, leaves, _ = flatten_once(value)
-    return [((*path, *key), leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    return list(zip(keys, leaves, strict=True))
 
 
 def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
@@ -570,28 +571,27 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
     >>> [path for path, x in nnx.iter_graph(nnx.Linear(1, 1, rngs=nnx.Rngs(0))) if isinstance(x, nnx.Variable)]
     [('bias',), ('kernel',)]
     """
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id; holds the objects, so that no id is used again
+    plain = {type(None)}  # classes of which JAX and we take each value for a leaf
     stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
     while stack:
         remaining, above, parent = stack[-1]
-        for path, value in remaining:
-            if type(value) not in _ATOMS:
-                if isinstance(value, Variable | Node):
+        for key, value in remaining:
+            if type(value) not in plain:
+                if is_node(value):
                     if id(value) in seen:
                         continue
-                    seen.add(id(value))
-                children = _children(value, path)
-                if children:
-                    stack.append((iter(children), path, value))
+                    seen[id(value)] = value
+                elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
+                    plain.add(type(value))
+                if not isinstance(value, Variable) and (children := _children(value)):
+                    stack.append((iter(children), above + key, value))
                     break
-            yield path, value
+            yield above + key, value
         else:
             stack.pop()
             if stack:
                 yield above, parent
-
-
-_ATOMS = frozenset({int, str, bool, float, type(None), type, bytes, types.FunctionType})
 
 
 def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
