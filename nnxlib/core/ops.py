@@ -427,34 +427,42 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     layout, leaves, objects = _packed(node)
     states = (state, *states)
     given = _in_order(layout, states)
-    if given is None or dict in [type(x) for x in given]:  # a level where there is a leaf
-        new, unexpected = _placed(layout, states, avals_of(leaves))
+    if given is not None and dict in [type(x) for x in given]:  # a level where there is a leaf
+        given = None
+    fitting = _values_that_fit(_graphdef(layout, leaves), given) if given is not None and at_top_level() else None
+    if fitting is not None:
+        values, metadata = dict(enumerate(fitting[0])), fitting[1]
     else:
-        new, unexpected = dict(enumerate(given)), {}
-    present = [leaves[k] for k in new]
-    avals = zip(new, present, avals_of(present), strict=True)
-    found = _misfits(layout, {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}, new, unexpected)
-    if strict:
-        refuse(found, "The State does not fit the object; nothing was written.", "Pass strict=False to skip these.")
-    for x in found:
-        new.pop(layout.positions.get(x.path), None)
-    _write(layout, leaves, objects, new)
+        new, unexpected = (dict(enumerate(given)), {}) if given else _placed(layout, states, avals_of(leaves))
+        present = [leaves[k] for k in new]
+        avals = zip(new, present, avals_of(present), strict=True)
+        found = _misfits(layout, {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}, new, unexpected)
+        if strict:
+            refuse(found, "The State does not fit the object; nothing was written.", "Pass strict=False to skip these.")
+        for x in found:
+            new.pop(layout.positions.get(x.path), None)
+        values, metadata = _contents(layout, new)
+    _write(layout, leaves, objects, values, metadata)
 
 
-def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int, Any]) -> None:
-    """Write leaves, given by position, into the live objects: a commit of what they change."""
-    n = len(layout.variables)
-    values: dict[int, Any] = {}
-    rows: dict[int, Row] = {}
+def _contents(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """What leaves, by position, hold, and the metadata of those Variables where these are others than the layout's."""
+    same, n = layout.blueprint.metadata, len(layout.variables)
+    held = zip(new, _plain(new.values()), strict=True)
+    boxed = {k: x._metadata for k, x in new.items() if k < n and isinstance(x, Variable)}
+    others = {k: metadata for k, metadata in boxed.items() if not same_items(metadata, same[k].value)}
+    return {k: unshared(x) if k < n else x for k, x in held}, others
+
+
+def _write(
+    layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int, Any], metadata: dict[int, Any]
+) -> None:
+    """Write values and metadata, by the positions of leaves, into the live objects: a commit of what they change."""
+    n, variables = len(layout.variables), layout.variables
+    rows: dict[int, Row] = {
+        variables[k]: VariableRow(type(objects[variables[k]]), Const.of_items(found)) for k, found in metadata.items()
+    }
     arrays: list[Any] = []
-    for k, leaf in new.items():
-        if k < n:
-            i = layout.variables[k]
-            if isinstance(leaf, Variable):
-                if not same_items(leaf._metadata, objects[i]._metadata):
-                    rows[i] = VariableRow(type(objects[i]), Const.of_items(leaf._metadata))
-                leaf = leaf._cell.value
-            values[i] = leaf if isinstance(leaf, jax.Array) else unshared(leaf)
     if max(new, default=-1) >= n:
         positions = iter(range(n, len(leaves)))
         for i, row in enumerate(layout.rows):
@@ -467,14 +475,9 @@ def _write(layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int,
                     arrays += _plain([new.get(k, leaves[k]) for k in held if touched])
                 if any(spec is not SAME for _, spec in fields):
                     rows[i] = row._replace(fields=tuple(fields))
-    plain = [i for i in values if i not in rows]
-    delta = Delta(tuple(plain), tuple(sorted(rows.items())), Const.of(None))
-    commit(
-        layout,
-        delta,
-        [*(values[i] for i in plain), *(values[i] for i in sorted(rows) if i in values), *arrays],
-        objects,
-    )
+    plain = [k for k in new if k < n and k not in metadata]
+    delta = Delta(tuple([variables[k] for k in plain]), tuple(sorted(rows.items())), Const.of(None))
+    commit(layout, delta, [*[new[k] for k in plain], *[new[k] for k in sorted(metadata)], *arrays], objects)
 
 
 def _delete(node: Any, name: Any) -> None:
