@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from .errors import FilterOrderError, InvalidFilterError
 from .traversals import Key, path_sort_key
+from .variables import Variable
 
 PathParts = tuple[Key, ...]
 Predicate = Callable[[PathParts, typing.Any], bool]
@@ -94,16 +95,40 @@ def group_by_filters(
     >>> nnx.filterlib.group_by_filters({('a',): 1, ('b',): 'x', ('c',): 2.0}.items(), [int, nnx.PathContains('b')])
     ([(('a',), 1)], [(('b',), 'x')], [(('c',), 2.0)])
     """
-    predicates = filters_to_predicates(filters)
-    groups: tuple[list, ...] = tuple([[] for _ in range(len(predicates) + 1)])
+    first_to_take = first_of(filters_to_predicates(filters))
+    groups: tuple[list, ...] = tuple([[] for _ in range(len(filters) + 1)])
     for item in items:
-        for predicate, group in zip(predicates, groups):
-            if predicate(*item):
-                group.append(item)
-                break
-        else:
-            groups[-1].append(item)
+        groups[first_to_take(*item)].append(item)
     return groups
+
+
+def first_of(predicates: Sequence[FilterObject]) -> Callable[[PathParts, typing.Any], int]:
+    """A function that says which predicate is the first to take a value; their number, if none of them does.
+
+    Where the class of a Variable decides, the predicates are asked once for the class.
+    """
+    by_class: dict[type, int | None] = {}
+
+    def of_class(kind: type) -> int | None:
+        for number, predicate in enumerate(predicates):
+            taken = predicate.of_class(kind) if issubclass(kind, Variable) else None
+            if taken is not False:
+                return None if taken is None else number
+        return len(predicates)
+
+    def first(path: PathParts, x: typing.Any) -> int:
+        kind = type(x)
+        if kind not in by_class:
+            by_class[kind] = of_class(kind)
+        found = by_class[kind]
+        if found is None:
+            for found, predicate in enumerate(predicates):
+                if predicate(path, x):
+                    return found
+            return len(predicates)
+        return found
+
+    return first
 
 
 def looks_at_values(filter: Filter) -> bool:
@@ -123,6 +148,10 @@ class FilterObject:
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         raise NotImplementedError
+
+    def of_class(self, kind: type[Variable]) -> bool | None:
+        """Whether all Variables of this very class are taken, or none; None where more than the class counts."""
+        return None
 
     def __invert__(self) -> FilterObject:
         return Not._of(self)
@@ -153,6 +182,9 @@ class Everything(FilterObject):
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         return True
 
+    def of_class(self, kind: type[Variable]) -> bool:
+        return True
+
     def __invert__(self) -> FilterObject:
         return Nothing()
 
@@ -162,6 +194,9 @@ class Nothing(FilterObject):
     """Takes nothing; written ``None`` or ``False``."""
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
+        return False
+
+    def of_class(self, kind: type[Variable]) -> bool:
         return False
 
     def __invert__(self) -> FilterObject:
@@ -193,6 +228,9 @@ class OfType(FilterObject):
             return True
         kind = getattr(x, "type", None)
         return isinstance(kind, builtins.type) and issubclass(kind, self.type)
+
+    def of_class(self, kind: builtins.type[Variable]) -> bool | None:
+        return None if self.looks_at_values else issubclass(kind, self.type)
 
     def __repr__(self) -> str:
         return f"OfType({self.type.__qualname__})"
@@ -325,6 +363,10 @@ class Not(FilterObject):
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         return not self.predicate(path, x)
 
+    def of_class(self, kind: type[Variable]) -> bool | None:
+        taken = self.predicate.of_class(kind)
+        return None if taken is None else not taken
+
     def __invert__(self) -> FilterObject:
         return self.predicate
 
@@ -397,6 +439,10 @@ class Any(_Combination):
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         return any(predicate(path, x) for predicate in self.predicates)
 
+    def of_class(self, kind: type[Variable]) -> bool | None:
+        taken = {predicate.of_class(kind) for predicate in self.predicates}
+        return True if True in taken else None if None in taken else False
+
     def __invert__(self) -> FilterObject:
         return All(*[~predicate for predicate in self.predicates])
 
@@ -413,6 +459,10 @@ class All(_Combination):
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         return all(predicate(path, x) for predicate in self.predicates)
+
+    def of_class(self, kind: type[Variable]) -> bool | None:
+        taken = {predicate.of_class(kind) for predicate in self.predicates}
+        return False if False in taken else None if None in taken else True
 
     def __invert__(self) -> FilterObject:
         return Any(*[~predicate for predicate in self.predicates])

@@ -20,7 +20,7 @@ from . import errors
 from .captures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
 from .errors import describe, format_path
-from .filters import Filter, filters_to_predicates, group_by_filters, to_predicate
+from .filters import Filter, filters_to_predicates, first_of, to_predicate
 from .graph import SAME, Delta, Layout, NodeRow, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
 from .graphdef import Avals, GraphDef, avals_of
 from .objects import Node, Pytree, check_writable, is_bound_method, is_data_leaf, is_node, new_node
@@ -28,7 +28,7 @@ from .pickling import exportable
 from .records import build_described, record_of
 from .state import FlatState, State, filter_state, from_flat_state, split_state
 from .static import Const, same_items
-from .tracing import Tracer, at_top_level
+from .tracing import Tracer, at_top_level, current_trace
 from .traversals import sorted_keys
 from .variables import Variable, all_unshared, make_variable, make_variables, unshared
 
@@ -500,26 +500,31 @@ def pop(node: Any, *filters: Filter) -> Any:
     """
     if not filters:
         raise ValueError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
-    nodes, variables = [], []
-    for path, x in iter_graph(node):
+    first_to_take = first_of([to_predicate(f) for f in filters])
+    *taken, _ = groups = [[] for _ in (*filters, None)]
+    chosen: dict[int, list[tuple[Path, Variable]]] = {}  # the group of each Variable, by id
+    places = []
+    for path, x, holder in _places(node):
         if isinstance(x, Variable):
-            variables.append((path, x))
-        elif isinstance(x, Node):
-            nodes.append(x)
-    if Watch.count:
-        for x in nodes:
+            group = chosen.get(id(x))
+            if group is None:
+                group = chosen[id(x)] = groups[first_to_take(path, x)]
+                group.append((path, x))
+            if group is not groups[-1] and isinstance(holder, Node):
+                places.append((holder, path[-1], id(x)))
+        elif Watch.count:
             notice(x, x._nnx_trace)
-    *taken, _ = group_by_filters(variables, [to_predicate(f) for f in filters])
     paths = {id(x): path for group in taken for path, x in group}
-    places = [(x, name, id(child)) for x in nodes if paths for name, child in x._nnx_children() if id(child) in paths]
     for i in paths.keys() - {i for _, _, i in places}:
         raise ValueError(
             f"Cannot pop {format_path(paths[i])}: it is inside a tuple or another pytree, which cannot lose an "
             "item. Keep it in an attribute, a list or a dict."
         )
     states = [_to_state(list(zip([path for path, _ in group], _copies([x for _, x in group])))) for group in taken]
+    trace = current_trace()
     for x, name, _ in places:
-        check_writable(x, f"delete attribute {name!r}")
+        if x._nnx_trace is not trace:
+            check_writable(x, f"delete attribute {name!r}")
     for x, name, _ in reversed(places):  # items of a list from the last to the first
         _delete(x, name)
     return tuple(states) if len(states) > 1 else states[0]
@@ -597,6 +602,26 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
                 yield above, parent
 
 
+def _places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
+    """Yield each place of a node or Variable in a graph: its path, the object, and what holds it; parents first."""
+    seen, plain = set(), {type(None)}  # plain: as in iter_graph
+    stack: list[tuple[Path, Any, Any]] = [((), node, None)]
+    while stack:
+        path, value, _ = place = stack.pop()
+        if isinstance(value, Variable):
+            yield place
+            continue
+        if isinstance(value, Node):
+            yield place
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
+            plain.add(type(value))
+        below = [(path + key, child, value) for key, child in _children(value) if type(child) not in plain]
+        stack += reversed(below)
+
+
 def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     """Yield (key, child) for the nodes and Variables that are attributes or items of ``node``."""
     return ((key[0] if len(key) == 1 else key, child) for key, child in _children(node) if is_node(child))
@@ -610,22 +635,13 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     >>> nnx.find_duplicates(nnx.Dict(a=shared, b=shared))
     [[('a',), ('b',)]]
     """
-    predicate = to_predicate(only)
+    predicate, places = to_predicate(only), list(_places(node))  # a list holds the objects: no id is used again
     paths: dict[int, list[Path]] = {}
-    keep = []
-    stack: list[tuple[Path, Any]] = [((), node)]
-    while stack:
-        path, value = stack.pop()
-        if is_node(value):
-            known = id(value) in paths
-            if predicate(path, value) or known:
-                keep.append(value)
-                paths.setdefault(id(value), []).append(path)
-            elif not known:
-                paths[id(value)] = []
-            if known:
-                continue
-        stack.extend(((*path, *key), child) for key, child in reversed(_children(value)))
+    for path, value, _ in places:
+        if id(value) in paths or predicate(path, value):
+            paths.setdefault(id(value), []).append(path)
+        else:
+            paths[id(value)] = []
     return [found for found in paths.values() if len(found) > 1]
 
 
