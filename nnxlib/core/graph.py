@@ -61,7 +61,7 @@ from .static import Const
 from .tracing import current_trace
 from .traversals import build as nested
 from .traversals import path_key, sorted_keys
-from .variables import Cell, Variable, make_variable, make_variables, write_cells
+from .variables import NO_METADATA, Cell, Variable, make_variable, make_variables, write_cells
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
@@ -567,7 +567,7 @@ def _frozen_items(items: dict[Any, Any] | None, path: tuple) -> Const:
     return Const.of_items(items, path) if items else _NO_ITEMS
 
 
-_NO_ITEMS = Const.of_items({}, ())
+_NO_ITEMS = Const.of_items(NO_METADATA, ())  # of the very same dict: what is not set is known by identity
 
 
 class StaticArgument:
@@ -821,7 +821,7 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     remaining = iter(leaves)
     objects = [*live, *(_shell(row) for i, row in delta.rows if i >= n)]
     targets = [objects[i] for i in delta.values]
-    values = [next(remaining) for _ in targets]
+    values = list(itertools.islice(remaining, len(targets)))
     restructured = []
     for i, row in delta.rows:
         if type(row) is VariableRow:

@@ -69,7 +69,7 @@ def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
         raise
 
 
-_NO_METADATA: dict[str, Any] = {}
+NO_METADATA: dict[str, Any] = {}
 HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
 
 
@@ -198,7 +198,7 @@ class Variable(Identified, Generic[A]):
         _set(self, "_held", ())
         _set(self, "_nnx_record", None)
         _set(self, "_trace", current_trace())
-        _set(self, "_metadata", metadata or _NO_METADATA)
+        _set(self, "_metadata", metadata or NO_METADATA)
         for hook in _as_hooks(metadata.get("on_create_value", ())):
             value = hook(self, value)
         if isinstance(value, Variable):
@@ -330,7 +330,7 @@ class Variable(Identified, Generic[A]):
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
         self.check_writable()
-        _set(self, "_metadata", metadata or _NO_METADATA)
+        _set(self, "_metadata", metadata or NO_METADATA)
         self._structure_changed()
 
     def _structure_changed(self) -> None:
@@ -404,7 +404,7 @@ class Variable(Identified, Generic[A]):
         return self.copy()
 
     def __deepcopy__(self: V, memo: dict) -> V:
-        new = make_variable(type(self), None, _NO_METADATA)
+        new = make_variable(type(self), None, NO_METADATA)
         memo[id(self)] = new
         new._cell.value = copy_lib.deepcopy(self._value, memo)
         if self._metadata:
@@ -412,11 +412,11 @@ class Variable(Identified, Generic[A]):
         return new
 
     def __reduce__(self) -> tuple:
-        return make_variable, (type(self), None, _NO_METADATA), (self._value, self._metadata)
+        return make_variable, (type(self), None, NO_METADATA), (self._value, self._metadata)
 
     def __setstate__(self, state: tuple) -> None:
         self._cell.value = state[0]
-        _set(self, "_metadata", state[1] or _NO_METADATA)
+        _set(self, "_metadata", state[1] or NO_METADATA)
 
     # --- attributes: metadata first, then those of the value ---
 
@@ -674,7 +674,7 @@ class _Metadata:
         return repr(self.metadata)
 
 
-_EMPTY = _Metadata(_NO_METADATA)
+_EMPTY = _Metadata(NO_METADATA)
 
 
 def _flatten(v: Variable) -> tuple[tuple[Any], _Metadata]:

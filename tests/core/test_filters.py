@@ -1,6 +1,7 @@
 """Filters and their algebra."""
 
 import copy
+import dataclasses
 import pickle
 from types import SimpleNamespace
 
@@ -180,12 +181,30 @@ def test_looks_at_values():
     def by_path(path, x):
         return path == ()
 
+    class Judge(type):
+        def __instancecheck__(cls, x):
+            return x.value > 1
+
     by_path.looks_at_values = False
     assert looks_at_values(is_long)
+    assert looks_at_values(Not(Judge("Large", (), {})))
     assert looks_at_values(Any(Param, Not(is_long)))
     assert looks_at_values(All(Param, [is_long, "head"]))
     assert not looks_at_values(by_path)
     assert not looks_at_values(Not(Any(Param, "head", by_path, PathContains("a"), PathIn(("a",)), None)))
+
+
+def test_a_function_without_a_hash_makes_a_filter_with_one():
+    """Such as an instance of a dataclass; the filter is equal to that of an equal function."""
+
+    @dataclasses.dataclass
+    class Deeper:
+        than: int
+
+        def __call__(self, path, x):
+            return len(path) > self.than
+
+    assert len({to_predicate(Deeper(1)), to_predicate(Deeper(1)), to_predicate(Deeper(2))}) == 2
 
 
 # --- the algebra ---

@@ -456,6 +456,44 @@ def test_update_is_seen_by_a_jitted_function():
     assert f(m).item() == 60
 
 
+# --- filters ---
+
+
+def test_what_filters_take_is_remembered_only_where_it_cannot_change():
+    """A class is asked once for a structure; a function, and a class that looks at its instances, at each call."""
+
+    class Judge(type):
+        def __instancecheck__(cls, x):
+            return x.raw_value > 1
+
+    filters = [nnx.Param, lambda path, x: x.raw_value > 1, Judge("Large", (), {})]
+    m = nnx.Dict(a=nnx.Param(1.0), b=nnx.Param(2.0))
+    for _ in range(2):
+        assert [list(nnx.state(m, f)) for f in filters] == [["a", "b"], ["b"], ["b"]]
+    m.a.value, m.b.value = 2.0, 1.0
+    assert [list(nnx.state(m, f)) for f in filters] == [["a", "b"], ["a"], ["a"]]
+    m.b = nnx.Cache(2.0)
+    assert [list(nnx.state(m, f)) for f in filters] == [["a"], ["a", "b"], ["a", "b"]]
+
+
+def test_what_filters_take_is_remembered_with_what_is_left_over():
+    """`state` leaves out what `split` refuses, in any order of the two."""
+    m = nnx.Dict(a=nnx.Param(1.0), b=nnx.Cache(2.0))
+    for _ in range(2):
+        assert list(nnx.state(m, nnx.Param)) == ["a"]
+        with pytest.raises(NonExhaustiveFiltersError, match="b: Cache"):
+            nnx.split(m, nnx.Param)
+        assert [list(s) for s in nnx.split(m, nnx.Param, nnx.BatchStat, ...)[1:]] == [["a"], [], ["b"]]
+
+
+def test_what_filters_take_of_plain_arrays_goes_by_what_they_are_now():
+    """The class of an array that is an attribute is no part of the structure."""
+    m = nnx.Dict(a=jnp.ones(2), b=nnx.Param(1.0))
+    assert list(nnx.state(m, np.ndarray)) == []
+    nnx.update(m, {"a": np.ones(2)})
+    assert list(nnx.state(m, np.ndarray)) == ["a"]
+
+
 # --- pop ---
 
 
@@ -575,6 +613,19 @@ def test_iter_graph_of_pytrees():
     """A list of Modules is walked like a Module that holds them."""
     a = Layer()
     assert [path for path, _ in nnx.iter_graph([a, {"x": a}])] == [(0, "mean"), (0, "w"), (0,), ()]
+
+
+def test_iter_graph_while_the_graph_is_edited():
+    """Of a node that was not entered yet, what it holds by then is found; of one that was, what it held before."""
+    m = nnx.Dict(a=[nnx.Param(0.0), nnx.Param(1.0)], b=[], c=nnx.Param(2.0))
+    found = []
+    for path, x in nnx.iter_graph(m):
+        found.append(path)
+        if isinstance(x, nnx.Variable) and path[0] == "a":
+            m.a[path[1]] = None  # the Variable is gone, and its memory free for the next
+            m.b.append(nnx.Param(3.0))
+        del x
+    assert found == [("a", 0), ("a", 1), ("a",), ("b", 0), ("b", 1), ("b",), ("c",), ()]
 
 
 def test_iter_children():
