@@ -367,7 +367,7 @@ def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
 
 
 @functools.cache
-def _kind(dtype: Any) -> type:
+def _kind(dtype: Any) -> Any:
     for kind in (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
         if jnp.issubdtype(dtype, kind):
             return kind
