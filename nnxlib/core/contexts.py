@@ -204,7 +204,7 @@ class MergeContext:
         """Merge FlatStates, or the list of values that ``flatten(..., with_paths=False)`` has returned."""
         if isinstance(flat_state, list) and isinstance(graphdef, LinkedGraphDef):
             order = FlatState([(path, None) for path in graphdef.own_paths], sort=True).paths
-            flat_state = FlatState(zip(order, flat_state, strict=True), sort=False)
+            flat_state = FlatState.from_sorted_keys_values(order, flat_state)
         return self.merge(graphdef, flat_state, *flat_states)
 
 

@@ -246,7 +246,7 @@ Pass every State that nnx.split returned, of a model built alike; nnx.update wri
 
 
 def _remapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
-    """What the leaves are to be where a function was mapped over all of them: as before, but for what it did to all.
+    """What the leaves are to be if a function was mapped over them: as before, but for what it did to all alike.
 
     Each array of a kind has the same axes more, or less (a stack of models, or one of a stack); or none is an array.
     """
@@ -357,6 +357,7 @@ def _leaf(kind: type | None, aval: Aval) -> Any:
 
 
 def _fits(new: Aval, old: Aval) -> bool:
+    """Whether :func:`_compare` finds nothing, by shapes and dtypes alone."""
     return old is None or (new is not None and new[0] == old[0] and _kind(new[1]) is _kind(old[1]))
 
 
@@ -722,8 +723,7 @@ def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
     """Merge a GraphDef with a State, a FlatState, or the list of leaves that :func:`flatten` returned."""
     if isinstance(state, list):
         order = FlatState([(path, None) for path in graphdef.layout.leaf_paths], sort=True).paths
-        state = dict(zip(order, state, strict=True))
-        return merge(graphdef, FlatState(state.items(), sort=False))
+        state = FlatState.from_sorted_keys_values(order, state)
     return merge(graphdef, state)
 
 

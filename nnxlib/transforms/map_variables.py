@@ -152,7 +152,7 @@ def _commit(
     return commit(packed.layout, delta._replace(values=plain), leaves, packed.objects)
 
 
-_OTHER_PATHS = "{name} has to return a value for each Variable that it is given; nothing was changed."
+_OTHER_PATHS = "{name} has to return a value for each Variable that it is given, and no other; nothing was changed."
 _AS_TREE_MAP = "Return a State with the paths of the one that is given, as jax.tree.map does."
 
 _READ_ONLY = """\
