@@ -6,6 +6,9 @@ Write plain objects (:class:`Module` with :class:`Param` in it), wrap a training
 :func:`grad`, and take a model apart with :func:`split` and together with :func:`merge`.
 """
 
+import importlib as _importlib
+import typing as _typing
+
 from .compat import filterlib as filterlib
 from .compat import graphlib as graph
 from .compat import graphlib as graphlib
@@ -256,3 +259,13 @@ from .transforms.vmap import pmap as pmap
 from .transforms.vmap import vmap as vmap
 
 __version__ = "0.1.0"
+
+if _typing.TYPE_CHECKING:
+    from . import bridge as bridge
+else:
+
+    def __getattr__(name: str):
+        """``nnxlib.bridge`` is imported when it is first asked for: it needs flax, and takes as long as flax takes."""
+        if name == "bridge":
+            return _importlib.import_module(".bridge", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

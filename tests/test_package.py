@@ -139,3 +139,22 @@ def test_only_tracing_reaches_into_jax(path):
     """`jax._src`, which changes without notice, is imported in core/tracing.py only."""
     private = [line for module, line in imported_modules(path) if module.startswith("jax._src")]
     assert not private or path == PACKAGE / "core" / "tracing.py", f"lines {private} import jax._src"
+
+
+def test_the_bridge_is_imported_when_it_is_asked_for():
+    """`nnxlib.bridge` without an import of its own; without flax, an error that says what to install."""
+    code = """
+import sys
+import nnxlib
+assert "nnxlib.bridge" not in sys.modules and "flax" not in sys.modules
+sys.modules["flax"] = None  # as if it were not installed
+for statement in ("nnxlib.bridge", "import nnxlib.bridge", "from nnxlib import bridge"):
+    try:
+        exec(statement)
+    except ImportError as error:
+        assert "pip install 'nnxlib[bridge]'" in str(error), error
+    else:
+        raise AssertionError(statement)
+assert not hasattr(nnxlib, "bridges")
+"""
+    run_python(code)

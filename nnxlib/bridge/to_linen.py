@@ -1,0 +1,257 @@
+"""ToLinen: a Module as a Linen module, which hands its Variables to Linen.
+
+A Linen module is a description: each call of ``init`` or ``apply`` makes the Module anew, with keys that Linen draws
+for this place in the model. ``init`` hands out the Variables as the constructor made them. ``apply`` puts the given
+variables in their place, calls, and hands out those of the collections that are ``mutable``. Random streams are never
+stored: they begin with the keys of the call.
+
+Under ``jax.jit`` what the constructor computes, and the given variables replace, is not executed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen
+import jax.numpy as jnp
+from flax.core import FrozenDict, meta
+
+from ..core import errors
+from ..core.objects import Node, is_array
+from ..core.ops import iter_graph, update
+from ..core.rngs import Rngs, RngStream
+from ..core.variables import Param, RngState, Variable, variable_name_from_type
+from .to_nnx import all_in, initializing, put, variables_of
+from .variables import Path, from_collections, nested, to_linen_var, to_nnx_var
+
+_ARRAYS = "arrays"  # the collection of arrays that are attributes themselves
+
+
+class ToLinen(flax.linen.Module):
+    """A Module as a Linen module, at the top or within others, and under Linen's transforms.
+
+    Args:
+      nnx_class: the class, or a function that returns a Module; it is called with ``args``, ``kwargs`` and ``rngs``.
+      args, kwargs: the arguments of the constructor.
+      skip_rng: whether the constructor takes no ``rngs``.
+      metadata_fn: makes of a Variable what Linen keeps of it; None keeps the bare value.
+
+    >>> model = nnx.bridge.ToLinen(nnx.Linear, args=(3, 4))
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> jax.tree.map(jnp.shape, variables)
+    {'params': {'bias': (4,), 'kernel': (3, 4)}}
+    >>> model.apply(variables, jnp.ones((2, 3))).shape
+    (2, 4)
+
+    Random streams are those of ``rngs``. A constructor that asks for another one gets keys that are derived from those
+    for ``params``, to which Linen falls back, too.
+
+    Raises:
+      StateMismatchError: if the variables lack a Param of the Module, or have one of another shape.
+    """
+
+    nnx_class: Callable[..., Any]
+    args: Sequence = ()
+    kwargs: Mapping[str, Any] = FrozenDict({})
+    skip_rng: bool = False
+    metadata_fn: Callable[[Variable], Any] | None = to_linen_var
+
+    @flax.linen.compact
+    def __call__(self, *args: Any, nnx_method: Callable[..., Any] | str | None = None, **kwargs: Any) -> Any:
+        """Call the Module, or its method ``nnx_method``: a name, or a function of the Module and the arguments."""
+        if isinstance(self.nnx_class, Node):
+            raise TypeError(
+                f"ToLinen makes the Module itself, each time with other keys, but it got an instance of "
+                f"{type(self.nnx_class).__name__}. Give it the class and its arguments: "
+                f"to_linen({type(self.nnx_class).__name__}, ...)."
+            )
+        rngs = {} if self.skip_rng else {"rngs": self._rngs()}
+        module = self.nnx_class(*self.args, **{**self.kwargs, **rngs})
+        self._load(module)
+        method = nnx_method if callable(nnx_method) else getattr(type(module), nnx_method or "__call__")
+        method = getattr(method, "__func__", method)
+        if not self.is_initializing():
+            out = method(module, *args, **kwargs)
+            self._hand_out(self._values(module))
+            return out
+        lazy = {path: inner for path, inner in all_in(module).items() if not any(variables_of(inner))}
+        values = self._values(module)
+        with initializing(lazy.values()):
+            out = method(module, *args, **kwargs)
+        for path in lazy:
+            values |= {key: x for key, x in self._values(module).items() if key[1 : len(path) + 1] == path}
+        self._hand_out(values)
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            method = None if name.startswith("_") else getattr(self.__dict__.get("nnx_class"), name, None)
+            if not callable(method):
+                raise
+
+        # A method, so that Linen's `apply(variables, x, method='encode')` finds the function below it.
+        def call(self: ToLinen, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, nnx_method=method, **kwargs)
+
+        return types.MethodType(call, self)
+
+    def _rngs(self) -> Rngs:
+        """A stream for each that Linen has, and one that answers for all others."""
+        names = [] if self.scope is None else list(self.scope.rngs)
+        streams = {name: RngStream(self.make_rng(name), tag=name) for name in names}
+        if "default" not in streams and not self.is_initializing():
+            streams["default"] = RngStream(0, tag="default")  # the constructor is to run; its values are replaced
+        elif "default" not in streams and "params" in streams:
+            streams["default"] = streams["params"].fold_in("default")
+        return Rngs(streams)
+
+    def _load(self, module: Any) -> None:
+        """Put the variables that Linen holds for this place into the Module."""
+        made = _leaves(module)
+        found = {_as_made(path, made): item for path, item in from_collections(self.variables).items()}
+        problems = [*self._missing(made, found), *_misfits(made, found)]
+        if problems:
+            place = "/" + "/".join(self.path)
+            raise errors.StateMismatchError(errors.listed(_DO_NOT_FIT.format(place=place), problems, _COMPLETE))
+        arrays = {path: x for path, (col, x) in found.items() if col == _ARRAYS and path in made}
+        update(module, nested(arrays))
+        for path, (col, x) in found.items():
+            if path in arrays:
+                continue
+            new, old = to_nnx_var(col, x), made.get(path)
+            if old is None:
+                put(module, path, new)
+            else:
+                old.set_raw_value(new.get_raw_value())
+                old.set_metadata(**new.get_metadata())
+
+    def _missing(self, made: Mapping[Path, Any], found: Mapping[Path, Any]) -> Iterator[str]:
+        """What Linen lacks: of the Params anything, of other collections what is missing in them."""
+        for path, x in made.items():
+            col = _collection(x)
+            needed = isinstance(x, Param) or self.variables.get(col)
+            if path not in found and needed and not self.is_mutable_collection(col):
+                yield f"{col}: {errors.format_path(path)} is missing, {errors.describe(_value(x))}"
+
+    def _values(self, module: Any) -> dict[Path, Any]:
+        """What Linen is to keep of the Module, by collection and path."""
+        boxed = self.metadata_fn or Variable.get_raw_value
+        return {
+            (_collection(x), *path): boxed(x) if isinstance(x, Variable) else x for path, x in _leaves(module).items()
+        }
+
+    def _hand_out(self, values: Mapping[Path, Any]) -> None:
+        """Give values to Linen, where it lets them change."""
+        for col, tree in nested(values).items():
+            for name, value in tree.items() if self.is_mutable_collection(col) else ():
+                self.put_variable(col, name, value)
+
+
+_DO_NOT_FIT = "The variables at {place} do not fit the Module:"
+_COMPLETE = "Pass all that `init` has returned, `model.apply(variables, ...)`, or make their collection mutable."
+
+
+def to_linen(
+    nnx_class: Callable[..., Any],
+    *args: Any,
+    metadata_fn: Callable[[Variable], Any] | None = to_linen_var,
+    name: str | None = None,
+    skip_rng: bool = False,
+    abstract_init: bool = True,
+    **kwargs: Any,
+) -> ToLinen:
+    """Return the Module that ``nnx_class(*args, **kwargs, rngs=rngs)`` makes as a Linen module; see :class:`ToLinen`.
+
+    ``name`` is its name within another Linen module. ``abstract_init`` is taken and has no effect: what is computed and
+    replaced costs nothing under ``jax.jit``.
+
+    >>> from flax import linen as nn
+    >>> class Model(nn.Module):
+    ...   @nn.compact
+    ...   def __call__(self, x):
+    ...     return nn.Dense(2)(nnx.bridge.to_linen(nnx.Linear, 3, 4, name='inner')(x))
+    >>> variables = Model().init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> variables['params']['inner']['kernel'].shape
+    (3, 4)
+    """
+    return ToLinen(nnx_class, args, FrozenDict(kwargs), skip_rng=skip_rng, metadata_fn=metadata_fn, name=name)
+
+
+def to_linen_class(
+    base_nnx_class: type,
+    base_metadata_fn: Callable[[Variable], Any] | None = to_linen_var,
+    base_skip_rng: bool = False,
+    **partial_kwargs: Any,
+) -> type[ToLinen]:
+    """Return a class of Linen modules that takes the arguments of a Module class, some of which may be given here.
+
+    >>> Dense = nnx.bridge.to_linen_class(nnx.Linear, use_bias=False)
+    >>> Dense(3, out_features=4, name='inner').init(jax.random.key(0), jnp.ones((1, 3)))['params']['kernel'].shape
+    (3, 4)
+    """
+
+    class ToLinenPartial(ToLinen):
+        pass
+
+    def __init__(
+        self: Any,
+        *args: Any,
+        nnx_class: Callable[..., Any] = base_nnx_class,
+        kwargs: Mapping[str, Any] = FrozenDict({}),
+        skip_rng: bool = base_skip_rng,
+        metadata_fn: Callable[[Variable], Any] | None = base_metadata_fn,
+        parent: Any = _SAME_PARENT,
+        name: str | None = None,
+        **more: Any,
+    ) -> None:
+        args = more.pop("args", args)
+        kwargs = FrozenDict({**partial_kwargs, **kwargs, **more})
+        given = {} if parent is _SAME_PARENT else {"parent": parent}
+        ToLinen.__init__(self, nnx_class, args, kwargs, skip_rng, metadata_fn, name=name, **given)
+
+    ToLinenPartial.__init__ = __init__  # Linen, which makes dataclasses of its modules, would replace one in the class
+    ToLinenPartial.__name__ = ToLinenPartial.__qualname__ = "ToLinenPartial"
+    return ToLinenPartial
+
+
+_SAME_PARENT: Any = object()
+
+
+def _leaves(module: Any) -> dict[Path, Any]:
+    """The Variables and arrays of a Module by path, without random streams; a shared one at its first path."""
+    return {
+        path: x
+        for path, x in iter_graph(module)
+        if (isinstance(x, Variable) and not isinstance(x, RngState)) or is_array(x)
+    }
+
+
+def _collection(x: Any) -> str:
+    return variable_name_from_type(type(x), allow_register=True) if isinstance(x, Variable) else _ARRAYS
+
+
+def _value(x: Any) -> Any:
+    return x.get_raw_value() if isinstance(x, Variable) else x
+
+
+def _as_made(path: Path, made: Mapping[Path, Any]) -> Path:
+    """The path with ints for the strings that checkpoints have in their place."""
+    if path in made:
+        return path
+    ints = tuple([int(key) if isinstance(key, str) and key.isdecimal() else key for key in path])
+    return ints if ints in made else path
+
+
+def _misfits(made: Mapping[Path, Any], found: Mapping[Path, tuple[str, Any]]) -> Iterator[str]:
+    for path, (col, x) in found.items():
+        if path not in made:
+            continue
+        own, old, new = _collection(made[path]), _value(made[path]), meta.unbox(x)
+        if own != col:
+            yield f"{col}: {errors.format_path(path)} is in the Module of the collection {own}"
+        elif isinstance(made[path], Param) and jnp.shape(old) != jnp.shape(new):
+            yield f"{col}: {errors.format_path(path)}: expected {errors.describe(old)}, got {errors.describe(new)}"

@@ -1,0 +1,225 @@
+"""ToLinen: Modules as Linen modules, at the top, nested, under Linen's transforms, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nnxlib as nnx
+
+pytest.importorskip("flax.linen", reason="flax is not installed (it is not, where it would change the version of JAX)")
+
+from flax import linen as nn
+
+bridge = nnx.bridge
+X = jnp.arange(6.0).reshape(2, 3)
+KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+
+class Block(nnx.Module):
+    """A list of layers, statistics, dropout, and a second method."""
+
+    def __init__(self, size, *, rngs):
+        self.layers = [nnx.Linear(size, size, rngs=rngs)]
+        self.norm = nnx.BatchNorm(size, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.layers[0](x)
+        self.sow(nnx.Intermediate, "hidden", y)
+        return self.dropout(self.norm(y))
+
+    def encode(self, x):
+        return self.layers[0](x)
+
+
+def test_init_hands_out_what_the_constructor_made():
+    """Collections by type, paths as here, statistics as they begin, and no random streams."""
+    variables = bridge.to_linen(Block, 3).init(KEYS, X)
+    assert jax.tree.map(jnp.shape, variables) == {
+        "params": {"layers": {0: {"bias": (3,), "kernel": (3, 3)}}, "norm": {"bias": (3,), "scale": (3,)}},
+        "batch_stats": {"norm": {"mean": (3,), "var": (3,)}},
+    }
+    assert (variables["batch_stats"]["norm"]["mean"] == 0).all()
+
+
+def test_apply_computes_as_the_module_does():
+    """With the same weights, and hands out what is mutable, as Linen's modules do."""
+    model = bridge.to_linen(Block, 3)
+    variables = model.init(KEYS, X)
+    y, updates = model.apply(variables, X, rngs=KEYS, mutable=["batch_stats", "intermediates"])
+    assert updates.keys() == {"batch_stats", "intermediates"}
+    assert (updates["batch_stats"]["norm"]["mean"] != 0).any()
+    assert (updates["intermediates"]["hidden"][0] == model.apply(variables, X, nnx_method="encode")).all()
+    assert (y == model.apply(variables, X, rngs=KEYS)).all()
+    assert (y != model.apply(variables, X, rngs={"dropout": jax.random.key(2)})).any()
+
+
+def test_methods():
+    """By `nnx_method`, by Linen's `method`, and on a bound module."""
+    model = bridge.to_linen(Block, 3)
+    variables = model.init(KEYS, X)
+    y = model.apply(variables, X, nnx_method="encode")
+    assert (y == model.apply(variables, X, nnx_method=Block.encode)).all()
+    assert (y == model.apply(variables, X, method="encode")).all()
+    assert (y == model.bind(variables).encode(X)).all()
+    with pytest.raises(AttributeError, match="decode"):
+        model.decode
+
+
+def test_nested_in_linen_and_called_twice():
+    """Names and paths are Linen's; a module that is called twice has one set of parameters, those of its first call."""
+
+    class Model(nn.Module):
+        def setup(self):
+            self.inner = bridge.to_linen(nnx.Linear, 3, 3)
+            self.out = nn.Dense(2)
+
+        def __call__(self, x):
+            return self.out(self.inner(self.inner(x)))
+
+    class Once(Model):
+        def __call__(self, x):
+            return self.out(self.inner(x))
+
+    y, variables = Model().init_with_output(jax.random.key(0), X)
+    once = Once().init(jax.random.key(0), X)
+    jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("other parameters"), variables, once)
+    assert (y == Model().apply(variables, X)).all()
+
+
+def test_linen_transforms_and_jit():
+    """nn.scan over nn.remat stacks parameters and statistics; jax.jit gives the same."""
+
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.remat(bridge.ToLinen)(Block, args=(3,), name="block")(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes, splits = {"params": 0, "batch_stats": 0}, {"params": True, "dropout": True}
+            return nn.scan(Body, variable_axes=axes, split_rngs=splits, length=2)(name="body")(x, None)[0]
+
+    variables = jax.jit(Model().init)(KEYS, X)
+    assert variables["params"]["body"]["block"]["layers"][0]["kernel"].shape == (2, 3, 3)
+
+    def loss(params):
+        y, updates = Model().apply({**variables, "params": params}, X, rngs=KEYS, mutable=["batch_stats"])
+        return (y**2).sum(), updates
+
+    (_, updates), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+    assert updates["batch_stats"]["body"]["block"]["norm"]["mean"].shape == (2, 3)
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, variables["params"])
+
+
+class Named(nnx.Module):
+    """A weight with names for its axes, and one with a note."""
+
+    def __init__(self, *, rngs):
+        init = nnx.with_partitioning(nnx.initializers.ones, ("in", "out"))
+        self.w = nnx.Param(init(rngs.params(), (3, 3)))
+        self.bias = nnx.Param(jnp.zeros(3), note="small")
+
+    def __call__(self, x):
+        return x @ self.w + self.bias
+
+
+def test_metadata_travels_in_boxes():
+    """Names follow the axes that Linen's transforms add; boxed, unboxed and foreign boxes all fit back in."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": None, "axis_size": 2}
+            return nn.vmap(bridge.ToLinen, **options, metadata_params={nn.PARTITION_NAME: "models"})(Named, name="m")(x)
+
+    variables = Model().init(jax.random.key(0), X)
+    assert nn.get_partition_spec(variables)["params"]["m"]["w"] == jax.P("models", "in", "out")
+    assert variables["params"]["m"]["bias"].metadata == {"note": "small"}
+    assert (jax.jit(Model().apply)(variables, X) == Model().apply(nn.unbox(variables), X)).all()
+
+    boxed = bridge.to_linen(Named, metadata_fn=lambda v: nn.Partitioned(v.get_value(), names=(None,) * v.ndim))
+    variables, updates = boxed.init(jax.random.key(0), X), boxed.apply(boxed.init(KEYS, X), X, mutable=["params"])[1]
+    assert all(isinstance(tree["params"]["w"], nn.Partitioned) for tree in (variables, updates))
+    bare = bridge.to_linen(Named, metadata_fn=None).init(jax.random.key(0), X)
+    assert isinstance(bare["params"]["w"], jax.Array)
+
+
+def test_a_stream_that_is_missing_comes_from_params_at_init():
+    """As in Linen: a bare key is enough to initialise; a call draws from the streams it is given."""
+    model = bridge.to_linen(Block, 3)
+    variables = model.init(jax.random.key(0), X)
+    assert (variables["params"]["layers"][0]["kernel"] == model.init(KEYS, X)["params"]["layers"][0]["kernel"]).all()
+    with pytest.raises(AttributeError, match="No RngStream named 'params'"):
+        bridge.to_linen(nnx.Linear, 3, 3).init({"dropout": jax.random.key(0)}, X)
+
+
+class Late(nnx.Module):
+    """State made in the first call, an array that is an attribute, and a part that is itself of Linen."""
+
+    def __init__(self, *, rngs):
+        self.dense = bridge.ToNNX(nn.Dense(3), rngs=rngs)
+        self.cache = None
+        self.scale = jnp.ones(())
+
+    def __call__(self, x):
+        if self.cache is None:
+            self.cache = nnx.Cache(jnp.zeros(()))
+        self.cache.value += 1
+        self.scale = self.scale + 1
+        return self.dense(x) * self.scale
+
+
+def test_late_state_arrays_and_parts_of_linen():
+    """What a call makes is handed out and taken back; arrays have a collection; a ToNNX within is initialised."""
+    model = bridge.to_linen(Late)
+    variables = model.init(jax.random.key(0), X)
+    assert jax.tree.map(jnp.shape, variables["params"]) == {"dense": {"bias": (3,), "kernel": (3, 3)}}
+    mutable = ["cache", "arrays"]
+    _, updates = model.apply(variables, X, mutable=mutable)
+    _, updates = model.apply({**variables, **updates}, X, mutable=mutable)
+    assert updates == {"cache": {"cache": 2.0}, "arrays": {"scale": 3.0}}
+
+
+def test_skip_rng_and_classes():
+    """A constructor without rngs; a class made of a class, with some of its arguments."""
+
+    class Add(nnx.Module):
+        def __init__(self):
+            self.constant = nnx.Variable(jnp.array(1.0))
+
+        def __call__(self, x):
+            return x + self.constant
+
+    y, variables = bridge.ToLinen(Add, skip_rng=True).init_with_output(jax.random.key(0), X)
+    assert (y == X + 1).all()
+    assert variables == {"Variable": {"constant": 1.0}}
+
+    Dense = bridge.to_linen_class(nnx.Linear, use_bias=False)
+    assert issubclass(Dense, bridge.ToLinen)
+    for model in (Dense(3, out_features=2), Dense(args=(3, 2), name="inner"), Dense(3, 2).clone()):
+        assert jax.tree.map(jnp.shape, model.init(jax.random.key(0), X)) == {"params": {"kernel": (3, 2)}}
+
+
+def test_variables_that_do_not_fit_are_listed():
+    """Missing, of another shape, of another collection: each with its path; nothing is made up."""
+    model = bridge.to_linen(nnx.Linear, 3, 2, name="inner")
+    good = model.init(jax.random.key(0), X)
+    with pytest.raises(
+        nnx.errors.StateMismatchError, match=r"params: kernel: expected float32\[3, 2\], got float32\[5, 2\]"
+    ):
+        model.apply({"params": {**good["params"], "kernel": jnp.ones((5, 2))}}, X)
+    with pytest.raises(nnx.errors.StateMismatchError, match=r"params: bias is missing, float32\[2\]"):
+        model.apply({"params": {"kernel": good["params"]["kernel"]}}, X)
+    with pytest.raises(nnx.errors.StateMismatchError, match="cache: bias is in the Module of the collection params"):
+        model.apply({"params": {"kernel": good["params"]["kernel"]}, "cache": {"bias": jnp.ones(2)}}, X)
+    restored = bridge.to_linen(Block, 3).init(KEYS, X)
+    restored["params"]["layers"] = {str(key): x for key, x in restored["params"]["layers"].items()}
+    bridge.to_linen(Block, 3).apply(restored, X)  # a checkpoint has strings for ints
+
+
+def test_an_instance_is_refused():
+    """ToLinen makes the Module itself."""
+    with pytest.raises(TypeError, match=r"to_linen\(Linear, ...\)"):
+        bridge.to_linen(nnx.Linear(3, 2, rngs=nnx.Rngs(0))).init(jax.random.key(0), X)
