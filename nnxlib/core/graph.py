@@ -306,12 +306,12 @@ class Nesting:
         self._position = sorted(range(len(order)), key=order.__getitem__)
 
     def sort(self, leaves: list[Any]) -> list[Any]:
-        """Bring leaves from the order of the layout into that of ``paths``."""
+        """Take the leaves in the order of ``paths`` out of all, which are in the order of the layout."""
         return leaves if self._order is None else [leaves[k] for k in self._order]
 
     def nest(self, leaves: list[Any]) -> dict:
-        """Put the leaves, of all in the order of the layout, into nested dicts."""
-        return self._treedef.unflatten(self.sort(leaves))
+        """Put leaves, sorted, into nested dicts."""
+        return self._treedef.unflatten(leaves)
 
     def flatten(self, levels: Any) -> list[Any] | None:
         """Take the leaves out of nested dicts, into the order of the layout; None if the dicts have other keys."""
@@ -451,9 +451,7 @@ class Walk:
             frame.specs.append(value.frozen())
             return None
         if mark is False or (mark is None and isinstance(value, _NO_DATA)):
-            constant = self._constant(value, frame, suffix)
-            if isinstance(value, _NO_DATA) and not constant.mutable:
-                self.constants[id(value)] = constant
+            self._constant(value, mark, frame, suffix)
             return None
         if is_data_leaf(value):
             frame.specs.append(LEAF)
@@ -461,12 +459,13 @@ class Walk:
             return None
         return self._tree(value, mark, frame, suffix)
 
-    def _constant(self, value: Any, frame: _Frame, suffix: tuple) -> Const:
+    def _constant(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> None:
         constant = Const.of(value, (*frame.path, *suffix))
+        frame.specs.append(constant)
         if constant.mutable:
             self.mutable[id(value)] = value, constant
-        frame.specs.append(constant)
-        return constant
+        elif mark is None or isinstance(value, _NO_DATA):  # not for the mark alone
+            self.constants[id(value)] = constant
 
     def _tree(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
         """A pytree becomes a Tree if it holds data or is marked as data, and is static otherwise.
@@ -479,11 +478,11 @@ class Walk:
                 frame.specs.append(LEAF)
                 self.arrays[frame.owner].append(value)
             else:
-                self._constant(value, frame, suffix)
+                self._constant(value, mark, frame, suffix)
             return None
         keys, children, treedef = flatten_once(value)
         if mark is None and not any(map(is_data_part, children)):
-            self._constant(value, frame, suffix)
+            self._constant(value, mark, frame, suffix)
             return None
         place = len(frame.specs)
         frame.specs.append(None)
@@ -598,14 +597,14 @@ def build(
     ``stamp`` ends when the structure of one of the fresh objects changes.
     """
     blueprint = layout.blueprint
-    metadata = _fresh(blueprint.metadata)
     held = () if stamp is None else (weakref.ref(stamp),)
-    made = make_variables(blueprint.variable_types, leaves, metadata, cell, held)
+    made = make_variables(blueprint.variable_types, leaves, _fresh(blueprint.metadata), cell, held)
     for owner, kinds in blueprint.node_types.items():
         made += new_nodes(owner, kinds, held)
     for i, marks in blueprint.marks:
         object.__setattr__(made[i], "_nnx_marks", dict(marks))
     objects = [made[i] for i in blueprint.order]
+    del made  # lists as long as the model are most of what is held for a moment
     for i, x in (given or {}).items():
         objects[i] = x
         if isinstance(x, Node):
@@ -613,7 +612,7 @@ def build(
     pool = [*objects, *leaves, *_fresh(blueprint.constants)]
     pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in blueprint.trees]
     for rows, names, positions in blueprint.attributes:
-        fill_all([objects[i] for i in rows], names, [pool[k] for k in positions])
+        fill_all(map(objects.__getitem__, rows), names, map(pool.__getitem__, positions))
     for i, names, positions in blueprint.others:
         objects[i]._nnx_fill(dict(zip(names, [pool[k] for k in positions], strict=True)))
     return value_of(layout.root, objects, iter(leaves[blueprint.held :])), objects
@@ -640,8 +639,9 @@ class Blueprint:
         self.metadata: list[Const] = [rows[i].metadata for i in layout.variables]
         self.marks = [(made[i], rows[i].marks.value) for i in numbers if rows[i].marks.value]
         self.held = len(layout.variables)  # how many of the leaves are in objects
-        self.constants: list[Const] = []
+        self.constants: list[Const] = []  # each value that cannot change in place once
         self.trees: list[tuple[Tree, int, int]] = []  # with the range of their leaves
+        self._constants: dict[int, int] = {}  # where a value is among them, by id
         sources = [{name: self._source(spec) for name, spec in rows[i].fields} for i in numbers]
         mutable = any(const.mutable for const in (*self.constants, *self.metadata))
         # Whether nothing in the objects but values of Variables can change in place.
@@ -670,8 +670,11 @@ class Blueprint:
         if type(spec) is Ref:
             return Ref, spec.index
         if type(spec) is Const:
-            self.constants.append(spec)
-            return Const, len(self.constants) - 1
+            number = None if spec.mutable else self._constants.get(id(spec.value))
+            if number is None:
+                number = self._constants[id(spec.value)] = len(self.constants)
+                self.constants.append(spec)
+            return Const, number
         start = self.held
         self.held += count_leaves(spec)
         if spec is LEAF:

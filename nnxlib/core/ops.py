@@ -74,25 +74,27 @@ def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
     return GraphDef(layout, avals)
 
 
-def _states(layout: Layout, leaves: list[Any], filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:
-    """The leaves as a State, or as one for each filter; a Variable by itself is its own State."""
-    nesting = layout.nesting
+def _states(
+    layout: Layout, leaves: list[Any], objects: list[Any], filters: Sequence[Filter], *, exhaustive: bool
+) -> tuple[Any, ...]:
+    """Copies of the leaves as a State, or as one for each filter; a Variable by itself is its own State."""
+    nesting, predicates = layout.nesting, filters_to_predicates(filters)
     if nesting is None:
-        state = _to_state(list(zip(layout.leaf_paths, leaves, strict=True)))
+        state = _to_state(list(zip(layout.leaf_paths, _snapshot(layout, leaves, objects), strict=True)))
         divide = split_state if exhaustive else filter_state
         return _as_tuple(divide(state, *filters) if filters else state, filters)
     if not filters:
-        return (State._view(nesting.nest(leaves)),)
+        return (State._view(nesting.nest(nesting.sort(_snapshot(layout, leaves, objects)))),)
 
-    def divided() -> tuple[FlatState, ...]:
+    def divided(leaves: list[Any]) -> tuple[FlatState, ...]:
         flat = FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves))
         return _as_tuple(flat.split(*filters) if exhaustive else flat.filter(*filters), filters)
 
-    predicates = filters_to_predicates(filters)
     if len(layout.variables) < len(leaves) or any(x.looks_at_values for x in predicates):
-        return tuple([from_flat_state(group) for group in divided()])
-    nestings = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in divided()])
-    return tuple([State._view(group.nest(leaves)) for group in nestings])
+        return tuple([from_flat_state(group) for group in divided(_snapshot(layout, leaves, objects))])
+    variables = [objects[i] for i in layout.variables]
+    groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in divided(variables)])
+    return tuple([State._view(group.nest(_copies(group.sort(variables)))) for group in groups])
 
 
 def _as_tuple(groups: Any, filters: Sequence[Filter]) -> tuple[Any, ...]:
@@ -127,7 +129,7 @@ def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
     """
     layout, leaves, objects = _packed(node)
     graphdef = _graphdef(layout, leaves)
-    return graphdef, *_states(layout, _snapshot(layout, leaves, objects), filters, exhaustive=True)
+    return graphdef, *_states(layout, leaves, objects, filters, exhaustive=True)
 
 
 def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = False, strict: bool = True) -> A:
@@ -386,7 +388,7 @@ def state(node: Any, *filters: Filter) -> Any:
     ['mean', 'var']
     """
     layout, leaves, objects = _packed(node)
-    found, *more = _states(layout, _snapshot(layout, leaves, objects), filters, exhaustive=False)
+    found, *more = _states(layout, leaves, objects, filters, exhaustive=False)
     return (found, *more) if more else found
 
 

@@ -165,8 +165,8 @@ def _describe(root: Any, fresh: Fresh) -> Record:
         if not fresh.stamp.valid:
             return _make(root)
         objects = [root, *fresh.objects[1:]]
-        cells = [x._cell for x in objects if isinstance(x, Variable)]
-        index = {id(x): i for i, x in enumerate(objects)}
+        cells = [objects[i]._cell for i in fresh.layout.variables]
+        index = dict(zip(map(id, objects), range(len(objects)), strict=True))
         return _kept(Record(fresh.layout, fresh.stamp, objects, index, cells), root)
 
 
@@ -277,7 +277,7 @@ def _make(root: Any) -> Record:
 
 def _kept(record: Record, root: Any) -> Record:
     """The record, with its object for the next time if it can be used again."""
-    lent = at_top_level() and any(type(cell) is not Cell for cell in record.cells)  # to a trace of another thread
+    lent = at_top_level() and not {Cell}.issuperset(map(type, record.cells))  # to a trace of another thread
     object.__setattr__(root, "_nnx_record", record if record.exact and not lent else None)
     return record
 
