@@ -11,6 +11,7 @@ Under ``jax.jit`` what the constructor computes, and the given variables replace
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,9 @@ from ..core import errors
 from ..core.objects import Node, is_array
 from ..core.ops import iter_graph, update
 from ..core.rngs import Rngs, RngStream
-from ..core.variables import Param, RngState, Variable, variable_name_from_type
-from .to_nnx import all_in, initializing, put, variables_of
-from .variables import Path, from_collections, nested, to_linen_var, to_nnx_var
+from ..core.variables import Param, RngKey, RngState, Variable, make_variable, variable_name_from_type
+from .to_nnx import all_in, initializing, overwrite, put, variables_of
+from .variables import Path, from_collections, nested, to_linen_var, unboxed
 
 _ARRAYS = "arrays"  # the collection of arrays that are attributes themselves
 
@@ -45,8 +46,8 @@ class ToLinen(flax.linen.Module):
     >>> model.apply(variables, jnp.ones((2, 3))).shape
     (2, 4)
 
-    Random streams are those of ``rngs``. A constructor that asks for another one gets keys that are derived from those
-    for ``params``, to which Linen falls back, too.
+    Random streams are those of ``rngs``. At ``init`` another one gets keys that are derived from those for ``params``,
+    to which Linen falls back, too. At ``apply`` it draws the same keys each time, and warns.
 
     Raises:
       StateMismatchError: if the variables lack a Param of the Module, or have one of another shape.
@@ -73,6 +74,7 @@ class ToLinen(flax.linen.Module):
         method = nnx_method if callable(nnx_method) else getattr(type(module), nnx_method or "__call__")
         method = getattr(method, "__func__", method)
         if not self.is_initializing():
+            _warn_of_draws(module)
             out = method(module, *args, **kwargs)
             self._hand_out(self._values(module))
             return out
@@ -104,8 +106,11 @@ class ToLinen(flax.linen.Module):
         names = [] if self.scope is None else list(self.scope.rngs)
         streams = {name: RngStream(self.make_rng(name), tag=name) for name in names}
         if "default" not in streams and not self.is_initializing():
-            streams["default"] = RngStream(0, tag="default")  # the constructor is to run; its values are replaced
-        elif "default" not in streams and "params" in streams:
+            # The constructor is to run, and what it draws is replaced; what the call draws is found by the tag.
+            rngs = Rngs({**streams, "default": RngStream(0, tag="default")})
+            rngs.default.tag = _NOT_GIVEN
+            return rngs
+        if "default" not in streams and "params" in streams:
             streams["default"] = streams["params"].fold_in("default")
         return Rngs(streams)
 
@@ -120,14 +125,10 @@ class ToLinen(flax.linen.Module):
         arrays = {path: x for path, (col, x) in found.items() if col == _ARRAYS and path in made}
         update(module, nested(arrays))
         for path, (col, x) in found.items():
-            if path in arrays:
-                continue
-            new, old = to_nnx_var(col, x), made.get(path)
-            if old is None:
-                put(module, path, new)
-            else:
-                old.set_raw_value(new.get_raw_value())
-                old.set_metadata(**new.get_metadata())
+            if path not in made:
+                put(module, path, make_variable(*unboxed(col, x)))
+            elif path not in arrays:
+                overwrite(made[path], col, x)
 
     def _missing(self, made: Mapping[Path, Any], found: Mapping[Path, Any]) -> Iterator[str]:
         """What Linen lacks: of the Params anything, of other collections what is missing in them."""
@@ -219,6 +220,26 @@ def to_linen_class(
 
 
 _SAME_PARENT: Any = object()
+
+
+_NOT_GIVEN = "default (no key was given)"
+
+
+def _warn_of_draws(module: Any) -> None:
+    """Let the streams of a Module that no key was given for say so when they are drawn from."""
+
+    def warn(key: RngKey, value: Any) -> Any:
+        warnings.warn(_SAME_KEYS, stacklevel=2)
+        return value
+
+    for _, stream in list(iter_graph(module)):
+        if isinstance(stream, RngStream) and stream.tag == _NOT_GIVEN:
+            stream.key = RngKey(stream.key.get_raw_value(), on_get_value=warn)
+
+
+_SAME_KEYS = """\
+A Module within a Linen model draws from a random stream that `apply` was given no key for: the same keys at each \
+call. Pass one, model.apply(variables, x, rngs={'dropout': key}), or make the Module deterministic."""
 
 
 def _leaves(module: Any) -> dict[Path, Any]:

@@ -23,11 +23,11 @@ import jax
 from ..core import errors
 from ..core.containers import Dict
 from ..core.module import Module, iter_modules
-from ..core.objects import attributes_of
+from ..core.objects import attributes_of, check_writable
 from ..core.rngs import Rngs
 from ..core.static import same_items
 from ..core.variables import Variable
-from .variables import Path, collection_of, from_collections, nested, to_linen_var, to_nnx_var
+from .variables import Path, collection_of, from_collections, nested, to_linen_var, to_nnx_var, unboxed
 
 _OWN = ("to_nnx__module", "to_nnx__rngs", "to_nnx__initializing")
 
@@ -41,10 +41,18 @@ class _Linen:
         self.module = module
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Linen) and (self.module is other.module or bool(self.module == other.module))
+        if not isinstance(other, _Linen) or self.module is other.module:
+            return isinstance(other, _Linen)
+        try:
+            return bool(self.module == other.module)
+        except ValueError:  # arrays among its fields
+            return False
 
     def __hash__(self) -> int:
         return hash(type(self.module))  # its fields may be lists and dicts, which have no hash
+
+    def __deepcopy__(self, memo: dict) -> _Linen:
+        return self
 
     def __reduce__(self) -> tuple:
         return _Linen, (self.module,)
@@ -164,22 +172,17 @@ class ToNNX(Module):
 
     def _write(self, old: Mapping[Path, Variable], collections: Mapping[str, Any]) -> None:
         """Write these collections into the Variables there are; make those that there are not."""
-        new = {path: to_nnx_var(col, x) for path, (col, x) in from_collections(collections).items()}
-        kept = {
-            path: v
-            for path, v in old.items()
-            if path in new and collection_of(type(v)) == collection_of(type(new[path]))
-        }
+        found = from_collections(collections)
+        kept = {path: v for path, v in old.items() if path in found and collection_of(type(v)) == found[path][0]}
+        made = {path: to_nnx_var(col, x) for path, (col, x) in found.items() if path not in kept}
         for variable in kept.values():
             variable.check_writable()
+        if made:
+            check_writable(self, f"attach {errors.format_path(next(iter(made)))}")
         for path, variable in kept.items():
-            value, metadata = new[path].get_raw_value(), {**variable.get_metadata(), **new[path].get_metadata()}
-            if value is not variable.get_raw_value():
-                variable.set_raw_value(value)
-            if not same_items(metadata, variable.get_metadata()):
-                variable.set_metadata(metadata)
-        for path in new.keys() - kept.keys():
-            put(self, path, new[path])
+            overwrite(variable, *found[path])
+        for path, variable in made.items():
+            put(self, path, variable)
 
 
 def lazy_init(fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +239,16 @@ The Linen module {linen} lacks variables that this call needs: {error}
 They are made by a call with an example of the inputs:
 
     model = nnx.bridge.lazy_init(model, x)    # or ToNNX(module, rngs=rngs).lazy_init(x)"""
+
+
+def overwrite(variable: Variable, col: str, x: Any) -> None:
+    """Give a Variable the value, and what there is of metadata, that Linen has for it in a collection."""
+    _, value, metadata = unboxed(col, x)
+    metadata = {**variable.get_metadata(), **metadata}
+    if value is not variable.get_raw_value():
+        variable.set_raw_value(value)
+    if not same_items(metadata, variable.get_metadata()):
+        variable.set_metadata(metadata)
 
 
 def put(node: Any, path: Path, value: Any) -> None:

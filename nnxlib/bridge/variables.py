@@ -152,6 +152,22 @@ def to_linen_var(vs: Variable) -> Any:
     return NNXMeta(type(vs), value, {k: entry for k, entry in metadata.items() if k not in _OF_NO_ACCOUNT})
 
 
+def unboxed(col: str, x: Any) -> tuple[type[Variable], Any, dict[str, Any]]:
+    """The type, the value and the metadata that a value has in a collection; see :func:`to_nnx_var`."""
+    kind = variable_type_from_name(col, allow_register=True)
+    if isinstance(x, NNXMeta):
+        if x.var_type is not kind:
+            raise errors.StateMismatchError(
+                f"A {x.var_type.__name__} is found in the collection {col!r}, which is that of {kind.__name__}. "
+                f"nnx.register_variable_name({col!r}, {x.var_type.__name__}) gives it to {x.var_type.__name__}."
+            )
+        return kind, x.value, x._variable().get_metadata()
+    if isinstance(x, meta.AxisMetadata):
+        fields = {_METADATA_OF_FIELD.get(name, name): entry for name, entry in vars(x).items()}
+        return kind, fields.pop("value"), {**fields, "linen_meta_type": type(x)}
+    return kind, x, {}
+
+
 def to_nnx_var(col: str, x: Any) -> Variable:
     """Return a Variable of the type that belongs to a collection, with the metadata of the box if ``x`` is one.
 
@@ -161,18 +177,8 @@ def to_nnx_var(col: str, x: Any) -> Variable:
     Raises:
       StateMismatchError: if the box is of a Variable of another type.
     """
-    kind = variable_type_from_name(col, allow_register=True)
-    if isinstance(x, NNXMeta):
-        if x.var_type is not kind:
-            raise errors.StateMismatchError(
-                f"A {x.var_type.__name__} is found in the collection {col!r}, which is that of {kind.__name__}. "
-                f"nnx.register_variable_name({col!r}, {x.var_type.__name__}) gives it to {x.var_type.__name__}."
-            )
-        return x.to_nnx_variable()
-    if isinstance(x, meta.AxisMetadata):
-        fields = {_METADATA_OF_FIELD.get(name, name): entry for name, entry in vars(x).items()}
-        return kind(fields.pop("value"), **fields, linen_meta_type=type(x))
-    return kind(x)
+    kind, value, metadata = unboxed(col, x)
+    return kind(value, **metadata)
 
 
 # --- many -------------------------------------------------------------------------------------------------------------

@@ -151,6 +151,10 @@ def test_a_stream_that_is_missing_comes_from_params_at_init():
     model = bridge.to_linen(Block, 3)
     variables = model.init(jax.random.key(0), X)
     assert (variables["params"]["layers"][0]["kernel"] == model.init(KEYS, X)["params"]["layers"][0]["kernel"]).all()
+    with pytest.warns(UserWarning, match="no key for: the same keys at each call"):
+        y = model.apply(variables, X)
+    assert y.shape == X.shape
+    model.apply(variables, X, nnx_method="encode")  # draws nothing
     with pytest.raises(AttributeError, match="No RngStream named 'params'"):
         bridge.to_linen(nnx.Linear, 3, 3).init({"dropout": jax.random.key(0)}, X)
 
@@ -216,7 +220,7 @@ def test_variables_that_do_not_fit_are_listed():
         model.apply({"params": {"kernel": good["params"]["kernel"]}, "cache": {"bias": jnp.ones(2)}}, X)
     restored = bridge.to_linen(Block, 3).init(KEYS, X)
     restored["params"]["layers"] = {str(key): x for key, x in restored["params"]["layers"].items()}
-    bridge.to_linen(Block, 3).apply(restored, X)  # a checkpoint has strings for ints
+    bridge.to_linen(Block, 3).apply(restored, X, nnx_method="encode")  # a checkpoint has strings for ints
 
 
 def test_an_instance_is_refused():

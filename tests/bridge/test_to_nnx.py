@@ -1,7 +1,10 @@
 """ToNNX: Linen modules as Modules, their variables as Variables, in every transform, and what is refused."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import nnxlib as nnx
@@ -269,6 +272,36 @@ def test_users_types_stay():
     model.layers_0["kernel"] = model.layers_1["kernel"] = shared = Frozen(2 * jnp.eye(3))
     assert (model(X, mutable=True) == 4 * X).all()
     assert model.layers_1["kernel"] is model.layers_0["kernel"] is shared
+
+
+def test_copies_and_hooks():
+    """A copy shares the Linen module and nothing else; a class's hooks see a value when it is made, and not again."""
+
+    @nnx.register_variable_name("bridge_test_counts", overwrite=True)
+    class Counted(nnx.Variable):
+        def on_create_value(self, value):
+            return value + 10
+
+    class Counts(nn.Module):
+        table: np.ndarray
+
+        @nn.compact
+        def __call__(self, x):
+            n = self.variable("bridge_test_counts", "n", lambda: jnp.zeros(()))
+            n.value += 1
+            return x
+
+    model = bridge.ToNNX(Counts(np.arange(3.0)), rngs=nnx.Rngs(0)).lazy_init(X)
+    other = bridge.ToNNX(Counts(np.arange(3.0)), rngs=nnx.Rngs(0)).lazy_init(X)
+    for _ in range(2):
+        nnx.jit(lambda model: model(X, mutable=True))(model)
+        nnx.jit(lambda model: model(X, mutable=True))(other)
+    assert type(model.n) is Counted
+    assert model.n.value == other.n.value == 13
+    twin = copy.deepcopy(model)
+    twin(X, mutable=True)
+    assert (twin.n.value, model.n.value) == (14, 13)
+    assert twin.module is model.module
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
