@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen
+import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict, meta
 
 from ..core import errors
-from ..core.objects import Node, is_array
-from ..core.ops import iter_graph, update
+from ..core.objects import Node, is_array, is_node
+from ..core.ops import clone, iter_graph, update
 from ..core.rngs import Rngs, RngStream
 from ..core.variables import Param, RngKey, RngState, Variable, make_variable, variable_name_from_type
 from .to_nnx import all_in, initializing, overwrite, put, variables_of
@@ -68,8 +69,11 @@ class ToLinen(flax.linen.Module):
                 f"{type(self.nnx_class).__name__}. Give it the class and its arguments: "
                 f"to_linen({type(self.nnx_class).__name__}, ...)."
             )
+        arguments: Any = (tuple(self.args), dict(self.kwargs))
+        if any(map(is_node, jax.tree.leaves(arguments, is_leaf=is_node))):
+            arguments = clone(arguments, arrays=False)  # Modules that the user holds keep their values
         rngs = {} if self.skip_rng else {"rngs": self._rngs()}
-        module = self.nnx_class(*self.args, **{**self.kwargs, **rngs})
+        module = self.nnx_class(*arguments[0], **{**arguments[1], **rngs})
         self._load(module)
         method = nnx_method if callable(nnx_method) else getattr(type(module), nnx_method or "__call__")
         method = getattr(method, "__func__", method)

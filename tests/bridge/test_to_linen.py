@@ -206,6 +206,17 @@ def test_skip_rng_and_classes():
         assert jax.tree.map(jnp.shape, model.init(jax.random.key(0), X)) == {"params": {"kernel": (3, 2)}}
 
 
+def test_modules_among_the_arguments_are_not_written():
+    """A Module that is an argument of the constructor keeps its weights, also under jit."""
+    linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    kernel = linear.kernel.value
+    model = bridge.to_linen(nnx.Sequential, linear, nnx.relu, skip_rng=True)
+    variables = model.init(jax.random.key(0), X)
+    doubled = jax.tree.map(lambda x: 2 * x, variables)
+    assert (jax.jit(model.apply)(doubled, X) == 2 * model.apply(variables, X)).all()
+    assert linear.kernel.value is kernel
+
+
 def test_variables_that_do_not_fit_are_listed():
     """Missing, of another shape, of another collection: each with its path; nothing is made up."""
     model = bridge.to_linen(nnx.Linear, 3, 2, name="inner")
