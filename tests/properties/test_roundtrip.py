@@ -58,6 +58,53 @@ def test_a_copy_is_equal_and_shares_no_object(name: str, graph: Graph) -> None:
     before.assert_unchanged()
 
 
+FILTERS = [
+    nnx.Param,
+    nnx.Not(nnx.Param),
+    nnx.PathContains("a"),
+    nnx.Any(nnx.BatchStat, "x"),
+    (nnx.RngState, nnx.All("x")),
+]
+
+
+@examples(60)
+@given(graphs(largest=6))
+def test_filters_take_the_same_from_a_model_and_from_its_state(graph: Graph) -> None:
+    """Also when what they take of a model of this structure is known from before."""
+    for model in [nnx.Dict(m=m) for m in (*make(graph), *make(graph))]:
+        state = nnx.state(model)
+        for f in FILTERS:
+            assert nnx.state(model, f) == state.filter(f)
+        assert nnx.split(model, *FILTERS, ...)[1:] == state.split(*FILTERS, ...)
+
+
+@examples(60)
+@given(graphs(largest=6))
+def test_pop_takes_what_the_filter_takes_and_nothing_else(graph: Graph) -> None:
+    """What it returns is what `state` returns; all other objects stay where they were. Or nothing at all changes."""
+    (model,) = make(graph)
+    before, expected = Snapshot(model), nnx.state(nnx.Dict(m=model), nnx.Param)
+    others = [x for x in objects_in(model) if not isinstance(x, nnx.Param)]
+    try:
+        popped = nnx.pop(nnx.Dict(m=model), nnx.Param)
+    except ValueError:  # one is in a tuple
+        before.assert_unchanged()
+        return
+    assert popped == expected
+    left = objects_in(model)
+    assert {id(x) for x in left if not isinstance(x, nnx.Param)} == {id(x) for x in others}
+
+
+@examples(60)
+@given(graphs(largest=6))
+def test_iter_graph_finds_each_object_once_at_its_first_path(graph: Graph) -> None:
+    """The objects and paths are those of a packed table."""
+    (model,) = make(graph)
+    found = [(id(x), path) for path, x in nnx.iter_graph(model) if is_object(x)]
+    packed = pack(model)
+    assert sorted(found) == sorted((id(x), path) for x, path in zip(packed.objects, packed.layout.paths, strict=True))
+
+
 @examples(60)
 @given(graphs(), programs())
 def test_a_copy_lives_on_its_own(graph: Graph, program: tuple) -> None:
