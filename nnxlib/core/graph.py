@@ -276,6 +276,13 @@ class Layout:
             self._grouped[filters] = found
         return found
 
+    def numbered(self, levels: Any) -> dict[int, Any] | None:
+        """The leaves in nested dicts by number, if they stand as all leaves do, or as those that filters took."""
+        for nesting in (self.nesting, *itertools.chain(*self._grouped.values())):
+            if nesting is not None and (leaves := nesting.flatten(levels)) is not None:
+                return dict(zip(nesting.numbers, leaves, strict=True))
+        return None
+
     @functools.cached_property
     def _grouped(self) -> dict[Hashable, list[Nesting]]:
         return {}
@@ -292,16 +299,17 @@ class Nesting:
       paths: of all leaves of a layout, in its order.
       numbers: which of the leaves; all by default.
 
-    Attributes: ``paths`` of these, sorted as a State is.
+    Attributes: ``paths`` of these, sorted as a State is; ``numbers`` of these, ascending.
     """
 
     paths: tuple[tuple[Any, ...], ...]
+    numbers: list[int]
 
     def __init__(self, paths: Sequence[tuple], numbers: Sequence[int] | None = None):
         chosen = range(len(paths)) if numbers is None else numbers
         order: list[int]
         order, self._treedef = jax.tree.flatten(nested((paths[k], k) for k in chosen))
-        self.paths = tuple([paths[k] for k in order])
+        self.paths, self.numbers = tuple([paths[k] for k in order]), sorted(order)
         self._order = None if order == list(range(len(paths))) else order
         self._position = sorted(range(len(order)), key=order.__getitem__)
 
@@ -314,7 +322,7 @@ class Nesting:
         return self._treedef.unflatten(leaves)
 
     def flatten(self, levels: Any) -> list[Any] | None:
-        """Take the leaves out of nested dicts, into the order of the layout; None if the dicts have other keys."""
+        """Take the leaves out of nested dicts, in the order of the layout; None if the dicts have other keys."""
         try:
             found = self._treedef.flatten_up_to(levels)
         except ValueError:

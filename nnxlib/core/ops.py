@@ -429,14 +429,15 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     """
     layout, leaves, objects = _packed(node)
     states = (state, *states)
-    given = _in_order(layout, states)
-    if given is not None and dict in [type(x) for x in given]:  # a level where there is a leaf
-        given = None
-    fitting = _values_that_fit(_graphdef(layout, leaves), given) if given is not None and at_top_level() else None
-    if fitting is not None:
-        values, metadata = dict(enumerate(fitting[0])), fitting[1]
+    given = _by_position(layout, states)
+    fitting = None
+    if given is not None and at_top_level():
+        live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
+        fitting = _values_that_fit(_graphdef(layout, leaves), [given.get(k, x) for k, x in live])
+    if given is not None and fitting is not None:
+        values, metadata = {k: fitting[0][k] for k in given}, fitting[1]
     else:
-        new, unexpected = (dict(enumerate(given)), {}) if given else _placed(layout, states, avals_of(leaves))
+        new, unexpected = (given, {}) if given else _placed(layout, states, avals_of(leaves))
         present = [leaves[k] for k in new]
         avals = zip(new, present, avals_of(present), strict=True)
         found = _misfits(layout, {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}, new, unexpected)
@@ -446,6 +447,17 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
             new.pop(layout.positions.get(x.path), None)
         values, metadata = _contents(layout, new)
     _write(layout, leaves, objects, values, metadata)
+
+
+def _by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
+    """The leaves of States, each nested as all leaves of the layout or as those that some filters take; else None."""
+    new: dict[int, Any] = {}
+    for state in states:
+        found = layout.numbered(state.raw_mapping) if isinstance(state, State) else None
+        if found is None or dict in [type(x) for x in found.values()]:  # a level where there is a leaf
+            return None
+        new |= found
+    return new
 
 
 def _contents(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -456,6 +456,24 @@ def test_update_is_seen_by_a_jitted_function():
     assert f(m).item() == 60
 
 
+def test_update_with_what_a_filter_took():
+    """Values and metadata of a part are written, the rest is not touched; what does not fit is refused as a whole."""
+    m = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Cache(jnp.ones(3)), c={"d": nnx.Param(jnp.ones(()))})
+    part, kept = nnx.state(m, nnx.Param), m.b.value
+    new = jax.tree.map(jnp.zeros_like, part)
+    new.a.set_metadata(x=1)
+    nnx.update(m, new)
+    assert (m.a.value.tolist(), m.c.d.value.tolist(), m.a.x, m.b.value is kept) == ([0, 0], 0, 1, True)
+    assert m.a.value is new.a.value
+    assert not m.c.d.has_metadata("x")
+    nnx.update(m, part, {"b": jnp.zeros(3)})
+    assert (m.a.value.tolist(), m.b.value.tolist(), m.a.has_metadata("x")) == ([1, 1], [0, 0, 0], False)
+    new.c.d.value = jnp.ones(5)
+    with pytest.raises(StateMismatchError, match=r"c\.d"):
+        nnx.update(m, new)
+    assert m.a.value.tolist() == [1, 1]
+
+
 # --- filters ---
 
 
