@@ -44,6 +44,13 @@ def test_operations_are_linear_and_take_few_calls(ours, name: str, unchecked) ->
     assert counts[SMALL] <= SMALL * added + 500
 
 
+def test_taking_apart_and_putting_together_holds_little(unchecked) -> None:
+    """So many bytes for each Variable at a time: two of each, their dicts, and a few lists as long as the model."""
+    nnx = structure.load()[structure.OURS]
+    act = structure.round_trips({structure.OURS: nnx}, LARGE)[structure.OURS]
+    assert structure.peak(act) <= 675 * LARGE
+
+
 @pytest.fixture(scope="module")
 def report() -> Report:
     return structure.run([4], Effort(rounds=1, turn=0.0), ["split", "flatten a Module"])
