@@ -218,3 +218,15 @@ def test_no_difference_if_and_only_if_equal(names, seed):
     assert bool(there) == bool(back) == bool(names)
     mirror = {"added": "removed", "removed": "added"}
     assert [(x.path, mirror.get(x.kind, x.kind)) for x in there] == [(x.path, x.kind) for x in back]
+
+
+def test_what_is_written_alike_is_another():
+    """Functions are told by where they are defined, never by address; two made in one place are said to be two."""
+    made = [nnx.Dict(act=lambda x: x + i) for i in range(2)]  # noqa: B023
+    (found,) = nnx.diff(*made)
+    assert (found.before, found.after) == (
+        f"<lambda> (test_diff.py:{made[0]['act'].__code__.co_firstlineno})",
+        "another function",
+    )
+    (found,) = nnx.diff([{"a": nnx.Param(1.0)}], [(nnx.Param(1.0), None)])
+    assert (found.before, found.after) == ("pytree [{'a': *}]", "pytree [(*, None)]")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from os.path import basename
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -152,8 +153,22 @@ def _head(item: Row | Spec) -> str:
     if isinstance(item, NodeRow):
         return item.type.__name__
     if isinstance(item, Tree):
-        return f"pytree {item.treedef}"
+        return f"pytree {_tree_text(item.treedef)}"
     return "array" if item is LEAF else static_repr(item.value) if isinstance(item, Const) else repr(item)
+
+
+def _tree_text(treedef: Any) -> str:
+    """Write a treedef by the classes in it: ``(ScaleByAdamState, EmptyState)``, ``{'a': *, 'b': (*, *)}``."""
+    data = treedef.node_data()
+    if data is None:
+        return "*"
+    kind, keys = data
+    children = list(map(_tree_text, treedef.children()))
+    if kind is dict:
+        return f"{{{', '.join(f'{key!r}: {x}' for key, x in zip(keys, children, strict=True))}}}"
+    if kind in (tuple, list):
+        return f"{'(['[kind is list]}{', '.join(children)}{')]'[kind is list]}"
+    return "None" if kind is type(None) else kind.__name__
 
 
 def differences_listed(a: Layout, b: Layout) -> list[str]:
@@ -201,7 +216,8 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
             stack.extend(((*path, *key), c, d) for key, c, d in zip(x.paths, x.children, y.children, strict=True))
         elif x != y:
             kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"
-            yield Difference(path, kind, _describe(x, a), _describe(y, b))
+            before, after = _describe(x, a), _describe(y, b)
+            yield Difference(path, kind, before, after if after != before else _another(y))
 
 
 def describe_spec(spec: Spec) -> str:
@@ -215,5 +231,14 @@ def _describe(spec: Spec, layout: Layout | None) -> str:
         return f"{row.type.__name__} ({first})"
     if isinstance(spec, Const):
         name = getattr(spec.value, "__qualname__", "<")
-        return name if callable(spec.value) and "<" not in name else f"{spec.value!r} ({type(spec.value).__name__})"
+        if callable(spec.value) and "<" not in name:
+            return name
+        code = getattr(spec.value, "__code__", None)
+        where = type(spec.value).__name__ if code is None else f"{basename(code.co_filename)}:{code.co_firstlineno}"
+        return f"{static_repr(spec.value)} ({where})"
     return _head(spec)
+
+
+def _another(spec: Spec) -> str:
+    """What is written like the value that it differs from."""
+    return f"another {type(spec.value).__name__ if isinstance(spec, Const) else 'structure'}"

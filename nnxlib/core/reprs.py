@@ -12,6 +12,7 @@ GraphDefs are written alike. Then lines are made of the parts:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import all_leaves, tree_flatten_with_path, tree_leaves
 
 from .errors import describe, format_path
+from .traversals import path_key
 from .variables import RngState, Variable
 
 MOST_LINES = 300  # of one repr; beyond, deep levels are folded
@@ -108,7 +111,7 @@ class Part:
     @property
     def is_container(self) -> bool:
         """Whether this is a list, dict or tuple."""
-        return self.closing in ("])", "})") or self.opening == "("
+        return self.closing in ("])", "})", "]", "}") or self.opening == "("
 
     @property
     def path(self) -> tuple:
@@ -212,14 +215,20 @@ def _lines(part: Part, level: int, limit: int) -> Iterator[_Line]:
     comment = sizes_text(part.sizes)
     if part.closing is None:
         yield f"{opening},", comment.partition(": ")[2]
-    elif all(x.is_static for x in part.children) and (short := in_one_line(part, WIDTH - len(opening))):
-        yield f"{opening}{short}{part.closing},", ""
+    elif _is_plain(part) and (short := in_one_line(part, WIDTH - len(opening))):
+        yield f"{opening}{short}{part.closing},", comment.partition(": ")[2]
     elif level >= limit:
         yield f"{opening}...{part.closing},", ", ".join(filter(None, [f"{part.below} folded", comment]))
     else:
         yield opening, comment
         yield from _children(part, level + 1, limit)
         yield f"{indent}{part.closing},", ""
+
+
+def _is_plain(part: Part) -> bool:
+    """Whether there are but settings in a part; or arrays, if it is no object that has them as attributes."""
+    arrays = ("Array",) if part.identity is None else ()
+    return all(x.closing is None and (x.kind is None or x.kind in arrays) for x in part.children)
 
 
 def in_one_line(part: Part, width: int) -> str | None:
@@ -289,14 +298,29 @@ def expand_object(value: Any) -> Leaf | Group:
         if not is_made(value):
             return Leaf(f"{name}(<not initialised>)")
         return node_group(type(value), value._nnx_children(), id(value))
-    if type(value) is tuple and any(map(is_graph_node, value)):
-        return Group("(", [("", i, x) for i, x in enumerate(value)], ")")
     if _is_array(value):
         return Leaf(array_text(value), "Array", size_of(value))
-    return Leaf(static_repr(value))
+    return _tree_group(value) if _holds_data(value) else Leaf(static_repr(value))
 
 
 _SIMPLE = {bool, float, int, str, type(None)}  # most attributes
+
+
+def _holds_data(value: Any) -> bool:
+    """Whether a value is a pytree, such as the state of an optimizer, with arrays or objects in it."""
+    leaves = [] if all_leaves([value]) else tree_leaves(value, is_leaf=is_graph_node)
+    return any(is_graph_node(x) or _is_array(x) for x in leaves)
+
+
+def _tree_group(tree: Any) -> Group:
+    """A pytree as a group, with the names of its fields, if it is of a class that has some."""
+    kind = type(tree)
+    if kind is dict:
+        return Group("{", [(f"{static_repr(key)}: ", key, x) for key, x in tree.items()], "}")
+    keyed, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    items = [(path_key(key), x) for (key,), x in keyed]
+    opening, closing = {tuple: ("(", ")"), list: ("[", "]")}.get(kind, (f"{kind.__name__}(", ")"))
+    return Group(opening, [("" if isinstance(key, int) else f"{key}=", key, x) for key, x in items], closing)
 
 
 def is_graph_node(value: Any) -> bool:
@@ -383,7 +407,13 @@ def _text(value: Any, depth: int) -> str:
     if isinstance(value, np.dtype):
         return str(value)
     name = getattr(value, "__name__", None)
-    return name if callable(value) and isinstance(name, str) else repr(value)
+    if callable(value) and isinstance(name, str):
+        return name
+    return _ADDRESS.sub("", _FUNCTION.sub(r"\1", repr(value)))
+
+
+_FUNCTION = re.compile(r"<function (?:[^ ]*\.)?([^ .]+) at 0x[0-9a-f]+>")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
 
 
 def _cut(text: str) -> str:

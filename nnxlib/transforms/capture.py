@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from ..core.calls import inside, listening
 from ..core.captures import borrowed
-from ..core.errors import ArgumentError, reachable
+from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed, reachable
 from ..core.filters import Filter, to_predicate
 from ..core.graph import build, commit, diff
 from ..core.module import Module
@@ -51,6 +52,8 @@ def capture(
         the method; has a State of its own, the last, if it is not among ``var_types``.
       only: of which Modules, by type or path: ``nnx.Linear``, ``nnx.PathContains('encoder')``, or any other filter.
 
+    One Module is looked into; what others among the arguments record is dropped.
+
     What is recorded has the structure of the calls that are made, so a jitted function is traced once. Under ``vmap``
     and ``scan`` it is stacked: with the axis of the Module, and on axis 0 if the Module is passed whole or carried
     (a :class:`Perturbation` needs an axis). Of a ``while_loop`` or ``fori_loop`` it is what the last iteration
@@ -72,6 +75,8 @@ def capture(
 
     Raises:
       ArgumentError: if no type of Variable is given, or it is not clear which Module is meant.
+      EmptySelectionError: if ``only`` takes none of the Modules that are called.
+      PathError: if ``init`` has a Variable where the Module has nothing to hold it.
     """
     if fn is None or (inspect.isclass(fn) and issubclass(fn, Variable)):
         types = var_types if fn is None else (fn, *var_types)
@@ -94,15 +99,17 @@ def capture(
                     object.__setattr__(loan[i], "_cell", Cell(packed.leaves[k]))
             inner, objects = build(packed.layout, packed.leaves, loan)
             module: Any = _first_module(inner)
-            earlier = take_out(module, lambda owner, name, variable: type(variable) in kinds)
+            earlier = take_out(inner, lambda owner, name, variable: type(variable) in kinds)
             attached = [] if init is None else _attach(module, init)
             listener = inside(packed.layout, objects, [path[2:] for path in packed.layout.paths])
             listener.captured = kinds
+            follower = None
             if method_outputs is not None:
-                listener.on_call = _recorder(method_outputs, to_predicate(only), listener.path_of(module))
-            with listening(listener):
+                follower = listener.on_call = _Recorder(method_outputs, only, listener.path_of(module))
+            with listening(listener), follower or nullcontext():
                 out = function(*inner.args, **inner.kwargs)
-            recorded = _pop_recorded(module, kinds)
+                recorded = _pop_recorded(module, kinds)
+            take_out(inner, lambda owner, name, variable: type(variable) in kinds)  # of other Modules than this one
             for owner, name in attached:
                 if name in recorded_in(owner):  # of a type that was not asked for
                     delattr(owner, name)
@@ -138,16 +145,35 @@ nnx.capture needs a Module among the arguments; none was passed, and the functio
 be looked into: nnx.capture(lambda model, x: ..., nnx.Intermediate)(model, x)."""
 
 
-def _recorder(kind: type[Variable], chosen: Callable[[tuple, Any], bool], root: tuple) -> Callable:
-    """What records the outputs of the chosen Modules; their paths are told from that of the ``root`` down."""
+class _Recorder:
+    """Records the outputs of the chosen Modules; their paths are told from that of the ``root`` down."""
 
-    def on_call(module: Any, path: tuple, name: str, args: tuple, kwargs: dict) -> Callable[[Any], object] | None:
-        if not chosen(path[len(root) :] if path[: len(root)] == root else path, module):
+    def __init__(self, kind: type[Variable], only: Filter, root: tuple):
+        self.kind, self.only, self.root = kind, only, root
+        self.chosen = to_predicate(only)
+        self.recorded: list[Module] = []
+        self.passed: dict[str, None] = {}  # those that were not chosen, in the order of their calls
+
+    def __call__(self, module: Any, path: tuple, name: str, args: tuple, kwargs: dict) -> Callable | None:
+        path = path[len(self.root) :] if path[: len(self.root)] == self.root else path
+        if not self.chosen(path, module):
+            self.passed[f"{format_path(path)} ({type(module).__name__})"] = None
             return None
+        self.recorded.append(module)
         # Under the bare name of the method the recording would hide the method itself from the next call.
-        return lambda out: module.sow(kind, name + _OUTPUT, out)
+        return lambda out: module.sow(self.kind, name + _OUTPUT, out)
 
-    return on_call
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        """Remove what is left, in Modules that are no part of the one looked into; refuse to have recorded nothing."""
+        take_out(self.recorded, lambda owner, name, variable: name.endswith(_OUTPUT))
+        if error is None and self.passed and not self.recorded:
+            raise EmptySelectionError(listed(_NONE.format(only=self.only), list(self.passed)))
+
+
+_NONE = "nnx.capture(only={only!r}) takes none of the Modules that were called:"
 
 
 def _renamed(recorded: Any) -> State:
@@ -174,6 +200,11 @@ def _attach(module: Module, state: Any) -> list[tuple[Module, str]]:
         if path in present:
             update(module, State({}) | _nested(path, variable))
         else:
+            if path[:-1] not in present:
+                raise PathError(
+                    f"nnx.capture(init=...) has a {type(variable).__name__} at {format_path(path)}, and "
+                    f"{type(module).__name__} has no {format_path(path[:-1])}. Take the State from a capture of this model."
+                )
             owner: Any = module
             for key in path[:-1]:
                 owner = getattr(owner, key) if isinstance(key, str) and not isinstance(owner, dict) else owner[key]

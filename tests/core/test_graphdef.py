@@ -217,7 +217,7 @@ def test_repr():
     config=Dict({
       'sizes': List([1, 2]),
     }),
-    pair=pytree PyTreeDef((*, *))(
+    pair=pytree (*, *)(
       [0]: Param(),
       [1]: 'x',
     ),

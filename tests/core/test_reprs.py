@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import nnxlib as nnx
 from nnxlib.core.records import record_of
@@ -26,7 +27,7 @@ def test_attributes_one_a_line_in_their_order():
     assert (
         repr(m)
         == """\
-Layer(                           # Param: 500 (2.0 KB), Array: 2 (16 B)
+Layer(                           # Param: 500 (2.0 KB), Array: 5 (28 B)
   w=Param(float32[2, 100]),      # 200 (800 B)
   act=relu, n=2,
   layers=List([                  # Param: 300 (1.2 KB)
@@ -37,8 +38,29 @@ Layer(                           # Param: 500 (2.0 KB), Array: 2 (16 B)
     None,
   ]),
   heads=Dict({'a': 1}),
-  pair=(float32[3], 'x'),
+  pair=(float32[3], 'x'),        # 3 (12 B)
   table=float64[2],              # 2 (16 B)
+)"""
+    )
+
+
+def test_an_optimizer_shows_its_state():
+    """A pytree is written by the names of its fields, with the sizes of what it holds; functions have no addresses."""
+    optimizer = nnx.Optimizer(nnx.Dict(w=nnx.Param(jnp.zeros(3))), optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    assert (
+        repr(optimizer)
+        == """\
+Optimizer(                             # OptState: 1 (4 B), OptVariable: 3 (12 B)
+  step=OptState(uint32[]),             # 1 (4 B)
+  tx=GradientTransformationExtraArgs(init=init_fn, update=update_fn), wrt=Param,
+  opt_state=(                          # OptVariable: 3 (12 B)
+    TraceState(                        # OptVariable: 3 (12 B)
+      trace=StateDict({                # OptVariable: 3 (12 B)
+        'w': OptVariable(float32[3]),  # 3 (12 B)
+      }),
+    ),
+    EmptyState(),
+  ),
 )"""
     )
 

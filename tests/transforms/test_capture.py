@@ -544,3 +544,33 @@ def test_gradients_of_stacked_intermediates():
     shared.one = Perturbed(0)
     with pytest.raises(errors.PrefixError, match=r"args\[1\]\.d"):
         nnx.capture(shared, nnx.Perturbation)(X)
+
+
+def test_modules_that_are_not_looked_into_keep_nothing():
+    """Another argument, or a Module that the model only refers to, also when the call fails."""
+    other, far = Layer(2.0), Layer(3.0)
+
+    class Refers(nnx.Module):
+        def __call__(self, x, other, fail):
+            x = other(far(x))
+            return x.reshape(7) if fail else x
+
+    run = nnx.capture(Refers(), method_outputs=nnx.Intermediate)
+    other(X)
+    before = nnx.state(other, nnx.Intermediate).flat_state()
+    assert [path for path, _ in run(X, other, False)[1].flat_state()] == [("__call__",)]
+    with pytest.raises(TypeError):
+        run(X, other, True)
+    assert_same(nnx.state(other, nnx.Intermediate).flat_state(), before)
+    assert not [p for p, _ in nnx.state(far, nnx.Intermediate).flat_state() if p[-1].endswith("()")]
+
+
+def test_a_choice_of_modules_that_takes_none():
+    with pytest.raises(errors.EmptySelectionError, match=r"(?s)takes none .*<root> \(Net\)\n  layers\[0\] \(Layer\)"):
+        nnx.capture(Net(), method_outputs=nnx.Intermediate, only=nnx.Conv)(X)
+
+
+def test_init_for_another_model():
+    state = nnx.State({"head": {"delta": nnx.Perturbation(X)}})
+    with pytest.raises(errors.PathError, match="has a Perturbation at head.delta, and Net has no head"):
+        nnx.capture(Net(), nnx.Perturbation, init=state)(X)
