@@ -30,7 +30,7 @@ from typing import Any
 import jax
 
 from .captures import Watch, notice
-from .errors import describe, format_path, reachable
+from .errors import describe, describe_nested, format_path, reachable
 from .stamps import Stamp, stamping, with_stamp
 from .tracing import at_top_level, hide_frames
 
@@ -379,7 +379,8 @@ def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: 
     if listener.stack[-2:-1] == [(module, name)]:  # of super(): its caller says the same
         return
     method = "" if name == "__call__" else f".{name}"
-    inputs = ", ".join([*map(describe, args), *(f"{key}={describe(value)}" for key, value in kwargs.items())])
+    named = [f"{key}={describe_nested(value)}" for key, value in kwargs.items()]
+    inputs = ", ".join([*map(describe_nested, args), *named])
     where = f"{format_path(listener.path_of(module))}{method} ({_sized(module)})"
     error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
     if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_held(x), jax.ShapeDtypeStruct)]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -106,6 +107,27 @@ def describe(value: Any) -> str:
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}[{', '.join(map(str, shape))}]"
     return "None" if value is None else type(value).__name__
+
+
+def describe_nested(value: Any, depth: int = 3) -> str:
+    """As :func:`describe`, with what tuples, lists and dicts hold: the first few items of the outer levels.
+
+    >>> import numpy as np
+    >>> describe_nested({'x': (np.zeros(2, 'float32'), None), 'name': 'abc'})
+    "{'x': (float32[2], None), 'name': str}"
+    """
+    kind = type(value)
+    if kind not in (tuple, list, dict) or not depth:
+        return describe(value)
+    items = [describe_nested(x, depth - 1) for x in islice(value.values() if kind is dict else value, _ITEMS)]
+    if kind is dict:
+        items = [f"{key!r}: {item}" for key, item in zip(value, items)]
+    items += [f"... and {len(value) - _ITEMS} more"] if len(value) > _ITEMS else []
+    opening, closing = {tuple: "()", list: "[]", dict: "{}"}[kind]
+    return f"{opening}{', '.join(items)}{closing}"
+
+
+_ITEMS = 8
 
 
 def listed(head: str, problems: Sequence[str], tail: str = "") -> str:

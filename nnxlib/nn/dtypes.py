@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core.errors import NnxError, describe, locate
+from ..core.calls import running
+from ..core.errors import NnxError, describe, format_path, locate
 from ..core.programs import step
 
 Dtype = Any  # whatever jnp.dtype takes: 'bfloat16', jnp.bfloat16, np.dtype('float32')
@@ -27,10 +28,21 @@ class LayerInputError(NnxError, TypeError, ValueError):
 
 
 def input_error(layer: Any, takes: str, inputs: Any) -> LayerInputError:
-    """Say which layer, with its declared sizes and its path where it can be found, got which input."""
-    path = locate(layer, skip=3)
+    """Say which layer, with its declared sizes and its path where it can be found, got which input.
+
+    The path is that of the call, as the notes have it, and begins with a variable of the caller's if one leads there.
+    """
+    listener = running()
+    called = format_path(path) if listener is not None and (path := listener.path_of(layer)) else ""
+    reached = locate(layer, skip=3)
+    where = reached if reached and reached.endswith(called) else called
     name = f"{type(layer).__name__} {layer._nnx_sizes()}"
-    return LayerInputError(f"{f'{path} ({name})' if path else name} takes {takes}, but got {describe(inputs)}.")
+    return LayerInputError(f"{f'{where} ({name})' if where else name} takes {takes}, but got {describe(inputs)}.")
+
+
+def kernel_misfit(kernel: Array, *declared: int) -> str:
+    """What an error says of a kernel that was replaced by one of another shape than the layer declares."""
+    return "" if kernel.shape == declared else f" (its kernel is {describe(kernel)}, not {list(declared)} as declared)"
 
 
 def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = True) -> Dtype:

@@ -21,7 +21,7 @@ from . import initializers
 from .conv import Conv as Conv  # flax.nnx has the convolutions in this module
 from .conv import ConvTranspose as ConvTranspose
 from .conv import canonicalize_padding as canonicalize_padding
-from .dtypes import Array, Dtype, input_error, promote_dtype
+from .dtypes import Array, Dtype, input_error, kernel_misfit, promote_dtype
 from .initializers import Initializer
 from .settings import (
     NO_METADATA,
@@ -121,7 +121,8 @@ class Linear(Module):
             (inputs, self.kernel.get_value(), None if bias is None else bias.get_value()), dtype=self.dtype
         )
         if x.shape[-1:] != kernel.shape[:1]:
-            raise input_error(self, f"inputs of shape [..., {kernel.shape[0]}]", inputs)
+            misfit = kernel_misfit(kernel, self.in_features, self.out_features)
+            raise input_error(self, f"inputs of shape [..., {kernel.shape[0]}]{misfit}", inputs)
         y = contract(self, self.dot_general, x, kernel, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
         return y if bias is None else add_bias(y, bias)
 

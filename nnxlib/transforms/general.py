@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,10 +97,9 @@ def name_nan(error: FloatingPointError, f: Callable, arguments: Arguments) -> No
     """Note which layer has made the NaN that JAX has found under ``jax_debug_nans``, where no call has said so.
 
     JAX computes again without compiling, so that the error leaves the call of the layer; but not in the body of a loop,
-    in what is rematerialised, and in a backward pass. There the checks of :func:`checkify` find it.
+    in what is rematerialised, and in a backward pass: there it leaves the calls around these alone, if any. The checks
+    of :func:`checkify` find the layer.
     """
-    if any(note.startswith("in ") for note in getattr(error, "__notes__", ())):
-        return
     from jax.experimental.checkify import nan_checks
 
     from .checks import checked
@@ -107,7 +107,9 @@ def name_nan(error: FloatingPointError, f: Callable, arguments: Arguments) -> No
     with contextlib.suppress(Exception), jax.debug_nans(False):  # an explanation that fails must not hide the error
         packed = pack_call(arguments)
         text = checked(Crossing(packed.layout).pure(f), nan_checks)(packed.leaves)[0].get()
-        if text is not None:
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+        said = "/".join(re.findall(r"[\w-]+", notes[0].partition(" (")[0])[1:]) if notes else None  # innermost first
+        if text is not None and (said is None or not re.search(rf"[/( ]{said}[),]", text)):
             error.add_note(text)
 
 

@@ -218,16 +218,20 @@ def _run(
         results = body.run(now)
         return [results[k] for k in carried], [results[k] for k in stacked]
 
-    xs = [jax.tree.map(lambda x, a=labels[k]: jnp.moveaxis(x, a, 0), leaves[k]) for k in sliced]
+    xs = [jax.tree.map(lambda x, a=labels[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
     last, ys = loop(step, init, xs, length=size)
     found = dict(zip(carried, last, strict=True))
     for k, y in zip(stacked, ys, strict=True):
-        found[k] = jax.tree.map(lambda x, a=body.labels[k]: jnp.moveaxis(x, 0, a), y)
+        found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
     touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
     delta, owners = delta_of(layout, touched, body, body.delta.root)
     owners += [owner for owner in body.owners if owner[0] < 0]
     place = {owner: k for k, owner in enumerate(body.owners)}
     return [found[place[owner]] for owner in owners], Result(delta)
+
+
+def _moved(x: Any, source: int, destination: int) -> Any:
+    return x if source == destination else jnp.moveaxis(x, source, destination)  # no operation: it would be NaN's first
 
 
 def _check_changes(layout: Layout, body: Body, replaced: Mapping[int, int]) -> None:

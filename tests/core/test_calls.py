@@ -371,6 +371,21 @@ def test_notes_say_the_sizes_of_a_layer():
 # --- the wrapper ----------------------------------------------------------------------------------------------------
 
 
+def test_notes_say_what_containers_hold():
+    """Batches are dicts, and cells carry tuples: their shapes are told as well."""
+
+    class Loss(nnx.Module):
+        def __call__(self, batch, carry, *rest, weights=None):
+            raise ValueError("no")
+
+    with pytest.raises(ValueError) as caught:
+        Loss()({"x": X, "more": [X, "a"]}, (X, None), list(range(9)), weights={})
+    assert caught.value.__notes__ == [
+        "in <root> (Loss), input {'x': float32[1, 2], 'more': [float32[1, 2], str]}, (float32[1, 2], None), "
+        "[int, int, int, int, int, int, int, int, ... and 1 more], weights={}"
+    ]
+
+
 def test_notes_say_that_a_layer_has_no_values():
     layer = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError) as caught:

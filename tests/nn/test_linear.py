@@ -77,6 +77,23 @@ def test_wrong_input_names_the_layer_its_sizes_and_the_input():
         model(jnp.float32(1))
 
 
+def test_a_kernel_of_another_shape_is_told_from_a_wrong_input():
+    """A transposed kernel: the input is as declared, the kernel is not."""
+    model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+    model.layers[0].kernel.value = model.layers[0].kernel.T
+    with pytest.raises(LayerInputError, match=r"its kernel is float32\[2, 4\], not \[4, 2\] as declared"):
+        model(jnp.ones((1, 4)))
+
+
+def test_the_path_in_the_message_is_that_of_the_note():
+    """Also where the layer has another name in the body of a transform."""
+    model = nnx.Sequential(nnx.Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(LayerInputError, match=r"layers\[0\]\.layers \(Linear 4->4\) takes") as caught:
+        model(jnp.ones((1, 3)))
+    assert "in layers[0].layers (Linear 4->4), input float32[1, 3]" in caught.value.__notes__
+
+
+
 def test_a_replaced_kernel_counts_not_the_declared_sizes():
     """After surgery on the kernel, inputs that fit it are taken."""
     layer = nnx.Linear(4, 2, rngs=nnx.Rngs(0))

@@ -137,3 +137,18 @@ def test_debug_nans_names_the_layer():
     flat = nnx.Sequential(Root(1.0), Root(0.0))  # the derivative of sqrt at 0 is infinite, and 0 times that is NaN
     step = nnx.jit(lambda m, x: nnx.grad(lambda m: m(0 * x).sum())(m))
     assert layer_of(note_of(step, flat, X)).endswith("layers/1")
+
+
+class Looped(nnx.Module):
+    def __init__(self, values):
+        self.layers = nnx.vmap(lambda value: nnx.List([Root(value)]))(jnp.array(values))
+
+    def __call__(self, x):
+        body = nnx.remat(lambda x, layer: layer[0](x))
+        return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+@pytest.mark.parametrize("bad", [-1.0, jnp.nan])
+def test_debug_nans_names_the_layer_in_a_loop_of_a_module(bad):
+    """Also where the calls around the loop have notes; and where the NaN is a parameter, it is its use that is told."""
+    assert layer_of(note_of(nnx.jit(lambda m, x: m(x)), Looped([1.0, bad]), X)).endswith("Looped/layers/0")
