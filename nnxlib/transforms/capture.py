@@ -203,7 +203,8 @@ def _attach(module: Module, state: Any) -> list[tuple[Module, str]]:
             if path[:-1] not in present:
                 raise PathError(
                     f"nnx.capture(init=...) has a {type(variable).__name__} at {format_path(path)}, and "
-                    f"{type(module).__name__} has no {format_path(path[:-1])}. Take the State from a capture of this model."
+                    f"{type(module).__name__} has no {format_path(path[:-1])}. Take the State from a capture of this "
+                    "model."
                 )
             owner: Any = module
             for key in path[:-1]:

@@ -93,7 +93,6 @@ def test_the_path_in_the_message_is_that_of_the_note():
     assert "in layers[0].layers (Linear 4->4), input float32[1, 3]" in caught.value.__notes__
 
 
-
 def test_a_replaced_kernel_counts_not_the_declared_sizes():
     """After surgery on the kernel, inputs that fit it are taken."""
     layer = nnx.Linear(4, 2, rngs=nnx.Rngs(0))

@@ -572,5 +572,5 @@ def test_a_choice_of_modules_that_takes_none():
 
 def test_init_for_another_model():
     state = nnx.State({"head": {"delta": nnx.Perturbation(X)}})
-    with pytest.raises(errors.PathError, match="has a Perturbation at head.delta, and Net has no head"):
+    with pytest.raises(errors.PathError, match=r"has a Perturbation at head\.delta, and Net has no head"):
         nnx.capture(Net(), nnx.Perturbation, init=state)(X)
