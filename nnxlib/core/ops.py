@@ -21,7 +21,19 @@ from .captures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
 from .errors import describe, format_path
 from .filters import Filter, filters_to_predicates, first_of, to_predicate
-from .graph import SAME, Delta, Layout, NodeRow, Row, VariableRow, build, commit, count_leaves, flatten_once, pack
+from .graph import (
+    SAME,
+    Delta,
+    Layout,
+    NodeRow,
+    Row,
+    VariableRow,
+    build,
+    commit,
+    count_leaves,
+    flatten_once,
+    pack,
+)
 from .graphdef import Avals, GraphDef, avals_of
 from .objects import Node, Pytree, check_writable, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
@@ -52,16 +64,42 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
     return pack(node)
 
 
-def _snapshot(layout: Layout, leaves: list[Any], objects: list[Any]) -> list[Any]:
+class _Snapshot:
+    """What Variables hold at one moment, and the arrays beside them: copies of the Variables are made when asked for.
+
+    Args:
+      variables: to be copied.
+      leaves: their values, and after them arrays; only the values by default.
+      nesting: how the leaves stand in a State.
+      layout: if these are all leaves of one, in its order; else they are in the order of the nesting.
+    """
+
+    __slots__ = ("_kinds", "_metadata", "_nesting", "_trace", "layout", "values")
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        leaves: list[Any] | None = None,
+        nesting: Any = None,
+        layout: Layout | None = None,
+    ):
+        n, values = len(variables), [x._cell.value for x in variables] if leaves is None else leaves
+        self.values = all_unshared(values[:n]) + values[n:]
+        self._kinds, self._metadata = [type(x) for x in variables], [x._metadata for x in variables]
+        self._nesting, self._trace, self.layout = nesting, current_trace(), layout
+
+    def leaves(self) -> list[Any]:
+        made = make_variables(self._kinds, self.values, self._metadata, trace=self._trace)
+        return made + self.values[len(made) :]
+
+    def nest(self) -> dict:
+        leaves = self.leaves()
+        return self._nesting.nest(leaves if self.layout is None else self._nesting.sort(leaves))
+
+
+def _copies(layout: Layout, leaves: list[Any], objects: list[Any]) -> list[Any]:
     """The leaves; Variables as new ones."""
-    n = len(layout.variables)
-    metadata = [objects[i]._metadata for i in layout.variables]
-    return make_variables(layout.blueprint.variable_types, all_unshared(leaves[:n]), metadata) + leaves[n:]
-
-
-def _copies(variables: Sequence[Variable]) -> list[Any]:
-    values = all_unshared([x._cell.value for x in variables])
-    return make_variables([type(x) for x in variables], values, [x._metadata for x in variables])
+    return _Snapshot([objects[i] for i in layout.variables], leaves).leaves()
 
 
 def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
@@ -80,21 +118,21 @@ def _states(
     """Copies of the leaves as a State, or as one for each filter; a Variable by itself is its own State."""
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
     if nesting is None:
-        state = _to_state(list(zip(layout.leaf_paths, _snapshot(layout, leaves, objects), strict=True)))
+        state = _to_state(list(zip(layout.leaf_paths, _copies(layout, leaves, objects), strict=True)))
         divide = split_state if exhaustive else filter_state
         return _as_tuple(divide(state, *filters) if filters else state, filters)
+    variables = [objects[i] for i in layout.variables]
     if not filters:
-        return (State._view(nesting.nest(nesting.sort(_snapshot(layout, leaves, objects)))),)
+        return (State._later(_Snapshot(variables, leaves, nesting, layout)),)
 
     def divided(leaves: list[Any]) -> tuple[FlatState, ...]:
         flat = FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves))
         return _as_tuple(flat.split(*filters) if exhaustive else flat.filter(*filters), filters)
 
-    if len(layout.variables) < len(leaves) or any(x.looks_at_values for x in predicates):
-        return tuple([from_flat_state(group) for group in divided(_snapshot(layout, leaves, objects))])
-    variables = [objects[i] for i in layout.variables]
+    if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
+        return tuple([from_flat_state(group) for group in divided(_copies(layout, leaves, objects))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in divided(variables)])
-    return tuple([State._view(group.nest(_copies(group.sort(variables)))) for group in groups])
+    return tuple([State._later(_Snapshot(group.sort(variables), nesting=group)) for group in groups])
 
 
 def _as_tuple(groups: Any, filters: Sequence[Filter]) -> tuple[Any, ...]:
@@ -162,8 +200,10 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
             f"nnx.merge takes a GraphDef first, got {type(graphdef).__name__}; write merge(graphdef, state)."
         )
     layout = graphdef.layout
-    given = _in_order(layout, states)
-    fitting = None if given is None else _values_that_fit(graphdef, given)
+    fitting = _values_as_split(graphdef, states)
+    if fitting is None:
+        given = _in_order(layout, states)
+        fitting = None if given is None else _values_that_fit(graphdef, given)
     values, metadata = fitting or _values_looked_at(graphdef, *_placed(layout, states, graphdef.avals), strict)
     tree, objects = build(layout, values) if metadata else build_described(layout, values)
     for position, found in metadata.items():
@@ -172,6 +212,15 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
 
 
 _Values = tuple[list[Any], dict[int, Any]]  # values of the leaves, and metadata that differ from the layout's
+
+
+def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> _Values | None:
+    """The values in a State of all leaves that nobody has looked into, if they are those of the GraphDef."""
+    source = getattr(states[0], "_source", None) if len(states) == 1 and isinstance(states[0], State) else None
+    if source is None or source.layout is not graphdef.layout or not _have_avals(source.values, graphdef.avals):
+        return None
+    n = len(source.layout.variables)
+    return all_unshared(source.values[:n]) + source.values[n:], {}
 
 
 def _in_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
@@ -396,7 +445,7 @@ def variables(node: Any, *filters: Filter) -> Any:
     """Return the State of a node with its Variables only, without the arrays that are plain attributes."""
     layout, leaves, objects = _packed(node)
     n = len(layout.variables)
-    found = _to_state(list(zip(layout.leaf_paths[:n], _snapshot(layout, leaves, objects)[:n], strict=True)))
+    found = _to_state(list(zip(layout.leaf_paths[:n], _copies(layout, leaves, objects)[:n], strict=True)))
     return filter_state(found, *filters) if filters else found
 
 
@@ -535,7 +584,9 @@ def pop(node: Any, *filters: Filter) -> Any:
             f"Cannot pop {format_path(paths[i])}: it is inside a tuple or another pytree, which cannot lose an "
             "item. Keep it in an attribute, a list or a dict."
         )
-    states = [_to_state(list(zip([path for path, _ in group], _copies([x for _, x in group])))) for group in taken]
+    states = [
+        _to_state(list(zip([path for path, _ in group], _Snapshot([x for _, x in group]).leaves()))) for group in taken
+    ]
     trace = current_trace()
     for x, name, _ in places:
         if x._nnx_trace is not trace:
@@ -673,7 +724,7 @@ def map(f: Callable[[Path, Any], Any], node: A, /) -> A:  # the name of the fiel
     Param(2.0)
     """
     layout, leaves, objects = pack(node) if isinstance(node, State) else _packed(node)
-    copies = _snapshot(layout, leaves, objects)
+    copies = _copies(layout, leaves, objects)
     new = [_result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, copies, strict=True)]
     return build(layout, new, dict(zip(layout.variables, new, strict=False)))[0]
 
@@ -729,7 +780,7 @@ as_pure = pure
 def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
     """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of its leaves)."""
     layout, leaves, objects = _packed(node)
-    flat = FlatState(zip(layout.leaf_paths, _snapshot(layout, leaves, objects), strict=True), sort=True)
+    flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves, objects), strict=True), sort=True)
     return _graphdef(layout, leaves), flat if with_paths else flat.leaves
 
 

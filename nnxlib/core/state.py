@@ -3,7 +3,8 @@
 A :class:`State` maps ``str`` and ``int`` keys to further levels and to leaves: Variables, or whatever a function put
 in their place. It is a snapshot of structure: making one, or assigning a mapping into one, copies the levels and keeps
 the leaves. Inside, the levels are plain dicts that hold each other, so JAX flattens all but the first in C++; asking
-for a level gives a State that is a view of it, and writes through.
+for a level gives a State that is a view of it, and writes through. A State that was split off a model has no levels
+until somebody looks into it; then they are made, and the Variables in them.
 
 A :class:`FlatState` is the same as a sequence of ``(path, leaf)``, sorted by path. What selects or combines leaves goes
 through pairs ``(path, leaf)`` in a loop, so the depth of a State is not limited by Python's recursion limit. Empty
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import reduce
 from typing import Any, TypeVar
@@ -51,8 +53,9 @@ class State(MutableMapping[K, V]):
     A key that is also the name of a method, such as ``'split'``, is reached by ``state['split']`` only.
     """
 
-    __slots__ = ("__weakref__", "_mapping")
+    __slots__ = ("__weakref__", "_mapping", "_source")
     _mapping: dict[K, Any]
+    _source: Any  # of a State that nobody has looked into, in place of the mapping: what has a method to ``nest`` it
 
     def __init__(self, mapping: Mapping[K, Any] | Iterable[tuple[K, Any]], /):
         _set_mapping(self, _copy_levels(mapping if isinstance(mapping, Mapping) else dict(mapping)))
@@ -63,6 +66,20 @@ class State(MutableMapping[K, V]):
         self = object.__new__(cls)
         _set_mapping(self, mapping)
         return self
+
+    @classmethod
+    def _later(cls: type[S], source: Any) -> S:
+        """Make a State whose levels are made when they are first asked for."""
+        self = object.__new__(cls)
+        _set_source(self, source)
+        return self
+
+    def _make_levels(self) -> dict[K, Any]:
+        with _making:
+            if self._source is not None:  # no other thread was quicker
+                _set_mapping(self, self._source.nest())
+                _set_source(self, None)
+        return self._mapping
 
     @property
     def raw_mapping(self) -> dict[K, Any]:
@@ -95,6 +112,8 @@ class State(MutableMapping[K, V]):
         return len(self._mapping)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_mapping":
+            return self._make_levels()
         if name in State.__slots__ or name not in self._mapping:
             raise self._no_attribute(name)
         return self[name]  # type: ignore[index]
@@ -189,6 +208,8 @@ class State(MutableMapping[K, V]):
 
 
 _set_mapping = State._mapping.__set__  # type: ignore[attr-defined]
+_set_source = State._source.__set__
+_making = threading.RLock()
 
 
 class FlatState(Sequence[tuple[PathParts, V]]):

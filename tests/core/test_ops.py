@@ -1,5 +1,6 @@
 """The functions on graphs: split, merge, state, update, pop, clone, looking at and mapping over a graph."""
 
+import concurrent.futures
 import copy
 import pickle
 
@@ -73,6 +74,65 @@ def test_split_and_merge_are_inverse():
     assert not {id(x) for _, x, _ in snapshot(m) if isinstance(x, nnx.Variable | nnx.Module)} & {
         id(x) for _, x, _ in snapshot(back)
     }
+
+
+LOOKS = {
+    "by key": lambda state: state["w"],
+    "as a pytree": lambda state: jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))[-1],
+    "flat": lambda state: dict(state.flat_state())["w",],
+    "a copy": lambda state: copy.copy(state)["w"],
+    "a deep copy": lambda state: copy.deepcopy(state)["w"],
+    "a pickle": lambda state: pickle.loads(pickle.dumps(state))["w"],
+    "merged": lambda state: (state | {})["w"],
+    "in jit": lambda state: nnx.State({"w": nnx.Param(nnx.jit(lambda state: state["w"] + 0.0)(state))})["w"],
+}
+
+
+class Bag(nnx.Module):
+    def __init__(self):
+        self.array, self.tree = jnp.ones(2), nnx.Variable({"a": [1.0]})
+        self.w = nnx.Param(jnp.ones(3), tag="x")
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("filters", [(), (nnx.Param, ...)], ids=["whole", "in parts"])
+def test_a_state_is_of_the_moment_of_the_split(look, filters):
+    """Whenever, and however, it is first looked into."""
+    model = Bag()
+    graphdef, *states = nnx.split(model, *filters)
+    model.w.value = jnp.zeros(3)
+    model.w.set_metadata(tag="y")
+    model.tree["a"].append(2.0)
+    merged = nnx.merge(graphdef, *states)
+    merged.w += 1
+    merged.tree["a"].append(3.0)
+    assert look(states[0]).tolist() == [1, 1, 1]
+    assert states[0]["w"] is states[0]["w"] is not merged.w
+    assert states[0]["w"].tag == merged.w.tag == "x"
+    assert nnx.merge(graphdef, *states).tree.value == {"a": [1.0]}
+    states[0]["w"].value = jnp.full(3, 7.0)
+    assert nnx.merge(graphdef, *states).w.tolist() == [7, 7, 7]
+
+
+def test_a_state_belongs_to_the_trace_of_the_split():
+    """Wherever it is first looked into; from there a Variable of it can be read, and not be written."""
+    state = nnx.state(Bag())
+
+    def write(x):
+        state["w"].value = x
+        return x
+
+    with pytest.raises(nnx.errors.TraceContextError):
+        jax.jit(write)(jnp.ones(3))
+    write(jnp.zeros(3))
+    assert state["w"].tolist() == [0, 0, 0]
+
+
+def test_threads_that_look_into_a_state_see_the_same_variables():
+    state = nnx.state(nnx.List([nnx.Param(jnp.ones(1)) for _ in range(200)]))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: id(state[7]), range(64)))
+    assert len(set(found)) == 1
 
 
 def test_split_by_filters():
