@@ -17,7 +17,6 @@ from typing import Any
 
 import flax.linen
 import jax
-import jax.numpy as jnp
 from flax.core import FrozenDict, meta
 
 from ..core import errors
@@ -63,17 +62,7 @@ class ToLinen(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, *args: Any, nnx_method: Callable[..., Any] | str | None = None, **kwargs: Any) -> Any:
         """Call the Module, or its method ``nnx_method``: a name, or a function of the Module and the arguments."""
-        if isinstance(self.nnx_class, Node):
-            raise TypeError(
-                f"ToLinen makes the Module itself, each time with other keys, but it got an instance of "
-                f"{type(self.nnx_class).__name__}. Give it the class and its arguments: "
-                f"to_linen({type(self.nnx_class).__name__}, ...)."
-            )
-        arguments: Any = (tuple(self.args), dict(self.kwargs))
-        if any(map(is_node, jax.tree.leaves(arguments, is_leaf=is_node))):
-            arguments = clone(arguments, arrays=False)  # Modules that the user holds keep their values
-        rngs = {} if self.skip_rng else {"rngs": self._rngs()}
-        module = self.nnx_class(*arguments[0], **{**arguments[1], **rngs})
+        module = self._made()
         self._load(module)
         method = nnx_method if callable(nnx_method) else getattr(type(module), nnx_method or "__call__")
         method = getattr(method, "__func__", method)
@@ -104,6 +93,16 @@ class ToLinen(flax.linen.Module):
             return self(*args, nnx_method=method, **kwargs)
 
         return types.MethodType(call, self)
+
+    def _made(self) -> Any:
+        """The Module as its constructor makes it."""
+        if isinstance(self.nnx_class, Node):
+            raise TypeError(_INSTANCE.format(name=type(self.nnx_class).__name__))
+        arguments: Any = (tuple(self.args), dict(self.kwargs))
+        if any(map(is_node, jax.tree.leaves(arguments, is_leaf=is_node))):
+            arguments = clone(arguments, arrays=False)  # Modules that the user holds keep their values
+        rngs = {} if self.skip_rng else {"rngs": self._rngs()}
+        return self.nnx_class(*arguments[0], **{**arguments[1], **rngs})
 
     def _rngs(self) -> Rngs:
         """A stream for each that Linen has, and one that answers for all others."""
@@ -136,9 +135,10 @@ class ToLinen(flax.linen.Module):
 
     def _missing(self, made: Mapping[Path, Any], found: Mapping[Path, Any]) -> Iterator[str]:
         """What Linen lacks: of the Params anything, of other collections what is missing in them."""
+        given = self.variables
         for path, x in made.items():
             col = _collection(x)
-            needed = isinstance(x, Param) or self.variables.get(col)
+            needed = isinstance(x, Param) or given.get(col)
             if path not in found and needed and not self.is_mutable_collection(col):
                 yield f"{col}: {errors.format_path(path)} is missing, {errors.describe(_value(x))}"
 
@@ -155,6 +155,10 @@ class ToLinen(flax.linen.Module):
             for name, value in tree.items() if self.is_mutable_collection(col) else ():
                 self.put_variable(col, name, value)
 
+
+_INSTANCE = """\
+ToLinen makes the Module itself, each time with other keys, but it got an instance of {name}. Give it the class and \
+its arguments: to_linen({name}, ...)."""
 
 _DO_NOT_FIT = "The variables at {place} do not fit the Module:"
 _COMPLETE = "Pass all that `init` has returned, `model.apply(variables, ...)`, or make their collection mutable."
@@ -225,7 +229,6 @@ def to_linen_class(
 
 _SAME_PARENT: Any = object()
 
-
 _NOT_GIVEN = "default (no key was given)"
 
 
@@ -278,5 +281,5 @@ def _misfits(made: Mapping[Path, Any], found: Mapping[Path, tuple[str, Any]]) ->
         own, old, new = _collection(made[path]), _value(made[path]), meta.unbox(x)
         if own != col:
             yield f"{col}: {errors.format_path(path)} is in the Module of the collection {own}"
-        elif isinstance(made[path], Param) and jnp.shape(old) != jnp.shape(new):
+        elif isinstance(made[path], Param) and getattr(old, "shape", ()) != getattr(new, "shape", ()):
             yield f"{col}: {errors.format_path(path)}: expected {errors.describe(old)}, got {errors.describe(new)}"
