@@ -21,6 +21,13 @@ from . import variables as variables
 from . import wrappers as wrappers
 from .functional import Functional as Functional
 from .functional import functional as functional
+from .module import Module as Module
+from .module import Scope as Scope
+from .module import compact as compact
+from .module import current_context as current_context
+from .module import current_module as current_module
+from .module import linen_in_bridge_mdl as linen_in_bridge_mdl
+from .module import nnx_in_bridge_mdl as nnx_in_bridge_mdl
 from .to_linen import ToLinen as ToLinen
 from .to_linen import to_linen as to_linen
 from .to_linen import to_linen_class as to_linen_class

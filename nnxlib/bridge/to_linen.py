@@ -69,14 +69,16 @@ class ToLinen(flax.linen.Module):
         if not self.is_initializing():
             _warn_of_draws(module)
             out = method(module, *args, **kwargs)
-            self._hand_out(self._values(module))
+            self._hand_out(values_of(module, self.metadata_fn))
             return out
         lazy = {path: inner for path, inner in all_in(module).items() if not any(variables_of(inner))}
-        values = self._values(module)
+        values = values_of(module, self.metadata_fn)
         with initializing(lazy.values()):
             out = method(module, *args, **kwargs)
         for path in lazy:
-            values |= {key: x for key, x in self._values(module).items() if key[1 : len(path) + 1] == path}
+            values |= {
+                key: x for key, x in values_of(module, self.metadata_fn).items() if key[1 : len(path) + 1] == path
+            }
         self._hand_out(values)
         return out
 
@@ -119,7 +121,7 @@ class ToLinen(flax.linen.Module):
 
     def _load(self, module: Any) -> None:
         """Put the variables that Linen holds for this place into the Module."""
-        made = _leaves(module)
+        made = leaves_of(module)
         found = {_as_made(path, made): item for path, item in from_collections(self.variables).items()}
         problems = [*self._missing(made, found), *_misfits(made, found)]
         if problems:
@@ -141,13 +143,6 @@ class ToLinen(flax.linen.Module):
             needed = isinstance(x, Param) or given.get(col)
             if path not in found and needed and not self.is_mutable_collection(col):
                 yield f"{col}: {errors.format_path(path)} is missing, {errors.describe(_value(x))}"
-
-    def _values(self, module: Any) -> dict[Path, Any]:
-        """What Linen is to keep of the Module, by collection and path."""
-        boxed = self.metadata_fn or Variable.get_raw_value
-        return {
-            (_collection(x), *path): boxed(x) if isinstance(x, Variable) else x for path, x in _leaves(module).items()
-        }
 
     def _hand_out(self, values: Mapping[Path, Any]) -> None:
         """Give values to Linen, where it lets them change."""
@@ -249,12 +244,20 @@ A Module within a Linen model draws from a random stream that `apply` was given 
 call. Pass one, model.apply(variables, x, rngs={'dropout': key}), or make the Module deterministic."""
 
 
-def _leaves(module: Any) -> dict[Path, Any]:
+def leaves_of(module: Any) -> dict[Path, Any]:
     """The Variables and arrays of a Module by path, without random streams; a shared one at its first path."""
     return {
         path: x
         for path, x in iter_graph(module)
         if (isinstance(x, Variable) and not isinstance(x, RngState)) or is_array(x)
+    }
+
+
+def values_of(module: Any, metadata_fn: Callable[[Variable], Any] | None) -> dict[Path, Any]:
+    """What Linen is to keep of a Module, by collection and path."""
+    boxed = metadata_fn or Variable.get_raw_value
+    return {
+        (_collection(x), *path): boxed(x) if isinstance(x, Variable) else x for path, x in leaves_of(module).items()
     }
 
 

@@ -29,7 +29,7 @@ from ..core.static import same_items
 from ..core.variables import Variable
 from .variables import Path, collection_of, from_collections, nested, to_linen_var, to_nnx_var, unboxed
 
-_OWN = ("to_nnx__module", "to_nnx__rngs", "to_nnx__initializing")
+_OWN = ("to_nnx__module", "to_nnx__rngs", "to_nnx__initializing", "to_nnx__scope")
 
 
 class _Linen:
@@ -137,11 +137,14 @@ class ToNNX(Module):
             keys = _keys(attributes_of(self)["to_nnx__rngs"] if rngs is None else _streams(rngs))
         except errors.TraceContextError as error:  # a call that draws nothing may go on: it only reads
             refused = error
-        if "to_nnx__initializing" in attributes_of(self):
+        scope = attributes_of(self).get("to_nnx__scope")  # of a part of a bridge.Module
+        first = scope is not None and scope.initializing and not any(variables_of(self))
+        if first or "to_nnx__initializing" in attributes_of(self):
             out, made = module.init_with_output(keys, *args, method=method, **kwargs)
             self._replace(made)
             return out
-        mutable = False if mutable is None else mutable
+        if mutable is None:
+            mutable = False if scope is None else scope.mutable
         old = dict(variables_of(self))
         collections = nested({(collection_of(type(v)), *path): to_linen_var(v) for path, v in old.items()})
         try:

@@ -276,3 +276,45 @@ def test_there_and_back():
         return plain(model(X, mutable=["batch_stats"])), contents(nnx, model)
 
     same(script)
+
+
+# --- Modules in the manner of Linen -----------------------------------------------------------------------------------
+
+
+def test_compact_modules():
+    """Names, keys and numbers of compact and setup Modules, with parts of both kinds."""
+
+    def script(nnx):
+        bridge = nnx.bridge
+
+        class Dense(bridge.Module):
+            features: int
+
+            @bridge.compact
+            def __call__(self, x):
+                w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+                return x @ w[...] + self.param("b", nn.initializers.zeros_init(), (self.features,))[...]
+
+        class Inner(bridge.Module):
+            def setup(self):
+                self.a, self.layers = Dense(4), [Dense(4), Dense(3)]
+
+            def __call__(self, x):
+                for layer in [self.a, *self.layers]:
+                    x = layer(x)
+                return x
+
+        class Model(bridge.Module):
+            @bridge.compact
+            def __call__(self, x):
+                x = Inner()(Dense(3, name="first")(x))
+                x = bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 4, rngs=rngs))(x)
+                x = bridge.linen_in_bridge_mdl(nn.Dense(4))(x)
+                x = bridge.linen_in_bridge_mdl(nn.BatchNorm(use_running_average=False), name="norm")(x)
+                return x, self.make_rng("dropout")
+
+        out, variables = Model().init_with_output(KEYS, X)
+        again, after = Model().apply(variables, X, rngs=KEYS, mutable=True)
+        return plain([out, variables, again, after, Dense(4).init(0, X), Dense(4).init(nnx.Rngs(1), X)])
+
+    same(script)

@@ -1,0 +1,323 @@
+"""Module and compact: Modules that make their parameters where they use them, run by ``init`` and ``apply``.
+
+An instance is a description. ``init`` and ``apply`` run a copy of it that is *bound*: the copy has a :class:`Scope`,
+which says what random streams there are and what the run may do, and holds its variables as attributes, as any Module
+does. Variables that are given before the part exists that they belong to wait under its name; the part takes them over
+when it is attached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import flax.linen
+from flax.core import FrozenDict
+from flax.core.scope import in_filter
+
+from ..core import errors
+from ..core import module as core
+from ..core.objects import Pytree, attributes_of
+from ..core.objects import dataclass as nnx_dataclass
+from ..core.ops import clone
+from ..core.rngs import Rngs, RngStream
+from ..core.variables import Variable, make_variable
+from .to_linen import leaves_of, values_of
+from .to_nnx import ToNNX, put
+from .variables import Path, from_collections, leaves_by_path, nested, to_linen_var, to_nnx_var, unboxed
+
+F = TypeVar("F", bound=Callable)
+
+
+class Scope(Pytree):
+    """What the parts of one run share: its random streams, whether it initialises, and what it may change."""
+
+    def __init__(self, rngs: Rngs, initializing: bool, mutable: Any):
+        self.rngs, self.initializing, self.mutable = rngs, initializing, mutable
+
+
+@dataclasses.dataclass
+class ModuleStackEntry:
+    """A Module whose ``setup`` or compact method is running, and how many parts of each class it has named."""
+
+    module: Module
+    in_compact: bool
+    type_counter: Counter = dataclasses.field(default_factory=Counter)
+
+
+_stack: ContextVar[tuple[ModuleStackEntry, ...]] = ContextVar("bridge_modules", default=())
+
+
+def current_context() -> ModuleStackEntry | None:
+    """Return the entry of the Module whose ``setup`` or compact method is running."""
+    return _stack.get()[-1] if _stack.get() else None
+
+
+def current_module() -> Module | None:
+    """Return the Module whose ``setup`` or compact method is running."""
+    entry = current_context()
+    return None if entry is None else entry.module
+
+
+@contextmanager
+def _running(entry: ModuleStackEntry) -> Iterator[None]:
+    token = _stack.set((*_stack.get(), entry))
+    try:
+        yield
+    finally:
+        _stack.reset(token)
+
+
+def compact(f: F) -> F:
+    """Let a method of a :class:`Module` make parameters and parts where it uses them."""
+
+    @functools.wraps(f)
+    def method(self: Module, *args: Any, **kwargs: Any) -> Any:
+        with _running(ModuleStackEntry(self, in_compact=True)):
+            return f(self, *args, **kwargs)
+
+    return method  # type: ignore[return-value]
+
+
+class Module(core.Module):
+    """A Module in the manner of Linen: a dataclass that makes its parameters in compact methods or in ``setup``.
+
+    >>> class Dense(nnx.bridge.Module):
+    ...   features: int
+    ...   @nnx.bridge.compact
+    ...   def __call__(self, x):
+    ...     w = self.param('w', nnx.initializers.lecun_normal(), (x.shape[-1], self.features))
+    ...     return x @ w
+    >>> class MLP(nnx.bridge.Module):
+    ...   @nnx.bridge.compact
+    ...   def __call__(self, x):
+    ...     return Dense(2)(nnx.relu(Dense(4)(x)))
+    >>> variables = MLP().init(0, jnp.ones((1, 3)))
+    >>> jax.tree.map(jnp.shape, variables)
+    {'params': {'Dense_0': {'w': (3, 4)}, 'Dense_1': {'w': (4, 2)}}}
+    >>> MLP().apply(variables, jnp.ones((5, 3))).shape
+    (5, 2)
+    """
+
+    scope: Any = None
+    _own_init = False
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        cls._own_init = cls._own_init or "__init__" in vars(cls)
+        if not cls._own_init:
+            nnx_dataclass(cls, eq=False)
+        cls.__init__ = _attaching(cls.__init__)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        waiting = attributes_of(self).get(name)
+        if self.scope is not None and isinstance(value, Variable):
+            for other in [key for key, x in attributes_of(self).items() if x is value and key != name]:
+                raise ValueError(
+                    f"The variable {other!r} is assigned to self.{name}. Give it one name: self.{other} = ..."
+                )
+        super().__setattr__(name, value)
+        if self.scope is not None and name != "scope":
+            _take_over(attributes_of(self)[name], waiting, self.scope)
+
+    # --- in a run ---
+
+    def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, unbox: bool = True, **kwargs: Any) -> Any:
+        """Return the Param of this name; made by ``init_fn(key, *init_args)`` if there is none."""
+        return self._variable("params", name, lambda: init_fn(self.make_rng("params"), *init_args, **kwargs))
+
+    def variable(
+        self,
+        col: str,
+        name: str,
+        init_fn: Callable[..., Any] | None = None,
+        *init_args: Any,
+        unbox: bool = True,
+        **kw: Any,
+    ) -> Any:
+        """Return the Variable of this name; made by ``init_fn(*init_args)`` for this collection if there is none."""
+        return self._variable(col, name, lambda: None if init_fn is None else init_fn(*init_args, **kw))
+
+    def _variable(self, col: str, name: str, make: Callable[[], Any]) -> Variable:
+        found = attributes_of(self).get(name)
+        if isinstance(found, Variable):
+            return found
+        if self.scope is None or not any(entry.module is self for entry in _stack.get()):
+            raise ValueError(_NOT_RUNNING.format(kind=type(self).__name__, what=f"make {name!r}"))
+        scope = self.scope
+        if col == "params" and not scope.initializing and not in_filter(scope.mutable, col):
+            raise errors.StateMismatchError(
+                f"The variables lack the parameter {name!r} of a {type(self).__name__}. Pass all that `init` returned."
+            )
+        variable = to_nnx_var(col, make())
+        setattr(self, name, variable)
+        return variable
+
+    def make_rng(self, name: str = "default") -> Any:
+        """Return a key from a random stream of the run."""
+        if self.scope is None:
+            raise ValueError(_NOT_RUNNING.format(kind=type(self).__name__, what="draw a key"))
+        return self.scope.rngs[name]()
+
+    def is_initializing(self) -> bool:
+        """Whether this is a run of ``init``."""
+        return self.scope is not None and self.scope.initializing
+
+    @property
+    def variables(self) -> FrozenDict:
+        """The variables of this Module and its parts, by collection."""
+        return FrozenDict(_collections(self))
+
+    # --- runs ---
+
+    def init(self, rngs: Any = None, *args: Any, method: Callable[..., Any] | str = "__call__", **kwargs: Any) -> Any:
+        """Return the variables that a call makes, by collection.
+
+        Args:
+          rngs: an :class:`Rngs`; a mapping from names to keys; a key or seed, for ``params``.
+          *args: what the method takes.
+          method: the method to call, by name or as a function of the class.
+          **kwargs: what the method takes by keyword.
+        """
+        return self.init_with_output(rngs, *args, method=method, **kwargs)[1]
+
+    def init_with_output(
+        self,
+        rngs: Any = None,
+        *args: Any,
+        method: Callable[..., Any] | str = "__call__",
+        mutable: Any = True,
+        **kw: Any,
+    ) -> Any:
+        """Return what the call returns, and the variables that it makes; see :meth:`init`."""
+        return self._run({}, Scope(_rngs(rngs), True, True), method, args, kw)
+
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        *args: Any,
+        rngs: Any = None,
+        method: Callable[..., Any] | str = "__call__",
+        mutable: Any = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a method with these variables; return its result, and if any are ``mutable``, those after the call.
+
+        Args:
+          variables: by collection, as :meth:`init` returns them.
+          *args: what the method takes.
+          rngs: as of :meth:`init`.
+          method: the method to call, by name or as a function of the class.
+          mutable: the collections to return: True, a name, several, or a Linen filter.
+          **kwargs: what the method takes by keyword.
+
+        Raises:
+          StateMismatchError: if a parameter is missing.
+        """
+        out, after = self._run(variables, Scope(_rngs(rngs), False, mutable), method, args, kwargs)
+        return out if mutable is False else (out, {col: x for col, x in after.items() if in_filter(mutable, col)})
+
+    def _run(self, variables: Mapping, scope: Scope, method: Any, args: tuple, kwargs: Mapping) -> tuple[Any, dict]:
+        module = clone(self, arrays=False)
+        _fill(module, {path: make_variable(*unboxed(*found)) for path, found in from_collections(variables).items()})
+        _take_over(module, None, scope)
+        function = getattr(type(module), method) if isinstance(method, str) else getattr(method, "__func__", method)
+        return function(module, *args, **kwargs), _collections(module)
+
+
+def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None = None) -> core.Module:
+    """Make a Module a part of the Module that is running.
+
+    Args:
+      factory: makes the Module of random streams.
+      name: its name, in a compact method; in ``setup`` it is that of the attribute.
+    """
+    entry = _entry("nnx_in_bridge_mdl")
+    scope: Any = entry.module.scope
+    spare = {} if scope.initializing else {"default": RngStream(0, tag="default")}  # for what will be overwritten
+    return _attach(factory(Rngs({**spare, **dict(scope.rngs.items())})), name)
+
+
+def linen_in_bridge_mdl(linen_module: flax.linen.Module, name: str | None = None) -> core.Module:
+    """Make a Linen module a part of the Module that is running; ``name`` as of :func:`nnx_in_bridge_mdl`."""
+    entry = _entry("linen_in_bridge_mdl")
+    scope: Any = entry.module.scope
+    part = ToNNX(linen_module, rngs=scope.rngs)
+    part.to_nnx__scope = scope
+    return _attach(part, name, type(linen_module))
+
+
+def _entry(function: str) -> ModuleStackEntry:
+    entry = current_context()
+    if entry is None:
+        raise ValueError(f"{function} is called in `setup` or a compact method of a bridge.Module.")
+    return entry
+
+
+def _attaching(init: Callable) -> Callable:
+    """A constructor that takes a name, and attaches the object to the Module whose compact method is running."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, name: str | None = None, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if type(self).__init__ is __init__:
+            _attach(self, name)
+
+    return __init__
+
+
+def _attach(part: Any, name: str | None, kind: type | None = None) -> Any:
+    entry = current_context()
+    if entry is not None and entry.in_compact:
+        kind = kind or type(part)
+        if name is None:
+            name = f"{kind.__name__}_{entry.type_counter[kind]}"
+            entry.type_counter[kind] += 1
+        setattr(entry.module, name, part)
+    return part
+
+
+def _take_over(value: Any, waiting: Any, scope: Scope) -> None:
+    """Bind the parts in a value that has been attached, and give them the variables that waited for them."""
+    parts = [part for _, part in core.iter_modules(value)] if isinstance(value, core.Module | dict | list) else []
+    if isinstance(waiting, dict) and parts:
+        _fill(value, {path: v for path, v in leaves_by_path(waiting) if isinstance(v, Variable)})
+    for part in parts:
+        if isinstance(part, Module) and part.scope is None:
+            part.scope = scope
+            if hasattr(part, "setup"):
+                with _running(ModuleStackEntry(part, in_compact=False)):
+                    part.setup()  # type: ignore[attr-defined]
+
+
+def _fill(node: Any, given: Mapping[Path, Variable]) -> None:
+    """Give variables to a node: their values to those that it has, and itself the others."""
+    made = leaves_of(node)
+    for path, variable in given.items():
+        if path in made:
+            made[path].set_raw_value(variable.get_raw_value())
+            made[path].set_metadata(**variable.get_metadata())
+        else:
+            put(node, path, variable)
+
+
+def _collections(module: Module) -> dict[str, Any]:
+    return nested(values_of(module, to_linen_var))
+
+
+def _rngs(rngs: Any) -> Rngs:
+    if rngs is None or isinstance(rngs, Rngs):
+        return rngs or Rngs()
+    if isinstance(rngs, Mapping):
+        return Rngs({name: RngStream(key, tag=name) for name, key in rngs.items()})
+    return Rngs(params=rngs)
+
+
+_NOT_RUNNING = """\
+A {kind} can {what} only in its `setup` or in a method marked @compact, and only when it is run: \
+`variables = model.init(rngs, x)`, `model.apply(variables, x)`."""

@@ -1,0 +1,153 @@
+"""Module and compact: parameters and parts made where they are used, in runs of init and apply."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nnxlib as nnx
+
+pytest.importorskip("flax.linen", reason="flax is not installed (it is not, where it would change the version of JAX)")
+
+from flax import linen as nn
+
+bridge = nnx.bridge
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+class Dense(bridge.Module):
+    """One parameter, made in the call."""
+
+    features: int = 3
+
+    @bridge.compact
+    def __call__(self, x):
+        return x @ self.param("w", nnx.initializers.lecun_normal(), (x.shape[-1], self.features))
+
+
+class Compact(bridge.Module):
+    """Parts of each kind, named and unnamed, and a counter."""
+
+    @bridge.compact
+    def __call__(self, x):
+        x = Dense(4)(Dense(4, name="first")(x))
+        x = bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(4, 3, rngs=rngs))(x)
+        x = bridge.linen_in_bridge_mdl(nn.BatchNorm(use_running_average=False), name="norm")(x)
+        self.variable("counts", "calls", jnp.zeros, ()).value += 1
+        assert bridge.current_module() is self
+        return x
+
+
+class Setup(bridge.Module):
+    """Parts in attributes and lists, one of them given, and a second method."""
+
+    given: Dense
+
+    def setup(self):
+        self.layers = [Dense(4), bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(4, 3, rngs=rngs))]
+        self.scale = self.param("scale", nnx.initializers.ones, ())
+
+    def __call__(self, x):
+        return self.encode(self.given(x)) * self.scale
+
+    def encode(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_compact_methods_name_their_parts():
+    """By class and number, or as they say; the description stays one."""
+    model = Compact()
+    variables = model.init(0, X)
+    assert jax.tree.map(jnp.shape, variables["params"]) == {
+        "first": {"w": (3, 4)},
+        "Dense_0": {"w": (4, 4)},
+        "Linear_0": {"bias": (3,), "kernel": (4, 3)},
+        "norm": {"bias": (3,), "scale": (3,)},
+    }
+    assert not jax.tree.leaves(nnx.state(model))
+
+
+def test_apply_uses_what_it_is_given_and_returns_what_is_mutable():
+    """Numbers come from the variables; those that change come back, and go in again."""
+    model = Compact()
+    y, variables = model.init_with_output(0, X)
+    doubled = {**variables, "params": jax.tree.map(lambda x: 2 * x, variables["params"])}
+    z, updates = jax.jit(lambda v: model.apply(v, X, mutable=["counts", "batch_stats"]))(doubled)
+    assert (jnp.abs(y - z) > 0.1).any()
+    assert updates.keys() == {"counts", "batch_stats"}
+    assert updates["counts"]["calls"] == 2
+    assert model.apply({**variables, **updates}, X, mutable=True)[1]["counts"]["calls"] == 3
+
+
+def test_setup_and_methods():
+    """Parts of `setup` have the names of their attributes, in lists too; any method can be run."""
+    model = Setup(Dense(3))
+    y, variables = model.init_with_output({"params": jax.random.key(0)}, X)
+    assert variables["params"].keys() == {"given", "layers", "scale"}
+    assert (model.apply(variables, X) == y).all()
+    assert (model.apply(variables, X, method="encode") == model.apply(variables, X, method=Setup.encode)).all()
+
+
+def test_keys_and_what_a_run_knows():
+    """make_rng draws from the streams of the run; is_initializing and variables tell of it."""
+    seen = []
+
+    class Model(bridge.Module):
+        @bridge.compact
+        def __call__(self):
+            self.param("w", nnx.initializers.ones, ())
+            seen.append((self.is_initializing(), self.variables["params"]["w"]))
+            return self.make_rng("noise")
+
+    keys = {"params": jax.random.key(0), "noise": jax.random.key(0)}
+    key, variables = Model().init_with_output(keys)
+    assert key == nnx.Rngs(noise=jax.random.key(0)).noise()
+    assert Model().apply(variables, rngs=nnx.Rngs(noise=1)) == nnx.Rngs(1)()
+    assert seen == [(True, 1), (False, 1)]
+    assert bridge.current_context() is None
+    assert not Model().is_initializing()
+
+
+def test_constructors_of_the_users_own():
+    """A class with an __init__, and one that inherits it, are no dataclasses, and are named all the same."""
+
+    class Own(bridge.Module):
+        def __init__(self, n):
+            self.n = n
+
+        @bridge.compact
+        def __call__(self, x):
+            return Dense(self.n)(x)
+
+    class Child(Own):
+        pass
+
+    class Model(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            return Child(2, name="a")(Child(4)(x))
+
+    assert Model().init(0, X)["params"].keys() == {"a", "Child_0"}
+
+
+def test_what_is_refused():
+    """Calls outside a run, missing parameters, a parameter under two names, parts outside a Module."""
+    with pytest.raises(ValueError, match=r"A Dense can make 'w' only in its `setup`"):
+        Dense()(X)
+    with pytest.raises(ValueError, match="A Dense can draw a key only"):
+        Dense().make_rng()
+    with pytest.raises(nnx.errors.StateMismatchError, match="lack the parameter 'w' of a Dense"):
+        Dense().apply({}, X)
+    with pytest.raises(ValueError, match="linen_in_bridge_mdl is called in `setup`"):
+        bridge.linen_in_bridge_mdl(nn.Dense(3))
+
+    class Twice(bridge.Module):
+        def setup(self):
+            self.a = self.param("b", nnx.initializers.ones, ())
+
+        def __call__(self):
+            return self.a
+
+    with pytest.raises(ValueError, match=r"'b' is assigned to self\.a"):
+        Twice().init(0)
