@@ -96,7 +96,8 @@ class Module(core.Module):
     >>> class MLP(nnx.bridge.Module):
     ...   @nnx.bridge.compact
     ...   def __call__(self, x):
-    ...     return Dense(2)(nnx.relu(Dense(4)(x)))
+    ...     x = nnx.relu(Dense(4)(x))
+    ...     return Dense(2)(x)
     >>> variables = MLP().init(0, jnp.ones((1, 3)))
     >>> jax.tree.map(jnp.shape, variables)
     {'params': {'Dense_0': {'w': (3, 4)}, 'Dense_1': {'w': (4, 2)}}}
