@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax
+
+from .core.reprs import is_graph_node, node_repr
 from .svg import DARK_PAGES, LIGHT_PAGES
 
 
@@ -64,7 +67,11 @@ def _show_tree(x: Any) -> None:
 
 def _show_text(x: Any) -> None:
     try:
-        text = str(x)
+        text = node_repr(x) if type(x) in (list, tuple, dict) and _holds_nodes(x) else str(x)
     except Exception as error:
         text = f"<{type(x).__name__}, which cannot be shown: {type(error).__name__}>"
     print(text)
+
+
+def _holds_nodes(tree: Any) -> bool:
+    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))

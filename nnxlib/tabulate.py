@@ -105,7 +105,7 @@ def tabulate(
     Nothing is computed and nothing changes. There is a row for each call, in order, with path, type, inputs, outputs,
     and a column for each type of Variable: those of the Module itself by name, and how many elements and bytes it holds
     with all below. Variables that an earlier row of the same Module has shown, or that belong to another Module first,
-    are left out. The last row has the totals; those of estimates are in the first. Layers that ``vmap`` or ``scan`` run
+    are left out. The last row has the totals. Layers that ``vmap`` or ``scan`` run
     over stacked Variables are one row, marked ``×n``, with the inputs and outputs of one of them, and the Variables and
     FLOPs of all.
 
@@ -148,7 +148,7 @@ def tabulate(
               Total Parameters: 9 (36 B)
 
     Raises:
-      TypeError: if ``obj`` has no such method.
+      TypeError: if ``obj`` is no Module, or has no such method.
       ValueError: for a column that the table does not have.
       Exception: what the method itself raises.
     """
@@ -163,7 +163,9 @@ def tabulate(
         raise ValueError(f"tabulate has no columns {sorted(set(chosen) - set(names))}; this table has {names}.")
     cells = [{**_cells(row), **variables.cells(row.path)} for row in shown]
     total: dict[str, str] = {kind: str(variables.size((), kind)) for kind in variables.kinds}
-    label = next((name for name in reversed(fixed) if name in chosen), None)
+    if rows and rows[0].path == ():  # the call of ``obj`` itself, which is that of all in it
+        total |= {name: text for name, text in _cells(rows[0]).items() if name in _NUMERIC}
+    label = next((name for name in reversed(fixed) if name in chosen and name not in total), None)
     footer = {**total, label: "Total"} if label is not None else total
     table = [[row.get(name, "") for name in chosen] for row in [dict(zip(names, names)), *cells, footer]]
     width = console_kwargs.get("width") or shutil.get_terminal_size((0, 0)).columns
@@ -213,6 +215,9 @@ class Table(str):
 
 def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_flops: bool) -> list[CallInfo]:
     """Trace a method, and return the calls in it."""
+    if not is_node(obj):
+        given = f"the class {obj.__name__}" if isinstance(obj, type) else f"a {type(obj).__name__}"
+        raise TypeError(f"tabulate takes a Module, made or abstract, and then its inputs; got {given}.")
     if not callable(getattr(obj, method, None)):
         raise TypeError(f"tabulate calls a method, and {type(obj).__name__} has no {method!r}; choose one by method=.")
     call, traced = _with_static(

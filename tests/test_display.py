@@ -171,3 +171,20 @@ def test_long_runs_of_layers_are_folded():
         == "GraphDef(Dict({'a': Param(), 'b': 2}))"
     )
     assert treescope.render_to_text(nnx.State({})) == "State({})"
+
+
+def test_containers_of_models_are_written_as_models_are(capsys):
+    """With sizes, and what is shared as its first path; not as what Python writes, one repr inside of another."""
+    layer = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    nnx.display({"a": layer, "b": [layer]})
+    assert capsys.readouterr().out.split("\n") == [
+        "{                            # Param: 2 (8 B)",
+        "  'a': Dict({                # Param: 2 (8 B)",
+        "    'w': Param(float32[2]),  # 2 (8 B)",
+        "  }),",
+        "  'b': [",
+        "    <Dict at a>,",
+        "  ],",
+        "}",
+        "",
+    ]

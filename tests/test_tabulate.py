@@ -434,3 +434,19 @@ def test_stacked_parameters_beside_broadcast_ones():
             return x * self.scale + self.shift
 
     assert rows(Mixed(), X, columns=("type",)) == ["Mixed", "Layer ×6"]
+
+
+def test_the_last_row_has_the_total_of_estimates():
+    """Also where the row of the whole is not shown."""
+    columns = ["path", "outputs", "flops", "Param"]
+    model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    text = nnx.tabulate(model, jnp.ones((3, 4)), columns=columns, compute_flops=True, row_filter=lambda row: row.path)
+    assert cells(text)[-1] == ("", "Total", "216", "40 (160 B)")
+
+
+@pytest.mark.parametrize("given", [nnx.Linear, len, 3], ids=["class", "function", "number"])
+def test_what_is_no_module_is_refused(given):
+    with pytest.raises(
+        TypeError, match="takes a Module, made or abstract, and then its inputs; got (the class Linear|a )"
+    ):
+        nnx.tabulate(given, jnp.ones((3, 4)))
