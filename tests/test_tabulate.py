@@ -447,6 +447,6 @@ def test_the_last_row_has_the_total_of_estimates():
 @pytest.mark.parametrize("given", [nnx.Linear, len, 3], ids=["class", "function", "number"])
 def test_what_is_no_module_is_refused(given):
     with pytest.raises(
-        TypeError, match="takes a Module, made or abstract, and then its inputs; got (the class Linear|a )"
+        TypeError, match=r"takes a Module, made or abstract, and then its inputs; got (the class Linear|a )"
     ):
         nnx.tabulate(given, jnp.ones((3, 4)))
