@@ -40,7 +40,7 @@ from .pickling import exportable
 from .records import build_described, record_of
 from .state import FlatState, State, filter_state, from_flat_state, split_state
 from .static import Const, same_items
-from .tracing import Tracer, at_top_level, current_trace
+from .tracing import Tracer, at_top_level, boundary, current_trace
 from .traversals import sorted_keys
 from .variables import Variable, all_unshared, make_variable, make_variables, unshared
 
@@ -146,6 +146,7 @@ def _to_state(items: list[tuple[Path, Any]]) -> Any:
     return from_flat_state(items)
 
 
+@boundary
 def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
     """Split a node into its structure and its State, or one State for each filter.
 
@@ -170,6 +171,7 @@ def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
     return graphdef, *_states(layout, leaves, objects, filters, exhaustive=True)
 
 
+@boundary
 def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = False, strict: bool = True) -> A:
     """Make a new object from a GraphDef and the States it was split into; the inverse of :func:`split`.
 
@@ -429,6 +431,7 @@ def _kind(dtype: Any) -> Any:
 # --- state, update, pop ---------------------------------------------------------------------------------------------
 
 
+@boundary
 def state(node: Any, *filters: Filter) -> Any:
     """Return the State of a node, or of those leaves that each filter takes.
 
@@ -441,6 +444,7 @@ def state(node: Any, *filters: Filter) -> Any:
     return (found, *more) if more else found
 
 
+@boundary
 def variables(node: Any, *filters: Filter) -> Any:
     """Return the State of a node with its Variables only, without the arrays that are plain attributes."""
     layout, leaves, objects = _packed(node)
@@ -449,12 +453,14 @@ def variables(node: Any, *filters: Filter) -> Any:
     return filter_state(found, *filters) if filters else found
 
 
+@boundary
 def graphdef(node: A, /) -> GraphDef[A]:
     """Return the structure of a node, the first of what :func:`split` returns."""
     layout, leaves, _ = _packed(node)
     return _graphdef(layout, leaves)
 
 
+@boundary
 def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     """Write the leaves of States into a live node, by path.
 
@@ -551,6 +557,7 @@ def _delete(node: Any, name: Any) -> None:
         del node[name]
 
 
+@boundary
 def pop(node: Any, *filters: Filter) -> Any:
     """Remove the Variables that the filters take from a node and return them as a State, one for each filter.
 
@@ -596,6 +603,7 @@ def pop(node: Any, *filters: Filter) -> Any:
     return tuple(states) if len(states) > 1 else states[0]
 
 
+@boundary
 def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
     """Return a deep copy of a node: same structure, Variables and buffers of its own.
 
@@ -693,6 +701,7 @@ def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     return ((key[0] if len(key) == 1 else key, child) for key, child in _children(node) if is_node(child))
 
 
+@boundary
 def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     """Return the paths of each Variable or node that is reached by more than one path, first path first.
 
@@ -714,6 +723,7 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
 # --- mapping --------------------------------------------------------------------------------------------------------
 
 
+@boundary
 def map(f: Callable[[Path, Any], Any], node: A, /) -> A:  # the name of the field
     """Return a copy of a node with ``f(path, leaf)`` for each leaf; leaves are Variables and arrays.
 
@@ -733,6 +743,7 @@ def _result(leaf: Any, new: Any) -> Any:
     return leaf.replace(new) if isinstance(leaf, Variable) and not isinstance(new, Variable) else new
 
 
+@boundary
 def recursive_map(f: Callable[[Path, Any], Any], node: Any, /) -> Any:
     """Return a copy of a graph in which each leaf and then each node has been replaced by ``f(path, it)``.
 
@@ -759,6 +770,7 @@ def _mapped(f: Callable, path: Path, value: Any, copies: dict[int, Any]) -> Any:
     return f(path, treedef.unflatten([_mapped(f, (*path, *key), child, copies) for key, child in children]))
 
 
+@boundary
 def pure(tree: Any) -> Any:
     """Return a pytree with each Variable replaced by its value.
 
@@ -777,6 +789,7 @@ as_pure = pure
 # --- flat and packaged forms ----------------------------------------------------------------------------------------
 
 
+@boundary
 def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
     """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of its leaves)."""
     layout, leaves, objects = _packed(node)
@@ -784,6 +797,7 @@ def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
     return _graphdef(layout, leaves), flat if with_paths else flat.leaves
 
 
+@boundary
 def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
     """Merge a GraphDef with a State, a FlatState, or the list of leaves that :func:`flatten` returned."""
     if isinstance(state, list):
@@ -828,6 +842,7 @@ jtu.register_pytree_with_keys(
 exportable(GraphState)
 
 
+@boundary
 def unpack(node: Any, *filters: Filter) -> Any:
     """Return a :class:`GraphState`, or one for each filter; ``nnx.merge`` takes it alone."""
     graphdef, *states = split(node, *filters)
@@ -858,6 +873,7 @@ class CallProxy:
         return out, split(node)
 
 
+@boundary
 def call(graphdef_state: tuple[GraphDef[A], Any], /) -> Any:
     """Call a method of a split object: ``nnx.call((graphdef, state)).method(x)``.
 
@@ -880,6 +896,7 @@ def _apply(self: GraphDef, state: Any, *states: Any) -> Any:
 GraphDef.apply = _apply  # type: ignore[attr-defined]  # merge is defined here, above GraphDef
 
 
+@boundary
 def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> None:
     """Set metadata on each Variable of a node that the filter takes."""
     predicate = to_predicate(only)

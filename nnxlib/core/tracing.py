@@ -14,7 +14,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -34,6 +34,8 @@ from jax.core import Tracer as Tracer
 jaxpr_as_fun = _core.jaxpr_as_fun
 
 TraceRef = weakref.ref | None
+P = ParamSpec("P")
+R = TypeVar("R")
 
 EAGER = _core.eval_trace  # what runs where nothing is traced
 _name, _holder = "trace", _core.trace_ctx
@@ -158,11 +160,11 @@ def hide_frames(error: BaseException) -> None:
         found = found.__cause__ or found.__context__
 
 
-def boundary(f: Callable) -> Callable:
+def boundary(f: Callable[P, R]) -> Callable[P, R]:
     """``f`` with the frames of nnxlib hidden from the errors that leave it."""
 
     @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return f(*args, **kwargs)
         except Exception as error:

@@ -18,6 +18,7 @@ from ..core.graph import build, pack
 from ..core.objects import Node, Pytree, Static
 from ..core.ops import state
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
+from ..core.tracing import boundary
 from ..core.variables import Variable
 from .stored import matched, set_values, shown, store, without_aliases
 
@@ -61,6 +62,7 @@ class EMA(Pytree):
             raise EmptySelectionError(f"only={shown(only)} takes nothing of this {type(params).__name__} to average.")
         self.params = store(selected, _copied)
 
+    @boundary
     def update(self, updates: Any) -> None:
         """Move the averages towards the present values.
 
@@ -89,6 +91,7 @@ class EMA(Pytree):
         mean = self.decay * jnp.asarray(average, wide) + (1 - self.decay) * jnp.asarray(value, wide)
         return mean.astype(dtype)
 
+    @boundary
     def apply_to(self, model: A) -> A:
         """Return a model with the averages in place of the Variables that they are of.
 

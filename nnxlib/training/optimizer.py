@@ -35,7 +35,7 @@ from ..core.objects import Node, Pytree, Static
 from ..core.ops import state, update, variables
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
-from ..core.tracing import Tracer
+from ..core.tracing import Tracer, boundary
 from ..core.variables import MISSING, Param, Variable
 from .stored import flat, is_variable, matched, plain, restore, set_values, shown, store, without_aliases
 
@@ -134,6 +134,7 @@ class Optimizer(Pytree, Generic[M]):
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         self.opt_state = opt_state
 
+    @boundary
     def update(self, model: Any, grads: Any = MISSING, **extra: Any) -> Any:
         """Change the parameters of ``model`` and the state of the optimizer by one step.
 
@@ -229,6 +230,7 @@ class ModelAndOptimizer(Optimizer[M]):
         super().__init__(model, tx, wrt=wrt)
         self.model = model
 
+    @boundary
     def update(self, grads: Any, **extra: Any) -> Any:  # type: ignore[override]  # flax.nnx has this signature
         """Change the model and the state of the optimizer by one step; as :meth:`Optimizer.update`."""
         return super().update(self.model, grads, **extra)

@@ -9,6 +9,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import nnxlib as nnx
@@ -255,3 +256,23 @@ def test_operations_have_the_line_of_the_user():
     text = nnx.jit(lambda m, x: m(x)).lower(model, X).as_text(debug_info=True)
     assert "test_tracing.py" in text
     assert "linear.py" not in text
+
+
+REFUSED = {
+    "update": lambda m: nnx.update(m, {"none": jnp.ones(2)}),
+    "merge": lambda m: nnx.merge(nnx.graphdef(m), {}),
+    "split": lambda m: nnx.split(m, nnx.BatchStat),
+    "pop": lambda m: nnx.pop(m, lambda path, x: 1 / 0),
+    "map": lambda m: nnx.map(lambda path, x: 1 / 0, m),
+    "an optimizer": lambda m: nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param).update(m, {}),
+    "an average": lambda m: nnx.EMA(m, 0.9).update({}),
+}
+
+
+@pytest.mark.parametrize("act", REFUSED.values(), ids=REFUSED)
+def test_errors_of_plain_functions_end_in_the_line_of_the_user(act):
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises((nnx.errors.NnxError, ZeroDivisionError)) as caught:
+        act(model)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert {frame.filename for frame in frames} == {__file__}
