@@ -2,16 +2,28 @@
 
 They behave as the built-in types do, and in addition report every change, refuse a change from a foreign trace, and
 turn the plain lists and dicts that are put into them into List and Dict. Assigning a plain list or dict to an
-attribute of a Module makes one.
+attribute of a Module makes one. A List may have attributes beside its items; those of a Dict are its items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
 from .errors import reachable
-from .objects import CONTAINERS, SLOTS, Node, adopt, check_writable, init_slots, is_data, structure_changed
+from .objects import (
+    CONTAINERS,
+    SLOTS,
+    HasAttributes,
+    Node,
+    adopt,
+    attributes_of,
+    check_writable,
+    init_slots,
+    is_data,
+    structure_changed,
+)
 from .reprs import node_repr
 
 A = TypeVar("A")
@@ -44,8 +56,8 @@ def _holds_objects(node: Node) -> bool:
     return any(not isinstance(x, List | Dict) for _, x in reachable(node, set()))
 
 
-class List(list[A], Node):
-    """A list of Modules, Variables, arrays or static values, whose changes are seen.
+class List(list[A], HasAttributes):
+    """A list of Modules, Variables, arrays or static values, whose changes are seen; it may have attributes too.
 
     >>> import nnxlib as nnx
     >>> layers = nnx.List([nnx.Param(1.0)])
@@ -54,7 +66,7 @@ class List(list[A], Node):
     {0: 1.0, 1: 2.0}
     """
 
-    __slots__ = ("__weakref__", *SLOTS)
+    __slots__ = SLOTS
 
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
@@ -68,10 +80,13 @@ class List(list[A], Node):
         return node_repr(self) if _holds_objects(self) else super().__repr__()
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
-        return enumerate(list.__iter__(self))
+        return chain(enumerate(list.__iter__(self)), attributes_of(self).items())
 
-    def _nnx_fill(self, items: dict[int, Any]) -> None:
-        list.__setitem__(self, slice(None), items.values())
+    def _nnx_fill(self, items: dict[Any, Any]) -> None:
+        attributes = {key: value for key, value in items.items() if isinstance(key, str)}
+        list.__setitem__(self, slice(None), [value for key, value in items.items() if key not in attributes])
+        attributes_of(self).clear()
+        attributes_of(self).update(attributes)
 
     def extend(self, it: Iterable[A], /) -> None:
         _extend(self, list(it))
@@ -83,26 +98,20 @@ class List(list[A], Node):
     def __setitem__(self, index: Any, value: Any) -> None:
         _set_item(self, index, list(value) if isinstance(index, slice) else value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "__class__":
-            raise AttributeError(
-                f"Cannot set attribute {name!r}: a {type(self).__name__} holds nothing but its items. Make a Module "
-                "with the attribute, and a list in it."
-            )
-        _set_class(self, value)
-
     def copy(self) -> List[A]:
-        return type(self)(self)
+        return List(self)
 
     def __getitem__(self, index: Any) -> Any:
         items = list.__getitem__(self, index)
-        return type(self)(items) if isinstance(index, slice) else items
+        return List(items) if isinstance(index, slice) else items
 
     def __getstate__(self) -> Any:
-        return self._nnx_marks
+        return dict(attributes_of(self)), self._nnx_marks
 
     def __setstate__(self, state: Any) -> None:
-        object.__setattr__(self, "_nnx_marks", state)
+        attributes, marks = state
+        attributes_of(self).update(attributes)
+        object.__setattr__(self, "_nnx_marks", marks)
 
     def __hash__(self) -> int:  # type: ignore[override]  # a node is hashed by identity
         return id(self) >> 4

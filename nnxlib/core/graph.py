@@ -519,7 +519,7 @@ class Walk:
         held, marks = value._nnx_contents(), _frozen_items(value._nnx_marks, path)
         self.exact = self.exact and not marks.mutable
         names = tuple(held)
-        order = names if isinstance(value, list) else sorted_keys(names)
+        order = names if isinstance(value, list) and len(names) == len(value) else sorted_keys(names)
 
         def build(specs: list[Any]) -> None:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from .calls import captured_types, observed
-from .containers import Dict, List
+from .containers import Dict, List, holds_data
 from .filters import Filter, to_predicate
-from .objects import MISSING, Node, Pytree
+from .objects import MISSING, HasAttributes, Node, Pytree
 from .ops import clone, iter_children, iter_graph
 from .recordings import record
 from .variables import Perturbation, Variable, variable_type_from_name
@@ -96,7 +96,7 @@ class Module(Pytree):
     def _with_mode(self) -> Iterator[tuple[Any, str]]:
         for _, module in list(iter_modules(self)):
             for name in _EVALUATION:
-                if isinstance(module, Pytree) and _has_attribute(module, name):
+                if isinstance(module, HasAttributes) and _has_attribute(module, name):
                     yield module, name
 
     def set_attributes(self, *filters: Filter, raise_if_not_found: bool = True, **attributes: Any) -> None:
@@ -213,7 +213,7 @@ def _set_where_found(node: Any, filters: Iterable[Filter], attributes: dict[str,
     predicates = [to_predicate(f) for f in filters]
     missing = set(attributes)
     for path, module in list(iter_graph(node)):
-        if isinstance(module, Pytree) and any(p(path, module) for p in predicates):
+        if (isinstance(module, Pytree) or _is_module(module)) and any(p(path, module) for p in predicates):
             for name, value in attributes.items():
                 if _has_attribute(module, name):
                     setattr(module, name, value)
@@ -222,18 +222,24 @@ def _set_where_found(node: Any, filters: Iterable[Filter], attributes: dict[str,
 
 
 def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, module) for each Module in a graph, children before parents; List and Dict count as Modules.
+    """Yield (path, module) for each Module in a graph, children before parents.
+
+    A List or Dict with data in it counts as a Module; one of settings alone is as a plain list or dict.
 
     >>> import nnxlib as nnx
     >>> [path for path, _ in nnx.iter_modules(nnx.Sequential(nnx.Dropout(0.5)))]
     [('layers', 0), ('layers',), ()]
     """
-    return ((path, x) for path, x in iter_graph(module) if isinstance(x, Module | List | Dict))
+    return ((path, x) for path, x in iter_graph(module) if _is_module(x))
 
 
 def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     """Yield (key, child) for the Modules that are attributes or items of ``node``."""
-    return ((key, child) for key, child in iter_children(node) if isinstance(child, Module | List | Dict))
+    return ((key, child) for key, child in iter_children(node) if _is_module(child))
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, Module) or (isinstance(x, List | Dict) and holds_data(x))
 
 
 class Sequential(Module):

@@ -247,7 +247,10 @@ def _field(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def register_data_type(type_: T, /) -> T:
-    """Declare that values of a class are data wherever they are found; usable as a decorator."""
+    """Declare that values of a class are data wherever they are found; usable as a decorator.
+
+    Values of a class that JAX flattens are seen part by part, as any pytree is; others are leaves.
+    """
     _DATA_TYPES.add(type_)
     return type_
 
@@ -271,7 +274,7 @@ def is_data(value: Any, /) -> bool:
     >>> nnx.is_data(jnp.zeros(2)), nnx.is_data((nnx.Param(1), 2)), nnx.is_data([1, 2]), nnx.is_data('relu')
     (True, True, False, False)
     """
-    if isinstance(value, Node):
+    if isinstance(value, Node) or type(value) in _DATA_TYPES:
         return True
     return is_data_leaf(value) or (type(value) not in _PLAIN and any(map(is_data_part, _leaves(value))))
 
@@ -289,7 +292,7 @@ def is_bound_method(value: Any) -> bool:
 
 
 def is_data_leaf(value: Any) -> bool:
-    return is_node(value) or is_array(value) or type(value) in _DATA_TYPES
+    return is_node(value) or is_array(value) or (type(value) in _DATA_TYPES and jax.tree_util.all_leaves([value]))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -385,7 +388,7 @@ def _declared_item(field: dataclasses.Field) -> Any:
 
 
 class _HasDict:
-    """Owns the real ``__dict__``, so that Pytree can put a checked view over it under that name."""
+    """Owns the real ``__dict__``, so that HasAttributes can put a checked view over it under that name."""
 
     __slots__ = ("__dict__", "__weakref__")
 
@@ -399,19 +402,19 @@ class AttributeView(MutableMapping):
 
     __slots__ = ("_node",)
 
-    def __init__(self, node: Pytree):
+    def __init__(self, node: HasAttributes):
         self._node = node
 
     def __getitem__(self, name: str) -> Any:
         return attributes_of(self._node)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        Pytree.__setattr__(self._node, name, value)
+        HasAttributes.__setattr__(self._node, name, value)
 
     def __delitem__(self, name: str) -> None:
         if name not in attributes_of(self._node):
             raise KeyError(name)
-        Pytree.__delattr__(self._node, name)
+        HasAttributes.__delattr__(self._node, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(attributes_of(self._node))
@@ -432,38 +435,41 @@ class AttributeView(MutableMapping):
         return repr(attributes_of(self._node))
 
 
-class Pytree(Node, _HasDict):
-    """Base class of objects that live in the graph: mutable, traced through their attributes, JAX pytrees.
+def _lookup(cls: type, name: str) -> Any:
+    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
 
-    ``class Config(nnx.Pytree, pytree=False)`` makes a class that nnxlib transforms carry but raw JAX does not flatten.
 
-    >>> import nnxlib as nnx, jax.numpy as jnp
-    >>> class Point(nnx.Pytree):
-    ...   def __init__(self, x):
-    ...     self.x, self.name = jnp.asarray(x), 'p'
-    >>> nnx.jit(lambda p: p.x * 2)(Point(1.5)).item()
-    3.0
-    """
+def _abstract_methods(cls: type) -> frozenset[str]:
+    """The methods marked by :func:`abc.abstractmethod` that a class leaves open, as for a subclass of `abc.ABC`."""
+    inherited = {name for base in cls.__bases__ for name in getattr(base, "__abstractmethods__", ())}
+    named = {*vars(cls), *inherited}
+    return frozenset(name for name in named if getattr(getattr(cls, name, None), "__isabstractmethod__", False))
 
-    __slots__ = SLOTS
 
-    _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a class of the user declares in ``__slots__``
+def _watched(method: Callable, name: str) -> Callable:
+    """A user's ``__setattr__`` / ``__delattr__`` with the check before it, and its change noted after it."""
 
-    def __new__(cls, *args: Any, **kwargs: Any):
-        if (args or kwargs) and cls.__init__ is object.__init__:
-            raise TypeError(f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?")
-        self = super().__new__(cls)
-        init_slots(self)
-        return self
+    def wrapper(self: Any, attribute: str, *value: Any) -> None:
+        check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
+        method(self, attribute, *value)
+        structure_changed(self)
+
+    wrapper.__name__, wrapper.__qualname__ = name, method.__qualname__
+    return wrapper
+
+
+class HasAttributes(Node, _HasDict):
+    """A node with attributes, each change of which is checked and noted: what Pytree and List share."""
+
+    __slots__ = ()
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         for name in ("__setattr__", "__delattr__"):
             if name in vars(cls):
                 setattr(cls, name, _watched(vars(cls)[name], name))
-        # A plain class before Module among the bases has a `__dict__` of its own, which hides the checked view.
-        cls._nnx_guarded = _lookup(cls, "__dict__") is vars(Pytree)["__dict__"]
-        cls._nnx_slot_names = _slot_names(cls)
+        # A plain class before Module or List among the bases has a `__dict__` of its own, which hides the checked view.
+        cls._nnx_guarded = _lookup(cls, "__dict__") is vars(HasAttributes)["__dict__"]
         if abstract := _abstract_methods(cls):
             cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
 
@@ -507,6 +513,35 @@ class Pytree(Node, _HasDict):
         _set(self, "_nnx_marks", {key: mark for key, mark in (self._nnx_marks or {}).items() if key != name} or None)
         structure_changed(self)
 
+
+class Pytree(HasAttributes):
+    """Base class of objects that live in the graph: mutable, traced through their attributes, JAX pytrees.
+
+    ``class Config(nnx.Pytree, pytree=False)`` makes a class that nnxlib transforms carry but raw JAX does not flatten.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> class Point(nnx.Pytree):
+    ...   def __init__(self, x):
+    ...     self.x, self.name = jnp.asarray(x), 'p'
+    >>> nnx.jit(lambda p: p.x * 2)(Point(1.5)).item()
+    3.0
+    """
+
+    __slots__ = SLOTS
+
+    _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a class of the user declares in ``__slots__``
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?")
+        self = super().__new__(cls)
+        init_slots(self)
+        return self
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        cls._nnx_slot_names = _slot_names(cls)
+
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         items = attributes_of(self).items()
         return chain(items, self._nnx_slot_items()) if self._nnx_slot_names else iter(items)
@@ -548,36 +583,13 @@ class Pytree(Node, _HasDict):
 Object = Pytree
 
 
-def _lookup(cls: type, name: str) -> Any:
-    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-
-
 def _slot_names(cls: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
-        if base not in (Pytree, _HasDict, Node, object):
+        if base not in (Pytree, HasAttributes, _HasDict, Node, object):
             slots = base.__dict__.get("__slots__", ())
             found += [slots] if isinstance(slots, str) else list(slots)
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
-
-
-def _abstract_methods(cls: type) -> frozenset[str]:
-    """The methods marked by :func:`abc.abstractmethod` that a class leaves open, as for a subclass of `abc.ABC`."""
-    inherited = {name for base in cls.__bases__ for name in getattr(base, "__abstractmethods__", ())}
-    named = {*vars(cls), *inherited}
-    return frozenset(name for name in named if getattr(getattr(cls, name, None), "__isabstractmethod__", False))
-
-
-def _watched(method: Callable, name: str) -> Callable:
-    """A user's ``__setattr__`` / ``__delattr__`` with the check before it, and its change noted after it."""
-
-    def wrapper(self: Any, attribute: str, *value: Any) -> None:
-        check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
-        method(self, attribute, *value)
-        structure_changed(self)
-
-    wrapper.__name__, wrapper.__qualname__ = name, method.__qualname__
-    return wrapper
 
 
 def dataclass(cls: Any = None, /, **options: Any) -> Any:

@@ -639,7 +639,8 @@ def _children(value: Any) -> list[tuple[Path, Any]]:
     """What stands directly below a value, by key: the attributes of a node, the items of a pytree that is one."""
     if isinstance(value, Node):
         held = value._nnx_contents()
-        return [((name,), held[name]) for name in (held if isinstance(value, list) else sorted_keys(held))]
+        is_plain_list = isinstance(value, list) and len(held) == len(value)
+        return [((name,), held[name]) for name in (held if is_plain_list else sorted_keys(held))]
     if isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)) or is_data_leaf(value):
         return []
     keys, leaves, _ = flatten_once(value)

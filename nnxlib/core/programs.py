@@ -9,6 +9,10 @@ is inlined at once from one cached trace: a LayerNorm then takes 0.1 ms to trace
 
 A step never holds a product and a sum of its result: XLA contracts ``a * b + c`` within one program to a fused
 multiply-add, and an eager result would differ in the last bit from the same formula evaluated one operation at a time.
+
+A *product* is a step made of ``lax.dot_general`` or ``lax.conv_general_dilated``. Quantisers replace the code of these
+two while a model runs. A compiled product would go on with the code that it was traced with, before and after; so while
+it is replaced, products and formulas are plain functions.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax import lax
 
 from .tracing import at_top_level
 
@@ -37,6 +42,29 @@ def step(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def product(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a product of a function; the arguments named in ``static`` are hashable settings."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        compiled = step(*static)(function)
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            return (function if _is_replaced() else compiled)(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+_DOT, _CONV = lax.dot_general, lax.conv_general_dilated
+_DOT_CODE, _CONV_CODE = _DOT.__code__, _CONV.__code__
+
+
+def _is_replaced() -> bool:
+    return _DOT.__code__ is not _DOT_CODE or _CONV.__code__ is not _CONV_CODE
+
+
 def formula(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a formula of a function that calls steps; the arguments named in ``static`` are hashable settings."""
 
@@ -45,7 +73,7 @@ def formula(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            return function(*args, **kwargs) if at_top_level() else inlined(*args, **kwargs)
+            return (function if at_top_level() or _is_replaced() else inlined)(*args, **kwargs)
 
         return run
 

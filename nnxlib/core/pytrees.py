@@ -119,15 +119,15 @@ class Level:
         self.stamp, self.mended = stamp, stamp.mended  # of the walk by which the graph below was seen to be a tree
         self.lasting = lasting  # whether the stamp tells of every change; else static values may change unseen
         held = node._nnx_contents()
-        is_list = isinstance(node, list)
-        make_key = jtu.SequenceKey if is_list else _name_key
+        is_plain_list = isinstance(node, list) and len(held) == len(node)
         only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it is like a plain list or dict
-        names = tuple(held) if is_list else sorted_keys(held)
-        is_child = {name: only_static or _is_child(held[name], explicit_mark(node, name)) for name in names}
+        names = tuple(held) if is_plain_list else sorted_keys(held)
+        items = () if not only_static else range(len(node)) if isinstance(node, list) else held
+        is_child = {name: name in items or _is_child(held[name], explicit_mark(node, name)) for name in names}
         chosen = tuple([name for name, chosen in is_child.items() if chosen])
         statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
         self.shape = NodeShape(type(node), tuple(held), statics, chosen, node._nnx_marks)
-        self.keys = [make_key(name) for name in chosen]
+        self.keys = [_key(node, name) for name in chosen]
         self.open, self.take = _takers(node, chosen)
 
     def holds(self) -> bool:
@@ -140,7 +140,7 @@ class Level:
 
 def _takers(node: Any, names: tuple) -> tuple[Callable[[Any], Any], Callable[[Any], Iterable[Any]]]:
     """A function from a node to what it holds, and one from that to the children of these names; in C for most."""
-    if isinstance(node, list) and len(names) == len(node):
+    if isinstance(node, list) and names == tuple(range(len(node))):
         return list.copy, iter
     if isinstance(node, Pytree) and len(names) > 1 and attributes_of(node).keys() >= set(names):
         return attributes_of, operator.itemgetter(*names)
@@ -193,8 +193,10 @@ def _is_child(value: Any, mark: bool | None) -> bool:
     return is_data(value) if mark is None or is_node(value) else mark
 
 
-def _name_key(name: Any) -> Any:
-    return jtu.GetAttrKey(name) if isinstance(name, str) else jtu.DictKey(name)
+def _key(node: Any, name: Any) -> Any:
+    if isinstance(name, str):
+        return jtu.GetAttrKey(name)
+    return jtu.SequenceKey(name) if isinstance(node, list) else jtu.DictKey(name)
 
 
 def register_pytree(cls: type) -> None:

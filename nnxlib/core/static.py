@@ -161,7 +161,7 @@ class _Freezer:
         if _hash_can_change(kind):
             return kind, self.attributes(value)
         if isinstance(value, list):
-            return kind, self.mutable_items(value)
+            return kind, (self.mutable_items(value), self.mapping(getattr(value, "__dict__", {})))
         if isinstance(value, dict) or (isinstance(value, Mapping) and kind.__hash__ is None):
             return kind, self.mapping(value)
         try:

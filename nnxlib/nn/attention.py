@@ -24,7 +24,7 @@ from jax import lax
 
 from ..core.errors import describe
 from ..core.module import Module
-from ..core.programs import formula, step
+from ..core.programs import formula, product, step
 from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
 from ..core.variables import Cache, Intermediate, Variable
@@ -57,7 +57,7 @@ sequence, or decode=False to leave the cache alone; to the call, to the construc
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
 
 
-@step("precision")
+@product("precision")
 def _scores(query: Array, key: Array, precision: Any) -> Array:
     """``query . key / sqrt(depth)`` for each head: ``[..., heads, q_length, kv_length]``."""
     *batch, q_length, heads, depth = query.shape
@@ -118,7 +118,7 @@ def _weights(
     return _dropped(weights, dropout_rng, keep, broadcast_dropout, query.dtype)
 
 
-@step("precision")
+@product("precision")
 def _weighted_sum(weights: Array, value: Array, precision: Any) -> Array:
     """Sum the values with their weights: ``[..., q_length, heads, depth]``."""
     *batch, heads, q_length, kv_length = weights.shape

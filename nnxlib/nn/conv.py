@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from ..core.module import Module
-from ..core.programs import step
+from ..core.programs import product, step
 from ..core.rngs import Rngs
 from ..core.variables import Param
 from .dtypes import Array, Dtype, input_error, promote_dtype
@@ -39,7 +39,7 @@ Sizes = int | Sequence[int] | None
 
 _NAMED = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
 
-_conv_general_dilated = step(
+_conv_general_dilated = product(
     "window_strides",
     "padding",
     "lhs_dilation",
@@ -51,7 +51,7 @@ _conv_general_dilated = step(
     "preferred_element_type",
     "out_sharding",
 )(lax.conv_general_dilated)
-_conv_transpose = step(
+_conv_transpose = product(
     "strides",
     "padding",
     "rhs_dilation",
@@ -228,12 +228,12 @@ class Conv(Module):
           LayerInputError: if the input has too few axes, or not ``in_features`` channels.
           ValueError: for a padding that is not one, or ``'CAUSAL'`` with several spatial axes.
         """
-        kernel, bias, rank = self.kernel.get_value(), self.bias, len(self.kernel_size)
+        kernel, bias, rank = self.kernel[...], self.bias, len(self.kernel_size)
         x, batch = _with_one_batch_axis(self, inputs, rank, kernel.shape[-2] * self.feature_group_count)
         kernel_dilation = _per_axis(self.kernel_dilation, rank)
         x, padding = _pad(x, canonicalize_padding(self.padding, rank), self.kernel_size, kernel_dilation)
         x, kernel, bias = self.promote_dtype(
-            (x, _masked(self, kernel), None if bias is None else bias.get_value()), dtype=self.dtype
+            (x, _masked(self, kernel), None if bias is None else bias[...]), dtype=self.dtype
         )
         kwargs = {} if out_sharding is None else {"out_sharding": out_sharding}
         if self.preferred_element_type is not None:
@@ -352,7 +352,7 @@ class ConvTranspose(Module):
           LayerInputError: if the input has too few axes, or not ``in_features`` channels.
           ValueError: for a padding that a transposed convolution does not have.
         """
-        kernel, bias, rank = self.kernel.get_value(), self.bias, len(self.kernel_size)
+        kernel, bias, rank = self.kernel[...], self.bias, len(self.kernel_size)
         x, batch = _with_one_batch_axis(self, inputs, rank, kernel.shape[-1 if self.transpose_kernel else -2])
         spatial, strides = x.shape[1:-1], _per_axis(self.strides, rank)
         padding = canonicalize_padding(self.padding, rank)
@@ -361,7 +361,7 @@ class ConvTranspose(Module):
                 f"A transposed convolution has no {padding} padding; use SAME, VALID, CIRCULAR or numbers."
             )
         x, kernel, bias = self.promote_dtype(
-            (x, _masked(self, kernel), None if bias is None else bias.get_value()), dtype=self.dtype
+            (x, _masked(self, kernel), None if bias is None else bias[...]), dtype=self.dtype
         )
         kwargs = {} if self.preferred_element_type is None else {"preferred_element_type": self.preferred_element_type}
         y = _conv_transpose(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.module import Module
-from ..core.programs import step
+from ..core.programs import product
 from ..core.rngs import Rngs
 from ..core.variables import Param
 from . import initializers
@@ -36,7 +36,7 @@ from .settings import (
 
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
-_dot_general = step("dimension_numbers", "precision", "preferred_element_type", "out_sharding")(lax.dot_general)
+_dot_general = product("dimension_numbers", "precision", "preferred_element_type", "out_sharding")(lax.dot_general)
 
 
 def contract(layer: Any, dot_general: Any, x: Array, kernel: Array, dimension_numbers: Any, out_sharding: Any) -> Array:
@@ -118,7 +118,7 @@ class Linear(Module):
         """
         bias = self.bias
         x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel.get_value(), None if bias is None else bias.get_value()), dtype=self.dtype
+            (inputs, self.kernel[...], None if bias is None else bias[...]), dtype=self.dtype
         )
         if x.shape[-1:] != kernel.shape[:1]:
             misfit = kernel_misfit(kernel, self.in_features, self.out_features)
@@ -216,7 +216,7 @@ class LinearGeneral(Module):
         """
         bias = self.bias
         x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel.get_value(), None if bias is None else bias.get_value()), dtype=self.dtype
+            (inputs, self.kernel[...], None if bias is None else bias[...]), dtype=self.dtype
         )
         n_batch, n_in = len(self.batch_axis), len(self.axis)
         axes = sorted([a % x.ndim if -x.ndim <= a < x.ndim else x.ndim for a in self.axis])
@@ -311,7 +311,7 @@ class Einsum(Module):
             raise ValueError("Einsum has no equation: give einsum_str to the constructor or to the call.")
         bias = self.bias
         x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel.get_value(), None if bias is None else bias.get_value()), dtype=self.dtype
+            (inputs, self.kernel[...], None if bias is None else bias[...]), dtype=self.dtype
         )
         kwargs = {} if out_sharding is None else {"out_sharding": out_sharding}
         if self.preferred_element_type is not None:
@@ -412,7 +412,7 @@ class Embed(Module):
         indices = inputs if hasattr(inputs, "dtype") else jnp.asarray(inputs)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise input_error(self, "inputs of an integer dtype", indices)
-        (table,) = self.promote_dtype((self.embedding.get_value(),), dtype=self.dtype, inexact=False)
+        (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
         if self.num_embeddings == 1:  # there is nothing to look up, and a gather of one row is slow
             return jnp.broadcast_to(table[0], (*indices.shape, self.features))
         if out_sharding is None:
@@ -427,7 +427,7 @@ class Embed(Module):
         Raises:
           LayerInputError: if the last axis of the query does not fit.
         """
-        x, table = self.promote_dtype((query, self.embedding.get_value()), dtype=self.dtype)
+        x, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         if x.shape[-1:] != table.shape[-1:]:
             raise input_error(self, f"queries of shape [..., {self.features}]", query)
         if out_sharding is None:

@@ -177,7 +177,7 @@ def _affine_params(layer: Any, shape: tuple[int, ...], param_dtype: Dtype, rngs:
 
 
 def _value(param: Param[Array] | None) -> Array | None:
-    return None if param is None else param.get_value()
+    return None if param is None else param[...]
 
 
 class BatchNorm(Module):

@@ -442,15 +442,45 @@ def test_subclasses():
     assert type(copy.deepcopy(m).stack) is Stack
 
 
-def test_a_list_has_no_attributes():
-    """A subclass of List cannot keep attributes beside its items, which would be lost; the error says what to do."""
+class Named(nnx.List):
+    def __init__(self, items, name):
+        super().__init__(items)
+        self.name, self.scale = name, param(2)
 
-    class Named(nnx.List):
-        pass
 
-    for kind in (nnx.List, Named):
-        with pytest.raises(AttributeError, match=r"Make a Module"):
-            kind().name = "x"
+def test_a_list_may_have_attributes():
+    """They are data or static as those of a Module, come after the items, and stay through every copy and transform."""
+    m = Named([param(3)], ("a", 0))
+    assert nnx.to_pure_dict(nnx.state(m)) == {0: 3, "scale": 2}
+    assert [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(m)] == [
+        "[0].value",
+        ".scale.value",
+    ]
+    for copied in (nnx.clone(m), copy.deepcopy(m), copy.copy(m), pickle.loads(pickle.dumps(m))):
+        assert (type(copied), copied.name, copied.scale.value, len(copied)) == (Named, ("a", 0), 2, 1)
+    assert (type(m[:1]), type(m.copy()), len(m[:1])) == (nnx.List, nnx.List, 1)
+
+    @nnx.jit
+    def step(m):
+        m.scale[...] += m[0]
+        m.steps = nnx.data(1)
+        return len(m.name)
+
+    assert (step(m).item(), m.scale.value.item(), m.steps.item()) == (2, 5, 1)
+    m.name = ()
+    del m.steps
+    assert (step(m).item(), m.scale.value.item()) == (0, 8)
+    with pytest.raises(nnx.TraceContextError, match="Cannot set attribute 'name' of Named"):
+        jax.eval_shape(lambda: setattr(m, "name", "b"))
+
+
+def test_lists_of_settings_with_other_attributes_are_other_settings():
+    """A List without data is static for raw JAX, and its attributes are part of what is compared."""
+    m = nnx.Dict(sizes=nnx.List([1, 2]), x=jnp.ones(1))
+    scaled = jax.jit(lambda m: m.x * getattr(m.sizes, "factor", 0))
+    assert scaled(m).item() == 0
+    vars(m.sizes)["factor"] = 3
+    assert scaled(m).item() == 3
 
 
 def test_class_can_be_changed():

@@ -386,3 +386,20 @@ def test_first_from_takes_what_is_not_none():
     assert nnx.module.first_from(jnp.zeros(2), None, error_msg="unset").shape == (2,)
     with pytest.raises(ValueError, match=r"^deterministic is not set$"):
         nnx.module.first_from(None, None, error_msg="deterministic is not set")
+
+
+def test_settings_are_no_modules():
+    """A list or dict of settings is not among the Modules, as a plain one is not; one that holds data is."""
+
+    class Block(nnx.Module):
+        def __init__(self):
+            self.sizes, self.names = [1, 2], {"rate": 0.5}
+            self.layers, self.heads = [nnx.Dropout(0.5)], nnx.Dict(a=nnx.Dropout(0.5), rate=0.5)
+
+    m = Block()
+    expected = [("heads", "a"), ("heads",), ("layers", 0), ("layers",), ()]
+    assert [path for path, _ in m.iter_modules()] == expected
+    assert [name for name, _ in nnx.iter_module_children(m)] == ["heads", "layers"]
+    m.layers.rate = 0.5
+    m.set_attributes(rate=0.0)
+    assert (m.layers.rate, m.layers[0].rate, m.heads.rate, m.heads.a.rate, m.names["rate"]) == (0, 0, 0, 0, 0.5)

@@ -131,6 +131,25 @@ def test_registered_types_are_data():
     assert nnx.merge(*nnx.split(m)).h is m.h
 
 
+def test_values_of_a_registered_type_that_is_a_pytree_are_seen_part_by_part():
+    """What they hold has paths of its own, is trained, and is updated; without data of JAX they are data still."""
+
+    @nnx.register_data_type
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Quantised:
+        values: nnx.Param
+        scale: object
+
+    m = nnx.Dict(kernel=Quantised(nnx.Param(jnp.ones(2)), 2.0))
+    assert nnx.is_data(m.kernel)
+    assert nnx.is_data(Quantised(1, 2))  # type: ignore[arg-type]
+    assert state_paths(m) == [("kernel", "values")]
+    assert nnx.grad(lambda m: m.kernel.values.sum())(m)["kernel"]["values"].value.tolist() == [1, 1]
+    nnx.update(m, {"kernel": {"values": jnp.zeros(2)}})
+    assert (m.kernel.values.value.tolist(), nnx.clone(m).kernel.scale) == ([0, 0], 2)
+
+
 def test_explicit_data_and_static():
     """nnx.data and nnx.static at assignment overrule the value, and hold for later assignments of the attribute."""
 

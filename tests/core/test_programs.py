@@ -1,7 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
 
+import nnxlib as nnx
 from nnxlib.core.programs import formula, step
 
 
@@ -89,3 +92,30 @@ def test_transformations_go_through():
     assert jax.eval_shape(lambda x: sum_of_squares(x, axis=1), x).shape == (2,)
     with jax.disable_jit():
         np.testing.assert_allclose(sum_of_squares(x, axis=1), (x * x).sum(1))
+
+
+LAYERS = {
+    "Linear": lambda rngs: nnx.Linear(2, 2, rngs=rngs),
+    "Conv": lambda rngs: nnx.Conv(2, 2, 3, rngs=rngs),
+    "attention": lambda rngs: lambda x: nnx.dot_product_attention(x, x, x),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_operation_of_jax_whose_code_is_replaced_runs_as_replaced(name):
+    """Quantisers replace the code of JAX's products while a model runs; a program compiled before does not hide it."""
+
+    def replacement(*args, **kwargs):
+        raise RuntimeError("replaced")
+
+    layer, x = LAYERS[name](nnx.Rngs(0)), jnp.ones((1, 4, 2, 2))
+    operation = lax.conv_general_dilated if name == "Conv" else lax.dot_general
+    before, code = layer(x), operation.__code__
+    try:
+        operation.__code__ = replacement.__code__
+        for run in (layer, jax.jit(lambda x: layer(x))):
+            with pytest.raises(RuntimeError, match="replaced"):
+                run(x)
+    finally:
+        operation.__code__ = code
+    np.testing.assert_array_equal(layer(x), before)

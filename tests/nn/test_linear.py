@@ -280,3 +280,21 @@ def test_embed_refuses_what_it_cannot_look_up():
         layer(jnp.ones(2))
     with pytest.raises(LayerInputError, match=r"\[\.\.\., 3\].*float32\[2\]"):
         layer.attend(jnp.ones(2))
+
+
+def test_a_weight_is_whatever_is_read_by_indexing():
+    """In place of a Variable a layer takes an array, or an object that gives one for `[...]` as a quantised weight."""
+
+    class Halved(nnx.Pytree):
+        def __init__(self, array):
+            self.array = array
+
+        def __getitem__(self, index):
+            return self.array[index] / 2
+
+    layer, x = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)), jnp.ones((1, 2))
+    expected, kernel = layer(x), layer.kernel[...]
+    layer.kernel = kernel
+    np.testing.assert_array_equal(layer(x), expected)
+    layer.kernel = Halved(kernel)
+    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, x), expected / 2)
