@@ -56,7 +56,7 @@ def _holds_objects(node: Node) -> bool:
     return any(not isinstance(x, List | Dict) for _, x in reachable(node, set()))
 
 
-class List(list[A], HasAttributes):
+class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
     """A list of Modules, Variables, arrays or static values, whose changes are seen; it may have attributes too.
 
     >>> import nnxlib as nnx

@@ -119,10 +119,11 @@ class Level:
         self.stamp, self.mended = stamp, stamp.mended  # of the walk by which the graph below was seen to be a tree
         self.lasting = lasting  # whether the stamp tells of every change; else static values may change unseen
         held = node._nnx_contents()
-        is_plain_list = isinstance(node, list) and len(held) == len(node)
+        is_list = issubclass(type(node), list)
+        is_plain_list = is_list and len(held) == len(node)
         only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it is like a plain list or dict
         names = tuple(held) if is_plain_list else sorted_keys(held)
-        items = () if not only_static else range(len(node)) if isinstance(node, list) else held
+        items = () if not only_static else range(len(node)) if is_list else held
         is_child = {name: name in items or _is_child(held[name], explicit_mark(node, name)) for name in names}
         chosen = tuple([name for name, chosen in is_child.items() if chosen])
         statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
