@@ -67,6 +67,7 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
     """
 
     __slots__ = SLOTS
+    __dict__ = vars(HasAttributes)["__dict__"]  # Python gives a subclass of list that has attributes one of its own
 
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
@@ -233,7 +234,11 @@ CONTAINERS[list], CONTAINERS[dict] = List, Dict
 
 def holds_data(container: List | Dict) -> bool:
     """Whether there is any data in a List or Dict, at any depth."""
-    return any(
-        holds_data(value) if isinstance(value, List | Dict) else is_data(value)
-        for _, value in container._nnx_children()
-    )
+    left = [container]
+    while left:
+        for _, value in left.pop()._nnx_children():
+            if isinstance(value, List | Dict):
+                left.append(value)
+            elif is_data(value):
+                return True
+    return False

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .calls import captured_types, observed
 from .containers import Dict, List, holds_data
 from .filters import Filter, to_predicate
-from .objects import MISSING, HasAttributes, Node, Pytree
+from .objects import MISSING, HasAttributes, Node, Pytree, is_data
 from .ops import clone, iter_children, iter_graph
 from .recordings import record
 from .variables import Perturbation, Variable, variable_type_from_name
@@ -212,8 +212,8 @@ def _set_where_found(node: Any, filters: Iterable[Filter], attributes: dict[str,
     """Set the attributes where they exist; returns those that exist nowhere."""
     predicates = [to_predicate(f) for f in filters]
     missing = set(attributes)
-    for path, module in list(iter_graph(node)):
-        if (isinstance(module, Pytree) or _is_module(module)) and any(p(path, module) for p in predicates):
+    for path, module in list(_iter_kind(node, Pytree)):
+        if any(p(path, module) for p in predicates):
             for name, value in attributes.items():
                 if _has_attribute(module, name):
                     setattr(module, name, value)
@@ -230,16 +230,27 @@ def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
     >>> [path for path, _ in nnx.iter_modules(nnx.Sequential(nnx.Dropout(0.5)))]
     [('layers', 0), ('layers',), ()]
     """
-    return ((path, x) for path, x in iter_graph(module) if _is_module(x))
+    return _iter_kind(module, Module)
+
+
+def _iter_kind(node: Any, kind: type[Node]) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, node) for each node of a class, and for each List and Dict that holds data at any depth."""
+    with_data: set[int] = set()
+    for path, x in iter_graph(node):  # children first, so that each list is looked into once
+        if isinstance(x, kind):
+            yield path, x
+        elif isinstance(x, List | Dict):
+            held = [child for _, child in x._nnx_children()]
+            if any(id(child) in with_data if isinstance(child, List | Dict) else is_data(child) for child in held):
+                with_data.add(id(x))
+                yield path, x
 
 
 def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     """Yield (key, child) for the Modules that are attributes or items of ``node``."""
-    return ((key, child) for key, child in iter_children(node) if _is_module(child))
-
-
-def _is_module(x: Any) -> bool:
-    return isinstance(x, Module) or (isinstance(x, List | Dict) and holds_data(x))
+    for key, child in iter_children(node):
+        if isinstance(child, Module) or (isinstance(child, List | Dict) and holds_data(child)):
+            yield key, child
 
 
 class Sequential(Module):
