@@ -620,6 +620,18 @@ def test_different_changes_by_one_program_for_each_trace():
         assert_same(model, eager)
 
 
+def test_the_size_of_the_cache():
+    """Code that logs recompilations asks for it as for that of a function of JAX; bound arguments do not hide it."""
+    jitted = nnx.jit(lambda m, x: m.x * x)
+    bound = functools.partial(nnx.cached_partial(jitted, nnx.Dict(x=nnx.Param(2.0))))
+    assert bound.func.jitted_fn._cache_size() == 0
+    for x in (1.0, 2.0, jnp.ones(2)):
+        bound(x)
+    assert bound.func.jitted_fn._cache_size() == 2
+    jitted.clear_cache()
+    assert jitted.jitted_fn._cache_size() == 0
+
+
 def test_clear_cache():
     """After clear_cache the function is traced again, and right."""
     f = counted(lambda m, x: m(x))
