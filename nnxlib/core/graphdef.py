@@ -18,7 +18,7 @@ import numpy as np
 
 from .differences import Aval, Difference, as_change, aval_of
 from .errors import format_path
-from .graph import LEAF, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
+from .graph import LEAF, BoundMethod, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
 from .pickling import exportable
 from .reprs import Group, Leaf, node_group, read, static_repr, write
 from .static import Const
@@ -159,6 +159,8 @@ def _head(item: Row | Spec) -> str:
 
 def _tree_text(treedef: Any) -> str:
     """Write a treedef by the classes in it: ``(ScaleByAdamState, EmptyState)``, ``{'a': *, 'b': (*, *)}``."""
+    if isinstance(treedef, BoundMethod):
+        return f"method {treedef.function.__name__}"
     data = treedef.node_data()
     if data is None:
         return "*"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import all_leaves
 
-from ..core.calls import listened
+from ..core.calls import Rows, entering, inside, listened, listening
 from ..core.containers import Dict
 from ..core.errors import EmptySelectionError, describe, format_path
 from ..core.escapes import check_contained
@@ -78,10 +78,12 @@ def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list,
     Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the structure
     of one of them has changed, or the output may hold one; else what changed are values of Variables.
     """
-    layout, live = record.layout, record.rows(wrapper)
+    layout, live = record.layout, Rows(record.rows(wrapper))
+    entering(layout, live)
     stamp = Stamp()
     objects = build(layout, leaves, stamp=stamp)[1]  # no local variable holds the copy, by which an error would call it
-    out = call(objects[0], *args, **kwargs)
+    with listening(inside(layout, objects, layout.paths)):
+        out = call(objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
         after = diff(layout, leaves, objects, out)
         check_contained(after, ())

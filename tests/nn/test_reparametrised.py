@@ -407,6 +407,25 @@ def test_a_weight_that_came_later():
 
 
 @each_wrapper
+def test_paths_below_a_wrapper_are_those_of_the_state(wrap):
+    """Eagerly and compiled, with the wrapper inside another Module."""
+    seen = []
+
+    class Inner(nnx.Module):
+        def __init__(self):
+            self.linear = linear()
+
+        def __call__(self, x):
+            seen.append(nnx.current_path())
+            return self.linear(x)
+
+    outer = nnx.Sequential(wrap(Inner()))
+    for f in (outer, nnx.jit(outer)):
+        f(array(2, 3))
+    assert set(seen) == {("layers", 0, "layer_instance")}
+
+
+@each_wrapper
 def test_wrong_shapes_name_the_wrapped_layer(wrap):
     layer = wrap(linear())
     with pytest.raises(
