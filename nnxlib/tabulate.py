@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .core.calls import Listener, listening
+from .core.calls import Listener, listening, runs
 from .core.graph import pack
 from .core.objects import Node, is_node
 from .core.ops import iter_graph, state
@@ -48,10 +48,10 @@ class CallInfo:
       type: its class.
       method: the name of the method.
       args, kwargs, outputs: with ``jax.ShapeDtypeStruct`` in place of arrays.
-      flops, vjp_flops: estimates, if they were asked for, of all layers of the stack, if it is one; the second is of
-        the forward and the backward pass.
+      flops, vjp_flops: estimates, if they were asked for, of all that the call stands for; the second is of the forward
+        and the backward pass.
       call_order: how many calls began before.
-      stacked: how many layers the call stands for: more than 1 inside ``vmap`` or ``scan`` over stacked Variables.
+      stacked: how many layers, or runs of one, the call stands for: more than 1 inside ``vmap`` or ``scan``.
     """
 
     path: tuple[Any, ...]
@@ -105,9 +105,9 @@ def tabulate(
     Nothing is computed and nothing changes. There is a row for each call, in order, with path, type, inputs, outputs,
     and a column for each type of Variable: those of the Module itself by name, and how many elements and bytes it holds
     with all below. Variables that an earlier row of the same Module has shown, or that belong to another Module first,
-    are left out. The last row has the totals. Layers that ``vmap`` or ``scan`` run
-    over stacked Variables are one row, marked ``×n``, with the inputs and outputs of one of them, and the Variables and
-    FLOPs of all.
+    are left out. The last row has the totals. Layers that ``vmap`` or ``scan`` run over stacked Variables, and a layer
+    that they run again and again, such as the cell of an RNN, are one row, marked ``×n``, with the inputs and outputs
+    of one run, and the Variables and FLOPs of all.
 
     The table is a string, wrapped to the width of the terminal; a notebook shows it as HTML.
 
@@ -122,9 +122,7 @@ def tabulate(
       table_kwargs: ``title`` is used; other options of ``rich`` are accepted, and mean nothing here.
       column_kwargs: accepted, and means nothing here.
       console_kwargs: ``width`` is used, in characters: cells are wrapped to fit. The default is that of the terminal.
-      compute_flops: add a column of estimated floating point operations; lowers each call again. A Module that a loop
-        calls again and again with the same Variables, such as the cell of an RNN, is a row of one call; the call
-        around it counts all.
+      compute_flops: add a column of estimated floating point operations; lowers each call again.
       compute_vjp_flops: the same for the forward and the backward pass, with gradients of all floats.
       **input_kwargs: keyword arguments.
 
@@ -264,7 +262,7 @@ class _Follower:
         depth = len(self.running)
         is_helper = name != "__call__" and self.running[-1:] == [path]
         row = CallInfo(path, type(module), name, *_shapes((args, kwargs)), call_order=len(self.rows))
-        row.stacked = self.count_layers(module, path)
+        row.stacked = max(self.count_layers(module, path), runs())
         if not is_helper:
             self.rows.append(row)
         self.running.append(path)

@@ -450,3 +450,22 @@ def test_what_is_no_module_is_refused(given):
         TypeError, match=r"takes a Module, made or abstract, and then its inputs; got (the class Linear|a )"
     ):
         nnx.tabulate(given, jnp.ones((3, 4)))
+
+
+def test_what_is_run_again_and_again_counts_as_often():
+    """The cell of an RNN, a layer mapped over a batch, one in nested loops: rows and the whole agree."""
+
+    class Looped(nnx.Module):
+        def __init__(self, rngs):
+            self.rnn = nnx.RNN(nnx.SimpleCell(4, 8, rngs=rngs))
+            self.head = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            again = nnx.scan(lambda y, head: head(y), in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=3)
+            return nnx.vmap(again, in_axes=(0, None))(self.rnn(x)[:, -1], self.head)
+
+    found = rows(Looped(nnx.Rngs(0)), jnp.ones((2, 16, 4)), columns=("path", "type", "flops"), compute_flops=True)
+    flops = {(path, kind): int(flops.replace(",", "")) for path, kind, flops in found}
+    assert flops["head", "Linear ×6"] == 2 * 3 * (2 * 8 * 8)
+    assert flops["rnn/cell/dense_h", "Linear ×16"] == pytest.approx(16 * 2 * (2 * 8 * 8), rel=0.1)
+    assert flops["rnn/cell", "SimpleCell ×16"] == pytest.approx(flops["rnn", "RNN"], rel=0.01)

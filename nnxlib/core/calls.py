@@ -146,6 +146,7 @@ class Rows(list):
 
 class _Active(threading.local):
     listener: Listener | None = None
+    runs: int = 1  # for how many runs what is traced now stands
 
     def __init__(self) -> None:
         self.packed: weakref.WeakValueDictionary[Any, Rows] = weakref.WeakValueDictionary()  # by layout, in eager code
@@ -226,6 +227,26 @@ def listening(listener: Listener | None) -> Iterator[None]:
     finally:
         Followers.add(-is_followed)
         _active.listener = outer
+
+
+def repeated(f: Callable, times: int | None) -> Callable:
+    """``f``, whose one trace stands for so many runs."""
+
+    @functools.wraps(f, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outer = _active.runs
+        _active.runs = outer * (times or 1)
+        try:
+            return f(*args, **kwargs)
+        finally:
+            _active.runs = outer
+
+    return call
+
+
+def runs() -> int:
+    """For how many runs what is traced now stands: more than 1 in the body of a ``scan``, or of what is mapped."""
+    return _active.runs
 
 
 class Followers:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ..core.calls import captured_types, inside, listening
+from ..core.calls import captured_types, inside, listening, repeated
 from ..core.captures import all_borrowed, borrowable, borrowed, watching
 from ..core.errors import ArgumentError, OutputError, format_path
 from ..core.escapes import check_contained
@@ -413,18 +413,19 @@ def lift_lanes(
     arguments: Arguments,
     contexts: Sequence[Any],
     out: Any,
-    check: Callable[[Packed, Sequence[Any]], object] = lambda packed, labels: None,
+    check: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     axis_name: Any = MISSING,
 ) -> Any:
     """Cross with a lane for each label: ``over(pure, lanes)`` is the function of one list of leaves per lane.
 
     ``contexts`` are the labels, or mappings to labels, of each node and leaf of the arguments; ``out`` is the prefix of
-    the output. ``check(packed, labels)`` may raise if the leaves do not fit their labels.
+    the output. ``check(packed, labels)`` may raise if the leaves do not fit their labels, and says for how many runs
+    one trace stands, if that is known.
     """
     with recorded_anew(arguments):
         packed = pack_call(arguments)
         labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
-        check(packed, in_order)
+        function = repeated(function, check(packed, in_order))
         stacks = axis_name is not MISSING
         recorded = [0] if stacks and captured_types() else []
         lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(contexts)), *labels_in(out), *recorded]))

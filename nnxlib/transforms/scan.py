@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..core.calls import repeated
 from ..core.errors import PrefixError, format_path, listed
 from ..core.graph import Layout, Spec, Tree
 from ..core.objects import is_node
@@ -177,7 +178,7 @@ def looped(
                 inner = strip_axes(layout, slices, in_order, name)
                 enter = None if data_transform is None else transformed_data(data_transform, inner, in_order)
                 stack = functools.partial(stack_axes, name=name)
-                body = trace_body(step, inner, slices, label, stack, enter)
+                body = trace_body(repeated(step, size), inner, slices, label, stack, enter)
                 replaced = {} if carried is None else _check_carry(layout, carried, body, out_place or ())
                 _check_changes(layout, body, replaced)
                 sources, types = _recurring(layout, body, in_order, replaced)

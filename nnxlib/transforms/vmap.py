@@ -117,7 +117,7 @@ def mapped(
     out_axes: Any,
     what: str,
     axis: str | None,
-    check: Callable[[Packed, Sequence[Any]], object] = lambda packed, labels: None,
+    check: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
 ) -> Callable:
     """``f`` behind ``over``, with a lane for each axis; ``axis`` is its name in the metadata of Variables."""
     function, bound, bound_kwargs = resolve(f)
@@ -139,9 +139,9 @@ def mapped(
     return wrapped
 
 
-def _check_sizes(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> None:
+def _check_sizes(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> int | None:
     given = {} if axis_size is None else {axis_size: "axis_size"}
-    mapped_size(packed.layout, packed.leaves, labels, given, what)
+    return mapped_size(packed.layout, packed.leaves, labels, given, what)
 
 
 def _check_axes(axes: Any, name: str, what: str) -> None:
