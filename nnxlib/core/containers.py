@@ -84,7 +84,7 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
         return chain(enumerate(list.__iter__(self)), attributes_of(self).items())
 
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
-        attributes = {key: value for key, value in items.items() if isinstance(key, str)}
+        attributes = {key: value for key, value in items.items() if type(key) is str}
         list.__setitem__(self, slice(None), [value for key, value in items.items() if key not in attributes])
         attributes_of(self).clear()
         attributes_of(self).update(attributes)

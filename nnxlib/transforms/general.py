@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..core.records import pack_call
 from ..core.variables import MISSING
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift, resolve, static_arguments
+from .program import note_nan
 
 
 @lifts_classes()
@@ -94,23 +94,10 @@ def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
 
 
 def name_nan(error: FloatingPointError, f: Callable, arguments: Arguments) -> None:
-    """Note which layer has made the NaN that JAX has found under ``jax_debug_nans``, where no call has said so.
-
-    JAX computes again without compiling, so that the error leaves the call of the layer; but not in the body of a loop,
-    in what is rematerialised, and in a backward pass: there it leaves the calls around these alone, if any. The checks
-    of :func:`checkify` find the layer.
-    """
-    from jax.experimental.checkify import nan_checks
-
-    from .checks import checked
-
-    with contextlib.suppress(Exception), jax.debug_nans(False):  # an explanation that fails must not hide the error
+    """Note which layer has made the NaN that JAX has found in a jitted function, where no call has said so."""
+    with contextlib.suppress(Exception):
         packed = pack_call(arguments)
-        text = checked(Crossing(packed.layout).pure(f), nan_checks)(packed.leaves)[0].get()
-        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
-        said = "/".join(re.findall(r"[\w-]+", notes[0].partition(" (")[0])[1:]) if notes else None  # innermost first
-        if text is not None and (said is None or not re.search(rf"[/( ]{said}[),]", text)):
-            error.add_note(text)
+        note_nan(error, Crossing(packed.layout).pure(f), packed.leaves)
 
 
 def _error_and_output(raw: tuple[Any, Any], finish: Callable) -> tuple[Any, Any]:
