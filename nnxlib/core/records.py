@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ class Record:
     pairs: dict[tuple[int, ...], Any]  # what was found out about this record together with others, by their serials
     picked: dict[Numbers | None, list[Cell]]  # some of the cells, by their numbers; under None all
     shortcuts: dict[Any, Any]  # by the form of a call: the cells that it reads and writes, see transforms/sites.py
-    kept: dict[Layout, dict[Any, Any]]  # the shortcuts, by the layout that they are for
+    kept: weakref.WeakKeyDictionary[Layout, dict[Any, Any]] | None  # the shortcuts by layout, once it has been mended
 
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
@@ -82,7 +83,7 @@ class Record:
         self.exact, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
         self.used = self.unchecked = 1
         self.serial, self.pairs, self.picked, self.shortcuts = next(_serials), {}, {None: cells}, {}
-        self.kept = {layout: self.shortcuts}
+        self.kept = None
 
     def is_quiet(self) -> bool:
         """Count a use; False if it is time to check, or something may have changed."""
@@ -222,10 +223,11 @@ def _mend(record: Record, root: Any) -> bool:
                 stamp.changed += changed
         if rows is None:
             return False
-        layout = record.layout.with_rows(rows)
-        if layout not in record.kept and len(record.kept) >= KEPT:
-            record.kept.clear()
-        record.layout, record.shortcuts = layout, record.kept.setdefault(layout, {})
+        if record.kept is None:
+            record.kept = weakref.WeakKeyDictionary()
+        record.kept[record.layout] = record.shortcuts
+        record.layout = record.layout.with_rows(rows)
+        record.shortcuts = record.kept.setdefault(record.layout, {})
         stamp.mended += 1
         stamp.valid = True
         if stamp.changed:  # meanwhile, by another thread; a later change ends the stamp again
