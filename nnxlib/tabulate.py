@@ -121,7 +121,8 @@ def tabulate(
         ``vjp_flops`` and names of Variable types; all by default.
       table_kwargs: ``title`` is used; other options of ``rich`` are accepted, and mean nothing here.
       column_kwargs: accepted, and means nothing here.
-      console_kwargs: ``width`` is used, in characters: cells are wrapped to fit. The default is that of the terminal.
+      console_kwargs: ``width`` is used, in characters: cells are wrapped to fit, to no less than six. The default is
+        that of the terminal.
       compute_flops: add a column of estimated floating point operations; lowers each call again.
       compute_vjp_flops: the same for the forward and the backward pass, with gradients of all floats.
       **input_kwargs: keyword arguments.

@@ -14,7 +14,6 @@ from ..core.records import pack_call
 from ..core.variables import MISSING
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift, resolve, static_arguments
-from .program import note_nan
 
 
 @lifts_classes()
@@ -95,6 +94,8 @@ def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
 
 def name_nan(error: FloatingPointError, f: Callable, arguments: Arguments) -> None:
     """Note which layer has made the NaN that JAX has found in a jitted function, where no call has said so."""
+    from .checks import note_nan
+
     with contextlib.suppress(Exception):
         packed = pack_call(arguments)
         note_nan(error, Crossing(packed.layout).pure(f), packed.leaves)

@@ -109,8 +109,16 @@ def value_and_grad(
             loss = loss.get_value() if isinstance(loss, Variable) else loss
             return loss, (after.leaves, Outcome(after.delta, ()))
 
-        groups = split_lanes(packed.leaves, lane_of, 2)
-        (value, (leaves, outcome)), grads = jax.value_and_grad(pure, has_aux=True, **options)(*groups)
+        def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
+            return jax.value_and_grad(pure, has_aux=True, **options)(*split_lanes(leaves, lane_of, 2))
+
+        try:
+            (value, (leaves, outcome)), grads = differentiate(packed.leaves)
+        except FloatingPointError as error:
+            from .checks import note_nan  # only now: it takes long to import
+
+            note_nan(error, differentiate, packed.leaves)
+            raise
         aux = commit(packed.layout, outcome.delta, leaves, packed.objects)
         tangents = Tangents.of_lanes(packed.layout, lane_of)
         found = tangents.fold(tangents.as_variables(grads)).args

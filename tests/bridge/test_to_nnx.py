@@ -14,25 +14,10 @@ pytest.importorskip("flax.linen", reason="flax is not installed (it is not, wher
 import flax.errors
 from flax import linen as nn
 
+from tests.bridge.linen_models import Block
+
 bridge = nnx.bridge
 X = jnp.arange(6.0).reshape(2, 3)
-
-
-class Block(nn.Module):
-    """Three collections, two random streams, a recorded value and a second method."""
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.Dense(4)(x)
-        self.sow("intermediates", "hidden", y)
-        y = nn.BatchNorm(use_running_average=False)(y)
-        calls = self.variable("calls", "count", lambda: jnp.zeros((), jnp.int32))
-        if not self.is_initializing() and self.is_mutable_collection("calls"):
-            calls.value += 1
-        return nn.Dropout(0.5, deterministic=False)(y)
-
-    def double(self, x):
-        return 2 * x
 
 
 def block():

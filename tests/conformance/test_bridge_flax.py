@@ -12,6 +12,8 @@ pytest.importorskip("flax", reason="flax is not installed (it is not, where it w
 import flax.nnx
 from flax import linen as nn
 
+from tests.bridge.linen_models import Block
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # flax warns of its own deprecated names
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
@@ -48,26 +50,6 @@ def same(script):
 
 
 # --- Linen to NNX -----------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Three collections, a recorded value, dropout."""
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.Dense(4)(x)
-        self.sow("intermediates", "hidden", y)
-        y = nn.BatchNorm(use_running_average=False)(y)
-        calls = self.variable("calls", "count", lambda: jnp.zeros((), jnp.int32))
-        if not self.is_initializing() and self.is_mutable_collection("calls"):
-            calls.value += 1
-        return nn.Dropout(0.5, deterministic=False)(y)
-
-    def encode(self, x):
-        return 2 * x
-
-    def keys(self):
-        return self.make_rng("params"), self.make_rng("dropout")
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,19 @@ def test_debug_nans_names_the_layer_in_an_eager_loop():
         assert "Root.__call__" in said
 
 
+def test_debug_nans_names_the_layer_in_an_eager_grad():
+    """In a loop of the forward pass, and where only the backward pass makes the NaN."""
+    looped = Looped([1.0, -1.0])
+    rooted = nnx.Sequential(Root(1.0), Root(0.0))
+    for loss, model in ((lambda m: m(X).sum(), looped), (lambda m: m(0 * X).sum(), rooted)):
+        for transform in (nnx.grad, nnx.value_and_grad):
+            with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+                transform(loss)(model)
+            (said,) = [note for note in caught.value.__notes__ if note.startswith("nan generated")]
+            assert layer_of(said).endswith("layers/0" if model is looped else "layers/1"), said
+            assert (looped.layers[0].w.value == jnp.array([[1.0], [-1.0]])).all()
+
+
 class Looped(nnx.Module):
     def __init__(self, values):
         self.layers = nnx.vmap(lambda value: nnx.List([Root(value)]))(jnp.array(values))
