@@ -9,7 +9,8 @@ reused only when nothing structural can have changed since it was made:
    compared once, however many Modules refer to it.
 3. If only static values of some nodes have changed, only these nodes are looked at again, and the record is mended.
    Layouts are interned, so a flag that was toggled and toggled back leads to the same layout, and so to the same
-   compiled functions.
+   compiled functions. What led from one layout to another is remembered (:class:`Variant`): nodes that hold the very
+   same things once more need not be described again.
 4. Otherwise the object is walked again.
 
 A graph with parts that can change unseen (an array inside a tuple or a foreign pytree) is walked at every call. As a
@@ -34,10 +35,10 @@ import jax.tree_util as jtu
 from . import errors
 from .calls import Rows, entering
 from .captures import Watch, notice
-from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Row, Walk, build, pack, trace_of
+from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Ref, Row, Walk, build, pack, trace_of
 from .graphdef import differences_listed
 from .objects import Node, Pytree, attributes_of, is_bound_method, is_node
-from .stamps import Stamp, stamping
+from .stamps import Stamp, stamping, with_stamp
 from .static import Const
 from .tracing import at_top_level
 from .variables import Cell, Variable
@@ -51,8 +52,8 @@ class Record:
     """A layout, and where the leaves of one live object with this layout are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "exact", "index", "kept", "layout", "mutable", "nodes", "objects", "pairs",
-        "picked", "serial", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables",
+        "array_rows", "arrays", "cells", "exact", "index", "layout", "mutable", "nodes", "objects", "pairs", "picked",
+        "serial", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
@@ -73,7 +74,8 @@ class Record:
     pairs: dict[tuple[int, ...], Any]  # what was found out about this record together with others, by their serials
     picked: dict[Numbers | None, list[Cell]]  # some of the cells, by their numbers; under None all
     shortcuts: dict[Any, Any]  # by the form of a call: the cells that it reads and writes, see transforms/sites.py
-    kept: weakref.WeakKeyDictionary[Layout, dict[Any, Any]] | None  # the shortcuts by layout, once it has been mended
+    variant: Variant | None  # of the layout, once the record has been mended
+    variants: list[Variant]
 
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
@@ -83,7 +85,7 @@ class Record:
         self.exact, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
         self.used = self.unchecked = 1
         self.serial, self.pairs, self.picked, self.shortcuts = next(_serials), {}, {None: cells}, {}
-        self.kept = None
+        self.variant, self.variants = None, []
 
     def is_quiet(self) -> bool:
         """Count a use; False if it is time to check, or something may have changed."""
@@ -111,6 +113,34 @@ class Record:
     def rows(self, root: Any) -> list[Any]:
         """The objects by row."""
         return [root, *self.objects[1:]]
+
+
+class Variant:
+    """A layout that a record has had, its shortcuts, and what changes of static values led to which others.
+
+    The layout is held weakly: it goes with the functions that were compiled for it.
+    """
+
+    __slots__ = ("layout", "shortcuts", "turns")
+
+    def __init__(self, layout: Layout, shortcuts: dict[Any, Any]):
+        self.layout, self.shortcuts = weakref.ref(layout), shortcuts
+        self.turns: list[tuple[Contents, Variant]] = []  # what the nodes that changed held afterwards
+
+    def after(self, contents: Contents) -> tuple[Variant, Layout] | None:
+        """What the change led to that left nodes with the same contents as now, and its layout."""
+        for known, variant in self.turns:
+            if known.keys() == contents.keys() and all(_are_same(known[i], contents[i]) for i in known):
+                layout = variant.layout()
+                return None if layout is None else (variant, layout)
+        return None
+
+
+Contents = dict[int, tuple]  # by row: the class of a node, its marks, the names of its attributes, the values
+
+
+def _are_same(a: tuple, b: tuple) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 class Numbers:
@@ -213,26 +243,61 @@ def _mend(record: Record, root: Any) -> bool:
         if stamp.valid:  # another thread was quicker
             return True
         changed, stamp.changed = stamp.changed, []
-        nodes = {id(x): x for x in [reference() for reference in changed]}
-        rows = None
+        objects = {id(x): x for x in [reference() for reference in changed]}
+        nodes = [x for x in objects.values() if isinstance(x, Node)]
+        found = None
         try:
-            if all(x is not None for x in nodes.values()):  # what is gone was taken out of the graph
-                rows = _rows_with_other_statics(record, root, nodes.values())
+            if len(nodes) == len(objects):  # what is gone was taken out of the graph, and no Variable is static
+                found = _variant_now(record, root, nodes)
         finally:
-            if rows is None:  # also where a static value cannot be compared
+            if found is None:  # also where a static value cannot be compared
                 stamp.changed += changed
-        if rows is None:
+        if found is None:
             return False
-        if record.kept is None:
-            record.kept = weakref.WeakKeyDictionary()
-        record.kept[record.layout] = record.shortcuts
-        record.layout = record.layout.with_rows(rows)
-        record.shortcuts = record.kept.setdefault(record.layout, {})
+        record.variant, record.layout = found
+        record.shortcuts = record.variant.shortcuts
         stamp.mended += 1
         stamp.valid = True
         if stamp.changed:  # meanwhile, by another thread; a later change ends the stamp again
             stamp.valid = False
         return stamp.valid
+
+
+def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Variant, Layout] | None:
+    """What a record describes once some nodes have changed; None if more than static values is different in them."""
+    if record.variant is None:
+        record.variant = _variant_of(record, record.layout, record.shortcuts)
+    before, contents = record.variant, {}
+    stamp = weakref.ref(record.stamp)
+    for x in changed:
+        object.__setattr__(x, "_nnx_held", with_stamp(x._nnx_held, stamp))
+        held = x._nnx_contents()
+        contents[record.index[id(x)]] = type(x), x._nnx_marks, *held, *held.values()
+    found = before.after(contents)
+    if found is not None:
+        return found
+    rows = _rows_with_other_statics(record, root, changed)
+    if rows is None:
+        return None
+    layout = record.layout.with_rows(rows)
+    variant = _variant_of(record, layout, {})
+    specs = [spec for _, row in rows if isinstance(row, NodeRow) for _, spec in row.fields]
+    if not record.stamp.changed and all(type(spec) in (Ref, Const) for spec in specs):  # arrays are not to be kept
+        before.turns = [*before.turns[-_TURNS:], (contents, variant)]
+    return variant, layout
+
+
+_TURNS = 7  # what is remembered of each variant, but for the last
+
+
+def _variant_of(record: Record, layout: Layout, shortcuts: dict[Any, Any]) -> Variant:
+    """The variant with this layout; a new one, with these shortcuts, where the record has not had it."""
+    record.variants = [variant for variant in record.variants[-KEPT:] if variant.layout() is not None]
+    found = next((variant for variant in record.variants if variant.layout() is layout), None)
+    if found is None:
+        found = Variant(layout, shortcuts)
+        record.variants.append(found)
+    return found
 
 
 def _rows_with_other_statics(record: Record, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:

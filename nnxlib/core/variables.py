@@ -69,6 +69,26 @@ def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
         raise
 
 
+def reader(cells: Sequence[Cell]) -> Callable[[Callable[..., Any]], Any]:
+    """A function that calls another with the values of these cells.
+
+    For a few cells it is written out, ``f(c0.value, c1.value, ...)``, which takes a third of the time of a loop.
+    """
+    if len(cells) > _WRITTEN_OUT:
+        return lambda f: f(*[cell.value for cell in cells])
+    return _new_reader(len(cells))(*cells)
+
+
+_WRITTEN_OUT = 64
+
+
+@functools.cache
+def _new_reader(count: int) -> Callable[..., Callable[[Callable[..., Any]], Any]]:
+    names = [f"c{k}" for k in range(count)]
+    values = ", ".join([f"{name}.value" for name in names])
+    return eval(f"lambda {', '.join(names)}: lambda f: f({values})")
+
+
 NO_METADATA: dict[str, Any] = {}
 HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
 

@@ -39,7 +39,7 @@ from .body_checks import type_changes
 from .classes import lifts_classes
 from .general import name_nan
 from .lift import Arguments, Crossing, cross, resolve
-from .plan import Plan, check_traceable
+from .plan import Compiled, Plan, check_traceable
 from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
 from .sites import ELSEWHERE, FLATTEN, Form, Found, Site, in_order, look, unfold, with_names
 from .traces import Traces
@@ -187,7 +187,7 @@ class JitWrapped:
         self._donated = _Selection(self._function, shift, donate_argnums, donate_argnames, "donate")
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._rebinds = bool(self._kwargs or self._static)
+        self._binds = bool(self._args or self._kwargs or self._static)
         self._one_lane = in_shardings is None and out_shardings is None and not self._donated
         mappings = jax.tree.leaves((in_shardings, out_shardings), is_leaf=_is_label)
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
@@ -206,10 +206,8 @@ class JitWrapped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._traces.calls += 1
         try:
-            if self._rebinds:
+            if self._binds:
                 args, kwargs = self._bind(args, kwargs)
-            elif self._args:
-                args = (*self._args, *args)
             captured = self._captures.objects() if self._captures.steps else ()
             if running_trace() is not EAGER or Followers.count or (Watch.count and all_borrowed()):
                 return self._call_packed(args, kwargs, captured, None)
@@ -330,11 +328,12 @@ class JitWrapped:
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
             with lending(self._traces, lambda: packed.objects):
-                stage = getattr(plan.staged(packed.leaves).jitted, name)(*packed.leaves)
+                compiled = plan.staged(packed.leaves)
+                stage = getattr(compiled.jitted, name)(*packed.leaves)
         except CapturedObjects as found:
             self._captures.add(found.roots)
             return self._stage(name, args, kwargs)
-        return Stage(stage, self._arguments, plan)
+        return Stage(stage, self._arguments, plan, compiled)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output with abstract arrays; changes nothing."""
@@ -395,7 +394,7 @@ class JitWrapped:
         out = jax.tree.map(lambda x: _to_lane(x, False), self._out_shardings, is_leaf=_is_label)
         lanes = tuple(dict.fromkeys([*in_order, *_lanes_in(contexts), *_lanes_in(out)]))
         crossing = new_crossing(lanes, lane_numbers(in_order, lanes), labels, out)
-        options = {**options, "out_shardings": (*[lane.sharding for lane in lanes], None)}
+        options = {**options, "out_shardings": [*[lane.sharding for lane in lanes], None]}
         if self._in_shardings is not None:
             in_shardings = [label.sharding for label in in_order]
         return Plan(crossing, self._function, options, donated, in_shardings)
@@ -504,14 +503,14 @@ _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where
 class Stage:
     """A traced, lowered or compiled function of Modules; everything else is that of the stage of JAX it wraps."""
 
-    def __init__(self, stage: Any, arguments: Callable, plan: Plan):
-        self._stage, self._arguments, self._plan = stage, arguments, plan
+    def __init__(self, stage: Any, arguments: Callable, plan: Plan, compiled: Compiled):
+        self._stage, self._arguments, self._plan, self._compiled = stage, arguments, plan, compiled
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
-        return Stage(self._stage.lower(*args, **kwargs), self._arguments, self._plan)
+        return Stage(self._stage.lower(*args, **kwargs), self._arguments, self._plan, self._compiled)
 
     def compile(self, *args: Any, **kwargs: Any) -> Stage:
-        return Stage(self._stage.compile(*args, **kwargs), self._arguments, self._plan)
+        return Stage(self._stage.compile(*args, **kwargs), self._arguments, self._plan, self._compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function.
@@ -533,7 +532,7 @@ class Stage:
                 raise
             head = "The arguments have other shapes or dtypes than those it was compiled for:"
             raise ArgumentError(listed(head, changes, _COMPILE_AGAIN)) from error
-        return self._plan.finish(packed, returned)
+        return self._plan.finish(packed, self._compiled, returned)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)

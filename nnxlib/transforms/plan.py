@@ -12,10 +12,11 @@ of these, for inputs are only ever added. Traces below another trace, where pass
 Donated are the Variables that change and the plain arrays. A Variable that is only read keeps its buffer: if that were
 donated, it would have to be returned, as it is by a trace for other shapes that does not change it.
 
-A compiled function takes each leaf as an argument of its own, and returns the leaves that come back and after them the
-:class:`~nnxlib.transforms.lift.Outcome`: JAX takes apart and puts together such flat lists faster than any other form,
-and each argument can be donated, or have a sharding, of its own. What is returned has shardings by lane, so there it
-returns a list for each.
+A compiled function takes each leaf as an argument of its own, and returns the leaves that come back in one tuple: JAX
+takes apart and puts together such flat rows faster than any other form, and each argument can be donated, or have a
+sharding, of its own. What the leaves mean, the :class:`~nnxlib.transforms.lift.Outcome`, is nearly always the same as
+in the first trace; that of another kind follows the leaves, and then they are in a list. What is returned has shardings
+by lane, so there it returns a list for each.
 """
 
 from __future__ import annotations
@@ -37,16 +38,65 @@ from .prefixes import join_lanes
 
 
 class Compiled:
-    """A jitted function of some of the leaves."""
+    """A jitted function of some of the leaves.
 
-    __slots__ = ("__weakref__", "donated", "inputs", "jitted")
+    Args:
+      crossing: from the leaves to the objects that the function is called with, and back.
+      function: the user's function.
+      inputs: the positions of the leaves that it takes; it must not ask for others.
+      donated: those of them that are donated.
+      options: those of ``jax.jit``.
+      again: what its first trace is to give, where that is known, and the outcome of it.
+    """
 
-    def __init__(self, jitted: Any, inputs: Sequence[int], donated: frozenset[int]):
-        self.jitted, self.inputs, self.donated = jitted, inputs, donated
+    __slots__ = ("__weakref__", "_first", "in_groups", "inputs", "jitted")
+
+    def __init__(
+        self,
+        crossing: Crossing,
+        function: Callable,
+        inputs: Sequence[int],
+        donated: frozenset[int],
+        options: dict[str, Any],
+        again: tuple[Callable[..., Any], Outcome] | None = None,
+    ):
+        count, in_groups = len(crossing.layout.leaf_paths), crossing.labels is not None
+        first: dict[None, Outcome] = {}
+
+        def step(*values: Any) -> Sequence[Any]:
+            nonlocal again
+            if again is not None:
+                (evaluate, outcome), again = again, None
+                returned = evaluate(*values)
+            else:
+                leaves = [ABSENT] * count
+                for position, value in zip(inputs, values, strict=True):
+                    leaves[position] = value
+                groups, outcome = crossing.run(function, leaves, donated)
+                returned = groups if in_groups else groups[0]
+            usual = first.setdefault(None, outcome)  # at once, whatever other threads trace
+            if not in_groups and outcome == usual and outcome.read == usual.read:
+                return tuple(returned)
+            return [*returned, outcome]
+
+        step.__name__ = name_of(function)
+        self._first, self.inputs, self.in_groups = first, inputs, in_groups
+        self.jitted = jax.jit(step, **options)
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
         """Those that it takes, of all leaves."""
         return [leaves[k] for k in self.inputs]
+
+    def outcome_of(self, returned: Sequence[Any]) -> Outcome:
+        """The outcome of what the jitted function returned; the same object for the same trace."""
+        return self._first[None] if type(returned) is tuple else returned[-1]
+
+    def leaves_of(self, returned: Sequence[Any]) -> Sequence[Any]:
+        """The leaves in what the jitted function returned."""
+        if type(returned) is tuple:
+            return returned
+        *leaves, outcome = returned
+        return join_lanes(leaves, outcome.lane_of) if self.in_groups else leaves
 
 
 class Plan:
@@ -70,7 +120,6 @@ class Plan:
     ):
         self.crossing, self._function, self._options = crossing, function, options
         self._donated, self._in_shardings = donated, in_shardings
-        self.in_groups = crossing.labels is not None  # whether what is returned is in lists, by lane
         self._all = range(len(crossing.layout.leaf_paths))
         self.everything = self._compiled(self._all)
         self.compiled: Compiled | None = None
@@ -79,15 +128,14 @@ class Plan:
         self,
         inputs: Sequence[int],
         donated: frozenset[int] = frozenset(),
-        traced: Callable[..., Any] | None = None,
+        again: tuple[Callable[..., Any], Outcome] | None = None,
     ) -> Compiled:
         options = dict(self._options)
         if self._in_shardings is not None:
             options["in_shardings"] = tuple([self._in_shardings[k] for k in inputs])
         if donated:
             options["donate_argnums"] = tuple([i for i, k in enumerate(inputs) if k in donated])
-        step = _step(self.crossing, self._function, inputs, donated, traced)
-        return Compiled(jax.jit(step, **options), inputs, donated)
+        return Compiled(self.crossing, self._function, inputs, donated, options, again)
 
     def _compile(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> Compiled:
         """A function of these inputs; without them, of what a trace on these leaves reads and others have read before.
@@ -95,14 +143,14 @@ class Plan:
         User code runs once, on all leaves.
         """
         traced = self.everything.jitted.trace(*leaves)
-        outcome: Outcome = traced.out_info[-1]
+        outcome = self.everything.outcome_of(traced.out_info)
         donated = self._donated.intersection(self._replaced(outcome))
         if inputs is None:
             inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
         if len(inputs) == len(leaves) and not donated:
             return self.everything
         donated = donated.intersection(inputs)
-        compiled = self._compiled(inputs, donated, _again(traced, leaves, inputs))
+        compiled = self._compiled(inputs, donated, (_evaluated(traced, leaves, inputs), outcome))
         compiled.jitted.trace(*compiled.of(leaves))  # before another thread can see it: uses up what was traced
         return compiled
 
@@ -118,17 +166,10 @@ class Plan:
         """The function of all leaves, as it is to be lowered."""
         return self._compile(leaves, self._all) if self._donated else self.everything
 
-    def opened(self, returned: Sequence[Any]) -> Sequence[Any]:
-        """What a compiled function returned, without groups: leaves, and after them the outcome."""
-        if not self.in_groups:
-            return returned
-        *groups, outcome = returned
-        return [*join_lanes(groups, outcome.lane_of), outcome]
-
-    def finish(self, packed: Packed, returned: Sequence[Any]) -> Any:
+    def finish(self, packed: Packed, compiled: Compiled, returned: Sequence[Any]) -> Any:
         """Commit what a compiled function returned to the objects that were packed; returns the user's output."""
-        *leaves, outcome = self.opened(returned)
-        return commit(packed.layout, outcome.delta, leaves, packed.objects)
+        outcome = compiled.outcome_of(returned)
+        return commit(packed.layout, outcome.delta, compiled.leaves_of(returned), packed.objects)
 
     def call(self, packed: Packed) -> Any:
         """Call the function on what was packed, of which a trace may borrow the objects that the function captures.
@@ -138,63 +179,39 @@ class Plan:
         """
         with lending(self.crossing.lender, lambda: packed.objects):
             try:
-                returned = self._call(packed.leaves)
+                compiled, returned = self._call(packed.leaves)
             except TypeError as error:
                 check_traceable(packed.layout, packed.leaves)
                 _note_abstract(error, packed.layout, packed.leaves)
                 raise
-        return self.finish(packed, returned)
+        return self.finish(packed, compiled, returned)
 
-    def _call(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def _call(self, leaves: Sequence[Any]) -> tuple[Compiled, Sequence[Any]]:
         if not at_top_level() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return self.everything.jitted(*leaves)
+            return self.everything, self.everything.jitted(*leaves)
         compiled = self.compiled
         while True:
             if compiled is None:
                 compiled = self.compiled = self._compile(leaves)
             try:
-                return compiled.jitted(*compiled.of(leaves))
+                return compiled, compiled.jitted(*compiled.of(leaves))
             except AbsentInput:
                 compiled = None
 
 
-def _step(
-    crossing: Crossing,
-    function: Callable,
-    inputs: Sequence[int],
-    donated: frozenset[int],
-    traced: Callable[..., Any] | None,
-) -> Callable[..., Any]:
-    """The function of some of the leaves; it must not ask for others. ``traced`` is what its first trace is to give."""
-    count = len(crossing.layout.leaf_paths)
-
-    def step(*values: Any) -> tuple:
-        nonlocal traced
-        if traced is not None:
-            (again, traced) = (traced, None)
-            return again(*values)
-        leaves = [ABSENT] * count
-        for position, value in zip(inputs, values, strict=True):
-            leaves[position] = value
-        groups, outcome = crossing.run(function, leaves, donated)
-        return *(groups[0] if crossing.labels is None else groups), outcome
-
-    step.__name__ = name_of(function)
-    return step
-
-
-def _again(traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Callable[..., Any]:
+def _evaluated(traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Callable[..., Any]:
     """What was traced on all leaves, as a function of some of them: user code is not run again."""
     starts = [0, *accumulate([len(jtu.tree_leaves(leaf)) for leaf in leaves])]  # a leaf may be a pytree
-    evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(traced.out_info)
+    returned = traced.out_info if type(traced.out_info) is tuple else traced.out_info[:-1]
+    evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure([*returned])
 
-    def again(*values: Any) -> Any:
+    def evaluated(*values: Any) -> Any:
         flat: list[Any] = [None] * starts[-1]
         for position, value in zip(inputs, values, strict=True):
             flat[starts[position] : starts[position + 1]] = jtu.tree_leaves(value)
         return structure.unflatten(evaluate(*flat))
 
-    return again
+    return evaluated
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:

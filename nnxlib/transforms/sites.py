@@ -31,7 +31,7 @@ from ..core.graph import LEAF, Layout, Spec, StaticArgument, Tree, commit, value
 from ..core.inputs import AbsentInput
 from ..core.objects import is_node
 from ..core.records import KEPT, Numbers, Record, record_of
-from ..core.variables import Cell, write_cells
+from ..core.variables import Cell, reader, write_cells
 from .lift import Outcome
 from .plan import Compiled, Plan
 
@@ -146,7 +146,7 @@ def _find_sharing(roots: Sequence[Any], records: Sequence[Record]) -> tuple:
 Picks = list[tuple[int, Numbers | None]]  # which cells of which record; None for all
 
 
-def _cells(picks: Picks, records: list[Record]) -> list[list[Cell]]:
+def _cells(picks: Picks, records: Sequence[Record]) -> list[list[Cell]]:
     return [records[k].picked.get(numbers) or records[k].pick(numbers) for k, numbers in picks]
 
 
@@ -193,13 +193,13 @@ class _Reads:
 
 
 def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
-    """The function that makes an output without objects of what was returned: leaves, from a place on; the outcome."""
+    """The function that makes an output without objects of the leaves that came back; its own start at a place."""
     if root is LEAF:
         return operator.itemgetter(start)
     if isinstance(root, Tree) and all(x is LEAF for x in root.children):
         unflatten = root.treedef.unflatten
-        return lambda returned: unflatten(returned[start:-1])
-    return lambda returned: value_of(root, (), iter(returned[start:-1]))
+        return lambda leaves: unflatten(leaves[start:])
+    return lambda leaves: value_of(root, (), iter(leaves[start:]))
 
 
 class _Writes:
@@ -233,29 +233,31 @@ class Site:
         """
         key, leaves, records, plain = found
         compiled, reads = self.plan.compiled, self._reads
+        if compiled is None:
+            raise AbsentInput
         if reads is None or reads.compiled is not compiled:
-            if compiled is None:
-                raise AbsentInput
             reads = self._reads = _Reads(compiled, self._places)
         returned = reads.jitted(*reads.gather(records, plain))
-        if self._can_be_short(records, returned[-1]):
-            self._shorten(forms.setdefault(key[0], Form()), leaves, records, reads, returned[-1])
-        return self.finish(leaves, records, returned)
+        outcome = compiled.outcome_of(returned)
+        if type(returned) is tuple and self._can_be_short(records, outcome):
+            self._shorten(forms.setdefault(key[0], Form()), leaves, records, reads, outcome)
+        return self.finish(leaves, records, compiled, returned)
 
-    def finish(self, leaves: Sequence[Any], records: list[Record], returned: Sequence[Any]) -> Any:
-        """Write what was returned, and return the output."""
-        returned = self.plan.opened(returned)
-        outcome, writes = returned[-1], self._writes
+    def finish(
+        self, arguments: Sequence[Any], records: Sequence[Record], compiled: Compiled, returned: Sequence[Any]
+    ) -> Any:
+        """Write what a compiled function returned, and return the output."""
+        leaves, outcome, writes = compiled.leaves_of(returned), compiled.outcome_of(returned), self._writes
         if writes is None or writes.outcome is not outcome:
             if outcome.delta.rows:
-                return commit(self.plan.crossing.layout, outcome.delta, returned[:-1], objects_in(leaves))
+                return commit(self.plan.crossing.layout, outcome.delta, leaves, objects_in(arguments))
             writes = self._writes = self._writes_of(outcome)
         if outcome.returns_objects:
-            out = value_of(writes.root, objects_in(leaves), iter(returned[writes.start : -1]))
+            out = value_of(writes.root, objects_in(arguments), iter(leaves[writes.start :]))
         else:
-            out = writes.output(returned)
+            out = writes.output(leaves)
         if writes.cells:  # last: what can fail must fail before
-            write_cells([*chain(*_cells(writes.cells, records))], returned)
+            write_cells([*chain(*_cells(writes.cells, records))], leaves)
         return out
 
     def _writes_of(self, outcome: Outcome) -> _Writes:
@@ -265,7 +267,7 @@ class Site:
         return found
 
     def _can_be_short(self, records: list[Record], outcome: Outcome) -> bool:
-        if outcome.delta.rows or outcome.returns_objects or self.plan.in_groups or not records:
+        if outcome.delta.rows or outcome.returns_objects or not records:
             return False
         return len({*records}) == len(records) and not any(record.arrays or record.mutable for record in records)
 
@@ -293,22 +295,22 @@ class Shortcut:
     To the function it refers weakly: one that is dropped is not kept by the models that it was called with.
     """
 
-    __slots__ = ("others", "outcome", "output", "plain", "reads", "site")
+    __slots__ = ("compiled", "others", "output", "plain", "site")
 
     def __init__(self, site: Site, reads: _Reads, writes: _Writes, others: list[int], plain: list[int]):
-        self.site, self.reads = weakref.ref(site), weakref.ref(reads)
+        self.site, self.compiled = weakref.ref(site), weakref.ref(reads.compiled)
         self.others, self.plain = others, plain  # where among the leaves the objects are but for the first; the others
-        self.outcome, self.output = writes.outcome, writes.output
+        self.output = writes.output
 
 
 class Part:
     """What a shortcut reads and writes of one object: its very cells. Kept on the record of the object alone."""
 
-    __slots__ = ("inputs", "outputs", "place", "shortcut")
+    __slots__ = ("inputs", "outputs", "place", "read", "shortcut")
 
     def __init__(self, shortcut: Shortcut, place: int, inputs: list[Cell], outputs: list[Cell]):
         self.shortcut, self.place = shortcut, place  # of the object among the leaves
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self.read = inputs, outputs, reader(inputs)
 
 
 class Form:
@@ -328,20 +330,21 @@ class Form:
         place = self.place
         try:
             record = leaves[place]._nnx_record
-        except AttributeError:
+            part = record.shortcuts.get(self)
+        except AttributeError:  # no object, or nothing is kept about it
             return ELSEWHERE
-        if record is None or record.unchecked == 1 or not record.stamp.valid:
+        if part is None or part.place != place or record.unchecked == 1 or not record.stamp.valid:
             return ELSEWHERE
-        part = record.shortcuts.get(self)
-        if part is None or part.place != place:
-            return ELSEWHERE
-        shortcut, records, cells = part.shortcut, [record], part.outputs
-        reads = shortcut.reads()
-        if reads is None:
+        shortcut = part.shortcut
+        compiled = shortcut.compiled()
+        if compiled is None:
             return ELSEWHERE
         record.unchecked -= 1
-        inputs = [cell.value for cell in part.inputs]
-        if len(leaves) > 1:
+        records, cells = (record,), part.outputs
+        if len(leaves) == 1:
+            returned = part.read(compiled.jitted)
+        else:
+            inputs = [cell.value for cell in part.inputs]
             for place in shortcut.others:
                 record = getattr(leaves[place], "_nnx_record", None)
                 if record is None or record.unchecked == 1 or not record.stamp.valid:
@@ -350,7 +353,7 @@ class Form:
                 if part is None or part.shortcut is not shortcut or part.place != place:
                     return ELSEWHERE
                 record.unchecked -= 1
-                records.append(record)
+                records += (record,)
                 inputs += [cell.value for cell in part.inputs]
                 cells = cells + part.outputs
             for k in shortcut.plain:
@@ -358,11 +361,11 @@ class Form:
                 if type(x) not in _LEAF_TYPES:
                     return ELSEWHERE
                 inputs.append(x)
-        returned = reads.jitted(*inputs)
-        if returned[-1] is not shortcut.outcome:
+            returned = compiled.jitted(*inputs)
+        if type(returned) is not tuple:  # of a trace that did something else
             site = shortcut.site()
-            assert site is not None  # it has the reads
-            return site.finish(leaves, records, returned)
+            assert site is not None  # its plan has what is compiled
+            return site.finish(leaves, records, compiled, returned)
         out = shortcut.output(returned)
         if len(cells) == 1:
             cells[0].value = returned[0]

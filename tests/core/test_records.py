@@ -265,3 +265,59 @@ def test_mending_costs_what_has_changed(unchecked):
         m[3].n = 2
         counts.append(count_calls(lambda m=m: record_of(m)))
     assert counts[0] == counts[1]
+
+
+def _flag_to(value):
+    def change(m):
+        m.layers[0].n = value
+
+    return change
+
+
+def _reordered(m):
+    n = m.layers[0].n
+    del m.layers[0].n
+    m.layers[0].n = n
+    m.layers[0].w = vars(m.layers[0]).pop("w")
+
+
+def _of_another_class(m):
+    m.layers[0].__class__ = type("Other", (Layer,), {})
+
+
+def _marked(m):
+    m.layers[0].n = nnx.static(m.layers[0].n)
+
+
+def _with_another_variable(m):
+    m.layers[0].w = nnx.BatchStat(jnp.ones(2))
+
+
+def _with_another_flag(m):
+    m.layers[1].n = 17
+
+
+def _with_a_flag_more(m):
+    m.layers[0].more = 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_reordered, _of_another_class, _marked, _with_another_variable, _with_another_flag, _with_a_flag_more],
+    ids=lambda change: change.__name__[1:],
+)
+def test_a_change_that_was_seen_before_hides_no_other(change):
+    """A flag is toggled so often that the record knows the way, and then once with another change beside it."""
+    m = Net()
+    layouts = [layout_of(m)]  # so they are kept
+    for value in (5, 1) * 4:
+        _flag_to(value)(m)
+        layouts.append(layout_of(m))
+        assert layouts[-1] is pack(m).layout
+    assert layouts[-1] is not layouts[-2]
+    _flag_to(5)(m)
+    change(m)
+    assert layout_of(m) is pack(m).layout is not layouts[-2]
+    for value in (1, 5) * 2:
+        _flag_to(value)(m)
+        assert layout_of(m) is pack(m).layout

@@ -1306,6 +1306,33 @@ def test_a_dropped_model_that_failed_is_freed():
         assert ref() is None
 
 
+@pytest.mark.parametrize("first", [1, 2, 3], ids="vector matrix cube".split())
+@pytest.mark.parametrize("extra", [False, True], ids=["one object", "two objects"])
+def test_what_each_trace_does_is_told_apart(first, extra):
+    """By the shape of an argument a function reads, changes and returns other things, as often as it likes in turns."""
+
+    def step(m, x, other=None):
+        if x.ndim == 1:
+            return m.layers[0](x)
+        if x.ndim == 2:
+            m.layers[1].calls += 1
+            m.layers[0].calls += 10
+            return x.sum(), {"scale": 2.0 * m.layers[1].w}
+        if other is not None:
+            other.layers[0].w *= 2
+        return None
+
+    jitted, eager, model, copied = nnx.jit(step), step, Net(), Net()
+    others = (Net(), Net()) if extra else (None, None)
+    order = [first, *[(first + k) % 3 + 1 for k in range(6)]]
+    for ndim in order * 3:
+        x = jnp.ones((2,) * ndim)
+        given, expected = ((y,) if extra else () for y in others)
+        assert_same(jitted(model, x, *given), eager(copied, x, *expected))
+        assert_same(model, copied)
+        assert_same(*others)
+
+
 def test_a_dropped_function_is_freed():
     """A jitted function takes its programs and what it closes over along."""
 
