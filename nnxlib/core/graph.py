@@ -606,7 +606,7 @@ def build(
     """
     blueprint = layout.blueprint
     held = () if stamp is None else (weakref.ref(stamp),)
-    made = make_variables(blueprint.variable_types, leaves, _fresh(blueprint.metadata), cell, held)
+    made = make_variables(blueprint.variable_types, leaves, fresh(blueprint.metadata), cell, held)
     for owner, kinds in blueprint.node_types.items():
         made += new_nodes(owner, kinds, held)
     for i, marks in blueprint.marks:
@@ -617,21 +617,26 @@ def build(
         objects[i] = x
         if isinstance(x, Node):
             x._nnx_fill({})
-    pool = [*objects, *leaves, *_fresh(blueprint.constants)]
+    pool = objects  # for now: another list would be as long
+    pool += [*leaves[len(layout.variables) :], *fresh(blueprint.constants)]
     pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in blueprint.trees]
     for rows, names, positions in blueprint.attributes:
         fill_all(map(objects.__getitem__, rows), names, map(pool.__getitem__, positions))
+    for i, positions in blueprint.lists:
+        list.extend(objects[i], map(pool.__getitem__, positions))
     for i, names, positions in blueprint.others:
         objects[i]._nnx_fill(dict(zip(names, [pool[k] for k in positions], strict=True)))
+    del pool[len(layout.rows) :]
     return value_of(layout.root, objects, iter(leaves[blueprint.held :])), objects
 
 
 class Blueprint:
     """How to make the objects of a layout in few steps.
 
-    What the fields of nodes hold is taken from one list, the *pool*: the objects by row, the leaves, the constants, the
-    pytrees. ``attributes`` is for nodes whose attributes have the same names: their rows, the names, and where in the
-    pool the values of the first node are, then those of the second, and so on. ``others`` are filled one by one.
+    What the fields of nodes hold is taken from one list, the *pool*: the objects by row, the leaves that are in nodes
+    and not in Variables, the constants, the pytrees. ``attributes`` is for nodes whose attributes have the same names:
+    their rows, the names, and where in the pool the values of the first node are, then those of the second, and so on.
+    ``lists`` have items alone, and ``others`` are filled one by one.
     """
 
     def __init__(self, layout: Layout):
@@ -658,9 +663,11 @@ class Blueprint:
         self.exact = self.only_variables and all(
             rows[i].type._nnx_guarded and not rows[i].marks.mutable for i in numbers
         )
-        starts = {Ref: 0, _Leaf: len(rows), Const: len(rows) + len(layout.leaf_paths)}
+        count = len(rows) - len(layout.variables)  # that of the nodes
+        starts = {Ref: 0, _Leaf: count, Const: count + len(layout.leaf_paths)}
         starts[Tree] = starts[Const] + len(self.constants)
         groups: dict[tuple, tuple[list[int], list[int]]] = {}
+        self.lists: list[tuple[int, list[int]]] = []
         self.others: list[tuple[int, tuple, list[int]]] = []
         for i, fields in zip(numbers, sources, strict=True):
             kind, names = rows[i].type, rows[i].names
@@ -669,6 +676,8 @@ class Blueprint:
                 found, theirs = groups.setdefault(names, ([], []))
                 found.append(i)
                 theirs += positions
+            elif issubclass(kind, list) and names == tuple(range(len(names))):
+                self.lists.append((i, positions))
             else:
                 self.others.append((i, names, positions))
         self.attributes = [(found, names, positions) for names, (found, positions) in groups.items()]
@@ -691,8 +700,9 @@ class Blueprint:
         return Tree, len(self.trees) - 1
 
 
-def _fresh(constants: list[Const]) -> list[Any]:
-    return [const.value if const.parts is None else const.fresh() for const in constants]
+def fresh(constants: list[Const]) -> Iterator[Any]:
+    """The values of constants, each its own where it can change in place."""
+    return (const.value if const.parts is None else const.fresh() for const in constants)
 
 
 def _shell(row: Row) -> Any:

@@ -25,6 +25,7 @@ from .graph import (
     SAME,
     Delta,
     Layout,
+    Nesting,
     NodeRow,
     Row,
     VariableRow,
@@ -32,6 +33,7 @@ from .graph import (
     commit,
     count_leaves,
     flatten_once,
+    fresh,
     pack,
 )
 from .graphdef import Avals, GraphDef, avals_of
@@ -65,41 +67,55 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
 
 
 class _Snapshot:
-    """What Variables hold at one moment, and the arrays beside them: copies of the Variables are made when asked for.
+    """What Variables hold at one moment: copies of them are made when asked for.
 
     Args:
       variables: to be copied.
-      leaves: their values, and after them arrays; only the values by default.
-      nesting: how the leaves stand in a State.
-      layout: if these are all leaves of one, in its order; else they are in the order of the nesting.
+      nesting: how they stand in a State, in its order.
     """
 
-    __slots__ = ("_kinds", "_metadata", "_nesting", "_trace", "layout", "values")
+    __slots__ = ("_kinds", "_metadata", "_nesting", "_trace", "_values")
 
-    def __init__(
-        self,
-        variables: Sequence[Variable],
-        leaves: list[Any] | None = None,
-        nesting: Any = None,
-        layout: Layout | None = None,
-    ):
-        n, values = len(variables), [x._cell.value for x in variables] if leaves is None else leaves
-        self.values = all_unshared(values[:n]) + values[n:]
+    def __init__(self, variables: Sequence[Variable], nesting: Nesting | None = None):
+        self._values = all_unshared([x._cell.value for x in variables])
         self._kinds, self._metadata = [type(x) for x in variables], [x._metadata for x in variables]
-        self._nesting, self._trace, self.layout = nesting, current_trace(), layout
+        self._nesting, self._trace = nesting, current_trace()
 
     def leaves(self) -> list[Any]:
-        made = make_variables(self._kinds, self.values, self._metadata, trace=self._trace)
+        return make_variables(self._kinds, self._values, self._metadata, trace=self._trace)
+
+    def nest(self) -> dict:
+        assert self._nesting is not None
+        return self._nesting.nest(self.leaves())
+
+
+class _Whole:
+    """What all leaves of a layout hold at one moment: Variables, and the arrays beside them, made when asked for."""
+
+    __slots__ = ("_trace", "layout", "values")
+
+    def __init__(self, layout: Layout, leaves: list[Any]):
+        self.layout, self.values, self._trace = layout, _unshared(leaves, len(layout.variables)), current_trace()
+
+    def leaves(self) -> list[Any]:
+        blueprint = self.layout.blueprint
+        made = make_variables(blueprint.variable_types, self.values, fresh(blueprint.metadata), trace=self._trace)
         return made + self.values[len(made) :]
 
     def nest(self) -> dict:
-        leaves = self.leaves()
-        return self._nesting.nest(leaves if self.layout is None else self._nesting.sort(leaves))
+        nesting = self.layout.nesting
+        assert nesting is not None
+        return nesting.nest(nesting.sort(self.leaves()))
 
 
-def _copies(layout: Layout, leaves: list[Any], objects: list[Any]) -> list[Any]:
+def _unshared(values: list[Any], count: int) -> list[Any]:
+    """Leaves; the first of them, values of Variables, with dicts and lists of their own."""
+    return all_unshared(values) if len(values) == count else all_unshared(values[:count]) + values[count:]
+
+
+def _copies(layout: Layout, leaves: list[Any]) -> list[Any]:
     """The leaves; Variables as new ones."""
-    return _Snapshot([objects[i] for i in layout.variables], leaves).leaves()
+    return _Whole(layout, leaves).leaves()
 
 
 def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
@@ -118,21 +134,21 @@ def _states(
     """Copies of the leaves as a State, or as one for each filter; a Variable by itself is its own State."""
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
     if nesting is None:
-        state = _to_state(list(zip(layout.leaf_paths, _copies(layout, leaves, objects), strict=True)))
+        state = _to_state(list(zip(layout.leaf_paths, _copies(layout, leaves), strict=True)))
         divide = split_state if exhaustive else filter_state
         return _as_tuple(divide(state, *filters) if filters else state, filters)
     variables = [objects[i] for i in layout.variables]
     if not filters:
-        return (State._later(_Snapshot(variables, leaves, nesting, layout)),)
+        return (State._later(_Whole(layout, leaves)),)
 
     def divided(leaves: list[Any]) -> tuple[FlatState, ...]:
         flat = FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves))
         return _as_tuple(flat.split(*filters) if exhaustive else flat.filter(*filters), filters)
 
     if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
-        return tuple([from_flat_state(group) for group in divided(_copies(layout, leaves, objects))])
+        return tuple([from_flat_state(group) for group in divided(_copies(layout, leaves))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in divided(variables)])
-    return tuple([State._later(_Snapshot(group.sort(variables), nesting=group)) for group in groups])
+    return tuple([State._later(_Snapshot(group.sort(variables), group)) for group in groups])
 
 
 def _as_tuple(groups: Any, filters: Sequence[Filter]) -> tuple[Any, ...]:
@@ -207,7 +223,9 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
         given = _in_order(layout, states)
         fitting = None if given is None else _values_that_fit(graphdef, given)
     values, metadata = fitting or _values_looked_at(graphdef, *_placed(layout, states, graphdef.avals), strict)
-    tree, objects = build(layout, values) if metadata else build_described(layout, values)
+    if not metadata:
+        return build_described(layout, values)
+    tree, objects = build(layout, values)
     for position, found in metadata.items():
         object.__setattr__(objects[layout.variables[position]], "_metadata", found)
     return tree
@@ -219,10 +237,11 @@ _Values = tuple[list[Any], dict[int, Any]]  # values of the leaves, and metadata
 def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> _Values | None:
     """The values in a State of all leaves that nobody has looked into, if they are those of the GraphDef."""
     source = getattr(states[0], "_source", None) if len(states) == 1 and isinstance(states[0], State) else None
-    if source is None or source.layout is not graphdef.layout or not _have_avals(source.values, graphdef.avals):
+    if not isinstance(source, _Whole) or source.layout is not graphdef.layout:
         return None
-    n = len(source.layout.variables)
-    return all_unshared(source.values[:n]) + source.values[n:], {}
+    if not _have_avals(source.values, graphdef.avals):
+        return None
+    return _unshared(source.values, len(source.layout.variables)), {}
 
 
 def _in_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
@@ -291,7 +310,7 @@ def _values_looked_at(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[
     refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy)
     same = [const.value for const in layout.blueprint.metadata]
     changed = [k for k in range(n) if isinstance(x := leaves[k], Variable) and not same_items(x._metadata, same[k])]
-    return [*all_unshared(values[:n]), *values[n:]], {k: leaves[k]._metadata for k in changed}
+    return _unshared(values, n), {k: leaves[k]._metadata for k in changed}
 
 
 _ALL_OF_THEM = """\
@@ -447,9 +466,9 @@ def state(node: Any, *filters: Filter) -> Any:
 @boundary
 def variables(node: Any, *filters: Filter) -> Any:
     """Return the State of a node with its Variables only, without the arrays that are plain attributes."""
-    layout, leaves, objects = _packed(node)
+    layout, leaves, _ = _packed(node)
     n = len(layout.variables)
-    found = _to_state(list(zip(layout.leaf_paths[:n], _copies(layout, leaves, objects)[:n], strict=True)))
+    found = _to_state(list(zip(layout.leaf_paths[:n], _copies(layout, leaves)[:n], strict=True)))
     return filter_state(found, *filters) if filters else found
 
 
@@ -623,7 +642,7 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
     layout, leaves, objects = _packed(node)
     if not variables:
         return build(layout, leaves, {i: objects[i] for i in layout.variables})[0]
-    return build_described(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)[0]
+    return build_described(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)
 
 
 def _copy_array(x: Any) -> Any:
@@ -734,8 +753,8 @@ def map(f: Callable[[Path, Any], Any], node: A, /) -> A:  # the name of the fiel
     >>> nnx.map(lambda path, v: v * 2, nnx.Dict(a=nnx.Param(1.0))).a
     Param(2.0)
     """
-    layout, leaves, objects = pack(node) if isinstance(node, State) else _packed(node)
-    copies = _copies(layout, leaves, objects)
+    layout, leaves, _ = pack(node) if isinstance(node, State) else _packed(node)
+    copies = _copies(layout, leaves)
     new = [_result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, copies, strict=True)]
     return build(layout, new, dict(zip(layout.variables, new, strict=False)))[0]
 
@@ -793,8 +812,8 @@ as_pure = pure
 @boundary
 def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
     """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of its leaves)."""
-    layout, leaves, objects = _packed(node)
-    flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves, objects), strict=True), sort=True)
+    layout, leaves, _ = _packed(node)
+    flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves), strict=True), sort=True)
     return _graphdef(layout, leaves), flat if with_paths else flat.leaves
 
 

@@ -167,13 +167,14 @@ class Fresh:
         return False
 
 
-def build_described(layout: Layout, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+def build_described(layout: Layout, leaves: Sequence[Any]) -> Any:
     """:func:`~nnxlib.core.graph.build` an object that need not be walked to be described."""
     stamp = Stamp()
     root, objects = build(layout, leaves, stamp=stamp)
     if is_node(root) and layout.blueprint.exact:
-        object.__setattr__(root, "_nnx_record", Fresh(layout, [None, *objects[1:]], stamp))
-    return root, objects
+        objects[0] = None
+        object.__setattr__(root, "_nnx_record", Fresh(layout, objects, stamp))
+    return root
 
 
 def record_of(root: Any) -> Record:
