@@ -61,7 +61,7 @@ from .static import Const
 from .tracing import current_trace
 from .traversals import build as nested
 from .traversals import path_key, sorted_keys
-from .variables import NO_METADATA, Cell, Variable, make_variable, make_variables, write_cells
+from .variables import NO_METADATA, Cell, Variable, make_variable, make_variables, new_cell, write_cells
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
@@ -596,7 +596,7 @@ def build(
     layout: Layout,
     leaves: Sequence[Any],
     given: Mapping[int, Any] | None = None,
-    cell: Callable[[Any], Cell] = Cell,
+    cell: Callable[[Any], Cell] = new_cell,
     stamp: Stamp | None = None,
 ) -> tuple[Any, list[Any]]:
     """Make fresh objects of the running trace from a table; returns the pytree and the objects by row.
@@ -700,9 +700,9 @@ class Blueprint:
         return Tree, len(self.trees) - 1
 
 
-def fresh(constants: list[Const]) -> Iterator[Any]:
+def fresh(constants: list[Const]) -> list[Any]:
     """The values of constants, each its own where it can change in place."""
-    return (const.value if const.parts is None else const.fresh() for const in constants)
+    return [const.value if const.parts is None else const.fresh() for const in constants]
 
 
 def _shell(row: Row) -> Any:
@@ -868,7 +868,7 @@ def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
     """Raise :class:`TraceContextError` if any live object that ``delta`` changes belongs to another trace."""
     trace, n = current_trace(), len(layout.rows)
     for i in delta.values:
-        if live[i]._trace is not trace:
+        if live[i]._cell.trace is not trace:
             raise _refusal(layout, live[i], i, "the new value")
     for i, row in delta.rows:
         if i < n and trace_of(live[i]) is not trace:
@@ -877,7 +877,7 @@ def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
 
 def trace_of(x: Any) -> Any:
     """The trace that a node or Variable was made under."""
-    return x._trace if isinstance(x, Variable) else x._nnx_trace
+    return x._cell.trace if isinstance(x, Variable) else x._nnx_trace
 
 
 def _refusal(layout: Layout, node: Any, row: int, what: str) -> errors.TraceContextError:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .variables import Cell
+from .tracing import current_trace
+from .variables import Cell, TracedCell
 
 
 class AbsentInput(BaseException):
@@ -29,14 +30,14 @@ class _Absent:
 ABSENT: Any = _Absent()
 
 
-class Input(Cell):
+class Input(TracedCell):
     """A cell that knows what it was given, and notes whether that was read."""
 
     __slots__ = ("content", "given", "read")
 
     def __init__(self, given: Any):
         self.given = self.content = given
-        self.read = False
+        self.read, self.trace = False, current_trace()
 
     @property
     def value(self) -> Any:  # type: ignore[override]

@@ -26,7 +26,7 @@ from ..core.records import pack_call
 from ..core.references import ways_from
 from ..core.state import State, from_flat_state
 from ..core.tracing import boundary
-from ..core.variables import Cell, Variable
+from ..core.variables import Variable, new_cell
 from .lift import Arguments, resolve, rows_below
 
 _OUTPUT = "()"
@@ -96,7 +96,7 @@ def capture(
         with borrowed(list(loan.values())):
             for k, i in enumerate(packed.layout.variables):
                 if i in loan:
-                    object.__setattr__(loan[i], "_cell", Cell(packed.leaves[k]))
+                    object.__setattr__(loan[i], "_cell", new_cell(packed.leaves[k]))
             inner, objects = build(packed.layout, packed.leaves, loan)
             module: Any = _first_module(inner)
             earlier = take_out(inner, lambda owner, name, variable: type(variable) in kinds)

@@ -50,7 +50,7 @@ from ..core.recordings import recorded_anew
 from ..core.records import pack_call
 from ..core.tracing import boundary
 from ..core.traversals import path_key
-from ..core.variables import MISSING, Cell
+from ..core.variables import MISSING, Cell, new_cell
 from .axes import stack_axes, stack_recorded, strip_axes
 from .prefixes import (
     Labels,
@@ -110,7 +110,7 @@ def cross(
     forced: Collection[int] = (),
     take: Callable | None = None,
     loan: Mapping[int, Any] = MappingProxyType({}),
-    cell: Callable[[Any], Cell] = Cell,
+    cell: Callable[[Any], Cell] = new_cell,
 ) -> tuple[Any, After]:
     """Call ``f`` on fresh objects made from a table, and compare them afterwards.
 
@@ -201,7 +201,7 @@ class Crossing:
         layout = self.layout
         if self.axis_name is not MISSING and self.labels is not None:
             layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
-        cell = Input if self.watch else Cell
+        cell = Input if self.watch else new_cell
         with watching() if self.watch else nullcontext():
             out, after = cross(f, layout, leaves, forced, lambda out: (out, out), self._loan(), cell)
         check_returned(after, out)
