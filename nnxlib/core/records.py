@@ -237,8 +237,16 @@ def _has_changed(record: Record) -> bool:
         return True
 
 
+def turned(record: Record | Fresh) -> bool:
+    """Bring a record up to date after a change of static values, if it has met that change before."""
+    return isinstance(record, Record) and record.variant is not None and _mend(record, None)
+
+
 def _mend(record: Record, root: Any) -> bool:
-    """Bring a record up to date after a change of static values; False if something else has changed."""
+    """Bring a record up to date after a change of static values; False if something else has changed.
+
+    Without a root only if the record has met the change before.
+    """
     stamp = record.stamp
     with stamping:
         if stamp.valid:  # another thread was quicker
@@ -275,7 +283,7 @@ def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Va
         held = x._nnx_contents()
         contents[record.index[id(x)]] = type(x), x._nnx_marks, *held, *held.values()
     found = before.after(contents)
-    if found is not None:
+    if found is not None or root is None:
         return found
     rows = _rows_with_other_statics(record, root, changed)
     if rows is None:

@@ -245,9 +245,7 @@ class JitWrapped:
                 self._flatten = FLATTEN[0] if self._flatten is None else FLATTEN[1]
             site = None if found is None else self._sites.get(found[0])
             if found is not None and site is not None:
-                form = self._forms.get(key)
-                out = ELSEWHERE if form is None else form.call(row)  # a flag that was toggled back has its shortcut
-                return site.call(found, self._forms) if out is ELSEWHERE else out
+                return site.call(found, self._forms)
         except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
             pass
         except TypeError:

@@ -30,7 +30,7 @@ import numpy as np
 from ..core.graph import LEAF, Layout, Spec, StaticArgument, Tree, commit, value_of
 from ..core.inputs import AbsentInput
 from ..core.objects import is_node
-from ..core.records import KEPT, Numbers, Record, record_of
+from ..core.records import KEPT, Numbers, Record, record_of, turned
 from ..core.variables import Cell, reader, write_cells
 from .lift import Outcome
 from .plan import Compiled, Plan
@@ -330,30 +330,33 @@ class Form:
         place = self.place
         try:
             record = leaves[place]._nnx_record
+            if not record.stamp.valid and not turned(record):
+                return ELSEWHERE
             part = record.shortcuts.get(self)
         except AttributeError:  # no object, or nothing is kept about it
             return ELSEWHERE
-        if part is None or part.place != place or record.unchecked == 1 or not record.stamp.valid:
+        if part is None or part.place != place or record.unchecked == 1:
             return ELSEWHERE
         shortcut = part.shortcut
         compiled = shortcut.compiled()
         if compiled is None:
             return ELSEWHERE
         record.unchecked -= 1
-        records, cells = (record,), part.outputs
+        cells = part.outputs
+        others: Sequence[Record] = ()
         if len(leaves) == 1:
             returned = part.read(compiled.jitted)
         else:
-            inputs = [cell.value for cell in part.inputs]
+            inputs, others = [cell.value for cell in part.inputs], []
             for place in shortcut.others:
-                record = getattr(leaves[place], "_nnx_record", None)
-                if record is None or record.unchecked == 1 or not record.stamp.valid:
+                other = getattr(leaves[place], "_nnx_record", None)
+                if other is None or other.unchecked == 1 or not (other.stamp.valid or turned(other)):
                     return ELSEWHERE
-                part = record.shortcuts.get(self)
+                part = other.shortcuts.get(self)
                 if part is None or part.shortcut is not shortcut or part.place != place:
                     return ELSEWHERE
-                record.unchecked -= 1
-                records += (record,)
+                other.unchecked -= 1
+                others.append(other)
                 inputs += [cell.value for cell in part.inputs]
                 cells = cells + part.outputs
             for k in shortcut.plain:
@@ -365,7 +368,7 @@ class Form:
         if type(returned) is not tuple:  # of a trace that did something else
             site = shortcut.site()
             assert site is not None  # its plan has what is compiled
-            return site.finish(leaves, records, compiled, returned)
+            return site.finish(leaves, [record, *others], compiled, returned)
         out = shortcut.output(returned)
         if len(cells) == 1:
             cells[0].value = returned[0]
