@@ -39,9 +39,9 @@ from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Ref, Row, Walk, build, p
 from .graphdef import differences_listed
 from .objects import Node, Pytree, attributes_of, is_bound_method, is_node
 from .stamps import Stamp, stamping, with_stamp
-from .static import Const
+from .static import Const, same_items
 from .tracing import at_top_level
-from .variables import Cell, Variable
+from .variables import NO_METADATA, Cell, Variable
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
 
@@ -136,11 +136,12 @@ class Variant:
         return None
 
 
-Contents = dict[int, tuple]  # by row: the class of a node, its marks, the names of its attributes, the values
+# By row: the marks of a node; its class, the names of its attributes, the values.
+Contents = dict[int, tuple[dict, tuple]]
 
 
-def _are_same(a: tuple, b: tuple) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def _are_same(a: tuple[dict, tuple], b: tuple[dict, tuple]) -> bool:
+    return len(a[1]) == len(b[1]) and all(map(operator.is_, a[1], b[1])) and same_items(a[0], b[0])
 
 
 class Numbers:
@@ -281,7 +282,7 @@ def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Va
     for x in changed:
         object.__setattr__(x, "_nnx_held", with_stamp(x._nnx_held, stamp))
         held = x._nnx_contents()
-        contents[record.index[id(x)]] = type(x), x._nnx_marks, *held, *held.values()
+        contents[record.index[id(x)]] = x._nnx_marks or NO_METADATA, (type(x), *held, *held.values())
     found = before.after(contents)
     if found is not None or root is None:
         return found
