@@ -31,7 +31,7 @@ from ..core.graph import LEAF, Layout, Spec, StaticArgument, Tree, commit, value
 from ..core.inputs import AbsentInput
 from ..core.objects import is_node
 from ..core.records import KEPT, Numbers, Record, record_of, turned
-from ..core.variables import Cell, reader, write_cells
+from ..core.variables import Cell, reader, write_cells, writer
 from .lift import Outcome
 from .plan import Compiled, Plan
 
@@ -306,11 +306,12 @@ class Shortcut:
 class Part:
     """What a shortcut reads and writes of one object: its very cells. Kept on the record of the object alone."""
 
-    __slots__ = ("inputs", "outputs", "place", "read", "shortcut")
+    __slots__ = ("inputs", "outputs", "place", "read", "shortcut", "write")
 
     def __init__(self, shortcut: Shortcut, place: int, inputs: list[Cell], outputs: list[Cell]):
         self.shortcut, self.place = shortcut, place  # of the object among the leaves
-        self.inputs, self.outputs, self.read = inputs, outputs, reader(inputs)
+        self.inputs, self.outputs = inputs, outputs
+        self.read, self.write = reader(inputs), writer(outputs)  # where there is no other object
 
 
 class Form:
@@ -370,10 +371,10 @@ class Form:
             assert site is not None  # its plan has what is compiled
             return site.finish(leaves, [record, *others], compiled, returned)
         out = shortcut.output(returned)
-        if len(cells) == 1:
-            cells[0].value = returned[0]
-        elif cells:
+        if others:
             write_cells(cells, returned)
+        elif cells:
+            part.write(returned)
         return out
 
 

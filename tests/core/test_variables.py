@@ -1,6 +1,7 @@
 """Variables: boxes that behave like the array they hold, with metadata, hooks, names and a trace they belong to."""
 
 import copy
+import dis
 import gc
 import math
 import operator
@@ -17,7 +18,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.errors import VariableNameError
 from nnxlib.core.records import record_of
-from nnxlib.core.variables import HOOKS, Cell, write_cells
+from nnxlib.core.variables import HOOKS, Cell, reader, write_cells, writer
 
 
 class Scaled(nnx.Variable):
@@ -975,6 +976,22 @@ def test_an_interrupt_between_writes_leaves_none_undone(when):
     with pytest.raises(KeyboardInterrupt):
         write_cells(cells, [0, 1, 2, 3, "of the output"])
     assert [cell.value for cell in cells] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 128, 129])
+def test_readers_and_writers_of_cells(count):
+    """Each cell is read once and in order, and given its own value; the output behind the values is nobody's."""
+    cells = [Cell(k) for k in range(count)]
+    assert reader(cells)(lambda *values: values) == tuple(range(count))
+    writer(cells)((*range(1, count + 1), "of the output"))
+    assert [cell.value for cell in cells] == [*range(1, count + 1)]
+
+
+def test_nothing_can_interrupt_what_is_written_out():
+    """Python looks out for an interrupt where a function is entered or called, and where a loop goes round."""
+    instructions = [x.opname for x in dis.get_instructions(writer([Cell(None) for _ in range(5)]))]
+    assert "STORE_ATTR" in instructions
+    assert not [x for x in instructions if x.startswith(("CALL", "JUMP", "FOR_ITER", "SEND", "YIELD"))]
 
 
 def test_the_older_name_of_what_a_state_holds():
