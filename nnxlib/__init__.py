@@ -14,11 +14,17 @@ from .compat import graphlib as graph
 from .compat import graphlib as graphlib
 from .compat import helpers as helpers
 from .compat import module as module
+from .compat import proxy_caller as proxy_caller
+from .compat import pytreelib as object
 from .compat import pytreelib as pytreelib
+from .compat import reprlib as reprlib
 from .compat import rnglib as rnglib
 from .compat import spmd as spmd
 from .compat import statelib as statelib
+from .compat import summary as summary
+from .compat import tracers as tracers
 from .compat import variablelib as variablelib
+from .compat import visualization as visualization
 from .core import errors as errors
 from .core import traversals as traversals
 from .core.calls import use_name_scopes as use_name_scopes
@@ -262,10 +268,11 @@ __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from . import bridge as bridge
+    from .bridge import wrappers as wrappers
 else:
 
     def __getattr__(name: str):
         """``nnxlib.bridge`` is imported when it is first asked for: it needs flax, and takes as long as flax takes."""
-        if name == "bridge":
-            return _importlib.import_module(".bridge", __name__)
+        if name in ("bridge", "wrappers"):
+            return _importlib.import_module({"bridge": ".bridge", "wrappers": ".bridge.wrappers"}[name], __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

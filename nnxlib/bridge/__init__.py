@@ -17,10 +17,12 @@ except ImportError as error:
     ) from error
 
 from ..nn import initializers as initializers
+from . import interop as interop
 from . import variables as variables
 from . import wrappers as wrappers
 from .functional import Functional as Functional
 from .functional import functional as functional
+from .module import AttrPriority as AttrPriority
 from .module import Module as Module
 from .module import Scope as Scope
 from .module import compact as compact

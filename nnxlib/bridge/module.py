@@ -9,11 +9,13 @@ when it is attached.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import flax.linen
@@ -22,16 +24,30 @@ from flax.core.scope import in_filter
 
 from ..core import errors
 from ..core import module as core
-from ..core.objects import Pytree, attributes_of
+from ..core.objects import Pytree, attributes_of, is_node
 from ..core.objects import dataclass as nnx_dataclass
-from ..core.ops import clone
+from ..core.ops import clone, iter_graph
 from ..core.rngs import Rngs, RngStream
+from ..core.traversals import sort_key
 from ..core.variables import Variable, make_variable
 from .to_linen import leaves_of, values_of
 from .to_nnx import ToNNX, put
 from .variables import Path, from_collections, leaves_by_path, nested, to_linen_var, to_nnx_var, unboxed
 
 F = TypeVar("F", bound=Callable)
+
+
+class AttrPriority(enum.IntEnum):
+    """Which attribute names a part that is in several: the first by priority, then by name.
+
+    >>> sorted(nnx.bridge.AttrPriority)[0].name
+    'HIGH'
+    """
+
+    HIGH = 0
+    INIT_PARENT = 20
+    DEFAULT = 50
+    LOW = 100
 
 
 class Scope(Pytree):
@@ -50,12 +66,24 @@ class ModuleStackEntry:
     type_counter: Counter = dataclasses.field(default_factory=Counter)
 
 
-_stack: ContextVar[tuple[ModuleStackEntry, ...]] = ContextVar("bridge_modules", default=())
+_stack: ContextVar[tuple[ModuleStackEntry | None, ...]] = ContextVar("bridge_modules", default=(None,))
+
+
+class ModuleContext:
+    """Which Modules are running."""
+
+    @property
+    def module_stack(self) -> tuple[ModuleStackEntry | None, ...]:
+        """An entry for each, the innermost last, after a None for there being none."""
+        return _stack.get()
+
+
+MODULE_CONTEXT = ModuleContext()
 
 
 def current_context() -> ModuleStackEntry | None:
     """Return the entry of the Module whose ``setup`` or compact method is running."""
-    return _stack.get()[-1] if _stack.get() else None
+    return _stack.get()[-1]
 
 
 def current_module() -> Module | None:
@@ -107,6 +135,7 @@ class Module(core.Module):
 
     scope: Any = None
     _own_init = False
+    _attr_priorities = MappingProxyType({})  # by the name of the attribute
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -125,6 +154,20 @@ class Module(core.Module):
         super().__setattr__(name, value)
         if self.scope is not None and name != "scope":
             _take_over(attributes_of(self)[name], waiting, self.scope)
+
+    def set_attr_priority(self, name: str, value: AttrPriority | int) -> None:
+        """Say how early an attribute is asked for the name of a part that is in others, too.
+
+        >>> class Tied(nnx.bridge.Module):
+        ...   def setup(self):
+        ...     self.embed = self.decode = nnx.bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Embed(2, 3, rngs=rngs))
+        ...     self.set_attr_priority('embed', nnx.bridge.AttrPriority.HIGH)
+        ...   def __call__(self, x):
+        ...     return self.decode.attend(self.embed(x))
+        >>> list(Tied().init(0, jnp.array([0]))['params'])
+        ['embed']
+        """
+        self._attr_priorities = {**self._attr_priorities, name: int(value)}
 
     # --- in a run ---
 
@@ -148,7 +191,7 @@ class Module(core.Module):
         found = attributes_of(self).get(name)
         if isinstance(found, Variable):
             return found
-        if self.scope is None or not any(entry.module is self for entry in _stack.get()):
+        if self.scope is None or not any(e is not None and e.module is self for e in _stack.get()):
             raise ValueError(_NOT_RUNNING.format(kind=type(self).__name__, what=f"make {name!r}"))
         scope = self.scope
         if col == "params" and not scope.initializing and not in_filter(scope.mutable, col):
@@ -283,6 +326,11 @@ def _attach(part: Any, name: str | None, kind: type | None = None) -> Any:
     return part
 
 
+def has_setup(x: Any) -> bool:
+    """Whether a Module makes its parts in a ``setup``."""
+    return hasattr(x, "setup")
+
+
 def _take_over(value: Any, waiting: Any, scope: Scope) -> None:
     """Bind the parts in a value that has been attached, and give them the variables that waited for them."""
     parts = [part for _, part in core.iter_modules(value)] if isinstance(value, core.Module | dict | list) else []
@@ -291,7 +339,7 @@ def _take_over(value: Any, waiting: Any, scope: Scope) -> None:
     for part in parts:
         if isinstance(part, Module) and part.scope is None:
             part.scope = scope
-            if hasattr(part, "setup"):
+            if has_setup(part):
                 with _running(ModuleStackEntry(part, in_compact=False)):
                     part.setup()  # type: ignore[attr-defined]
 
@@ -308,7 +356,22 @@ def _fill(node: Any, given: Mapping[Path, Variable]) -> None:
 
 
 def _collections(module: Module) -> dict[str, Any]:
-    return nested(values_of(module, to_linen_var))
+    return nested(values_of(module, to_linen_var, _by_priority))
+
+
+def _by_priority(x: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
+    """What :func:`iter_graph` yields, but for the nodes, with the attributes of each Module in their order."""
+    seen = set() if seen is None else seen
+    if not is_node(x) or isinstance(x, Variable):
+        found = [(below, leaf) for below, leaf in iter_graph(x) if id(leaf) not in seen]
+        seen.update(id(leaf) for _, leaf in found if is_node(leaf))
+        yield from (((*path, *below), leaf) for below, leaf in found)
+    elif id(x) not in seen:
+        seen.add(id(x))
+        priorities = x._attr_priorities if isinstance(x, Module) else {}
+        order = lambda item: (priorities.get(item[0], AttrPriority.DEFAULT), sort_key(item[0]))
+        for key, child in sorted(x._nnx_children(), key=order):
+            yield from _by_priority(child, (*path, key), seen)
 
 
 def _rngs(rngs: Any) -> Rngs:

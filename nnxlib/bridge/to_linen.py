@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen
@@ -108,8 +108,8 @@ class ToLinen(flax.linen.Module):
 
     def _rngs(self) -> Rngs:
         """A stream for each that Linen has, and one that answers for all others."""
-        names = [] if self.scope is None else list(self.scope.rngs)
-        streams = {name: RngStream(self.make_rng(name), tag=name) for name in names}
+        keys = {} if self.scope is None else linen_rngs_dict(self)
+        streams = {name: RngStream(key, tag=name) for name, key in keys.items()}
         if "default" not in streams and not self.is_initializing():
             # The constructor is to run, and what it draws is replaced; what the call draws is found by the tag.
             rngs = Rngs({**streams, "default": RngStream(0, tag="default")})
@@ -157,6 +157,41 @@ its arguments: to_linen({name}, ...)."""
 
 _DO_NOT_FIT = "The variables at {place} do not fit the Module:"
 _COMPLETE = "Pass all that `init` has returned, `model.apply(variables, ...)`, or make their collection mutable."
+
+
+def current_linen_module() -> flax.linen.Module | None:
+    """Return the Linen module whose method is running, None if there is none.
+
+    >>> nnx.bridge.wrappers.current_linen_module() is None
+    True
+    """
+    return flax.linen.module._context.module_stack[-1]
+
+
+def linen_rngs_dict(linen_module: flax.linen.Module, add_default: bool = False) -> dict[str, Any]:
+    """Draw a key from each random stream that a running Linen module has.
+
+    Args:
+      linen_module: the module, such as :func:`current_linen_module`.
+      add_default: whether to add the seed 0 under ``default``, for :class:`Rngs`.
+
+    >>> from flax import linen as nn
+    >>> class Names(nn.Module):
+    ...   def __call__(self):
+    ...     return sorted(nnx.bridge.wrappers.linen_rngs_dict(self, add_default=True))
+    >>> Names().apply({}, rngs={'dropout': jax.random.key(0)})
+    ['default', 'dropout']
+
+    Raises:
+      ValueError: if the module is not running.
+    """
+    if linen_module.scope is None:
+        raise ValueError(
+            f"linen_rngs_dict draws from the streams of a run, but this {type(linen_module).__name__} is not running. "
+            "Call it in a method of the module."
+        )
+    keys = {name: linen_module.make_rng(name) for name in linen_module.scope.rngs}
+    return {"default": 0, **keys} if add_default else keys
 
 
 def to_linen(
@@ -244,21 +279,21 @@ A Module within a Linen model draws from a random stream that `apply` was given 
 call. Pass one, model.apply(variables, x, rngs={'dropout': key}), or make the Module deterministic."""
 
 
-def leaves_of(module: Any) -> dict[Path, Any]:
+Walk = Callable[[Any], Iterable[tuple[Path, Any]]]  # yields what there is in a graph, a shared object once
+
+
+def leaves_of(module: Any, walk: Walk = iter_graph) -> dict[Path, Any]:
     """The Variables and arrays of a Module by path, without random streams; a shared one at its first path."""
     return {
-        path: x
-        for path, x in iter_graph(module)
-        if (isinstance(x, Variable) and not isinstance(x, RngState)) or is_array(x)
+        path: x for path, x in walk(module) if (isinstance(x, Variable) and not isinstance(x, RngState)) or is_array(x)
     }
 
 
-def values_of(module: Any, metadata_fn: Callable[[Variable], Any] | None) -> dict[Path, Any]:
+def values_of(module: Any, metadata_fn: Callable[[Variable], Any] | None, walk: Walk = iter_graph) -> dict[Path, Any]:
     """What Linen is to keep of a Module, by collection and path."""
     boxed = metadata_fn or Variable.get_raw_value
-    return {
-        (_collection(x), *path): boxed(x) if isinstance(x, Variable) else x for path, x in leaves_of(module).items()
-    }
+    leaves = leaves_of(module, walk)
+    return {(_collection(x), *path): boxed(x) if isinstance(x, Variable) else x for path, x in leaves.items()}
 
 
 def _collection(x: Any) -> str:

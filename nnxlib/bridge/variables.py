@@ -16,7 +16,7 @@ Linen allows one path in two collections; a Module has one attribute of a name. 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -26,6 +26,7 @@ from flax.core import meta
 from .. import sharding
 from ..core import errors
 from ..core.static import Const
+from ..core.traversals import path_key
 from ..core.variables import Variable, make_variable, variable_name_from_type, variable_type_from_name
 from ..core.variables import with_partitioning as nnx_with_partitioning
 
@@ -249,6 +250,16 @@ def nnx_attrs_to_linen_vars(nnx_attrs: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"Linen has collections of Variables, but {errors.format_path(path)} is {variable!r}.")
         leaves[collection_of(type(variable)), *path] = to_linen_var(variable)
     return nested(leaves)
+
+
+def get_col_name(keypath: Sequence[Any]) -> Any:
+    """Return the collection that a JAX key path into Linen's variables leads through: its first key.
+
+    >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'params': {'kernel': 1.0}})
+    >>> nnx.bridge.variables.get_col_name(path)
+    'params'
+    """
+    return path_key(keypath[0])
 
 
 def collection_of(kind: type[Variable]) -> str:

@@ -1,4 +1,15 @@
-"""The functions on graphs, under the name that flax.nnx has for them."""
+"""The functions on graphs, under the name that flax.nnx has for them; with what asks what a value is in a graph.
+
+A :class:`GraphDef` has a row for each object: ``NodeDef`` and ``VariableDef`` are the types of these rows, ``NodeRef``
+is what stands for an object in the rows of others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+import jax.tree_util as jtu
 
 from ..core.contexts import MergeContext as MergeContext
 from ..core.contexts import SplitContext as SplitContext
@@ -7,11 +18,72 @@ from ..core.contexts import current_update_context as current_update_context
 from ..core.contexts import merge_context as merge_context
 from ..core.contexts import split_context as split_context
 from ..core.contexts import update_context as update_context
+from ..core.filters import PathParts as PathParts
+from ..core.graph import NodeRow as NodeDef  # noqa: F401
+from ..core.graph import Ref as NodeRef  # noqa: F401
+from ..core.graph import VariableRow as VariableDef  # noqa: F401
 from ..core.graphdef import GraphDef as GraphDef
 from ..core.module import iter_module_children as iter_module_children
+from ..core.objects import is_array as is_array
+from ..core.objects import is_node as is_graph_node
 from ..core.ops import *  # noqa: F403
 from ..core.state import FlatState as FlatState
+from ..core.state import FlatState as GraphFlatState  # noqa: F401
 from ..core.state import State as State
 from ..core.state import map_state as map_state
+from ..core.traversals import Key as Key
+from ..core.traversals import path_key as path_key
 from ..core.variables import Variable as Variable
 from ..transforms.partials import cached_partial as cached_partial
+
+A = TypeVar("A")
+
+
+@jtu.register_static
+@dataclasses.dataclass(frozen=True)
+class Static(Generic[A]):
+    """A pytree without leaves around a value that has ``==`` and a hash; ``jax.jit`` compiles once for each value.
+
+    >>> from nnxlib.graphlib import Static
+    >>> jax.jit(lambda x, power: x**power.value)(3.0, Static(2)).item(), jax.tree.leaves(Static(2))
+    (9.0, [])
+    """
+
+    value: A
+
+
+def is_node_leaf(x: Any, /) -> bool:
+    """Whether ``x`` is data: a Variable, or an array.
+
+    >>> nnx.graphlib.is_node_leaf(nnx.Param(1)), nnx.graphlib.is_node_leaf(jnp.ones(2)), nnx.graphlib.is_node_leaf(1)
+    (True, True, False)
+    """
+    return isinstance(x, Variable) or is_array(x)
+
+
+def is_pytree_node(x: Any, /) -> bool:
+    """Whether ``x`` has children for JAX and is no object of the graph: a list, a dict, a State.
+
+    >>> nnx.graphlib.is_pytree_node([1, 2]), nnx.graphlib.is_pytree_node(nnx.List([1, 2]))
+    (True, False)
+    """
+    return not is_graph_node(x) and not jtu.all_leaves([x])
+
+
+def is_node(x: Any, /) -> bool:
+    """Whether ``x`` may have something in it: an object of the graph that is no Variable, or a pytree.
+
+    >>> nnx.graphlib.is_node(nnx.Rngs(0)), nnx.graphlib.is_node([1, 2]), nnx.graphlib.is_node(nnx.Param(1))
+    (True, True, False)
+    """
+    return is_pytree_node(x) or (is_graph_node(x) and not isinstance(x, Variable))
+
+
+def jax_to_nnx_path(jax_path: tuple, /) -> PathParts:
+    """Turn a key path of JAX into a path of plain keys.
+
+    >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'a': [7]})
+    >>> nnx.graphlib.jax_to_nnx_path(path)
+    ('a', 0)
+    """
+    return tuple([path_key(entry) for entry in jax_path])

@@ -30,11 +30,11 @@ Policy = Literal["scalars_only", "match_shape"] | Callable[[Path, jax.Array, tup
 
 
 class StreamBackup(NamedTuple):
-    """A stream, and the key and count that it gets back."""
+    """A stream, and the key and count that it gets back; it goes on with its own count if that is None."""
 
     stream: RngStream
     key: jax.Array
-    count: jax.Array
+    count: jax.Array | None
 
 
 class SplitBackups(list[StreamBackup]):
@@ -51,7 +51,23 @@ def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
     """Put the keys and counts of streams back; the counts are those reached when they were split or forked."""
     for stream, key, count in backups:
         stream.key.set_value(key)
-        stream.count.set_value(count)
+        if count is not None:
+            stream.count.set_value(count)
+
+
+def backup_keys(node: Any, /) -> SplitBackups:
+    """Return the keys of all streams of a node, for :func:`restore_rngs`; the streams go on counting.
+
+    >>> import nnxlib as nnx
+    >>> from nnxlib.rnglib import backup_keys
+    >>> rngs = nnx.Rngs(0)
+    >>> backups = backup_keys(rngs)
+    >>> nnx.reseed(rngs, default=1)
+    >>> nnx.restore_rngs(backups)
+    >>> bool(rngs.default.key.value == jax.random.key(0))
+    True
+    """
+    return SplitBackups([StreamBackup(stream, stream.key.get_value(), None) for _, stream in _streams(node)])
 
 
 def _streams(node: Any, only: Filter = ...) -> list[tuple[Path, RngStream]]:

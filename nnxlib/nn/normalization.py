@@ -1,5 +1,7 @@
 """The normalising layers, under the name that flax.nnx has for their module."""
 
+from .initializers import Initializer as Initializer
+from .norm import Axes as Axes
 from .norm import BatchNorm as BatchNorm
 from .norm import GroupNorm as GroupNorm
 from .norm import InstanceNorm as InstanceNorm

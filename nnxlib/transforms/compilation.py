@@ -1,5 +1,11 @@
 """The transformations that compile, under the name that flax.nnx has for their module."""
 
+from .jit import JitWrapped as JitFn  # noqa: F401
+from .jit import JitWrapped as JitWrapped
+from .jit import Stage as Compiled  # noqa: F401
+from .jit import Stage as Lowered  # noqa: F401
+from .jit import Stage as Stage
+from .jit import Stage as Traced  # noqa: F401
 from .jit import jit as jit
 from .partials import jit_partial as jit_partial
 from .prefixes import StateSharding as StateSharding

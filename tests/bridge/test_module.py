@@ -151,3 +151,69 @@ def test_what_is_refused():
 
     with pytest.raises(ValueError, match=r"'b' is assigned to self\.a"):
         Twice().init(0)
+
+
+class Shared(bridge.Module):
+    """One part under two names."""
+
+    priorities: dict
+
+    def setup(self):
+        self.last = Dense(3)
+        for name, priority in self.priorities.items():
+            self.set_attr_priority(name, priority)
+        self.first = self.last
+
+    def __call__(self, x):
+        return self.first(x)
+
+
+@pytest.mark.parametrize(
+    ("priorities", "name"),
+    [
+        ({}, "first"),
+        ({"last": bridge.AttrPriority.HIGH}, "last"),
+        ({"last": bridge.AttrPriority.DEFAULT}, "first"),
+        ({"first": bridge.AttrPriority.LOW}, "last"),
+        ({"last": 3, "first": 2}, "first"),
+    ],
+    ids=str,
+)
+def test_a_priority_chooses_among_the_names_of_a_part(priorities, name):
+    """The variables stand under one of the names, and are found there again, at any depth."""
+
+    class Outer(bridge.Module):
+        def setup(self):
+            self.parts = [Shared(priorities)]
+
+        def __call__(self, x):
+            return self.parts[0](x)
+
+    for model, path in ((Shared(priorities), (name,)), (Outer(), ("parts", 0, name))):
+        y, variables = model.init_with_output(0, X)
+        [(found, _)] = jax.tree_util.tree_leaves_with_path(variables)
+        assert nnx.graphlib.jax_to_nnx_path(found) == ("params", *path, "w")
+        assert jnp.array_equal(model.apply(variables, X), y)
+
+
+def test_the_stack_has_what_is_running():
+    """None first, so that the last entry is the current one; after an error, too."""
+    context = bridge.module.MODULE_CONTEXT
+    seen = []
+
+    class Failing(bridge.Module):
+        def setup(self):
+            seen.append([None if entry is None else type(entry.module) for entry in context.module_stack])
+
+        @bridge.compact
+        def __call__(self, x):
+            seen.append([None if entry is None else entry.in_compact for entry in context.module_stack])
+            raise ArithmeticError
+
+    assert bridge.module.has_setup(Failing())
+    assert not bridge.module.has_setup(Dense())
+    with pytest.raises(ArithmeticError):
+        Failing().init(0, X)
+    assert seen == [[None, Failing], [None, True]]
+    assert context.module_stack == (None,)
+    assert bridge.current_context() is None

@@ -238,3 +238,23 @@ def test_an_instance_is_refused():
     """ToLinen makes the Module itself."""
     with pytest.raises(TypeError, match=r"to_linen\(Linear, ...\)"):
         bridge.to_linen(nnx.Linear(3, 2, rngs=nnx.Rngs(0))).init(jax.random.key(0), X)
+
+
+def test_the_linen_module_that_runs_and_its_keys():
+    """As a Module inside of it finds them; outside there are none."""
+    found = []
+
+    class Inner(nnx.Module):
+        def __init__(self, rngs):
+            self.rngs = nnx.Rngs(nnx.bridge.wrappers.linen_rngs_dict(nnx.bridge.wrappers.current_linen_module(), True))
+
+        def __call__(self):
+            found.append(nnx.bridge.wrappers.current_linen_module())
+            return sorted(self.rngs)
+
+    model = nnx.bridge.ToLinen(Inner)
+    assert model.apply({}, rngs={"dropout": jax.random.key(0)}) == ["default", "dropout"]
+    assert isinstance(found[0], nnx.bridge.ToLinen)
+    assert nnx.bridge.wrappers.current_linen_module() is None
+    with pytest.raises(ValueError, match="draws from the streams of a run, but this ToLinen is not running"):
+        nnx.bridge.wrappers.linen_rngs_dict(model)

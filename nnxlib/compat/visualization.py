@@ -1,0 +1,3 @@
+"""Modules in a notebook, under the name that flax.nnx has for it."""
+
+from ..display import display as display

@@ -1,0 +1,85 @@
+"""The module paths of flax.nnx: what is public there is here under the same path, and what it does is the same."""
+
+import importlib
+import inspect
+import pkgutil
+import types
+
+import jax
+import pytest
+
+import nnxlib
+
+pytest.importorskip("flax.nnx", reason="flax is not installed (it is not, where it would change the version of JAX)")
+
+import flax.nnx
+
+from tests.compat.test_names import kinds, written
+
+MODULES = (
+    "bridge bridge.interop bridge.variables bridge.wrappers compat filterlib helpers nn.activations nn.attention "
+    "nn.dtypes nn.initializers nn.linear nn.lora nn.normalization nn.recurrent nn.stochastic reprlib rnglib spmd "
+    "statelib tracers training.ema training.metrics training.optimizer traversals"
+).split()
+
+# Of no use here, or of flax.nnx's own machinery.
+LEFT_OUT = {
+    "helpers": "ModuleDefApply has_keyword_arg",
+    "reprlib": "COLOR Color NO_COLOR ReprContext colorized supports_color",  # reprs are plain text
+    "statelib": "NestedStateRepr",
+}
+
+
+MACHINERY = {"flax.nnx.deprecations", "flax.nnx.ids"}
+
+
+def test_modules_are_here():
+    """Each module path there can be imported here."""
+    for module in pkgutil.walk_packages(flax.nnx.__path__, "flax.nnx."):
+        if module.name not in MACHINERY:
+            assert importlib.import_module(module.name.replace("flax.nnx", "nnxlib"))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_of_a_module_are_here(name):
+    """Functions, classes and values that the module there defines itself."""
+    there = importlib.import_module(f"flax.nnx.{name}")
+    here = importlib.import_module(f"nnxlib.{name}")
+    defined = {
+        key
+        for key, value in vars(there).items()
+        if not key.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value) or isinstance(value, int | str | tuple))
+        and (getattr(value, "__module__", there.__name__) == there.__name__)
+        and not isinstance(value, types.ModuleType)
+    }
+    assert {key for key in defined if not hasattr(here, key)} == set(LEFT_OUT.get(name, "").split())
+
+
+def test_names_of_the_graph_mode_namespace():
+    """What flax.nnx has in its `compat`."""
+    names = {key for key in vars(flax.nnx.compat) if not key.startswith("_")} - {"functools"}
+    assert names <= {key for key in dir(nnxlib.compat) if hasattr(nnxlib.compat, key)}
+
+
+def test_what_a_value_is_in_a_graph():
+    assert kinds(nnxlib) == kinds(flax.nnx)
+
+
+def test_reprs_are_the_same():
+    assert written(importlib.import_module("nnxlib.reprlib")) == written(importlib.import_module("flax.nnx.reprlib"))
+
+
+def test_key_paths_and_backups_are_the_same():
+    keys = (jax.tree_util.DictKey("a"), jax.tree_util.GetAttrKey("b"), jax.tree_util.SequenceKey(1))
+
+    def script(nnx):
+        rngs = nnx.Rngs(0, a=1)
+        backups = nnx.rnglib.backup_keys(rngs)
+        rngs.a()
+        nnx.reseed(rngs, a=5)
+        rngs.a()
+        nnx.restore_rngs(backups)
+        return nnx.graphlib.jax_to_nnx_path(keys), jax.random.key_data(rngs.a()).tolist()
+
+    assert script(nnxlib) == script(flax.nnx)
