@@ -300,3 +300,46 @@ def test_compact_modules():
         return plain([out, variables, again, after, Dense(4).init(0, X), Dense(4).init(nnx.Rngs(1), X)])
 
     same(script)
+
+
+def test_priorities_of_attributes():
+    """A part under two names: its variables stand under the one of the first priority, then of the first name."""
+
+    def script(nnx, names, priorities):
+        class Dense(nnx.bridge.Module):
+            @nnx.bridge.compact
+            def __call__(self, x):
+                return x @ self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 3))[...]
+
+        class Model(nnx.bridge.Module):
+            def setup(self):
+                part = Dense()
+                for name in names:
+                    setattr(self, name, part)
+                for name, priority in priorities.items():
+                    self.set_attr_priority(name, nnx.bridge.AttrPriority(priority))
+
+            def __call__(self, x):
+                return getattr(self, names[0])(x)
+
+        out, variables = Model().init_with_output(0, X)
+        return plain([out, variables, Model().apply(variables, X)])
+
+    for priorities in ({}, {"b": 0}, {"a": 100}, {"b": 20, "a": 0}, {"b": 50}):
+        here, there = (script(nnx, ["b", "a"], priorities) for nnx in (nnxlib, flax.nnx))
+        assert here == there
+
+
+def test_keys_of_the_running_linen_module():
+    """One key from each stream, another at each time."""
+
+    def script(nnx):
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self):
+                assert nnx.bridge.wrappers.current_linen_module() is self
+                return [nnx.bridge.wrappers.linen_rngs_dict(self, add_default=default) for default in (True, False)]
+
+        return plain([Model().init_with_output(KEYS), Model().apply({}, rngs={"dropout": KEYS["dropout"]})])
+
+    same(script)
