@@ -363,8 +363,8 @@ class JitWrapped:
         kwargs = {**self._kwargs, **kwargs} if self._kwargs else kwargs
         if self._static:
             n = len(args)
-            args = tuple([StaticArgument(x, (i,)) if self._static.has(i, n) else x for i, x in enumerate(args)])
-            kwargs = {k: StaticArgument(x, (k,)) if self._static.has(k) else x for k, x in kwargs.items()}
+            args = tuple([_as_static(x, i) if self._static.has(i, n) else x for i, x in enumerate(args)])
+            kwargs = {k: _as_static(x, k) if self._static.has(k) else x for k, x in kwargs.items()}
         return args, kwargs
 
     def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> Plan:
@@ -415,6 +415,11 @@ class JitWrapped:
 
 def _leaves(tree: Any) -> list[Any]:
     return jtu.tree_leaves(tree, is_leaf=is_node)
+
+
+def _as_static(x: Any, argument: int | str) -> StaticArgument:
+    """An argument as part of the program; one that a partial bound may be that already."""
+    return x if type(x) is StaticArgument else StaticArgument(x, (argument,))
 
 
 class _Selection:

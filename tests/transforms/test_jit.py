@@ -197,6 +197,17 @@ def test_partials_with_other_values():
     assert jitted(X, by=5.0).tolist() == [15, 15]
 
 
+def test_partials_of_functions_with_static_arguments():
+    """A bound value may be one of the static arguments, whether it is bound by position or by keyword."""
+
+    def f(scale, x, *, flag):
+        return x * scale if flag else x
+
+    jitted = nnx.jit(functools.partial(f, 3, flag=True), static_argnames=("scale", "flag"))
+    assert jitted(X).tolist() == [3, 3]
+    assert jitted(X, flag=False).tolist() == [1, 1]
+
+
 def test_builtins_and_functions_without_a_signature():
     """Functions whose signature Python does not know, and functions of NumPy-like libraries, are compiled."""
     assert nnx.jit(jnp.sum)(X).item() == 2
