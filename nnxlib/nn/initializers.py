@@ -7,6 +7,7 @@ JAX compiles the random ones once per shape and dtype.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,14 @@ def _full(shape: tuple[int, ...], value: int, dtype: Any) -> jax.Array:
     return jnp.full(shape, value, dtype)
 
 
+def _sizes(shape: Any) -> tuple[int, ...]:
+    """The sizes in a shape; a number is the shape of a vector, as it is for :func:`jax.numpy.zeros`."""
+    try:
+        return tuple(shape)
+    except TypeError:
+        return (operator.index(shape),)
+
+
 def zeros(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.Array:
     """Return an array of zeros; the key is not looked at.
 
@@ -51,7 +60,7 @@ def zeros(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.A
     """
     if kwargs:  # out_sharding
         return jax_initializers.zeros(key, shape, dtype, **kwargs)
-    return _full(tuple(shape), 0, jax.dtypes.canonicalize_dtype(dtype))
+    return _full(_sizes(shape), 0, jax.dtypes.canonicalize_dtype(dtype))
 
 
 def ones(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.Array:
@@ -63,7 +72,7 @@ def ones(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.Ar
     """
     if kwargs:
         return jax_initializers.ones(key, shape, dtype, **kwargs)
-    return _full(tuple(shape), 1, jax.dtypes.canonicalize_dtype(dtype))
+    return _full(_sizes(shape), 1, jax.dtypes.canonicalize_dtype(dtype))
 
 
 def zeros_init() -> Initializer:

@@ -27,6 +27,14 @@ def test_constants_are_those_of_jax(name, dtype):
     assert first.unsafe_buffer_pointer() != second.unsafe_buffer_pointer()
 
 
+def test_a_number_is_the_shape_of_a_vector():
+    """The constants take a size in place of a shape, as those of JAX do; what is no size is refused."""
+    assert nnx.initializers.ones(None, 3).tolist() == [1, 1, 1]
+    assert nnx.initializers.zeros(None, np.int64(2)).tolist() == [0, 0]
+    with pytest.raises(TypeError, match="integer"):
+        nnx.initializers.zeros(None, 2.5)
+
+
 def test_constants_take_a_sharding():
     """Keyword arguments go to the initializer of JAX."""
     x = nnx.initializers.ones(None, (2,), jnp.float32, out_sharding=None)
