@@ -194,7 +194,8 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     Args:
       graphdef: the structure; or a :class:`GraphState`, then without states.
       *states: States, FlatStates or nested dicts with a leaf for each path, in any order. Keys of ints may be strings.
-        A leaf is a Variable, its bare value, or ``{'value': array}``, as checkpoints have it.
+        A leaf is a Variable, its bare value, or ``{'value': array}``, as checkpoints have it. A single list of leaves,
+        such as ``jax.tree.leaves(state)``, has those of all States together, in the order of a State.
       copy: accepted for compatibility: the object always has Variables of its own.
       strict: with False, values of another type, shape or kind of dtype are taken as they are instead of refused.
 
@@ -207,9 +208,10 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     of the models that ``vmap`` has made: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``.
 
     Raises:
-      StateMismatchError: for missing and unexpected paths, and where type, shape or kind of dtype is not what it was
-        when the model was split. Axes more or less are none, if all leaves of a type have them, and something else than
-        an array is none, if no leaf is one. (Traced values are views, per example or per shard, and not compared.)
+      StateMismatchError: for missing and unexpected paths, for a list of another length, and where type, shape or kind
+        of dtype is not what it was when the model was split. Axes more or less are none, if all leaves of a type have
+        them, and something else than an array is none, if no leaf is one. (Traced values are views, per example or per
+        shard, and not compared.)
     """
     if isinstance(graphdef, GraphState):
         graphdef, states = graphdef._graphdef, (graphdef._state, *states)
@@ -220,6 +222,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     layout = graphdef.layout
     fitting = _values_as_split(graphdef, states)
     if fitting is None:
+        states = _by_path(layout, states)
         given = _in_order(layout, states)
         fitting = None if given is None else _values_that_fit(graphdef, given)
     values, metadata = fitting or _values_looked_at(graphdef, *_placed(layout, states, graphdef.avals), strict)
@@ -242,6 +245,24 @@ def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> _Values | N
     if not _have_avals(source.values, graphdef.avals):
         return None
     return _unshared(source.values, len(source.layout.variables)), {}
+
+
+def _by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The States; of a list of leaves, which has no paths, the one that it is of.
+
+    Raises:
+      StateMismatchError: if the list has more leaves or less.
+    """
+    leaves = states[0] if len(states) == 1 else None
+    if type(leaves) is not list or not leaves or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
+        return states
+    expected = FlatState(zip(layout.leaf_paths, layout.leaf_paths, strict=True)).paths
+    if len(leaves) != len(expected):
+        raise errors.StateMismatchError(
+            f"Expected {len(expected)} leaves, those of all States in their order, got {len(leaves)}; nothing was made."
+            " Pass jax.tree.leaves(state) of the whole state, or the State itself."
+        )
+    return (FlatState.from_sorted_keys_values(expected, leaves),) if expected != ((),) else (leaves[0],)
 
 
 def _in_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:

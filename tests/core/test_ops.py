@@ -229,9 +229,22 @@ def test_merge_takes_states_in_every_form():
         [as_strings],
         [list(nnx.split_state(state, nnx.Param, ...))],
         nnx.split_state(state, nnx.Param, ...),
+        [jax.tree.leaves(state)],
+        [jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))],
     ):
         back = nnx.merge(graphdef, *given)
         assert nnx.state(back) == state
+
+
+def test_merge_takes_leaves_in_the_order_of_a_state():
+    """Also where that is not the order in which the object is walked, and of a Variable by itself."""
+    m = nnx.Dict({"b": nnx.Param(1.0), "a": jnp.zeros(2), "c": nnx.List([nnx.Param(float(i)) for i in range(11)])})
+    graphdef, state = nnx.split(m)
+    leaves = jax.tree.leaves(state)
+    assert nnx.state(nnx.merge(graphdef, leaves)) == state
+    assert nnx.merge(*nnx.split(m.b)[:1], [2.0]).value == 2.0
+    with pytest.raises(StateMismatchError, match=r"Expected 13 leaves, .* got 12"):
+        nnx.merge(graphdef, leaves[:-1])
 
 
 def test_a_variable_that_holds_a_dict_goes_through_pure_dicts():
