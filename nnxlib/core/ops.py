@@ -67,45 +67,36 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
 
 
 class _Snapshot:
-    """What Variables hold at one moment: copies of them are made when asked for.
+    """What leaves of a layout hold at one moment: Variables, and the arrays beside them, are made when asked for.
 
     Args:
-      variables: to be copied.
-      nesting: how they stand in a State, in its order.
+      layout: says what the leaves are of.
+      leaves: all, in its order; or those of the group, in the order of that, which are all of Variables.
+      group: some of the leaves.
     """
 
-    __slots__ = ("_kinds", "_metadata", "_nesting", "_trace", "_values")
+    __slots__ = ("_trace", "group", "layout", "values")
 
-    def __init__(self, variables: Sequence[Variable], nesting: Nesting | None = None):
-        self._values = all_unshared([x._cell.value for x in variables])
-        self._kinds, self._metadata = [type(x) for x in variables], [x._metadata for x in variables]
-        self._nesting, self._trace = nesting, current_trace()
-
-    def leaves(self) -> list[Any]:
-        return make_variables(self._kinds, self._values, self._metadata, trace=self._trace)
-
-    def nest(self) -> dict:
-        assert self._nesting is not None
-        return self._nesting.nest(self.leaves())
-
-
-class _Whole:
-    """What all leaves of a layout hold at one moment: Variables, and the arrays beside them, made when asked for."""
-
-    __slots__ = ("_trace", "layout", "values")
-
-    def __init__(self, layout: Layout, leaves: list[Any]):
-        self.layout, self.values, self._trace = layout, _unshared(leaves, len(layout.variables)), current_trace()
+    def __init__(self, layout: Layout, leaves: list[Any], group: Nesting | None = None):
+        count = len(leaves) if group is not None else len(layout.variables)
+        self.layout, self.group, self.values, self._trace = layout, group, _unshared(leaves, count), current_trace()
 
     def leaves(self) -> list[Any]:
-        blueprint = self.layout.blueprint
-        made = make_variables(blueprint.variable_types, self.values, fresh(blueprint.metadata), trace=self._trace)
+        kinds, metadata = self.layout.blueprint.variable_types, self.layout.blueprint.metadata
+        if self.group is not None:
+            kinds, metadata = self.group.sort(kinds), self.group.sort(metadata)
+        made = make_variables(kinds, self.values, fresh(metadata), trace=self._trace)
         return made + self.values[len(made) :]
 
     def nest(self) -> dict:
-        nesting = self.layout.nesting
+        leaves, nesting = self.leaves(), self.layout.nesting
         assert nesting is not None
-        return nesting.nest(nesting.sort(self.leaves()))
+        return nesting.nest(nesting.sort(leaves)) if self.group is None else self.group.nest(leaves)
+
+
+def _copied(variables: list[Variable]) -> list[Any]:
+    values = all_unshared([x._cell.value for x in variables])
+    return make_variables([type(x) for x in variables], values, [x._metadata for x in variables])
 
 
 def _unshared(values: list[Any], count: int) -> list[Any]:
@@ -115,7 +106,7 @@ def _unshared(values: list[Any], count: int) -> list[Any]:
 
 def _copies(layout: Layout, leaves: list[Any]) -> list[Any]:
     """The leaves; Variables as new ones."""
-    return _Whole(layout, leaves).leaves()
+    return _Snapshot(layout, leaves).leaves()
 
 
 def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
@@ -139,7 +130,7 @@ def _states(
         return _as_tuple(divide(state, *filters) if filters else state, filters)
     variables = [objects[i] for i in layout.variables]
     if not filters:
-        return (State._later(_Whole(layout, leaves)),)
+        return (State._later(_Snapshot(layout, leaves)),)
 
     def divided(leaves: list[Any]) -> tuple[FlatState, ...]:
         flat = FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves))
@@ -148,7 +139,7 @@ def _states(
     if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
         return tuple([from_flat_state(group) for group in divided(_copies(layout, leaves))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in divided(variables)])
-    return tuple([State._later(_Snapshot(group.sort(variables), group)) for group in groups])
+    return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
 
 
 def _as_tuple(groups: Any, filters: Sequence[Filter]) -> tuple[Any, ...]:
@@ -240,7 +231,7 @@ _Values = tuple[list[Any], dict[int, Any]]  # values of the leaves, and metadata
 def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> _Values | None:
     """The values in a State of all leaves that nobody has looked into, if they are those of the GraphDef."""
     source = getattr(states[0], "_source", None) if len(states) == 1 and isinstance(states[0], State) else None
-    if not isinstance(source, _Whole) or source.layout is not graphdef.layout:
+    if not isinstance(source, _Snapshot) or source.group is not None or source.layout is not graphdef.layout:
         return None
     if not _have_avals(source.values, graphdef.avals):
         return None
@@ -631,9 +622,7 @@ def pop(node: Any, *filters: Filter) -> Any:
             f"Cannot pop {format_path(paths[i])}: it is inside a tuple or another pytree, which cannot lose an "
             "item. Keep it in an attribute, a list or a dict."
         )
-    states = [
-        _to_state(list(zip([path for path, _ in group], _Snapshot([x for _, x in group]).leaves()))) for group in taken
-    ]
+    states = [_to_state(list(zip([path for path, _ in group], _copied([x for _, x in group])))) for group in taken]
     trace = current_trace()
     for x, name, _ in places:
         if x._nnx_trace is not trace:

@@ -1024,3 +1024,12 @@ def test_wide_graph_as_a_raw_pytree():
     leaves, treedef = jax.tree.flatten(m)
     assert len(leaves) == WIDTH
     assert nnx.graphdef(treedef.unflatten(leaves)) == nnx.graphdef(m)
+
+
+def test_a_state_has_lists_in_metadata_of_its_own():
+    """With a filter or without: editing the list of a model does not reach into a State that was taken before."""
+    m = nnx.Dict(w=nnx.Param(jnp.ones(2), tags=["a"]), b=nnx.BatchStat(jnp.ones(2)))
+    states = [nnx.state(m), nnx.split(m)[1], nnx.state(m, nnx.Param), nnx.split(m, nnx.Param, ...)[1]]
+    for state in states:
+        assert state["w"].tags == ["a"]
+        assert state["w"].tags is not m.w.tags
