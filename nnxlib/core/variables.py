@@ -333,7 +333,7 @@ class Variable(Identified, Generic[A]):
         return type(self), {name: getattr(self, name) for name in _LENT}
 
     def _nnx_join(self, trace: TraceRef) -> None:
-        _set(self, "_cell", TracedCell(None, trace))  # until it is given a value
+        # Whoever borrows it gives it a cell of the trace; until then other threads read the one it has.
         _set(self, "_held", ())  # what is described inside has no part in what is described outside
 
     def _nnx_restore(self, state: tuple) -> None:

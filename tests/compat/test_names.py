@@ -26,7 +26,12 @@ NAMES = {
     "rnglib": "=Rngs =RngStream =fork_rngs =split_rngs =restore_rngs =reseed backup_keys",
     "summary": "=tabulate",
     "tracers": "TraceState current_jax_trace",
-    "transforms.compilation": "=jit JitWrapped JitFn Stage Traced Lowered Compiled",
+    "transforms.autodiff": "=DiffState =custom_vjp =grad =jvp =remat =value_and_grad =vjp",
+    "transforms.compilation": (
+        "=StateSharding =jit =jit_partial =shard_map JitWrapped JitFn Stage Traced Lowered Compiled"
+    ),
+    "transforms.iteration": "=Carry =StateAxes =fori_loop =pmap =scan =transform_metadata =vmap =while_loop",
+    "transforms.transforms": "=checkify =cond =eval_shape =make_jaxpr =switch",
     "traversals": "flatten_mapping unflatten_mapping",
     "variablelib": "=Variable =Param =VariableState =use_eager_sharding =using_eager_sharding",
     "visualization": "=display",
