@@ -26,11 +26,13 @@ _SWITCHES = ("graph", "graph_updates", "recreate_variables", "copy_variables")
 
 
 class _Mode:
-    """A switch for all calls: set for good when called, or within a ``with`` block; ``current()`` asks for it."""
+    """A switch for all calls: set for good when called, within a ``with`` block, or within each call of the function
+    that it decorates; ``current()`` asks for it."""
 
     value = True
 
     def __init__(self, value: bool, /):
+        self._set = value
         self._before, type(self).value = type(self).value, value
 
     def __enter__(self) -> None:
@@ -38,6 +40,16 @@ class _Mode:
 
     def __exit__(self, *exc: object) -> None:
         type(self).value = self._before
+
+    def __call__(self, function: Callable) -> Callable:
+        type(self).value = self._before
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with type(self)(self._set):
+                return function(*args, **kwargs)
+
+        return wrapper
 
     @classmethod
     def current(cls) -> bool:
