@@ -16,7 +16,7 @@ from .errors import TraceContextError, describe, format_path
 from .graph import After, NodeRow
 from .inputs import peek
 from .objects import Node
-from .static import Const
+from .static import ATOMS, Const
 from .tracing import in_current_trace
 from .variables import Variable
 
@@ -37,7 +37,7 @@ def check_contained(after: After, borrowed: Iterable[Any]) -> None:
     inside = {id(x) for x in after.walk.objects} - seen.keys()
     for i, row in enumerate(after.rows):
         for name, spec in row.fields if isinstance(row, NodeRow) else (("metadata", row.metadata),):
-            if type(spec) is Const:
+            if type(spec) is Const and id(spec.value) not in seen and type(spec.value) not in ATOMS:
                 found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, seen)
                 if found is not None:
                     where = format_path((*after.walk.paths[i], name))

@@ -57,7 +57,7 @@ from .objects import (
     structure_changed,
 )
 from .stamps import Stamp, with_stamp
-from .static import Const
+from .static import ATOMS, Const
 from .tracing import current_trace
 from .traversals import build as nested
 from .traversals import path_key, sorted_keys
@@ -187,6 +187,12 @@ class Layout:
     def blueprint(self) -> Blueprint:
         """How to build objects of this layout."""
         return Blueprint(self)
+
+    @functools.cached_property
+    def held_by(self) -> dict[int, int]:
+        """How many leaves each of the nodes holds that hold any themselves."""
+        counts = {i: sum(count_leaves(s) for _, s in r.fields) for i, r in enumerate(self.rows) if type(r) is NodeRow}
+        return {i: count for i, count in counts.items() if count}
 
     @functools.cached_property
     def is_tree(self) -> bool:
@@ -416,6 +422,12 @@ class Walk:
         top = _Frame(iter(()), -1, (), None, lambda specs: None)
         self._drain(self._enter(number, path, top))
 
+    def keep(self, layout: Layout) -> None:
+        """In place of :meth:`revisit`: the known objects are as the layout says, and the nodes hold no arrays."""
+        self.rows, self.paths = dict(enumerate(layout.rows)), dict(enumerate(layout.paths))
+        self.cells = {i: self.objects[i]._cell for i in layout.variables}
+        self.arrays = {i: [] for i in self.rows.keys() - self.cells.keys()}
+
     def leaves(self, numbers: Iterable[int]) -> list[Any]:
         """The leaves of the given rows, then those of the pytree, in the order that ``build`` takes them."""
         numbers = list(numbers)
@@ -451,7 +463,7 @@ class Walk:
             self.objects.append(value)
             frame.specs.append(Ref(number))
             return self._enter(number, (*frame.path, *suffix), frame)
-        if type(value) in _ATOMS and mark is not True:
+        if type(value) in ATOMS and mark is not True:
             constant = self.constants[id(value)] = Const(value, (type(value), value))
             frame.specs.append(constant)
             return None
@@ -566,7 +578,6 @@ def _tuple_items(value: Any) -> Iterator[Any]:
             yield item
 
 
-_ATOMS = frozenset({int, str, bool, type(None), type, bytes})
 _NO_DATA = (type, types.FunctionType)
 
 
@@ -637,6 +648,8 @@ class Blueprint:
     and not in Variables, the constants, the pytrees. ``attributes`` is for nodes whose attributes have the same names:
     their rows, the names, and where in the pool the values of the first node are, then those of the second, and so on.
     ``lists`` have items alone, and ``others`` are filled one by one.
+
+    ``contents`` is for looking at nodes afterwards: of each the row, the names of its fields, and where their values are.
     """
 
     def __init__(self, layout: Layout):
@@ -669,9 +682,11 @@ class Blueprint:
         groups: dict[tuple, tuple[list[int], list[int]]] = {}
         self.lists: list[tuple[int, list[int]]] = []
         self.others: list[tuple[int, tuple, list[int]]] = []
+        self.contents: list[tuple[int, tuple, list[int]]] = []
         for i, fields in zip(numbers, sources, strict=True):
             kind, names = rows[i].type, rows[i].names
             positions = [starts[source] + k for source, k in (fields[name] for name in names)]
+            self.contents.append((i, names, positions))
             if names and issubclass(kind, Pytree) and not kind._nnx_slot_names:
                 found, theirs = groups.setdefault(names, ([], []))
                 found.append(i)
@@ -703,6 +718,29 @@ class Blueprint:
 def fresh(constants: list[Const]) -> list[Any]:
     """The values of constants, each its own where it can change in place."""
     return [const.value if const.parts is None else const.fresh() for const in constants]
+
+
+def _is_as_built(layout: Layout, leaves: Sequence[Any], objects: Sequence[Any]) -> bool:
+    """Whether objects that ``build`` made hold, but for the values of Variables, the very things they were given.
+
+    Quicker than to describe them again. False also where there is something that could have changed in place.
+    """
+    blueprint, rows = layout.blueprint, layout.rows
+    if not blueprint.only_variables or list(map(type, objects)) != [row.type for row in rows]:
+        return False
+    pool = [*objects, *leaves[len(layout.variables) :], *fresh(blueprint.constants)]
+    for i, names, positions in blueprint.contents:
+        held, marks = objects[i]._nnx_contents(), objects[i]._nnx_marks or NO_METADATA
+        if tuple(held) != names or not all(map(operator.is_, held.values(), map(pool.__getitem__, positions))):
+            return False
+        if not _holds_same(marks, cast(NodeRow, rows[i]).marks.value):
+            return False
+    metadata = (const.value for const in blueprint.metadata)
+    return all(_holds_same(objects[i]._metadata, was) for i, was in zip(layout.variables, metadata, strict=True))
+
+
+def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
+    return a is b or (tuple(a) == tuple(b) and all(map(operator.is_, a.values(), b.values())))
 
 
 def _shell(row: Row) -> Any:
@@ -768,8 +806,12 @@ def diff(
     the one that went in; that of a Variable also when its position in the layout is in ``forced`` and it was read.
     """
     walk = Walk(objects)
-    for i, path in enumerate(layout.paths):
-        walk.revisit(i, path)
+    restructured = not _is_as_built(layout, before, objects)
+    if restructured:
+        for i, path in enumerate(layout.paths):
+            walk.revisit(i, path)
+    else:
+        walk.keep(layout)
     root = walk.run(out, None if is_node(out) else True, ("<output>",))
     if Watch.count:  # objects from outside of the trace that the function returned or attached
         for x in walk.objects[len(objects) :]:
@@ -781,7 +823,7 @@ def diff(
             rows[i] = walk.rows[i]
         elif peek(walk.cells[i]) is not before[position] or (position in forced and is_read(walk.cells[i])):
             values.append(i)
-    for i, row in enumerate(layout.rows):
+    for i, row in enumerate(layout.rows) if restructured else ():
         if type(row) is NodeRow:
             changed = _changed_fields(row, walk.rows[i], before, positions, walk.arrays[i])
             if changed is not None:

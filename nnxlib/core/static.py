@@ -27,7 +27,8 @@ import numpy as np
 
 from .errors import StaticValueError, describe, format_path
 
-_ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
+# The types of values that are their own key, and refer to nothing.
+ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
 
 
 class _Identity:
@@ -67,7 +68,7 @@ class Const:
     def of(cls, value: Any, path: tuple = ()) -> Const:
         """Freeze ``value``; ``path`` is where it was found, for the message of :class:`StaticValueError`."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return cls(value, (kind, value))
         freezer = _Freezer(path)
         return freezer.const(value, freezer.freeze, cls.of)
@@ -142,7 +143,7 @@ class _Freezer:
 
     def freeze(self, value: Any) -> Hashable:
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return kind, value
         rule = _RULES.get(kind)
         if rule is not None:
@@ -171,7 +172,7 @@ class _Freezer:
         return kind, self.hashable(value)
 
     def items(self, values: Any) -> Hashable:
-        return tuple([(type(v), v) if type(v) in _ATOMS else self.freeze(v) for v in values])
+        return tuple([(type(v), v) if type(v) in ATOMS else self.freeze(v) for v in values])
 
     def mutable_items(self, values: Any) -> Hashable:
         self.mutable = True

@@ -12,6 +12,7 @@ leaf by leaf.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ import numpy as np
 
 from ..core.errors import AliasingError, PrefixError, format_path
 from ..core.filters import Filter, to_predicate
-from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, count_leaves, pack
+from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, pack
 from ..core.objects import is_node
+from ..core.static import Const
 from ..core.traversals import path_key
 
 Label = Hashable
@@ -218,9 +220,11 @@ class Labels:
 
     def revisit(self, count: int, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]) -> None:
         """Go over the first ``count`` rows as they are after a call: new objects get labels from what holds them."""
-        self.rows, self.values = rows, values
+        before, self.rows, self.values = self.rows, rows, values
         for i in range(count):
             row = rows[i]
+            if row is before[i] and not values(i):  # it holds what it held, and nothing that filters look at
+                continue
             if isinstance(row, NodeRow) and i in self._reached:
                 path, context, depth = self._reached[i]
                 self.of_row[i] = []
@@ -248,7 +252,9 @@ class Labels:
                 else:
                     self.of_row[i] = []
                     stack.extend(
-                        (child, (*path, name), self.of_row[i], self.values(i)) for name, child in reversed(row.fields)
+                        (child, (*path, name), self.of_row[i], self.values(i))
+                        for name, child in reversed(row.fields)
+                        if type(child) is not Const
                     )
 
     def _check_alias(self, i: int, path: tuple, context: Any, depth: int) -> None:
@@ -343,7 +349,7 @@ def label_arguments(
     arrays = iter(leaves[len(layout.variables) :])
     for i, row in enumerate(layout.rows):
         if isinstance(row, NodeRow):
-            owned[i] = [next(arrays) for _ in range(sum(count_leaves(spec) for _, spec in row.fields))]
+            owned[i] = list(itertools.islice(arrays, layout.held_by.get(i, 0)))
     labels = Labels(layout.rows, owned.__getitem__)
     own = labels.visit(layout.root, contexts, list(arrays), depth)
     in_order = labels.of_variables(layout)

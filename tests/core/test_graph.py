@@ -217,6 +217,64 @@ def test_rows_are_never_reassigned():
     assert (old is embed, new is m.embed, m.new.old is embed, m.tied) == (True, True, True, None)
 
 
+class Pair(nnx.Module):
+    """Holds nothing that can change in place but Variables, so what was built of it can be compared by identity."""
+
+    def __init__(self):
+        self.first, self.second = Embed(), Embed()
+        self.rate, self.act = 0.1, jnp.tanh
+        self.parts = nnx.List([nnx.Param(1.0, note="a"), nnx.Dict(x=nnx.Param(2.0))])
+
+
+def _reorder(m):
+    rate = m.rate
+    del m.rate
+    m.rate = rate
+
+
+EDITS = {
+    "nothing": lambda m: None,
+    "read": lambda m: m.first.kernel.value,
+    "value": lambda m: setattr(m.first.kernel, "value", jnp.zeros(2)),
+    "equal attribute": lambda m: setattr(m, "rate", float("0.1")),
+    "attribute": lambda m: setattr(m, "rate", 0.2),
+    "attribute past setattr": lambda m: object.__setattr__(m, "act", jnp.sin),
+    "attribute by vars": lambda m: vars(m).update(rate=0.3),
+    "new attribute": lambda m: setattr(m.second, "note", "b"),
+    "array": lambda m: setattr(m, "rate", jnp.ones(1)),
+    "deleted": lambda m: delattr(m, "act"),
+    "order": _reorder,
+    "class": lambda m: setattr(m.second, "__class__", Net),
+    "marked": lambda m: setattr(m, "rate", nnx.static(0.1)),
+    "exchanged": lambda m: setattr(m, "first", m.second),
+    "new node": lambda m: setattr(m, "first", Embed()),
+    "Variable": lambda m: setattr(m.first, "kernel", nnx.Param(m.first.kernel.value)),
+    "type of a Variable": lambda m: setattr(m.first.kernel, "__class__", nnx.BatchStat),
+    "metadata": lambda m: m.parts[0].set_metadata(note="c"),
+    "appended": lambda m: m.parts.append(nnx.Param(3.0)),
+    "reversed": lambda m: m.parts.reverse(),
+    "key": lambda m: m.parts[1].update(y=1),
+    "returned": lambda m: (m.second, {"first": m.first}, m.first.kernel.value),
+    "returned anew": lambda m: nnx.List([m.first, Embed()]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_glance_at_what_was_built_misses_nothing(edit, monkeypatch):
+    """Where objects hold what they were given they are not described again; the result is that of describing them."""
+    quick = run(edit, Pair())[1]
+    monkeypatch.setattr("nnxlib.core.graph._is_as_built", lambda *args: False)
+    assert quick == run(edit, Pair())[1]
+
+
+def test_what_is_as_it_was_built_is_not_described_again(monkeypatch):
+    """A call that changes values only enters no object; it would take most of the time that a trace takes of ours."""
+    monkeypatch.setattr("nnxlib.core.graph.Walk.revisit", None)
+    assert run(EDITS["value"], Pair())[1].values == (2,)
+    with pytest.raises(TypeError):
+        run(EDITS["attribute"], Pair())
+
+
 def test_forced_leaves_count_as_changed():
     """Variables that are donated come back also when unchanged; arrays of nodes are not donated."""
     packed = pack(Net())
