@@ -27,7 +27,8 @@ _SWITCHES = ("graph", "graph_updates", "recreate_variables", "copy_variables")
 
 class _Mode:
     """A switch for all calls: set for good when called, within a ``with`` block, or within each call of the function
-    that it decorates; ``current()`` asks for it."""
+    that it decorates; ``current()`` asks for it.
+    """
 
     value = True
 

@@ -649,7 +649,7 @@ class Blueprint:
     their rows, the names, and where in the pool the values of the first node are, then those of the second, and so on.
     ``lists`` have items alone, and ``others`` are filled one by one.
 
-    ``contents`` is for looking at nodes afterwards: of each the row, the names of its fields, and where their values are.
+    ``contents`` is for looking at nodes afterwards: the row, the names of the fields, and where their values are.
     """
 
     def __init__(self, layout: Layout):

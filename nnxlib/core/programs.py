@@ -7,8 +7,9 @@ that a jaxpr holds operations and no calls.
 A *formula* is a function made of steps. Called eagerly it runs step by step. Where something else is traced, all of it
 is inlined at once from one cached trace: a LayerNorm then takes 0.1 ms to trace instead of 0.5 ms.
 
-A step never holds a product and a sum of its result: XLA contracts ``a * b + c`` within one program to a fused
-multiply-add, and an eager result would differ in the last bit from the same formula evaluated one operation at a time.
+A step never holds a product and a sum of its result, unless with a barrier in between: XLA contracts ``a * b + c``
+within one program to a fused multiply-add, and an eager result would differ in the last bit from the same formula
+evaluated one operation at a time.
 
 A *product* is a step made of ``lax.dot_general`` or ``lax.conv_general_dilated``. Quantisers replace the code of these
 two while a model runs. A compiled product would go on with the code that it was traced with, before and after; so while

@@ -16,6 +16,7 @@ from jax import lax
 from ..core.module import Module
 from ..core.programs import product
 from ..core.rngs import Rngs
+from ..core.tracing import at_top_level
 from ..core.variables import Param
 from . import initializers
 from .conv import Conv as Conv  # flax.nnx has the convolutions in this module
@@ -36,17 +37,39 @@ from .settings import (
 
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
-_dot_general = product("dimension_numbers", "precision", "preferred_element_type", "out_sharding")(lax.dot_general)
+_SETTINGS = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
+
+_dot_general = product(*_SETTINGS)(lax.dot_general)
 
 
-def contract(layer: Any, dot_general: Any, x: Array, kernel: Array, dimension_numbers: Any, out_sharding: Any) -> Array:
-    """``dot_general`` with the layer's precision and accumulator; ``None`` stands for ``lax.dot_general``."""
+@product(*_SETTINGS)
+def _affine(x: Array, kernel: Array, bias: Array, dimension_numbers: Any, **kwargs: Any) -> Array:
+    """Product and sum in one dispatch; the barrier keeps XLA from rounding them once, where eager code does twice."""
+    return add_bias(lax.optimization_barrier(lax.dot_general(x, kernel, dimension_numbers, **kwargs)), bias)
+
+
+def contract(
+    layer: Any,
+    dot_general: Any,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    dimension_numbers: Any,
+    out_sharding: Any,
+) -> Array:
+    """``dot_general`` with the layer's precision and accumulator, and a bias added to the last axes.
+
+    ``None`` stands for ``lax.dot_general``.
+    """
     kwargs = {} if out_sharding is None else {"out_sharding": out_sharding}
     if layer.preferred_element_type is not None:
         kwargs["preferred_element_type"] = layer.preferred_element_type
     if dot_general is None or dot_general is lax.dot_general:
+        if bias is not None and at_top_level():
+            return _affine(x, kernel, bias, dimension_numbers, precision=layer.precision, **kwargs)
         dot_general = _dot_general
-    return dot_general(x, kernel, dimension_numbers, precision=layer.precision, **kwargs)
+    y = dot_general(x, kernel, dimension_numbers, precision=layer.precision, **kwargs)
+    return y if bias is None else add_bias(y, bias)
 
 
 class Linear(Module):
@@ -123,8 +146,7 @@ class Linear(Module):
         if x.shape[-1:] != kernel.shape[:1]:
             misfit = kernel_misfit(kernel, self.in_features, self.out_features)
             raise input_error(self, f"inputs of shape [..., {kernel.shape[0]}]{misfit}", inputs)
-        y = contract(self, self.dot_general, x, kernel, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
-        return y if bias is None else add_bias(y, bias)
+        return contract(self, self.dot_general, x, kernel, bias, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
 
 
 class LinearGeneral(Module):
@@ -227,11 +249,10 @@ class LinearGeneral(Module):
         batch = tuple(range(n_batch))
         dimensions = ((tuple(axes), tuple(range(n_batch, n_batch + n_in))), (batch, batch))
         dot_general = self.dot_general if self.dot_general_cls is None else self.dot_general_cls()
-        y = contract(self, dot_general, x, kernel, dimensions, out_sharding)
-        if bias is not None:
-            free = (1,) * (y.ndim - bias.ndim)
-            y = add_bias(y, jnp.reshape(bias, bias.shape[:n_batch] + free + bias.shape[n_batch:]) if n_batch else bias)
-        return y
+        if bias is None or not n_batch:
+            return contract(self, dot_general, x, kernel, bias, dimensions, out_sharding)
+        y = contract(self, dot_general, x, kernel, None, dimensions, out_sharding)
+        return y + jnp.reshape(bias, bias.shape[:n_batch] + (1,) * (y.ndim - bias.ndim) + bias.shape[n_batch:])
 
 
 def reshaped(value: Any, shape: tuple[int, ...], metadata: Metadata) -> Param:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 import nnxlib as nnx
 from nnxlib.nn.dtypes import LayerInputError
@@ -298,3 +299,15 @@ def test_a_weight_is_whatever_is_read_by_indexing():
     np.testing.assert_array_equal(layer(x), expected)
     layer.kernel = Halved(kernel)
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, x), expected / 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_product_and_sum_are_rounded_one_by_one(dtype):
+    """An eager call is one program, and has the bits of the two operations by themselves."""
+    for seed in range(20):
+        rows, width, features = np.random.RandomState(seed).randint(1, 40, 3)
+        init = nnx.initializers.normal(1.0)
+        layer = nnx.Linear(width, features, bias_init=init, param_dtype=dtype, rngs=nnx.Rngs(seed))
+        x = jax.random.normal(jax.random.key(seed), (rows, width), dtype)
+        expected = jnp.add(lax.dot(x, layer.kernel.value), layer.bias.value)
+        assert layer(x).tobytes() == expected.tobytes()
