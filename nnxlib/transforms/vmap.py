@@ -103,7 +103,14 @@ def pmap(
         return functools.partial(pmap, in_axes=in_axes, out_axes=out_axes, **ours, **options)
 
     def over(pure: Callable, lanes: tuple) -> Callable:
-        return _checked(pure, lanes, lambda fun, out: jax.pmap(fun, in_axes=lanes, out_axes=out, **options))
+        def transform(fun: Callable, out: Any) -> Callable:
+            def run(*groups: Sequence[Any]) -> Any:
+                axes = [[axis] * len(group) for axis, group in zip(lanes, groups, strict=True)]  # for JAX mistakes
+                return jax.pmap(fun, in_axes=tuple(axes), out_axes=out, **options)(*groups)  # (0, None) above ([x], [])
+
+            return run
+
+        return _checked(pure, lanes, transform)
 
     check = functools.partial(_check_sizes, "pmap", axis_size)
     call = mapped(f, over, in_axes, out_axes, "pmap", axis_name_in(transform_metadata), check)

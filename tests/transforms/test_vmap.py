@@ -305,6 +305,14 @@ def test_pmap_maps_over_devices_with_state():
         nnx.pmap(read, in_axes=nnx.Carry)
 
 
+def test_pmap_where_nothing_is_passed_whole():
+    """The axes are those of the leaves also when a filter of StateAxes takes none of them."""
+    axes = nnx.StateAxes({(nnx.Param, nnx.RngState): 0, ...: None})
+    make = nnx.pmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs), in_axes=(axes,), out_axes=axes)
+    layer = nnx.split_rngs(splits=1)(make)(nnx.Rngs(0))
+    assert (layer.kernel.shape, layer.bias.shape) == ((1, 2, 3), (1, 3))
+
+
 def test_pmap_takes_static_arguments():
     """`static_broadcasted_argnums` are part of the program; `donate_argnums` deletes nothing."""
     m = nnx.vmap(lambda key: nnx.Linear(2, 2, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 1))
