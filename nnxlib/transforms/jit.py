@@ -515,6 +515,11 @@ class Stage:
     def compile(self, *args: Any, **kwargs: Any) -> Stage:
         return Stage(self._stage.compile(*args, **kwargs), self._arguments, self._plan, self._compiled)
 
+    def bind(self, *bound: Any) -> Stage:
+        """Return the stage with its first arguments bound."""
+        arguments = lambda args, kwargs: self._arguments((*bound, *args), kwargs)
+        return Stage(self._stage, arguments, self._plan, self._compiled)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function.
 
