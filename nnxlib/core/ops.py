@@ -61,7 +61,7 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
             notice(node, node._nnx_trace)
         record = record_of(node)
         return record.layout, record.leaves(node), record.rows(node)
-    if isinstance(node, State | GraphDef):
+    if isinstance(node, GraphDef):
         raise TypeError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
     return pack(node)
 

@@ -274,14 +274,28 @@ def test_merge_casts_nothing_and_accepts_another_precision():
 
 
 def test_split_and_merge_refuse_other_things():
-    """Swapped arguments and States in place of Modules get an error that says what is expected."""
+    """Swapped arguments and GraphDefs in place of Modules get an error that says what is expected."""
     graphdef, state = nnx.split(Net())
     with pytest.raises(TypeError, match=r"takes a GraphDef first, got State; write merge\(graphdef, state\)"):
         nnx.merge(state, graphdef)
-    with pytest.raises(TypeError, match="Expected a Module or a pytree of Modules, got a State"):
-        nnx.split(state)
-    with pytest.raises(TypeError, match="got a GraphDef"):
+    with pytest.raises(TypeError, match="Expected a Module or a pytree of Modules, got a GraphDef"):
         nnx.state(graphdef)
+
+
+def test_a_state_is_a_pytree_of_variables():
+    """It can be filtered, split, cloned and updated as other pytrees are, and what comes out is a snapshot."""
+    model = Net()
+    state = nnx.state(model)
+    copy = nnx.state(state)
+    assert type(copy) is nnx.State
+    assert copy == state
+    assert copy.first.w is not state.first.w
+    assert nnx.state(state, nnx.PathContains("first")) == nnx.State({"first": state["first"]})
+    graphdef, first, rest = nnx.split(state, nnx.PathContains("first"), ...)
+    assert nnx.merge(graphdef, first, rest) == state == nnx.clone(state)
+    nnx.update(copy, jax.tree.map(jnp.zeros_like, first))
+    assert not copy.first.w.any()
+    assert model.first.w.any()
 
 
 # --- merge and update with a wrong state ---
