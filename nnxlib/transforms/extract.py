@@ -3,7 +3,7 @@
 :func:`to_tree` puts a :class:`NodeStates` (a GraphDef and States: a JAX pytree) in the place of each Module and
 Variable of a pytree; :func:`from_tree` is the inverse. All Modules of one tree are split in one context
 (core/contexts.py), so what they share stays shared; with the tag of an update, changes are carried back to the original
-objects.
+objects. :func:`split_inputs` and :func:`merge_inputs` do that for the arguments of a function.
 
 The transforms of nnxlib do not use this: :func:`nnxlib.lift` makes a transform out of a JAX one in a line.
 """
@@ -11,12 +11,13 @@ The transforms of nnxlib do not use this: :func:`nnxlib.lift` makes a transform 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 
-from ..core.contexts import MergeContext, SplitContext, merge_context, split_context
+from ..core.contexts import MergeContext, SplitContext, merge_context, split_context, update_context
 from ..core.graph import Ref, Tree, Walk
 from ..core.graphdef import GraphDef
 from ..core.objects import is_node
@@ -210,6 +211,59 @@ def from_tree(
             for (path, leaf), label in zip(keyed, prefixes, strict=True)
         ]
     return structure.unflatten(leaves)
+
+
+def split_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_inputs") -> Callable:
+    """Let a function of plain JAX, such as a transformed one, take Modules, and write what was changed into them.
+
+    What it transforms must have been wrapped by :func:`merge_inputs`, which returns ``(arguments, output)``: say so
+    where the transformation has options for outputs, such as ``out_axes``.
+
+    Args:
+      f: the transformed function, or what takes functions and their arguments, such as ``jax.lax.cond``.
+      ctxtag: a tag that both have.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> from nnxlib.transforms.general import merge_inputs, split_inputs
+    >>> @split_inputs
+    ... @jax.jit
+    ... @merge_inputs
+    ... def forget(layer, x):
+    ...   y = layer(x)
+    ...   layer.kernel *= 0
+    ...   return y
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> forget(layer, jnp.ones((1, 2))).shape, layer.kernel.sum().item()
+    ((1, 3), 0.0)
+    """
+    if f is MISSING:
+        return functools.partial(split_inputs, ctxtag=ctxtag)
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any) -> Any:
+        with update_context(ctxtag):
+            returned = f(*to_tree(args, ctxtag=ctxtag))
+            return from_tree(returned, ctxtag=ctxtag, is_inner=False)[1]
+
+    return wrapped
+
+
+def merge_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_inputs") -> Callable:
+    """Let a function of Modules take what :func:`split_inputs` passes; it returns ``(arguments, output)`` in that form.
+
+    Arguments that are no objects come back as None.
+    """
+    if f is MISSING:
+        return functools.partial(merge_inputs, ctxtag=ctxtag)
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any) -> Any:
+        merged = from_tree(args, ctxtag=ctxtag, is_inner=True)
+        out = f(*merged)
+        objects = jtu.tree_map(lambda x: x if is_node(x) else None, merged, is_leaf=is_node)
+        return to_tree((objects, out), ctxtag=ctxtag)
+
+    return wrapped
 
 
 def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:

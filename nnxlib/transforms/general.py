@@ -13,6 +13,8 @@ from ..core.graph import build, commit
 from ..core.records import pack_call
 from ..core.variables import MISSING
 from .classes import lifts_classes
+from .extract import merge_inputs as merge_inputs
+from .extract import split_inputs as split_inputs
 from .lift import Arguments, Crossing, lift, resolve, static_arguments
 
 

@@ -1,6 +1,7 @@
 """Trees of States: what stands for a Module in a tree, and how it becomes one again."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.errors import AliasingError, PrefixError
+from nnxlib.transforms.general import merge_inputs, split_inputs
 
 
 class Pair(nnx.Module):
@@ -119,3 +121,57 @@ def test_node_states_are_frozen_pytrees():
         node.metadata = "n"
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(node)]
     assert [path.partition("]")[0] for path in paths] == [".states[0", ".states[1"]
+
+
+# --- functions of objects behind plain JAX ---
+
+
+class Counter(nnx.Module):
+    def __init__(self, n=0):
+        self.n = nnx.Variable(jnp.asarray(n))
+        self.calls = 0
+
+
+def test_a_transformation_of_plain_jax_takes_objects():
+    """Values, structure and identity come out of it, also from its cache."""
+
+    @split_inputs
+    @jax.jit
+    @merge_inputs
+    def step(a, b, by):
+        a.n += by
+        b.calls += 1
+        b.other = a
+        return a, by
+
+    a, b = Counter(), Counter()
+    for k in (1, 2):
+        out, by = step(a, b, k)
+        assert (out is a, b.other is a, by, a.n.value, b.calls) == (True, True, k, [1, 3][k - 1], k)
+    shared = Counter(5)
+    assert step(shared, shared, 1)[0] is shared
+    assert (shared.n.value, shared.other is shared) == (6, True)
+
+
+def test_branches_and_mapped_functions_take_objects():
+    """What is wrapped may be several functions, in one that is wrapped itself."""
+
+    @merge_inputs(ctxtag="inner")
+    def up(counter, by):
+        counter.n += by
+
+    @merge_inputs(ctxtag="inner")
+    def stay(counter, by):
+        pass
+
+    axes = (0, None)
+
+    @split_inputs
+    @functools.partial(jax.vmap, in_axes=axes, out_axes=(axes, 0))
+    @merge_inputs
+    def step(counter, by):
+        split_inputs(jax.lax.cond, ctxtag="inner")(counter.n % 2 == 0, up, stay, counter, by)
+        return counter.n.value
+
+    counters = Counter([0, 1, 2])
+    assert step(counters, 10).tolist() == counters.n.value.tolist() == [10, 1, 12]
