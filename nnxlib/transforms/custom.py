@@ -47,9 +47,9 @@ def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Se
     - ``forward`` takes the arguments of ``fun`` and returns ``(output, residuals)``. It makes the same changes to its
       arguments as ``fun``, most simply by calling it. There may be Modules in the residuals.
     - ``backward`` takes the residuals and ``(gradients of the arguments, gradient of the output)``: those of the
-      arguments as ``fun`` leaves them, a State for each Module and None for others. It returns a tuple with a gradient
-      for each argument: a State for each Module, in which what is left out is zero. Arguments that are not
-      differentiated are passed to ``backward`` first, and get no gradient from it.
+      arguments as ``fun`` leaves them, a State of all floating leaves for each Module and None for others. It returns a
+      tuple with a gradient for each argument: a State for each Module, in which what is left out is zero. Arguments
+      that are not differentiated are passed to ``backward`` first, and get no gradient from it.
 
     Args:
       fun: a function or method; may be left out, to be used as a decorator. The arguments are positional to the rule.
@@ -312,7 +312,8 @@ class _Call:
     def gradients(self, gradients: Sequence[Any], changed: Tangents) -> tuple[tuple, Any, Collection[tuple]]:
         """Those of the arguments as the function left them, those of the output, and the paths that have one.
 
-        A Variable that the function did not change is used by what follows as it was, so the gradient given is zero.
+        A Variable that the function did not change, differentiated or not, is used by what follows as it was, so the
+        gradient given is zero.
         """
         paths = changed.layout.leaf_paths
         found = {
@@ -321,18 +322,16 @@ class _Call:
             if k >= 0 and paths[k] is not None and not is_float0(gradient)
         }
         position = {path: k for k, path in enumerate(paths)}
-        for k in self.tangents.positions[: self._count_held()]:
-            after = position.get(self.layout.leaf_paths[k])
-            if after is not None and after not in found:
-                found[after] = zeros_like(self._shapes[k])
+        held = len(self.layout.leaf_paths) - count_leaves(
+            self.layout.root
+        )  # by objects; arguments themselves come last
+        for path, shape in zip(self.layout.leaf_paths[:held], self._shapes[:held], strict=True):
+            after = position.get(path)
+            if after is not None and after not in found and is_inexact(shape):
+                found[after] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
         arguments, of_output = table.fold(table.as_variables(list(found.values())))
         return self.diff_of(arguments.args), of_output, changed.layout.leaf_path_set
-
-    def _count_held(self) -> int:
-        """How many of the differentiated leaves are in objects; those of the arguments themselves come last."""
-        held = len(self.layout.leaf_paths) - count_leaves(self.layout.root)
-        return sum(k < held for k in self.tangents.positions)
 
     # --- what rules return ---
 

@@ -162,7 +162,10 @@ class Tangents:
         return [leaves[k] for k in self.positions]
 
     def fold(self, values: Sequence[Any]) -> Any:
-        """The pytree with the values in it, and a State in place of each node; None for a leaf without a tangent."""
+        """The pytree with the values in it, and a State in place of each node.
+
+        A leaf without a tangent is None, or an empty State if it is an object.
+        """
         paths = self.layout.leaf_paths
         nested = from_flat_state([(paths[k], value) for k, value in zip(self.positions, values, strict=True)])
         return _fold(self.layout, self.layout.root, nested)
@@ -242,14 +245,12 @@ def _fold(layout: Layout, spec: Spec, value: Any) -> Any:
                 below = below.get(key) if isinstance(below, Mapping) else None
             children.append(_fold(layout, child, below))
         return spec.treedef.unflatten(children)
-    if isinstance(spec, Ref) and isinstance(layout.rows[spec.index], NodeRow) and value is None:
-        return State({})
-    return value
+    return State({}) if isinstance(spec, Ref) and value is None else value
 
 
 def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> Iterator[tuple[tuple, Any]]:
     """Pairs of path and value."""
-    if tree is MISSING or tree is None:
+    if tree is MISSING or tree is None or (isinstance(tree, State) and not tree):
         return
     if isinstance(spec, Tree):
         try:

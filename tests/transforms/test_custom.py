@@ -166,14 +166,16 @@ def test_nondiff_argnums():
     assert m.calls == 2
 
 
-def test_nondiff_leaves():
-    """DiffState: the leaves that the filter takes are differentiated, and the State given has only these."""
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_nondiff_leaves(keeps_all):
+    """DiffState: the leaves that the filter takes are differentiated; the State given has all, and may be returned."""
     f = nnx.custom_vjp(product, nondiff_argnums=nnx.DiffState(0, nnx.PathContains("x")))
 
     def backward(residuals, gradients):
         (of_m, _), of_out = gradients
-        assert list(of_m) == ["x"]
-        return nnx.State({"x": 5 * of_out}), None
+        assert list(of_m) == ["x", "y"]
+        of_m["x"][...] = 5 * of_out
+        return of_m if keeps_all else nnx.State({"x": of_m["x"]}), None
 
     f.defvjp(lambda m, a: (f(m, a), ()), backward)
     assert_close(nnx.grad(f)(Net(), A), {"x": 5.0, "y": 0.0})

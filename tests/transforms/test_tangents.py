@@ -47,13 +47,13 @@ def test_unfold_is_the_inverse_of_fold(tree):
 
 
 def test_fold_with_sharing_and_cycles():
-    """A shared leaf is under its first path only; a node that is met again has an empty State."""
+    """A shared leaf is under its first path only; what is met again has an empty State."""
     shared = nnx.Param(jnp.array(1.0))
     a = Node(w=shared, z=shared)
     a.me = a
     layout, values, _ = pack([a, a, shared])
     tangents = Tangents.of_leaves(layout, values)
-    assert tangents.fold([5.0]) == [nnx.State({"w": 5.0}), nnx.State({}), None]
+    assert tangents.fold([5.0]) == [nnx.State({"w": 5.0}), nnx.State({}), nnx.State({})]
     assert type(tangents.fold(tangents.as_variables([5.0]))[0].w) is nnx.Param
 
 
