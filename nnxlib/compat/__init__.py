@@ -5,6 +5,7 @@ here stands for the files of ours that have its contents. ``nnx.compat.jit`` and
 ``compat``, which choose graph mode, are those of :mod:`nnxlib.compat.flax`.
 """
 
+import functools
 import importlib
 import sys
 from typing import Any
@@ -63,7 +64,8 @@ def __getattr__(name: str) -> Any:
     if name not in _IN_GRAPH_MODE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     flax = importlib.import_module(".flax", __name__)  # which lies above all
-    return getattr(rnglib if name == "backup_keys" else flax, name)
+    found = getattr(rnglib if name == "backup_keys" else flax, name)
+    return functools.partial(found, graph=True, graph_updates=True) if name in flax.functional.TRANSFORMS else found
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,11 @@
 
 flax.nnx has a *graph mode* and a *tree mode*, chosen by ``graph=`` and ``graph_updates=`` in each call, or for all of
 them by ``set_graph_mode`` and ``set_graph_updates``. nnxlib has one mode, which can do what either can. So the switches
-are taken and have no effect, but for what a caller can see: in tree mode the gradient of a Module is a Module.
+are taken and have no effect, but for what a caller can see. In tree mode, and without graph updates:
+
+- gradients have a Module for each Module, and so have those that a rule of ``custom_vjp`` takes and gives;
+- the values of Variables come out of a transform, and no other change of what it was passed;
+- what cannot work there is refused: prefixes by filter, and a Variable that goes in, or comes out, by two ways.
 
 Everything else is nnxlib's own; a name is looked up there when it is first asked for.
 """
@@ -11,16 +15,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING
 
 import nnxlib
 
-from ..core.variables import MISSING
+from . import functional
+
+if TYPE_CHECKING:
+    from typing import Any  # at run time it is the filter of that name
 
 _SWITCHES = ("graph", "graph_updates", "recreate_variables", "copy_variables")
 
@@ -95,64 +99,30 @@ def _without_switches(function: Callable) -> Callable:
     return wrapper
 
 
-def _inexact(path: tuple, x: Any) -> bool:
-    return all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
+def _transform(transform: Callable) -> Callable:
+    """A transform that takes the switches."""
+    first = next(iter(inspect.signature(transform).parameters))
+
+    @functools.wraps(transform)
+    def switched(*args: Any, graph: bool | None = None, graph_updates: bool | None = None, **options: Any) -> Any:
+        if first in options:
+            args = (options.pop(first), *args)
+        if not args:
+            return functools.partial(switched, graph=graph, graph_updates=graph_updates, **options)
+        if not _in_tree_mode(graph, graph_updates):
+            return transform(*args, **options)
+        as_tree = not (set_graph_mode.value if graph is None else graph)
+        return functional.call(transform.__name__, as_tree, args, options)
+
+    return switched
 
 
-def value_and_grad(
-    f: Any = MISSING,
-    *,
-    argnums: int | nnxlib.DiffState | Sequence[int | nnxlib.DiffState] = 0,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    **options: Any,
-) -> Callable:
-    """:func:`nnxlib.value_and_grad`; in tree mode with a Module for each Module, all its floating leaves derived."""
-    if f is MISSING:
-        return lambda f: value_and_grad(f, argnums=argnums, graph=graph, graph_updates=graph_updates, **options)
-    if not _in_tree_mode(graph, graph_updates):
-        return nnxlib.value_and_grad(f, argnums=argnums, **options)
-    single = isinstance(argnums, int | nnxlib.DiffState)
-    chosen = [argnums] if single else list(argnums)  # type: ignore[arg-type]
-
-    @functools.wraps(f, updated=())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        whole = [n if isinstance(n, int) and isinstance(args[n], nnxlib.Pytree) else None for n in chosen]
-        numbers = tuple(c if n is None else nnxlib.DiffState(n, _inexact) for c, n in zip(chosen, whole, strict=True))
-        value, grads = nnxlib.value_and_grad(f, argnums=numbers, **options)(*args, **kwargs)
-        shaped = tuple(g if n is None else _as_module(args[n], g) for n, g in zip(whole, grads, strict=True))
-        return value, shaped[0] if single else shaped
-
-    return wrapped
-
-
-def grad(f: Any = MISSING, **options: Any) -> Callable:
-    """:func:`nnxlib.grad`; as :func:`value_and_grad`."""
-    if f is MISSING:
-        return lambda f: grad(f, **options)
-    with_value = value_and_grad(f, **options)
-
-    @functools.wraps(f, updated=())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        value, grads = with_value(*args, **kwargs)
-        return (grads, value[1]) if options.get("has_aux") else grads
-
-    return wrapped
-
-
-def _as_module(module: Any, grads: Any) -> Any:
-    """A Module like ``module`` with the gradients for values, and zeros where there are none."""
-    found = dict(nnxlib.to_flat_state(grads))
-    zeros = lambda x: jax.tree.map(jnp.zeros_like, x.get_raw_value() if isinstance(x, nnxlib.Variable) else x)
-    return nnxlib.map(lambda path, x: found[path] if path in found else zeros(x), module)
-
-
+@functools.cache  # not in globals(), where `map` of nnxlib would take the place of Python's
 def __getattr__(name: str) -> Any:
     value = getattr(nnxlib, name)
-    if inspect.isfunction(value):
-        value = _without_switches(value)
-    globals()[name] = value
-    return value
+    if name in functional.TRANSFORMS:
+        return _transform(value)
+    return _without_switches(value) if inspect.isfunction(value) else value
 
 
 def __dir__() -> list[str]:

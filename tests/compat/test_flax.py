@@ -27,7 +27,7 @@ X = jnp.ones((2, 2))
 
 
 def test_the_names_are_those_of_nnxlib():
-    assert nnx.Linear is nnxlib.Linear
+    assert all(getattr(nnx, name) is x for name, x in vars(nnxlib).items() if isinstance(x, type))
     assert {name for name in dir(nnxlib) if not name.startswith("_")} <= set(dir(nnx))
     with pytest.raises(AttributeError, match="no_such_name"):
         nnx.no_such_name
@@ -70,3 +70,17 @@ def test_the_mode_can_be_set_for_all_calls():
     with nnx.set_graph_updates(False), nnx.var_defaults(hijax=True):
         assert isinstance(nnx.grad()(loss)(model, X), Net)
     assert nnx.with_vars(model, ref=True) is model
+
+
+def test_the_transforms_of_nnx_compat_are_in_graph_mode():
+    """Whatever mode is set for all calls."""
+    with nnx.set_graph_mode(False):
+        assert isinstance(nnxlib.compat.grad(loss)(Net(nnx.Rngs(0)), X), nnx.State)
+        layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        assert nnxlib.compat.jit(lambda m: m.kernel)(layer) is layer.kernel
+
+
+def test_functions_with_the_names_of_built_in_ones_are_no_hindrance():
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    assert not nnx.map(lambda path, x: 0.0 * x, layer).kernel.any()
+    assert nnx.switch(1, (lambda m: m.kernel.sum(), lambda m: m.bias.sum()), layer, graph=False) == 0.0

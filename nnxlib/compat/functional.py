@@ -1,0 +1,206 @@
+"""Transforms as flax.nnx has them in tree mode, and without graph updates.
+
+The values of Variables come out of such a transform, and no other change of what it was passed. Gradients have a Module
+for each Module. What nothing but graph updates could carry is refused: prefixes by filter, and a Variable that comes
+out by two ways; in tree mode also one that goes in by two ways.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import nnxlib
+
+from ..core.calls import followed
+from ..core.errors import AliasingError, format_path
+from ..core.objects import is_node
+from ..core.variables import MISSING
+from ..transforms.custom import CustomVjp
+from ..transforms.tangents import is_inexact
+
+
+def call(name: str, as_tree: bool, args: tuple, options: dict[str, Any]) -> Any:
+    """Call the transform of a name without graph updates; ``as_tree`` in tree mode."""
+    as_tree = as_tree or name in _OF_TREES
+    _refuse_filters(name, options)
+    if as_tree:
+        _refuse_shared(name, {"args": args})
+    if name not in _OF_LOOPS:
+        args = tuple([_without_updates(x, name, as_tree) for x in args])
+    return TRANSFORMS[name](*args, **options)
+
+
+_OF_TREES = ("custom_vjp", "eval_shape", "make_jaxpr")  # without graph updates, also with graph=True
+_OF_LOOPS = ("scan", "while_loop", "fori_loop")  # whose bodies return what they are given
+_BY_FILTER = (nnxlib.StateAxes, nnxlib.StateSharding, nnxlib.DiffState)
+
+
+def _refuse_filters(transform: str, options: dict[str, Any]) -> None:
+    for name, option in options.items():
+        for x in jax.tree.leaves(option, is_leaf=lambda x: isinstance(x, _BY_FILTER)):
+            if isinstance(x, _BY_FILTER):
+                raise ValueError(
+                    f"`{name}` cannot contain `{type(x).__name__}` objects in a {transform} without graph updates. Use "
+                    "nnx.prefix or nnx.split, or pass graph=True and graph_updates=True."
+                )
+
+
+def _refuse_shared(transform: str, places: dict[str, Any], are_refused: Callable[[set], bool] = bool) -> None:
+    """Refuse Variables that are found at two paths, which begin with keys that ``are_refused``."""
+    for paths in nnxlib.find_duplicates(places, only=nnxlib.Variable):
+        if are_refused({path[0] for path in paths}):
+            kind = type(dict(nnxlib.iter_graph(places))[paths[0]]).__name__
+            raise AliasingError(
+                f"Duplicate {kind} found at paths {', '.join(map(format_path, paths))}. Without graph updates, "
+                f"{transform} does not support Variable aliasing; pass graph=True and graph_updates=True."
+            )
+
+
+def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
+    """A function, or functions, that run on a copy of their arguments, and write back the values of Variables alone.
+
+    Anything else is returned as it is.
+    """
+    if isinstance(f, list | tuple) and f and all(map(inspect.isfunction, f)):
+        return [_without_updates(x, transform, as_tree) for x in f]
+    if not inspect.isfunction(f):
+        return f
+    made = vars(f).setdefault("_without_updates", {})  # kept, as what is compiled is kept with the function
+    if (transform, as_tree) in made:
+        return made[transform, as_tree]
+
+    def refused(keys: set) -> bool:
+        return "out" in keys and (as_tree or len(keys) > 1)
+
+    @functools.wraps(f, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if followed():  # what is sown is attached
+            return f(*args, **kwargs)
+        outside = {"args": args, "kwargs": kwargs}
+        if as_tree:
+            _refuse_shared(transform, outside)
+        inside = nnxlib.clone(outside, arrays=False)
+        pairs = list(zip(_variables(outside), _variables(inside), strict=True))
+        out = f(*inside["args"], **inside["kwargs"])
+        _refuse_shared(transform, {**inside, "out": out}, refused)
+        for variable, copy in pairs:
+            if copy.get_raw_value() is not variable.get_raw_value():
+                variable.set_raw_value(copy.get_raw_value())
+        return out
+
+    made[transform, as_tree] = wrapper
+    return wrapper
+
+
+def _variables(tree: Any) -> list[nnxlib.Variable]:
+    return [x for _, x in nnxlib.iter_graph(tree) if isinstance(x, nnxlib.Variable)]
+
+
+# --- gradients like what they belong to -----------------------------------------------------------------------------
+
+
+def _shaped(like: Any, gradients: Any) -> Any:
+    """Gradients with a Module for each Module, in place of a State; zeros for leaves that have none."""
+    found = dict(nnxlib.to_flat_state(nnxlib.state((gradients,))))
+    zeros = lambda x: jax.tree.map(jnp.zeros_like, x.get_raw_value() if isinstance(x, nnxlib.Variable) else x)
+    return nnxlib.map(lambda path, x: found[path] if path in found else zeros(x), (like,))[0]
+
+
+def _value_and_grad(f: Callable, *, argnums: int | Sequence[int] = 0, **options: Any) -> Callable:
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def chosen(n: int, x: Any) -> int | nnxlib.DiffState:
+        """All floating leaves of a Module, not only its Params."""
+        has_nodes = any(map(is_node, jax.tree.leaves(x, is_leaf=is_node)))
+        return nnxlib.DiffState(n, lambda path, leaf: is_inexact(leaf)) if has_nodes else n
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        like = tuple([args[n] for n in numbers])
+        differentiate = nnxlib.value_and_grad(f, argnums=tuple(map(chosen, numbers, like)), **options)
+        value, grads = differentiate(*args, **kwargs)
+        grads = _shaped(like, grads)
+        return value, grads[0] if isinstance(argnums, int) else grads
+
+    return wrapped
+
+
+def _grad(f: Callable, *, has_aux: bool = False, **options: Any) -> Callable:
+    with_value = _value_and_grad(f, has_aux=has_aux, **options)
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, grads = with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def _vjp(f: Callable, *primals: Any, **options: Any) -> Any:
+    if not primals:
+        return functools.wraps(f, updated=())(functools.partial(_vjp, f, **options))
+    out, pull, *aux = nnxlib.vjp(f, *primals, **options)
+    return out, jax.tree_util.Partial(_pull_back, primals, pull), *aux
+
+
+def _pull_back(primals: tuple, pull: Callable, gradient: Any) -> Any:
+    return _shaped(primals, pull(gradient))
+
+
+def _jvp(f: Callable, primals: Any = MISSING, tangents: Any = MISSING, **options: Any) -> Any:
+    if primals is MISSING:
+        return functools.wraps(f, updated=())(functools.partial(_jvp, f, **options))
+    out, tangent, *aux = nnxlib.jvp(f, primals, tangents, **options)
+    return out, _shaped(out, tangent), *aux
+
+
+class _CustomVjp(CustomVjp):
+    """One whose rule is given the gradient of the output, and if it takes another argument, those of what changed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_shared("custom_vjp", {"args": args, "kwargs": kwargs})
+        return super().__call__(*args, **kwargs)
+
+    def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False) -> None:
+        takes_changed = len(inspect.signature(bwd).parameters) > len(self._chosen) + 2
+
+        def forward(*args: Any) -> Any:
+            before = {id(x): x.get_raw_value() for x in _variables(args)}
+            out, residuals = fwd(*args)
+            differentiated = tuple([x for i, x in enumerate(args) if i not in self._chosen])
+            changed = nnxlib.recursive_map(lambda path, x: None if _is_same(x, before) else x, differentiated)
+            return out, (residuals, out, changed)
+
+        def backward(*given: Any) -> Any:
+            *nondiff, (residuals, out, changed), (of_arguments, of_output) = given
+            gradients = (_shaped(out, of_output),)
+            if takes_changed:
+                gradients += (_shaped(changed, of_arguments),)
+            return bwd(*nondiff, residuals, *gradients)
+
+        super().defvjp(forward, backward, symbolic_zeros)
+
+
+def _is_same(x: Any, values: dict[int, Any]) -> bool:
+    return isinstance(x, nnxlib.Variable) and x.get_raw_value() is values.get(id(x), MISSING)
+
+
+def _custom_vjp(fun: Callable, *, nondiff_argnums: int | Sequence[int] = ()) -> _CustomVjp:
+    return _CustomVjp(fun, nondiff_argnums)
+
+
+_SAME = "checkify checkpoint cond eval_shape fori_loop jit jit_partial make_jaxpr pmap remat scan shard_map switch vmap"
+TRANSFORMS = {
+    **{name: getattr(nnxlib, name) for name in [*_SAME.split(), "while_loop"]},
+    "custom_vjp": _custom_vjp,
+    "grad": _grad,
+    "jvp": _jvp,
+    "value_and_grad": _value_and_grad,
+    "vjp": _vjp,
+}
