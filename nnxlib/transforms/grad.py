@@ -14,7 +14,7 @@ from ..core.records import pack_call
 from ..core.variables import MISSING, Variable
 from .classes import lifts_classes
 from .lift import Arguments, Outcome, by_position, cross, resolve
-from .prefixes import join_lanes, split_lanes
+from .prefixes import join_lanes, refuse_nodes, split_lanes
 from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
 
 
@@ -89,6 +89,7 @@ def value_and_grad(
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}
     if f is MISSING:
         return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, **options)
+    refuse_nodes(argnums, "argnums")
     function, bound, bound_kwargs = resolve(f)
     chosen = [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
 

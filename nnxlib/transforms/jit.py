@@ -40,7 +40,7 @@ from .classes import lifts_classes
 from .general import name_nan
 from .lift import Arguments, Crossing, cross, resolve
 from .plan import Compiled, Plan, check_traceable
-from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers
+from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers, refuse_nodes
 from .sites import ELSEWHERE, FLATTEN, Form, Found, Site, in_order, look, unfold, with_names
 from .traces import Traces
 
@@ -87,6 +87,7 @@ def jit(
     12.0
 
     Raises:
+      PrefixError: for shardings that do not fit, or an object in their place.
       ArgumentError: for an argument that JAX cannot trace, naming it.
       StaticValueError: for a static argument that cannot be compared.
       TraceContextError: if the call changes an object that belongs to another trace.
@@ -185,6 +186,8 @@ class JitWrapped:
         shift = len(self._args)
         self._static = _Selection(self._function, shift, static_argnums, static_argnames, "static")
         self._donated = _Selection(self._function, shift, donate_argnums, donate_argnames, "donate")
+        refuse_nodes(in_shardings, "in_shardings")
+        refuse_nodes(out_shardings, "out_shardings")
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
         self._binds = bool(self._args or self._kwargs or self._static)

@@ -189,6 +189,20 @@ def prefix_key(prefix: Any) -> tuple:
     return tuple(leaves), structure
 
 
+def refuse_nodes(prefix: Any, name: str) -> None:
+    """Check that a prefix, which the user calls ``name``, is made of labels alone.
+
+    Raises:
+      PrefixError: if there is a Module or a Variable in it.
+    """
+    for x in jtu.tree_leaves(prefix, is_leaf=is_node):
+        if is_node(x):
+            raise PrefixError(
+                f"{name} has a {type(x).__name__} in it. Graph nodes are not allowed as prefixes: give one label for "
+                "all of an object, or one for each of its leaves by nnx.prefix."
+            )
+
+
 class Labels:
     """The label of each leaf of a table, by the row that owns it.
 

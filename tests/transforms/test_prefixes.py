@@ -121,6 +121,18 @@ def labels_of(contexts, *args, **kwargs):
     return dict(zip(paths, labels, strict=True))
 
 
+@pytest.mark.parametrize("node", [nnx.Dict(a=nnx.Param(1.0)), (nnx.Param(1.0),)], ids=type)
+def test_an_object_is_no_prefix(node):
+    """Said where the transform is made."""
+    for make in (
+        lambda: nnx.jit(len, in_shardings=node),
+        lambda: nnx.jit(len, out_shardings=node),
+        lambda: nnx.grad(len, argnums=node),
+    ):
+        with pytest.raises(PrefixError, match=r"(shardings|argnums) has a .* Graph nodes are not allowed"):
+            make()
+
+
 def test_each_leaf_gets_the_label_of_its_context():
     """Variables, arrays of nodes and plain leaves, in the order of the leaves."""
     assert labels_of(["m", "x", "kw"], Net(), 1.0, k=Net()) == {
