@@ -9,15 +9,18 @@ import jax
 from jax.tree_util import all_leaves
 
 from ..core.calls import inside, listening
-from ..core.captures import all_borrowed
+from ..core.captures import all_borrowed, borrowed
+from ..core.errors import TraceContextError, reachable
 from ..core.escapes import check_contained
 from ..core.graph import After, Packed, build, commit, diff, pack
+from ..core.objects import Node
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
 from ..core.records import pack_call
+from ..core.references import ways_from
 from ..core.stamps import Stamp
 from ..core.tracing import boundary
-from ..core.variables import Variable
+from ..core.variables import Variable, new_cell
 from .lift import Arguments, Outcome, check_returned, resolve
 
 
@@ -26,7 +29,8 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call ``f`` on abstract arrays; the output has ``jax.ShapeDtypeStruct`` in place of arrays.
 
     Nothing is computed and no live object is changed: Modules in the output are new ones, also those that were passed
-    in. A Module made by ``f`` costs no memory, and is what a checkpoint is restored into.
+    in. A Module made by ``f`` costs no memory, and is what a checkpoint is restored into. A live Module that ``f``
+    refers to may be called too, to learn the size of what comes next.
 
     Args:
       f: a function, a Module class, a callable Module, a bound method or a partial.
@@ -37,6 +41,9 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
     >>> abstract = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     >>> abstract.kernel.value
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
+    >>> norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    >>> nnx.eval_shape(lambda x: norm(x).reshape(4, -1), jax.ShapeDtypeStruct((8, 3), 'float32')).shape
+    (4, 6)
     """
     function, bound, bound_kwargs = resolve(f)
     out = eval_packed(function, pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
@@ -51,10 +58,19 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     """:func:`eval_shape` for arguments that have been packed.
 
     What happened to the arguments is looked at only to refuse what no transform could bring back, and then forgotten.
+    Live objects that ``f`` refers to and writes to are borrowed, and what is written to them is forgotten as well.
     """
     layout = packed.layout
+    referred: list[Any] = []
 
     def pure(leaves: list[Any]) -> tuple[list[Any], Outcome]:
+        with borrowed(referred):
+            for x in referred:
+                if isinstance(x, Variable):
+                    object.__setattr__(x, "_cell", new_cell(x.get_raw_value()))
+            return run(leaves)
+
+    def run(leaves: list[Any]) -> tuple[list[Any], Outcome]:
         stamp = Stamp()
         (args, kwargs, _), objects = build(layout, leaves, stamp=stamp)
         with listening(inside(layout, objects, [path[2:] for path in layout.paths])):
@@ -66,8 +82,20 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         return after.leaves, Outcome(after.delta, ())
 
     pure.__name__ = getattr(f, "__name__", type(f).__name__)
-    leaves, outcome = jax.eval_shape(pure, packed.leaves)
+    try:
+        leaves, outcome = jax.eval_shape(pure, packed.leaves)
+    except TraceContextError:
+        referred += _live_below([way.value for way in ways_from(f)])
+        if not referred:
+            raise
+        leaves, outcome = jax.eval_shape(pure, packed.leaves)
     return commit(_NOTHING, outcome.delta, leaves, ())
+
+
+def _live_below(roots: list[Any]) -> list[Any]:
+    """The nodes and Variables among the values, and those below them."""
+    seen = set[int]()
+    return [x for root in roots if isinstance(root, Node | Variable) for _, x in reachable(root, seen)]
 
 
 _NOTHING = pack(()).layout

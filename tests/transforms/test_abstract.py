@@ -147,6 +147,32 @@ def test_inside_other_transforms():
     assert_same(model, make())
 
 
+def test_live_objects_that_the_function_refers_to():
+    """They may be called, and written to, as far as shapes go; a layer can be sized by those before it."""
+    model = make()
+    assert nnx.eval_shape(lambda x: model(x), SPEC).shape == (4, 3)
+    assert nnx.jit(lambda x: model(x)).eval_shape(SPEC).shape == (4, 3)
+    assert nnx.eval_shape(nnx.jit(lambda x: model(x)), SPEC).shape == (4, 3)
+    assert jax.jit(lambda x: jnp.zeros(nnx.eval_shape(lambda x: model(x), x).shape))(jnp.ones((4, 2))).shape == (4, 3)
+    assert_same(model, make())
+
+    class Sized(nnx.Module):
+        def __init__(self, rngs):
+            self.body = Net(rngs=rngs)
+            self.head = nnx.Linear(nnx.eval_shape(lambda x: self.body(x), SPEC).shape[-1], 5, rngs=rngs)
+
+    sized = Sized(nnx.Rngs(0))
+    assert sized.head.kernel.shape == (3, 5) and sized.body.norm.mean.value.sum() == 0
+
+    def rebuilds(x):
+        model.note, model.linear = "inside", nnx.Linear(2, 4, rngs=nnx.Rngs(0))
+        return model.linear(x), model
+
+    out, abstract = nnx.eval_shape(rebuilds, SPEC)
+    assert out.shape == (4, 4) and is_abstract(abstract) and abstract.note == "inside"
+    assert_same(model, make())
+
+
 def test_failures_change_nothing():
     """An exception, with the notes of the layer it comes from."""
     model = make()
