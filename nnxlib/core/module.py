@@ -276,7 +276,8 @@ class Sequential(Module):
         output: Any = None
         for i, layer in enumerate(self.layers):
             if not callable(layer):
-                raise TypeError(f"Sequential.layers[{i}] is a {type(layer).__name__}, which cannot be called.")
+                hint = " Unpack it: nnx.Sequential(*layers)." if isinstance(layer, list | tuple) else ""
+                raise TypeError(f"Sequential.layers[{i}] is a {type(layer).__name__}, which cannot be called.{hint}")
             if i > 0:
                 args, kwargs = (
                     (output, {})

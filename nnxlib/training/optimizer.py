@@ -163,10 +163,12 @@ class Optimizer(Pytree, Generic[M]):
         extra = {name: gradients if x is grads else x for name, x in extra.items()}
         try:
             return self._step(model, trained, gradients, extra, _without_variables)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             self._check_state(trained)
             with suppress(TypeError, ValueError):
                 return self._step(model, trained, gradients, extra, lambda tree: _as_variables(tree, trained))
+            if isinstance(error, TypeError) and (not extra or any(map(callable, extra.values()))):
+                error.add_note(_EXTRA)
             raise
 
     def _step(
@@ -239,6 +241,12 @@ class ModelAndOptimizer(Optimizer[M]):
 _LABELS = """\
 If labels or a mask were given: the transformation works on a State of what it trains, and labels for it are a State, \
 too, or a function of it. Make them by nnx.map_state(lambda path, variable: ..., nnx.state(model, wrt))."""
+
+_EXTRA = """\
+If the transformation takes more than gradients, as those with a line search do, pass it by name: \
+optimizer.update(model, grads, value=loss, grad=grads, value_fn=loss_of). Its functions are called with a State of the \
+parameters: loss_of = lambda params: loss_fn(nnx.merge(graphdef, params, rest)), where graphdef, params, rest = \
+nnx.split(model, nnx.Param, ...)."""
 
 _CHANGED = "The state of this optimizer does not fit the parameters of the model; nothing was changed."
 _MAKE_A_NEW_ONE = """\

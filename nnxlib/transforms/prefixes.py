@@ -25,6 +25,7 @@ from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, Var
 from ..core.objects import is_node
 from ..core.static import Const
 from ..core.traversals import path_key
+from ..core.variables import RngState
 
 Label = Hashable
 
@@ -391,11 +392,21 @@ def mapped_size(
         for x in jtu.tree_leaves(leaf) if isinstance(axis, int) else ():
             shape = np.shape(x)
             if not -len(shape) <= axis < len(shape):
-                raise PrefixError(
-                    f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
-                )
+                head = f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
+                raise PrefixError(f"{head}\n{_STREAMS}" if _is_of_stream(layout, path) else head)
             sizes.setdefault(shape[axis], format_path(path))
     if len(sizes) > 1:
         found = ", ".join(f"{size} ({where})" for size, where in sizes.items())
         raise PrefixError(f"{what} got axes of different sizes: {found}.")
     return next(iter(sizes), None)
+
+
+def _is_of_stream(layout: Layout, path: tuple) -> bool:
+    """Whether the leaf at a path is the state of a random stream."""
+    types = [layout.rows[i].type for i in layout.variables]
+    return any(issubclass(kind, RngState) and at == path for at, kind in zip(layout.leaf_paths, types, strict=False))
+
+
+_STREAMS = """\
+It belongs to a random stream. Split the stream, which gives each lane keys of its own: @nnx.split_rngs(splits=5) above \
+the transform, or rngs.split(5) for its argument; None is the axis of a stream that is passed whole."""

@@ -344,6 +344,8 @@ def test_sequential_with_something_that_cannot_be_called():
     """The error names the item."""
     with pytest.raises(TypeError, match=r"Sequential\.layers\[1\] is a int"):
         nnx.Sequential(jnp.tanh, 3)(1.0)
+    with pytest.raises(TypeError, match=r"layers\[0\] is a List, .* nnx\.Sequential\(\*layers\)"):
+        nnx.Sequential([jnp.tanh, jnp.cos])(1.0)
 
 
 def test_a_subclass_of_a_library_module():

@@ -170,6 +170,19 @@ def test_labels_that_are_variables(name):
     assert_same(by_optimizer(labels, extra=value), by_optimizer(LABELLED[name](lambda function: function), extra=value))
 
 
+def test_arguments_that_a_transformation_lacks_are_an_error_with_the_remedy():
+    """A line search has to evaluate the loss, for a State and not for a Module."""
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.lbfgs())
+    grads = nnx.state(model, nnx.Param)
+    search = {"value": jnp.ones(()), "grad": grads, "value_fn": lambda model: model(jnp.ones((1, 2)))}
+    for extra in ({}, search):
+        with pytest.raises(TypeError) as error:
+            optimizer.update(model, grads, **extra)
+        assert "value_fn=loss_of" in "".join(error.value.__notes__)
+    assert optimizer.step == 0
+
+
 def test_labels_of_another_structure_are_an_error_with_the_remedy():
     labels = nnx.to_pure_dict(ranks(nnx.state(Net(), nnx.Param)))
     with pytest.raises(ValueError) as error:

@@ -212,6 +212,10 @@ WRONG = {
         r"different sizes: 5 \(axis_size\), 2 \(args\[0\]\)",
     ),
     "a number": (lambda: nnx.vmap(jnp.sin)(1.0), r"args\[0\] has shape \(\), so there is no axis 0"),
+    "a stream that is not split": (
+        lambda: nnx.vmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs), axis_size=5)(nnx.Rngs(0)),
+        r"args\[0\]\.default\.count has shape \(\), so there is no axis 0 .*\n.*@nnx.split_rngs\(splits=5\)",
+    ),
     "no axis in the output": (
         lambda: nnx.vmap(lambda x: Layer(), out_axes=nnx.StateAxes({nnx.Param: 3, ...: None}))(XS),
         r"The axis in out_axes does not exist:\n  <output>\.w: it has 2 axes, so there is no axis 3",
