@@ -292,8 +292,8 @@ def add_lora(
 
     Raises:
       EmptySelectionError: if the filter takes no layer.
-      ValueError: if it takes a layer that has a LoRA, is of a subclass with a forward of its own, or has batch axes.
-        Nothing is changed then.
+      ValueError: if it takes a layer that has a LoRA, is of a subclass with a forward of its own, has batch axes, or is
+        a stack of layers. Nothing is changed then.
     """
     takes = to_predicate(filter)
     layers = [(path, x) for path, x in iter_graph(model) if isinstance(x, Linear | LinearGeneral)]
@@ -331,7 +331,18 @@ def _not_adaptable(layer: Any) -> str | None:
         return "its class may compute something else; put nnx.LoRA(..., base_module=layer) in its place."
     if isinstance(layer, LinearGeneral) and layer.batch_axis:
         return "it has batch axes, along which there is more than one kernel; leave it out of the filter."
+    if layer.kernel.ndim > len(as_tuple(layer.in_features)) + len(as_tuple(layer.out_features)):
+        return _STACKED.format(kernel=describe(layer.kernel.value))
     return None
+
+
+_STACKED = """\
+its kernel is {kernel}, so it is a stack of layers. Adapt what is in the stack:
+
+    @nnx.vmap
+    def adapt(layers, key):
+        nnx.add_lora(layers, rank, rngs=nnx.Rngs(key))
+    adapt(model.layers, jax.random.split(jax.random.key(0), n))"""
 
 
 def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:

@@ -105,6 +105,34 @@ def test_add_lora_keeps_outputs_identities_and_paths():
     nnx.update(model, state, strict=False)
 
 
+def stacked():
+    return nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+
+
+def test_a_stack_of_layers_is_adapted_in_vmap():
+    """Each layer has a LoRA of its own, as if it were adapted before they are stacked; merging takes the stack whole."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    stack = stacked()
+    nnx.vmap(lambda layer, key: adapt(layer, nnx.Rngs(key)))(stack, keys)
+    assert type(stack) is nnx.LoRALinear and stack.lora.lora_a.shape == (3, 4, 2)
+    forward = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    x = jnp.ones((2, 4))
+    expected = x
+    for k, key in enumerate(keys):
+        layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        nnx.update(layer, jax.tree.map(lambda x: x[k], nnx.state(stacked())))
+        adapt(layer, nnx.Rngs(key))
+        expected = layer(expected)
+    np.testing.assert_allclose(forward(x, stack), expected, rtol=1e-5)
+    nnx.merge_lora(stack)
+    assert type(stack) is nnx.Linear
+    np.testing.assert_allclose(forward(x, stack), expected, rtol=1e-5)
+
+
+def adapt(layer, rngs):
+    nnx.add_lora(layer, 2, b_initializer=normal, rngs=rngs)
+
+
 @pytest.mark.parametrize("filter", [..., nnx.LinearGeneral, nnx.PathContains("query"), [nnx.Linear, nnx.LinearGeneral]])
 def test_merge_lora_undoes_add_lora_but_for_the_change(filter):
     """After a change of A and B the merged model computes the same, from its old classes and structure."""
@@ -194,6 +222,10 @@ def test_what_cannot_be_adapted_or_merged_is_refused_and_nothing_changes():
         nnx.add_lora(batched, 2, filter=..., rngs=rngs)
     with pytest.raises(ValueError, match=r"OfType\(Conv\) takes no layer.*Linear.* of this List: \[0\] \(LoRALinear\)"):
         nnx.add_lora(model, 2, filter=nnx.Conv, rngs=rngs)
+    stack = stacked()
+    with pytest.raises(ValueError, match=r"its kernel is float32\[3, 4, 4\], so it is a stack of layers"):
+        nnx.add_lora(stack, 2, filter=..., rngs=rngs)
+    assert type(stack) is nnx.Linear
 
     def merge(base, hold=lambda wrapper: nnx.List([wrapper]), sizes=(2, 1, 2)):
         nnx.merge_lora(hold(nnx.LoRA(*sizes, base_module=base, rngs=rngs)))
