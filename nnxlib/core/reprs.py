@@ -360,6 +360,8 @@ def array_text(array: Any) -> str:
 
 
 def _is_array(value: Any) -> bool:
+    if isinstance(value, np.generic):  # a number, such as a size that NumPy computed: static, and worth reading
+        return False
     return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
 
 

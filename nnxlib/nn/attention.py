@@ -693,6 +693,8 @@ class MultiHeadAttention(Module):
         self.out_dot_general = out_dot_general
         self.qkv_dot_general_cls = qkv_dot_general_cls
         self.out_dot_general_cls = out_dot_general_cls
+        if num_heads < 1 or self.num_kv_heads < 1:
+            raise ValueError(f"num_heads and num_kv_heads have to be positive, got {num_heads}, {self.num_kv_heads}.")
         if self.qkv_features % num_heads:
             raise ValueError(
                 f"Memory dimension ({self.qkv_features}) must be divisible by 'num_heads' heads ({num_heads})."

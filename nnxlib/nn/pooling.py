@@ -16,7 +16,7 @@ from jax import lax
 from ..core.programs import step
 from .dtypes import Array
 
-Padding = str | Sequence[tuple[int, int]]
+Padding = str | int | Sequence[int | tuple[int, int]]
 
 
 def pool(
@@ -24,7 +24,7 @@ def pool(
     init: Any,
     reduce_fn: Callable[[Any, Any], Any],
     window_shape: Sequence[int],
-    strides: Sequence[int] | None,
+    strides: int | Sequence[int] | None,
     padding: Padding,
 ) -> Array:
     """Reduce each window of ``inputs`` by ``reduce_fn``, starting from ``init``.
@@ -34,8 +34,9 @@ def pool(
       init: the neutral element of the reduction.
       reduce_fn: an associative function of two elements, such as ``jax.lax.add``.
       window_shape: size of the window along each spatial axis.
-      strides: step between windows along each spatial axis (default 1).
-      padding: ``'SAME'``, ``'VALID'``, or a pair (before, after) for each spatial axis.
+      strides: step between windows along each spatial axis (default 1), or one for all.
+      padding: ``'SAME'``, ``'VALID'``, or for each spatial axis a pair (before, after) or a number for both, or one
+        number for all.
 
     Returns:
       Array of shape ``[*batch, *spatial', channels]``.
@@ -45,6 +46,7 @@ def pool(
     Array([1., 3., 5.], dtype=float32)
 
     Raises:
+      TypeError: if ``window_shape`` is a number: how many axes are spatial is known by it.
       ValueError: if window, strides or padding do not fit the input.
     """
     window, strides, padding = _window(inputs.ndim, inputs.shape, window_shape, strides, padding)
@@ -52,11 +54,20 @@ def pool(
 
 
 def _window(
-    ndim: int, shape: tuple[int, ...], window_shape: Sequence[int], strides: Sequence[int] | None, padding: Padding
+    ndim: int,
+    shape: tuple[int, ...],
+    window_shape: Sequence[int],
+    strides: int | Sequence[int] | None,
+    padding: Padding,
 ) -> tuple[tuple[int, ...], tuple[int, ...], str | tuple[tuple[int, int], ...]]:
     """Spell window, strides and padding out for all axes."""
+    if isinstance(window_shape, int | np.integer):
+        raise TypeError(
+            f"window_shape has a size for each spatial axis, such as (2, 2) for images, but is {window_shape!r}."
+        )
     spatial = tuple(window_shape)
-    steps = (1,) * len(spatial) if strides is None else tuple(strides)
+    strides = 1 if strides is None else strides
+    steps = (strides,) * len(spatial) if isinstance(strides, int | np.integer) else tuple(strides)
     batch = ndim - len(spatial) - 1
     if batch < 0:
         raise ValueError(
@@ -68,9 +79,11 @@ def _window(
     window, steps = (*ones, *spatial, 1), (*ones, *steps, 1)
     if isinstance(padding, str):
         return window, steps, padding
-    if len(padding) != len(spatial) or not all(isinstance(p, Sequence) and len(p) == 2 for p in padding):
+    each = (padding,) * len(spatial) if isinstance(padding, int | np.integer) else tuple(padding)
+    pairs = [(p, p) if isinstance(p, int | np.integer) else p for p in each]
+    if len(pairs) != len(spatial) or not all(isinstance(p, Sequence) and len(p) == 2 for p in pairs):
         raise ValueError(f"padding {padding} must have one pair (before, after) for each axis of window {spatial}.")
-    return window, steps, (*[(0, 0)] * batch, *[(before, after) for before, after in padding], (0, 0))
+    return window, steps, (*[(0, 0)] * batch, *[(before, after) for before, after in pairs], (0, 0))
 
 
 @step("window", "strides", "padding")
@@ -100,7 +113,7 @@ def _bound(dtype: Any, sign: int) -> Any:
 def avg_pool(
     inputs: Array,
     window_shape: Sequence[int],
-    strides: Sequence[int] | None = None,
+    strides: int | Sequence[int] | None = None,
     padding: Padding = "VALID",
     count_include_pad: bool = True,
 ) -> Array:
@@ -123,7 +136,7 @@ def avg_pool(
 
 
 def max_pool(
-    inputs: Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
+    inputs: Array, window_shape: Sequence[int], strides: int | Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> Array:
     """Take the largest element of each window; arguments as in :func:`pool`.
 
@@ -136,7 +149,7 @@ def max_pool(
 
 
 def min_pool(
-    inputs: Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
+    inputs: Array, window_shape: Sequence[int], strides: int | Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> Array:
     """Take the smallest element of each window; arguments as in :func:`pool`.
 

@@ -718,6 +718,7 @@ class Bidirectional(Module):
     (2, 5, 8)
 
     Raises:
+      TypeError: for cells that are not in an RNN.
       ValueError: if ``rngs`` is something else.
     """
 
@@ -731,6 +732,9 @@ class Bidirectional(Module):
         return_carry: bool = False,
         rngs: Rngs | RngStream | bool = True,
     ):
+        for rnn in (forward_rnn, backward_rnn):
+            if isinstance(rnn, RNNCellBase):
+                raise TypeError(f"Bidirectional takes RNNs, got a {type(rnn).__name__}; wrap it: nnx.RNN(cell).")
         self.forward_rnn = forward_rnn
         self.backward_rnn = backward_rnn
         self.merge_fn = merge_fn

@@ -408,5 +408,5 @@ def _is_of_stream(layout: Layout, path: tuple) -> bool:
 
 
 _STREAMS = """\
-It belongs to a random stream. Split the stream, which gives each lane keys of its own: @nnx.split_rngs(splits=5) above \
-the transform, or rngs.split(5) for its argument; None is the axis of a stream that is passed whole."""
+It belongs to a random stream. Split the stream, which gives each lane keys of its own: @nnx.split_rngs(splits=5) \
+above the transform, or rngs.split(5) for its argument; None is the axis of a stream that is passed whole."""

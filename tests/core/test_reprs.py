@@ -186,6 +186,13 @@ def test_static_values():
     assert static_repr(np.zeros((2, 3))) == "float64[2, 3]"
 
 
+def test_numbers_of_numpy_are_settings():
+    """A size computed by NumPy is no array of the State, and is written as the number that it is."""
+    layer = nnx.Linear(np.prod((2, 3)), np.int64(4), rngs=nnx.Rngs(0))
+    assert "in_features=np.int64(6), out_features=np.int64(4)" in repr(layer)
+    assert "Array" not in repr(layer)
+
+
 def test_writing_does_not_change_the_recursion_limit_or_the_model():
     """repr has no side effects."""
     m, limit = Layer(), sys.getrecursionlimit()

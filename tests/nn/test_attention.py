@@ -307,6 +307,8 @@ def test_constructors_refuse_sizes_that_do_not_divide():
     """Heads and features, heads of keys and of queries; and rates that are no probability."""
     for kwargs, message in [
         ({"num_heads": 3}, r"\(8\) must be divisible by 'num_heads' heads \(3\)"),
+        ({"num_heads": 0}, "have to be positive, got 0, 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads have to be positive"),
         ({"num_heads": 4, "num_kv_heads": 3}, r"num_heads \(4\) must be divisible by num_kv_heads \(3\)"),
         ({"dropout_rate": 1.0}, r"in the range \[0, 1\)"),
     ]:

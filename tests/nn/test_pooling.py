@@ -94,3 +94,14 @@ def test_windows_that_do_not_fit_are_refused():
         nnx.max_pool(x, (2, 2), strides=(1,))
     with pytest.raises(ValueError, match="one pair"):
         nnx.avg_pool(x, (2, 2), padding=((1, 1),))
+    with pytest.raises(TypeError, match=r"window_shape has a size for each spatial axis, .*but is 2"):
+        nnx.avg_pool(x, 2)
+
+
+def test_numbers_stand_for_all_spatial_axes():
+    """For strides and padding, as the arguments of a Conv; a number in a sequence pads both ends of its axis."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 6, 3)))
+    for pool in (nnx.max_pool, nnx.min_pool, nnx.avg_pool):
+        spelt_out = pool(x, (2, 3), (2, 2), ((1, 1), (1, 1)))
+        assert jnp.array_equal(pool(x, (2, 3), 2, 1), spelt_out)
+        assert jnp.array_equal(pool(x, (2, 3), np.int64(2), [1, (1, 1)]), spelt_out)

@@ -410,6 +410,13 @@ def test_bidirectional_draws_a_carry_for_each_direction():
 # --- errors ---
 
 
+def test_bidirectional_of_cells_says_to_wrap_them():
+    rnn, cell = nnx.RNN(make("GRUCell")), make("GRUCell")
+    for pair in ((cell, rnn), (rnn, cell)):
+        with pytest.raises(TypeError, match=r"got a GRUCell; wrap it: nnx\.RNN\(cell\)"):
+            nnx.Bidirectional(*pair)
+
+
 def test_wrong_shapes_name_the_layer():
     """The path, the declared sizes, and what came instead; of the input, the carry and the lengths."""
 
