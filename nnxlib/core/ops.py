@@ -657,7 +657,7 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
 
 def _copy_array(x: Any) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        return x.copy()
+        return x.copy() if at_top_level() else jnp.copy(x)  # under a trace a key has no method that copies it
     return x.copy() if isinstance(x, np.ndarray) else x
 
 
@@ -757,20 +757,23 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
 def map(f: Callable[[Path, Any], Any], node: A, /) -> A:  # the name of the field
     """Return a copy of a node with ``f(path, leaf)`` for each leaf; leaves are Variables and arrays.
 
-    What ``f`` returns for a Variable is the new Variable, or else its value.
+    What ``f`` returns for a Variable is the new Variable, or else its value. It gets the Variables of ``node`` itself,
+    so what it writes to one is written; where it returns that very Variable the copy has one of its own.
 
     >>> import nnxlib as nnx
     >>> nnx.map(lambda path, v: v * 2, nnx.Dict(a=nnx.Param(1.0))).a
     Param(2.0)
     """
-    layout, leaves, _ = pack(node) if isinstance(node, State) else _packed(node)
-    copies = _copies(layout, leaves)
-    new = [_result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, copies, strict=True)]
+    layout, leaves, objects = pack(node) if isinstance(node, State) else _packed(node)
+    own = [*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]]
+    new = [_result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, own, strict=True)]
     return build(layout, new, dict(zip(layout.variables, new, strict=False)))[0]
 
 
 def _result(leaf: Any, new: Any) -> Any:
-    return leaf.replace(new) if isinstance(leaf, Variable) and not isinstance(new, Variable) else new
+    if isinstance(leaf, Variable):
+        return leaf.copy() if new is leaf else new if isinstance(new, Variable) else leaf.replace(new)
+    return new
 
 
 @boundary

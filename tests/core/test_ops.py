@@ -700,6 +700,16 @@ def test_clone_inside_a_trace():
     assert model.first.w.value.tolist() == [1, 1]
 
 
+def test_clone_of_streams_inside_a_trace():
+    """Keys are cloned under any trace, and the clone counts for itself."""
+    rngs = nnx.Rngs(0)
+    draw = lambda: jax.random.key_data(nnx.clone(rngs).params())
+    for found in (jax.jit(draw)(), jax.vmap(lambda _: draw())(jnp.arange(2))[1], draw()):
+        assert found.tolist() == jax.random.key_data(nnx.Rngs(0).params()).tolist()
+    assert nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.clone(rngs))).kernel.shape == (2, 3)
+    assert rngs.params.count.value == 0
+
+
 # --- looking ---
 
 
@@ -772,6 +782,24 @@ def test_map():
         [2, 2],
     )
     assert (doubled.tied is doubled.first, doubled.scale.item(), m.first.w.value.tolist()) == (True, 2, [1, 1])
+
+
+def test_map_writes_what_the_function_writes():
+    """It gets the Variables of the original; one that it returns as it is has a copy in the result."""
+    m = Net()
+
+    def double(path, x):
+        if isinstance(x, nnx.Param):
+            x.value *= 2
+        return x
+
+    copied = nnx.map(double, m)
+    assert (m.first.w.value.tolist(), copied.first.w.value.tolist()) == ([2, 2], [2, 2])
+    assert copied.first.w is not m.first.w
+    before = m.first.w.value
+    with pytest.raises(nnx.errors.TraceContextError):
+        jax.jit(lambda: nnx.map(double, m))()
+    assert m.first.w.value is before
 
 
 def test_map_over_a_state():
