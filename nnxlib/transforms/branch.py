@@ -7,7 +7,7 @@ has recorded nothing: the branches are traced once more, with the zeros added to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from .body import Body, Owner, delta_of, own_states, positions_of, structural_ro
 from .body_checks import BodyError, captured, check_same_output, structural_changes, type_changes
 from .lift import Arguments, resolve
 from .program import Program, Result, program_of, run_program
+
+R = TypeVar("R")
 
 
 @boundary
@@ -69,15 +71,17 @@ def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
     count = len(operands)
     arguments = Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {})
     functions = tuple([f for f, _, _ in resolved])
+    free = {id(f): k for k, (f, *bound) in reversed([*enumerate(resolved)]) if not any(bound)}
+    first = [k if any(bound) else free[id(f)] for k, (f, *bound) in enumerate(resolved)]  # the same function: one trace
 
     def make(layout: Layout) -> Program:
         def program(leaves: list[Any]) -> Any:
             *leaves, chosen = leaves
-            calls = [_branch(f, count, k) for k, f in enumerate(functions)]
-            bodies = [trace_body(call, layout, leaves) for call in calls]
+            calls = _once_each(lambda k: _branch(functions[k], count, k), first)
+            bodies = _once_each(lambda call: trace_body(call, layout, leaves), calls)
             recorded = _recorded(layout, bodies)
             if recorded:
-                bodies = [trace_body(_recording_all(call, recorded), layout, leaves) for call in calls]
+                bodies = _once_each(lambda call: trace_body(_recording_all(call, recorded), layout, leaves), calls)
             runs, delta = _aligned(layout, leaves, bodies)
             return jax.lax.switch(chosen, runs, leaves), Result(delta)
 
@@ -87,6 +91,12 @@ def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
         packed = pack_call(arguments)
         program = program_of(functions, ("switch", packed.layout), lambda: make(packed.layout))
         return run_program(program, packed, jnp.asarray(index))
+
+
+def _once_each(function: Callable[[Any], R], items: Sequence[Any]) -> list[R]:
+    """``function`` of each item, called once for items that are equal."""
+    found = {item: function(item) for item in dict.fromkeys(items)}
+    return [found[item] for item in items]
 
 
 def _branch(f: Callable, count: int, k: int) -> Callable:

@@ -248,6 +248,16 @@ def test_eager_calls_trace_as_often_as_jax_does():
     assert m.calls.value == 2 + 2
 
 
+def test_a_function_that_is_several_branches_is_traced_once():
+    """Bound to different objects it is another one."""
+    f, m = counted(lambda m, x: m(x)), Pair()
+    for index in (0, 2):
+        np.testing.assert_allclose(nnx.switch(index, [f, call, f], m.a, X), Layer(1.0)(X), rtol=1e-6)
+    assert (f.count, m.a.calls.value) == (1, 2)
+    nnx.switch(1, [functools.partial(f, m.a), functools.partial(f, m.b)], X)
+    assert (f.count, m.b.calls.value) == (3, 1)
+
+
 def test_fresh_lambdas_beside_a_lasting_branch_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(program, "_KEPT", 3)
 
