@@ -274,8 +274,8 @@ def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Cal
     explicit = [f"{name} ({rule[0]!r})" for name, rule in matches.items() if rule[0] != Everything()]
     if len(explicit) > 1:
         raise ValueError(
-            f"The RngStream at {format_path(path)} is taken by {' and '.join(explicit)}. Let one of the filters leave "
-            "it out; only `...` gives way to the others."
+            f"The RngStream at {format_path(path)} is taken by multiple rules: {' and '.join(explicit)}. Let one of "
+            "the filters leave it out; only `...` gives way to the others."
         )
     return next((make for _, make in matches.values()), None)
 

@@ -490,7 +490,7 @@ def _is_label(x: Any) -> bool:
 
 def _to_lane(sharding: Any, donated: bool) -> Any:
     if isinstance(sharding, PrefixMapping):
-        return PrefixMapping([(key, _Lane(label, donated)) for key, label in sharding.items()])
+        return sharding.relabelled(lambda label: _Lane(label, donated))
     return _Lane(sharding, donated)
 
 

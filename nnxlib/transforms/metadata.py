@@ -11,6 +11,7 @@ from ..core.variables import MISSING
 from .axes import PARTITION_NAME, axis_name_in
 from .classes import lifts_classes
 from .prefixes import StateAxes
+from .scan import Carry
 from .vmap import mapped
 
 
@@ -25,8 +26,8 @@ def transform_metadata(
 
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
-      in_axes: the axes of the transform around, as for :func:`vmap`: their names are dropped on the way in, where they
-        still are.
+      in_axes: the axes of the transform around, as for :func:`vmap` and :func:`scan`: their names are dropped on the
+        way in, where they still are. What is carried keeps its names.
       out_axes: the same for the output: new Variables, and those whose metadata changed, get the name there.
       partition: the name.
 
@@ -41,7 +42,7 @@ def transform_metadata(
     """
     if f is MISSING:
         return functools.partial(transform_metadata, in_axes=in_axes, out_axes=out_axes, partition=partition)
-    return mapped(f, lambda pure, lanes: pure, in_axes, out_axes, "transform_metadata", partition)
+    return mapped(f, lambda pure, lanes: pure, in_axes, out_axes, "transform_metadata", partition, others=(Carry,))
 
 
 @lifts_classes()

@@ -20,12 +20,13 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.errors import AliasingError, PrefixError, format_path
-from ..core.filters import Filter, to_predicate
+from ..core.filters import Filter, PathIn, to_predicate
 from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, pack
 from ..core.objects import is_node
+from ..core.state import State, to_flat_state
 from ..core.static import Const
 from ..core.traversals import path_key
-from ..core.variables import RngState
+from ..core.variables import RngState, Variable
 
 Label = Hashable
 
@@ -34,13 +35,15 @@ class PrefixMapping(Mapping):
     """Labels by filter: the first filter that takes a leaf gives its label.
 
     Args:
-      mapping: filters to labels, as a mapping or as pairs.
+      mapping: filters to labels, as a mapping or as pairs; or a State with a label at each path.
 
     Raises:
       PrefixError: when used, if no filter takes a leaf; names its path.
     """
 
-    def __init__(self, mapping: Mapping[Filter, Label] | Sequence[tuple[Filter, Label]], /):
+    def __init__(self, mapping: Mapping[Filter, Label] | Sequence[tuple[Filter, Label]] | State, /):
+        if isinstance(mapping, State):
+            mapping = [(PathIn(path), label) for path, label in to_flat_state(mapping)]
         items = mapping.items() if isinstance(mapping, Mapping) else mapping
         self._items = tuple([(key, label) for key, label in items])
         self._predicates = tuple([(to_predicate(key), label) for key, label in self._items])
@@ -53,7 +56,8 @@ class PrefixMapping(Mapping):
     def labels(self) -> tuple[Label, ...]:
         return tuple([label for _, label in self._items])
 
-    def resolve(self, path: tuple, leaf: Any) -> Label:
+    def map_prefix(self, path: tuple, leaf: Any) -> Label:
+        """The label of a leaf."""
         for predicate, label in self._predicates:
             if predicate(path, leaf):
                 return label
@@ -61,6 +65,10 @@ class PrefixMapping(Mapping):
             f"{self!r} has no filter that takes {format_path(path)} ({type(leaf).__name__}); add `...: label` as the "
             "last entry to cover the rest."
         )
+
+    def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
+        """The same with ``function(label)`` in place of each label."""
+        return PrefixMapping([(key, function(label)) for key, label in self._items])
 
     def __getitem__(self, key: Filter) -> Label:
         return dict(self._items)[key]  # type: ignore[index]
@@ -86,9 +94,13 @@ class StateSharding(PrefixMapping):
     """Shardings by filter, for ``in_shardings`` and ``out_shardings`` of :func:`nnxlib.jit`.
 
     >>> import nnxlib as nnx, jax
-    >>> nnx.StateSharding({nnx.Param: jax.P('data'), ...: None}).labels[1] is None
+    >>> nnx.StateSharding({nnx.Param: jax.P('data'), ...: None}).shardings[1] is None
     True
     """
+
+    @property
+    def shardings(self) -> tuple[Label, ...]:
+        return self.labels
 
 
 def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
@@ -118,9 +130,13 @@ class StateAxes(PrefixMapping):
     """Axes by filter, for ``in_axes`` and ``out_axes`` of ``vmap`` and ``scan``: an int, None, or ``nnx.Carry``.
 
     >>> import nnxlib as nnx
-    >>> nnx.StateAxes({nnx.Param: 0, ...: None}).labels
+    >>> nnx.StateAxes({nnx.Param: 0, ...: None}).axes
     (0, None)
     """
+
+    @property
+    def axes(self) -> tuple[Label, ...]:
+        return self.labels
 
 
 class _LabelsByFunction(PrefixMapping):
@@ -140,8 +156,13 @@ class _LabelsByFunction(PrefixMapping):
     def __hash__(self) -> int:
         return hash(self._function)
 
-    def resolve(self, path: tuple, leaf: Any) -> Label:
+    def map_prefix(self, path: tuple, leaf: Any) -> Label:
         return self._function(path, leaf)
+
+    def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
+        return _LabelsByFunction(
+            lambda path, leaf: function(self._function(path, leaf)), [function(label) for label in self._labels]
+        )
 
 
 def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any], Label], /) -> Any:
@@ -164,7 +185,7 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
     Raises:
       PrefixError: if no filter takes a leaf.
     """
-    resolve = PrefixMapping(filter_map).resolve if isinstance(filter_map, Mapping) else filter_map
+    resolve = PrefixMapping(filter_map).map_prefix if isinstance(filter_map, Mapping) else filter_map
 
     def label(keys: tuple, x: Any) -> Any:
         start = tuple([path_key(key) for key in keys])
@@ -180,8 +201,28 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
 
 def labels_in(prefix: Any) -> list[Label]:
     """Every label that a prefix can give."""
-    found = jtu.tree_leaves(prefix, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping))
+    found = jtu.tree_leaves(prefix, is_leaf=_is_whole)
     return [label for x in found for label in (x.labels if isinstance(x, PrefixMapping) else (x,))]
+
+
+def _is_whole(x: Any) -> bool:
+    return x is None or isinstance(x, PrefixMapping) or is_node(x)
+
+
+def check_axes(axes: Any, name: str, what: str, *others: Label) -> None:
+    """Check that a prefix gives axes, None, or other labels of a transform.
+
+    Raises:
+      PrefixError: naming the label that it is not.
+    """
+    for axis in labels_in(axes):
+        if is_node(axis):
+            kind = "Variables" if isinstance(axis, Variable) else "Graph nodes"
+            said = f"{name}={axes!r} has a {type(axis).__name__}. {kind} are not allowed as prefixes"
+            raise PrefixError(f"{said}: give one axis for all of it, or nnx.StateAxes with one for each filter.")
+        if not (axis is None or isinstance(axis, int) or any(axis is label for label in others)):
+            takes = ", ".join(["an int", "None", *map(repr, others)])
+            raise PrefixError(f"{name}={axes!r} has {axis!r}; {what} takes {takes} or nnx.StateAxes of these.")
 
 
 def prefix_key(prefix: Any) -> tuple:
@@ -291,9 +332,9 @@ class Labels:
                 new = _resolve(context, (*path, *key)[depth:], value)
                 if new != old and not (self.returning and _yields(new, old)):
                     raise AliasingError(
-                        f"A {row.type.__name__} is shared, and its two paths ask for different treatment: "
-                        f"{format_path((*first, *key))}: {old!r}, but {format_path((*path, *key))}: {new!r}. Give both "
-                        "the same prefix."
+                        f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
+                        f"different treatment: {format_path((*first, *key))}: {old!r}, but "
+                        f"{format_path((*path, *key))}: {new!r}. Give both the same prefix."
                     )
 
 
@@ -316,7 +357,7 @@ def _yields(new: Label, old: Label) -> bool:
 
 
 def _resolve(context: Any, path: tuple, leaf: Any) -> Label:
-    return context.resolve(path, leaf) if isinstance(context, PrefixMapping) else context
+    return context.map_prefix(path, leaf) if isinstance(context, PrefixMapping) else context
 
 
 def labels_after(before: Labels, layout: Layout, after: After, out_contexts: Sequence[Any]) -> list[Label]:

@@ -2,7 +2,8 @@
 
 Each leaf of the arguments has one of three labels. An *axis*: iteration ``i`` sees slice ``i``, and what it puts there
 is stacked again. ``Carry``: what one iteration leaves there the next one finds. ``None``: every iteration sees all of
-it, and may not change it. One argument may be labelled ``Carry`` as a whole; its place in the output is the ``Carry``
+it, and may not change it; but it may draw from a random stream, which gives each iteration the same keys, and goes on
+behind them after the loop. One argument may be labelled ``Carry`` as a whole; its place in the output is the ``Carry``
 in ``out_axes``.
 """
 
@@ -22,7 +23,7 @@ from ..core.graph import Layout, Spec, Tree
 from ..core.objects import is_node
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
-from ..core.variables import MISSING
+from ..core.variables import MISSING, RngCount
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
 from .body import Body, delta_of, own_states, positions_of, structural_rows, trace_body
 from .body_checks import (
@@ -40,6 +41,7 @@ from .lift import Arguments, by_position, place_of, resolve
 from .prefixes import (
     PrefixMapping,
     broadcast_prefix,
+    check_axes,
     label_arguments,
     labels_after,
     labels_in,
@@ -80,7 +82,7 @@ def scan(
       unroll: how many iterations to put into one step of the compiled loop.
       in_axes: for each positional argument ``nnx.Carry`` (one at most), an axis, None, or for a Module
         :class:`StateAxes` of these. Keyword arguments that have no position are passed whole.
-      out_axes: the same for the output; has ``nnx.Carry`` if ``in_axes`` has.
+      out_axes: the same for the output, without None; has ``nnx.Carry`` if ``in_axes`` has.
       transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one.
       data_transform: ``data_transform(label, state)`` is called inside the body for each label (an axis, None or
         ``nnx.Carry``) with the State of the Variables that have it, as the body is to see them: slices, for an axis.
@@ -100,7 +102,7 @@ def scan(
 
     Raises:
       PrefixError: if ``in_axes`` or ``out_axes`` does not fit, or sizes differ, or what is passed whole (None) is
-        changed.
+        changed, but for drawing from a random stream.
       BodyError: if what is carried changes its shape or dtype, or the structure of anything changes other than by
         attaching Variables in a lane with an axis; names the path.
     """
@@ -142,6 +144,11 @@ def looped(
     out_place = _place_of_carry(out_axes, "out_axes")
     if (place is None) != (out_place is None):
         raise PrefixError(f"nnx.Carry must be in both in_axes={in_axes!r} and out_axes={out_axes!r}, or in neither.")
+    if None in labels_in(out_axes):
+        raise PrefixError(
+            f"Cannot broadcast output state: out_axes={out_axes!r} has None, but every iteration returns a value of "
+            "its own. Give it an axis (0 stacks the values), or carry it."
+        )
     shift = len(bound)
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -204,24 +211,30 @@ def _run(
     sources: list[int],
     types: list[Any],
 ) -> Any:
-    carried = _carried(body)
-    stacked = [k for k in range(len(body.owners)) if body.labels[k] is not Carry]
+    handed_on = _handed_on(body)
+    stacked = [k for k in range(len(body.owners)) if _is_axis(body.labels[k])]
     sliced = [k for k, axis in enumerate(labels) if _is_axis(axis)]
     init = [leaves[k] for k in sources]
     check_types(init, types, [layout.leaf_paths[k] for k in sources], "body of scan")
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         now = list(leaves)
-        for k, x in zip(sources, carry, strict=True):
-            now[k] = x
+        for k, source, x in zip(handed_on, sources, carry, strict=True):
+            if body.labels[k] is Carry:
+                now[source] = x
         for k, x in zip(sliced, xs, strict=True):
             now[k] = x
         results = body.run(now)
-        return [results[k] for k in carried], [results[k] for k in stacked]
+        # A stream that is passed whole starts anew each time, and has to end behind the last key that any has drawn.
+        after = [
+            results[k] if body.labels[k] is Carry else jnp.maximum(x, results[k])
+            for k, x in zip(handed_on, carry, strict=True)
+        ]
+        return after, [results[k] for k in stacked]
 
     xs = [jax.tree.map(lambda x, a=labels[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
     last, ys = loop(step, init, xs, length=size)
-    found = dict(zip(carried, last, strict=True))
+    found = dict(zip(handed_on, last, strict=True))
     for k, y in zip(stacked, ys, strict=True):
         found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
     touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
@@ -242,10 +255,10 @@ def _check_changes(layout: Layout, body: Body, replaced: Mapping[int, int]) -> N
     problems = []
     for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):
         what = place_of(path)
-        if label is None:
-            problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
-        elif label is Carry and owner[0] in structural and owner[0] not in replaced:
+        if label is Carry and owner[0] in structural and owner[0] not in replaced:
             problems.append(f"{what}: attached inside, but Carry needs a value to start from")
+        elif not (_is_axis(label) or label is Carry or _is_count(layout, owner[0])):
+            problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
         elif isinstance(label, int):
             axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
             if not -axes <= label < axes:
@@ -259,21 +272,26 @@ Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({nnx.BatchStat
 the Variable before the loop."""
 
 
-def _carried(body: Body) -> list[int]:
-    """Which of the leaves that come back go in again."""
-    return [k for k, label in enumerate(body.labels) if label is Carry]
+def _handed_on(body: Body) -> list[int]:
+    """Which leaves that come back are handed on: the carried ones, and counts of streams that are passed whole."""
+    return [k for k, label in enumerate(body.labels) if not _is_axis(label)]
+
+
+def _is_count(layout: Layout, row: int) -> bool:
+    """Whether a row is the count of a random stream that the body was given."""
+    return 0 <= row < len(layout.rows) and issubclass(layout.rows[row].type, RngCount)
 
 
 def _recurring(
     layout: Layout, body: Body, labels: list[Any], replaced: Mapping[int, int]
 ) -> tuple[list[int], list[Any]]:
-    """Of each carried leaf: the position among the arguments' leaves where it goes in again; its type coming out."""
-    carried, positions = _carried(body), positions_of(layout)
+    """Of each leaf that is handed on: its position among the arguments' leaves; its type coming out."""
+    handed_on, positions = _handed_on(body), positions_of(layout)
     first_plain = positions.get((-1, 0), len(labels))
     plain = iter([k for k in range(first_plain, len(labels)) if labels[k] is Carry])
-    owners = [body.owners[k] for k in carried]
+    owners = [body.owners[k] for k in handed_on]
     sources = [next(plain) if i < 0 else positions[replaced.get(i, i), k] for i, k in owners]
-    return sources, [body.types[k] for k in carried]
+    return sources, [body.types[k] for k in handed_on]
 
 
 def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
@@ -283,14 +301,13 @@ def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
     entries = list(axes) if isinstance(axes, tuple | list) else []
     places = [i for i, axis in enumerate(entries) if axis is Carry]
     leaves = jtu.tree_leaves(axes, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping))
-    if len(places) > 1 or len(places) != sum(x is Carry for x in leaves):
+    if len(places) > 1:
+        raise PrefixError(f"Found multiple Carry definitions in {name}={axes!r}. Put what is carried into one tuple.")
+    if len(places) != sum(x is Carry for x in leaves):
         raise PrefixError(
-            f"{name}={axes!r} may have nnx.Carry once, for one whole argument; inside of a Module use nnx.StateAxes. "
-            "Put several values to be carried into one tuple."
+            f"{name}={axes!r} may have nnx.Carry for one whole argument; inside of a Module use nnx.StateAxes."
         )
-    bad = [x for x in labels_in(axes) if not (x is None or x is Carry or isinstance(x, int))]
-    if bad:
-        raise PrefixError(f"{name}={axes!r} has {bad[0]!r}; give an int, None, nnx.Carry or nnx.StateAxes of these.")
+    check_axes(axes, name, "scan", Carry)
     return (places[0],) if places else None
 
 

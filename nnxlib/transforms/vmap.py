@@ -16,7 +16,7 @@ from ..core.variables import MISSING
 from .axes import NO_METADATA, axis_name_in
 from .classes import lifts_classes
 from .lift import Arguments, Observed, by_position, lift_lanes, resolve, static_arguments
-from .prefixes import broadcast_prefix, labels_in, mapped_size
+from .prefixes import broadcast_prefix, check_axes, mapped_size
 
 
 @lifts_classes()
@@ -125,11 +125,15 @@ def mapped(
     what: str,
     axis: str | None,
     check: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
+    others: Sequence[Any] = (),
 ) -> Callable:
-    """``f`` behind ``over``, with a lane for each axis; ``axis`` is its name in the metadata of Variables."""
+    """``f`` behind ``over``, with a lane for each axis; ``axis`` is its name in the metadata of Variables.
+
+    ``others`` are what may stand where there is no axis, besides None.
+    """
     function, bound, bound_kwargs = resolve(f)
-    _check_axes(in_axes, "in_axes", what)
-    _check_axes(out_axes, "out_axes", what)
+    check_axes(in_axes, "in_axes", what, *others)
+    check_axes(out_axes, "out_axes", what, *others)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -149,12 +153,6 @@ def mapped(
 def _check_sizes(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> int | None:
     given = {} if axis_size is None else {axis_size: "axis_size"}
     return mapped_size(packed.layout, packed.leaves, labels, given, what)
-
-
-def _check_axes(axes: Any, name: str, what: str) -> None:
-    for axis in labels_in(axes):
-        if not (axis is None or isinstance(axis, int)):
-            raise PrefixError(f"{name}={axes!r} has {axis!r}; {what} takes an int, None or nnx.StateAxes of these.")
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -249,7 +249,9 @@ def test_two_rules_for_one_stream_are_an_error():
     """Only `...` gives way; the error names the path and both rules, and nothing has been drawn."""
     m = model()
     before = facts(m)
-    with pytest.raises(ValueError, match=r"RngStream at params is taken by split \(WithTag\('params'\)\) and fork"):
+    with pytest.raises(
+        ValueError, match=r"at params is taken by multiple rules: split \(WithTag\('params'\)\) and fork"
+    ):
         with_rngs(m.rngs, split={"params": 2}, fork=["params"])
     assert facts(m) == before
 

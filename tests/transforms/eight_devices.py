@@ -155,6 +155,19 @@ def test_partition_specs_in_a_mesh():
     assert model.mean.value.sharding.spec == PartitionSpec("data")
 
 
+def test_a_prefix_by_function():
+    """What nnx.prefix makes, of filters or of a function, for arguments and for what is returned."""
+    by_path = nnx.prefix(Net(), lambda path, leaf: ROWS if "mean" in path else WHOLE)
+    by_filter = nnx.prefix(Net(), {nnx.BatchStat: ROWS, ...: WHOLE})
+    for prefix in (by_path, by_filter):
+        model = Net()
+        nnx.jit(lambda m, x: m(x), in_shardings=(prefix, None))(model, X)
+        assert is_like(model.mean.value, ROWS)
+        made = nnx.jit(Net, out_shardings=prefix)()
+        assert is_like(made.mean.value, ROWS)
+        assert is_like(made.bias.value, WHOLE)
+
+
 def test_a_prefix_that_does_not_fit():
     """Wrong lengths and filters that leave something out are errors that name it; nothing is changed."""
     model = Net()

@@ -152,6 +152,24 @@ def test_transform_metadata_names_the_axis_of_another_transform():
     assert model.kernel.sharding_names == ("layers", "in", "out")
 
 
+def test_transform_metadata_within_a_scan():
+    """What is carried has no new axis, and keeps its names."""
+    model, seen = stacked(transform_metadata=NAMED), []
+    axes = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
+
+    @nnx.scan(**axes)
+    @nnx.transform_metadata(**axes, partition="layers")
+    def forward(model, x):
+        seen.append((model.kernel.sharding_names, x.sharding_names))
+        x.value = model(x.value)
+        return x
+
+    x = nnx.Variable(jnp.ones((1, 4)), sharding=("batch", "features"))
+    assert forward(model, x) is x
+    assert seen == [(("in", "out"), ("batch", "features"))]
+    assert (model.kernel.sharding_names, x.sharding_names) == (("layers", "in", "out"), ("batch", "features"))
+
+
 def test_add_metadata_axis_is_for_the_kinds_it_names():
     init = nnx.with_partitioning(nnx.initializers.ones, ("a",))
 

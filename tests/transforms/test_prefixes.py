@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import nnxlib as nnx
 from nnxlib.core.errors import AliasingError, InvalidFilterError, PrefixError
+from nnxlib.core.filters import PathIn
 from nnxlib.core.graph import diff, pack
 from nnxlib.transforms.lift import Arguments
 from nnxlib.transforms.prefixes import (
@@ -36,9 +37,9 @@ def test_the_first_filter_that_takes_a_leaf_gives_its_label():
     """Filters are asked in order, as the mapping or the pairs list them."""
     for mapping in ({nnx.Param: 1, "a": 2, ...: 3}, [(nnx.Param, 1), ("a", 2), (..., 3)]):
         prefix = PrefixMapping(mapping)
-        assert prefix.resolve(("x",), nnx.Param(1)) == 1
-        assert prefix.resolve(("x",), nnx.Cache(1, tag="a")) == 2
-        assert prefix.resolve(("x",), nnx.Cache(1)) == 3
+        assert prefix.map_prefix(("x",), nnx.Param(1)) == 1
+        assert prefix.map_prefix(("x",), nnx.Cache(1, tag="a")) == 2
+        assert prefix.map_prefix(("x",), nnx.Cache(1)) == 3
 
 
 def test_a_mapping_is_a_mapping():
@@ -63,13 +64,49 @@ def test_mappings_compare_by_what_they_do():
 def test_a_leaf_that_no_filter_takes():
     """The error names the path, the type, and the last entry to add."""
     with pytest.raises(PrefixError, match=r"takes layers\[0\]\.w \(Cache\); add `\.\.\.: label` as the last entry"):
-        PrefixMapping({nnx.Param: 0}).resolve(("layers", 0, "w"), nnx.Cache(1))
+        PrefixMapping({nnx.Param: 0}).map_prefix(("layers", 0, "w"), nnx.Cache(1))
 
 
 def test_a_filter_that_is_none():
     """Something that is no filter is refused when the mapping is made."""
     with pytest.raises(InvalidFilterError):
         PrefixMapping({3.5: 0})
+
+
+def test_a_state_of_labels():
+    """A State with a label in place of each leaf is a mapping from paths."""
+    labels = nnx.state(nnx.Dict(a=nnx.Param(1.0), b=nnx.Dict(c=nnx.Param(2.0), d=nnx.Cache(0.0))))
+    labels["a"], labels["b"]["c"], labels["b"]["d"] = 0, 1, None
+    axes = nnx.StateAxes(labels)
+    assert axes == nnx.StateAxes([(PathIn(("a",)), 0), (PathIn(("b", "c")), 1), (PathIn(("b", "d")), None)])
+    assert (axes.axes, axes.map_prefix(("b", "c"), nnx.Param(0.0))) == ((0, 1, None), 1)
+
+    @nnx.vmap(out_axes=axes, axis_size=3)
+    def make():
+        return nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Dict(c=nnx.Param(jnp.ones(2)), d=nnx.Cache(jnp.ones(2))))
+
+    made = make()
+    assert (made.a.shape, made.b.c.shape, made.b.d.shape) == ((3, 2), (2, 3), (2,))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert nnx.StateSharding({nnx.Param: sharding}).shardings == (sharding,)
+
+
+def test_labels_may_be_exchanged():
+    """By filter and by function, as they are."""
+    by_function = nnx.prefix(Net(), lambda path, leaf: 0 if path[-1] == "a" else None)
+    for prefix in (PrefixMapping({nnx.PathContains("a"): 0, ...: None}), by_function):
+        other = prefix.relabelled(str)
+        assert [other.map_prefix((name,), nnx.Param(1)) for name in ("a", "stat")] == ["0", "None"]
+        assert other.labels == ("0", "None")
+
+
+@pytest.mark.parametrize("transform", [nnx.vmap, nnx.scan, nnx.transform_metadata])
+def test_objects_are_no_prefixes(transform):
+    """Found where the transform is made, and not where it is called."""
+    with pytest.raises(PrefixError, match=r"in_axes=(?s:.*) has a Net\. Graph nodes are not allowed as prefixes: give"):
+        transform(lambda m: None, in_axes=(Net(),), out_axes=0)
+    with pytest.raises(PrefixError, match=r"out_axes=.* has a Param\. Variables are not allowed as prefixes"):
+        transform(lambda m: None, in_axes=0, out_axes=nnx.Param(0))
 
 
 # --- broadcasting ---------------------------------------------------------------------------------------------------
@@ -169,10 +206,11 @@ def test_shared_objects_with_two_prefixes():
     """The error names the Variable, both paths and both labels."""
     net = Net()
     with pytest.raises(
-        AliasingError, match=r"A Net is shared.*args\[0\]\.array: 0, but args\[1\]\.x\.array: 1\. Give both"
+        AliasingError,
+        match=r"Inconsistent aliasing.*Net is shared.*args\[0\]\.array: 0, but args\[1\]\.x\.array: 1\. Give both",
     ):
         labels_of([0, 1], net, {"x": net})
-    with pytest.raises(AliasingError, match=r"A BatchStat is shared.*args\[0\]\.stat: 1, but args\[1\]: 0"):
+    with pytest.raises(AliasingError, match=r"a BatchStat is shared.*args\[0\]\.stat: 1, but args\[1\]: 0"):
         labels_of([PrefixMapping({nnx.Param: 0, ...: 1}), 0], net, net.stat)
 
 

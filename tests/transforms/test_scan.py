@@ -374,17 +374,56 @@ def test_random_keys_can_be_carried_and_streams_never_repeat():
     np.testing.assert_allclose(values, [float(jax.random.normal(plain())) for _ in range(6)], rtol=1e-6)
 
 
+def test_a_stream_that_is_passed_whole_gives_each_iteration_the_same_keys_and_none_of_them_again():
+    """How many keys an iteration draws may depend on it; the stream goes on behind the last one that any has drawn."""
+
+    def draw(rngs, n):
+        keys = [rngs.dropout() for _ in range(2)]
+        nnx.cond(n > 0, lambda rngs: rngs.dropout(), lambda rngs: rngs.params.key.value, rngs)
+        return jnp.stack([jax.random.key_data(key) for key in keys])
+
+    rngs = nnx.Rngs(params=0, dropout=1)
+    first = rngs.dropout.key.value
+    keys = nnx.scan(draw, in_axes=(None, 0), out_axes=0)(rngs, jnp.array([0, 1, 0]))
+    expected = [jax.random.key_data(jax.random.fold_in(first, n)) for n in range(2)]
+    np.testing.assert_array_equal(keys, [expected] * 3)
+    assert (rngs.dropout.count.value, rngs.params.count.value) == (3, 0)
+    axes = nnx.StateAxes({"dropout": None, ...: nnx.Carry})
+    nnx.scan(draw, in_axes=(axes, 0), out_axes=0, reverse=True)(rngs, jnp.array([1, 0]))
+    assert rngs.dropout.count.value == 6
+
+
+def test_a_recurrent_dropout_has_one_mask_for_a_sequence():
+    class Cell(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(3, 3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.StateAxes({"dropout": None, ...: nnx.Carry}), 0), out_axes=0)
+    def masks(cell, x):
+        return cell.dropout(jnp.ones_like(cell.linear(x))) > 0
+
+    cell = Cell(nnx.Rngs(0, dropout=1))
+    first, second = masks(cell, jnp.ones((4, 32, 3))), masks(cell, jnp.ones((4, 32, 3)))
+    assert (first == first[0]).all()
+    assert (second == second[0]).all()
+    assert (first != second).any()
+
+
 def with_axes(in_axes, out_axes=0, args=None, **options):
     return lambda: nnx.scan(lambda *a: a[-1], in_axes=in_axes, out_axes=out_axes, **options)(*(args or (Layer(), XS)))
 
 
 WRONG = {
-    "two carries": (with_axes((nnx.Carry, nnx.Carry)), r"in_axes=.* may have nnx\.Carry once"),
-    "Carry inside an argument": (with_axes(((nnx.Carry, 0), 0)), r"may have nnx\.Carry once"),
+    "two carries": (with_axes((nnx.Carry, nnx.Carry)), r"multiple Carry definitions in in_axes="),
+    "Carry inside an argument": (with_axes(((nnx.Carry, 0), 0)), r"may have nnx\.Carry for one whole argument"),
     "Carry in": (with_axes((nnx.Carry, 0)), r"nnx\.Carry must be in both in_axes=.* and out_axes=0"),
     "Carry out": (with_axes((None, 0), (nnx.Carry, 0)), r"nnx\.Carry must be in both"),
-    "not a label": (with_axes(("carry", 0)), "in_axes=.* has 'carry'; give an int, None, nnx.Carry or nnx.StateAxes"),
-    "not a label by filter": (with_axes((nnx.StateAxes({...: "x"}), 0)), "has 'x'; give an int"),
+    "not a label": (
+        with_axes(("carry", 0)),
+        "in_axes=.* has 'carry'; scan takes an int, None, nnx.Carry or",
+    ),
+    "not a label by filter": (with_axes((nnx.StateAxes({...: "x"}), 0)), "has 'x'; scan takes an int"),
     "too many axes": (
         with_axes((None, 0, 0)),
         "in_axes=.* does not fit the values it describes: it has 3 entries for 2 values",
@@ -405,7 +444,12 @@ WRONG = {
     ),
     "other length": (with_axes((None, 0), length=5), r"different sizes: 5 \(length\), 3 \(args\[1\]\)"),
     "no length": (with_axes((None, None)), r"does not know how often to run: nothing has an axis\. Pass length="),
-    "an output without an axis": (with_axes((None, 0), None), r"<output>: every iteration would leave a value"),
+    "an output without an axis": (with_axes((None, 0), None), r"out_axes=None has None, but every iteration returns"),
+    "an output without an axis by filter": (
+        with_axes((None, 0), nnx.StateAxes({nnx.Param: 0, ...: None})),
+        r"out_axes=StateAxes.* has None, but every",
+    ),
+    "a Module for axes": (with_axes((nnx.Dict(a=0), 0)), r"has a Dict\. Graph nodes are not allowed"),
 }
 
 
