@@ -6,7 +6,10 @@ are taken and have no effect, but for what a caller can see. In tree mode, and w
 
 - gradients have a Module for each Module, and so have those that a rule of ``custom_vjp`` takes and gives;
 - the values of Variables come out of a transform, and no other change of what it was passed;
+- random streams are split and forked in a copy;
 - what cannot work there is refused: prefixes by filter, and a Variable that goes in, or comes out, by two ways.
+
+In either mode a ``scan`` may change what it passes whole.
 
 Everything else is nnxlib's own; a name is looked up there when it is first asked for.
 """
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import nnxlib
 
+from ..core.variables import MISSING
 from . import functional
 
 if TYPE_CHECKING:
@@ -115,6 +119,33 @@ def _transform(transform: Callable) -> Callable:
         return functional.call(transform.__name__, as_tree, args, options)
 
     return switched
+
+
+scan = _transform(functional.carrying_scan(nnxlib.RngState))
+
+
+def _in_a_copy(replace: Callable) -> Callable:
+    """``replace(node)``, which exchanges streams of a node in place; in tree mode in a copy, which is returned."""
+
+    @functools.wraps(replace)
+    def wrapper(
+        node: Any = MISSING, /, *, graph: bool | None = None, graph_updates: bool | None = None, **options: Any
+    ) -> Any:
+        backups = replace(node, **options)
+        if node is MISSING or not _in_tree_mode(graph, graph_updates):
+            return backups
+        new = {id(x): x.copy() for backup in backups for x in (backup.stream.key, backup.stream.count)}
+        copied = nnxlib.clone(node, variables=False)
+        for _, x in nnxlib.iter_graph(copied):
+            if isinstance(x, nnxlib.RngStream) and id(x.count) in new:
+                x.key, x.count = new[id(x.key)], new[id(x.count)]
+        nnxlib.restore_rngs(backups)
+        return copied
+
+    return wrapper
+
+
+split_rngs, fork_rngs = _in_a_copy(nnxlib.split_rngs), _in_a_copy(nnxlib.fork_rngs)
 
 
 @functools.cache  # not in globals(), where `map` of nnxlib would take the place of Python's

@@ -22,6 +22,7 @@ from ..core.errors import AliasingError, format_path
 from ..core.objects import is_node
 from ..core.variables import MISSING
 from ..transforms.custom import CustomVjp
+from ..transforms.prefixes import PrefixMapping
 from ..transforms.tangents import is_inexact
 
 
@@ -100,6 +101,50 @@ def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
 
 def _variables(tree: Any) -> list[nnxlib.Variable]:
     return [x for _, x in nnxlib.iter_graph(tree) if isinstance(x, nnxlib.Variable)]
+
+
+# --- loops ----------------------------------------------------------------------------------------------------------
+
+
+class _Carried(PrefixMapping):
+    """A prefix of ``scan`` in which the Variables that it passes whole are carried, but for those of some kinds.
+
+    What is not changed is not carried either, so it makes a difference only where None would be refused.
+    """
+
+    def __init__(self, prefix: Any, kept: tuple[type, ...]):
+        super().__init__({})
+        self._prefix, self._kept = prefix, kept
+
+    @property
+    def labels(self) -> tuple:
+        return *(self._prefix.labels if isinstance(self._prefix, PrefixMapping) else ()), nnxlib.Carry, None
+
+    def map_prefix(self, path: tuple, leaf: Any) -> Any:
+        label = self._prefix.map_prefix(path, leaf) if isinstance(self._prefix, PrefixMapping) else self._prefix
+        carried = label is None and isinstance(leaf, nnxlib.Variable) and not isinstance(leaf, self._kept)
+        return nnxlib.Carry if carried else label
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Carried) and (self._prefix, self._kept) == (other._prefix, other._kept)
+
+    def __hash__(self) -> int:
+        return hash((self._prefix, self._kept))
+
+    def __repr__(self) -> str:
+        return repr(self._prefix)
+
+
+def carrying_scan(*kept: type) -> Callable:
+    """:func:`nnxlib.scan` that carries the Variables which it passes whole, but for those of some kinds."""
+
+    @functools.wraps(nnxlib.scan)
+    def scan(f: Callable, *, in_axes: Any = (nnxlib.Carry, 0), **options: Any) -> Callable:
+        is_whole = lambda x: x is None or isinstance(x, PrefixMapping) or is_node(x)
+        carried = lambda x: _Carried(x, kept) if x is None or isinstance(x, PrefixMapping) else x
+        return nnxlib.scan(f, in_axes=jax.tree.map(carried, in_axes, is_leaf=is_whole), **options)
+
+    return scan
 
 
 # --- gradients like what they belong to -----------------------------------------------------------------------------
@@ -195,12 +240,13 @@ def _custom_vjp(fun: Callable, *, nondiff_argnums: int | Sequence[int] = ()) -> 
     return _CustomVjp(fun, nondiff_argnums)
 
 
-_SAME = "checkify checkpoint cond eval_shape fori_loop jit jit_partial make_jaxpr pmap remat scan shard_map switch vmap"
+_SAME = "checkify checkpoint cond eval_shape fori_loop jit jit_partial make_jaxpr pmap remat shard_map switch vmap"
 TRANSFORMS = {
     **{name: getattr(nnxlib, name) for name in [*_SAME.split(), "while_loop"]},
     "custom_vjp": _custom_vjp,
     "grad": _grad,
     "jvp": _jvp,
+    "scan": carrying_scan(),
     "value_and_grad": _value_and_grad,
     "vjp": _vjp,
 }

@@ -84,3 +84,89 @@ def test_functions_with_the_names_of_built_in_ones_are_no_hindrance():
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     assert not nnx.map(lambda path, x: 0.0 * x, layer).kernel.any()
     assert nnx.switch(1, (lambda m: m.kernel.sum(), lambda m: m.bias.sum()), layer, graph=False) == 0.0
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.count, self.rngs, self.array = nnx.BatchStat(jnp.array(0)), nnx.Rngs(dropout=0), jnp.ones(3)
+
+    def __call__(self, carry, x):
+        self.count[...] += 1
+        return carry + x, (self.count[...], jax.random.key_data(self.rngs.dropout()), self.array)
+
+
+WHOLE = {
+    "None": None,
+    "by filter": nnx.StateAxes({nnx.Param: 0, ...: None}),
+    "by function": nnx.prefix(Counter(), lambda path, x: None),
+    "in a mapping": {"m": None, "x": 0},
+}
+
+
+@pytest.mark.parametrize("way", WHOLE)
+@pytest.mark.parametrize("graph_updates", [True, False])
+def test_a_scan_carries_what_it_passes_whole(way, graph_updates):
+    """But for random streams, which it then carries in tree mode only; and what does not change is not carried."""
+    in_dict = isinstance(WHOLE[way], dict)
+    options = {"in_axes": (nnx.Carry, WHOLE[way] if in_dict else [WHOLE[way], 0]), "graph_updates": graph_updates}
+    found = []
+
+    @nnx.scan(**options)
+    def loop(carry, both):
+        m, x = both.values() if isinstance(both, dict) else both
+        found.append(m)
+        return m(carry, x)
+
+    m = Counter()
+    for calls in (1, 2):
+        carry, (counts, keys, arrays) = loop(0.0, {"m": m, "x": jnp.ones(4)} if in_dict else [m, jnp.ones(4)])
+        assert (carry, m.count.value, arrays.shape) == (4, 4 * calls, (4, 3))
+        assert counts.tolist() == [4 * calls - 3, 4 * calls - 2, 4 * calls - 1, 4 * calls]
+        assert len({tuple(key.tolist()) for key in keys}) == (1 if graph_updates else 4)
+        assert m.rngs.dropout.count.value == (calls if graph_updates else 4 * calls)
+    assert len(found) == 1
+
+
+def test_a_scan_that_is_made_at_each_call_is_traced_once():
+    traced = []
+
+    def body(m, carry, x):
+        traced.append(m)
+        return m(carry, x)
+
+    m = Counter()
+    for _ in range(3):
+        nnx.scan(body, in_axes=(nnx.StateAxes({...: None}), nnx.Carry, 0))(m, 0.0, jnp.ones(2))
+    assert (len(traced), m.count.value) == (1, 6)
+    assert "StateAxes({Ellipsis: 0})" in repr(_refused(lambda: nnx.scan(body, in_axes=(nnx.StateAxes({...: 0}), 0, 0))))
+
+
+def _refused(call):
+    with pytest.raises(nnx.errors.PrefixError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("options", [{"graph": False}, {"graph_updates": False}])
+def test_streams_are_exchanged_in_a_copy_in_tree_mode(options):
+    """The nodes are new, the Variables the same; what the original has given to the copy it does not give again."""
+    m = Net(nnx.Rngs(params=0, dropout=1))
+    rngs = m.dropout.rngs
+    count, key = int(rngs.count.value), rngs.key.value
+    for exchange, settings, shape in (
+        (nnx.split_rngs, {"splits": 5, "only": "dropout"}, (5,)),
+        (nnx.split_rngs, {"splits": 1, "squeeze": True}, ()),
+        (nnx.fork_rngs, {}, ()),
+    ):
+        lanes = exchange(m, **settings, **options)
+        assert type(lanes) is Net
+        assert lanes.linear.kernel is m.linear.kernel
+        assert lanes.dropout.rngs.key.shape == shape
+        assert lanes.dropout.rngs.count.value.sum() == 0
+        count += 1
+        assert (rngs.count.value, rngs.key.value) == (count, key)
+    with nnx.split_rngs(m, splits=5, only="dropout"):
+        assert rngs.key.shape == (5,)
+    shared = nnx.Dict(a=rngs, b=rngs)
+    lanes = nnx.split_rngs(shared, splits=2, **options)
+    assert lanes.a is lanes.b
