@@ -332,11 +332,16 @@ Pass every State that nnx.split returned, of a model built alike; nnx.update wri
 def _remapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
     """What the leaves are to be if a function was mapped over them: as before, but for what it did to all alike.
 
-    Each array of a kind has the same axes more, or less (a stack of models, or one of a stack); or none is an array.
+    It has stacked them, or none is an array.
     """
     after = avals_of(values)
     if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
         return [None] * len(before)
+    return _stacked(kinds, before, after)
+
+
+def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
+    """What leaves are to be if models were stacked, or taken out: all of a kind have the same axes more, or less."""
     changes: dict[Any, set] = {}
     for kind, old, new in zip(kinds, before, after, strict=True):
         if old is not None and new is not None:
@@ -500,7 +505,8 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
       state: a State, FlatState or nested dict, of all or some of the leaves. Keys of ints may be strings. A leaf is a
         Variable, whose metadata is taken over too, a bare value, or ``{'value': array}``, as checkpoints have it.
       *states: more of these.
-      strict: with False, leaves that do not fit are skipped instead of refused.
+      strict: with False, leaves that do not fit are skipped instead of refused. All Variables of a type together may
+        have the same axes more, or less: a stack of models, or one of a stack.
 
     >>> import nnxlib as nnx
     >>> model, other = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
@@ -526,13 +532,22 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         new, unexpected = (given, {}) if given else _placed(layout, states, avals_of(leaves))
         present = [leaves[k] for k in new]
         avals = zip(new, present, avals_of(present), strict=True)
-        found = _misfits(layout, {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}, new, unexpected)
+        before = {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}
+        found = _misfits(layout, _stacked_where_all_are_given(layout, before, new), new, unexpected)
         if strict:
             refuse(found, "The State does not fit the object; nothing was written.", "Pass strict=False to skip these.")
         for x in found:
             new.pop(layout.positions.get(x.path), None)
         values, metadata = _contents(layout, new)
     _write(layout, leaves, objects, values, metadata)
+
+
+def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
+    """:func:`_stacked` for the kinds of which every leaf is new."""
+    kinds = _kinds(layout)
+    missing = {kind for k, kind in enumerate(kinds) if k not in new}
+    stacked = _stacked([kinds[k] for k in new], [*before.values()], avals_of(_plain(new.values())))
+    return {k: old if kinds[k] in missing else aval for (k, old), aval in zip(before.items(), stacked, strict=True)}
 
 
 def _by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:

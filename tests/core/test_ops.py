@@ -454,6 +454,21 @@ def test_a_stack_of_models_and_one_of_a_stack(axis):
         nnx.merge(graphdef, state)
 
 
+def test_update_of_one_type_by_a_stack():
+    """If all of them are there; those of another type stay as they are."""
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 2), nnx.state(norm, nnx.Param))
+    with pytest.raises(StateMismatchError, match=r"bias: expected shape \(3,\), got \(2, 3\)"):
+        nnx.update(norm, {"bias": stacked.bias})
+    nnx.update(norm, stacked)
+    assert (norm.scale.shape, norm.bias.shape, norm.mean.shape) == ((2, 3), (2, 3), (3,))
+    nnx.update(norm, jax.tree.map(lambda x: x[0], stacked), nnx.state(norm, nnx.BatchStat))
+    assert (norm.scale.shape, norm.mean.shape) == ((3,), (3,))
+    stacked.bias.value = jnp.zeros((4, 3))
+    with pytest.raises(StateMismatchError, match=r"scale: expected shape \(3,\), got \(2, 3\)"):
+        nnx.update(norm, stacked)
+
+
 def test_values_one_level_below_their_variables():
     """A checkpoint restored without a target has them there, as ``jax.tree_util`` writes the path of a Variable."""
     net, other = Net(), nnx.map(lambda _, x: x + 1, Net())
