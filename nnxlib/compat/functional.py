@@ -54,13 +54,15 @@ def _refuse_filters(transform: str, options: dict[str, Any]) -> None:
 
 def _refuse_shared(transform: str, places: dict[str, Any], are_refused: Callable[[set], bool] = bool) -> None:
     """Refuse Variables that are found at two paths, which begin with keys that ``are_refused``."""
-    for paths in nnxlib.find_duplicates(places, only=nnxlib.Variable):
+    for paths in nnxlib.find_duplicates(places):
         if are_refused({path[0] for path in paths}):
-            kind = type(dict(nnxlib.iter_graph(places))[paths[0]]).__name__
-            raise AliasingError(
-                f"Duplicate {kind} found at paths {', '.join(map(format_path, paths))}. Without graph updates, "
-                f"{transform} does not support Variable aliasing; pass graph=True and graph_updates=True."
-            )
+            for below, x in nnxlib.iter_graph(dict(nnxlib.iter_graph(places))[paths[0]]):
+                if isinstance(x, nnxlib.Variable):
+                    found = ", ".join([format_path((*path, *below)) for path in paths])
+                    raise AliasingError(
+                        f"Duplicate {type(x).__name__} found at paths {found}. Without graph updates, {transform} does "
+                        "not support Variable aliasing; pass graph=True and graph_updates=True."
+                    )
 
 
 def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:

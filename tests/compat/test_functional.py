@@ -156,3 +156,11 @@ def test_rules_take_and_give_modules(mode):
 
     f.defvjp(forward, backward_of_changes)
     assert nnx.grad(lambda m: f(m, 2)[0] + 5.0 * m.y, **mode)(m).y == 5.0
+
+
+def test_variables_of_a_shared_module_are_shared():
+    m = nnx.Dict(x=nnx.Dict(w=nnx.Param(1.0)))
+    with pytest.raises(nnx.errors.AliasingError, match=r"Duplicate Param found at paths args\[0\]\.x\.w, out\.w"):
+        nnx.vmap(lambda m: m.x, in_axes=None, out_axes=None, axis_size=2, graph_updates=False)(m)
+    shared = nnx.Dict(size=3)
+    assert nnx.jit(lambda m: 1, graph=False)(nnx.Dict(a=shared, b=shared)) == 1
