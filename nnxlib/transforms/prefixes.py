@@ -215,11 +215,8 @@ def check_axes(axes: Any, name: str, what: str, *others: Label) -> None:
     Raises:
       PrefixError: naming the label that it is not.
     """
+    refuse_nodes(axes, name)
     for axis in labels_in(axes):
-        if is_node(axis):
-            kind = "Variables" if isinstance(axis, Variable) else "Graph nodes"
-            said = f"{name}={axes!r} has a {type(axis).__name__}. {kind} are not allowed as prefixes"
-            raise PrefixError(f"{said}: give one axis for all of it, or nnx.StateAxes with one for each filter.")
         if not (axis is None or isinstance(axis, int) or any(axis is label for label in others)):
             takes = ", ".join(["an int", "None", *map(repr, others)])
             raise PrefixError(f"{name}={axes!r} has {axis!r}; {what} takes {takes} or nnx.StateAxes of these.")
@@ -239,9 +236,10 @@ def refuse_nodes(prefix: Any, name: str) -> None:
     """
     for x in jtu.tree_leaves(prefix, is_leaf=is_node):
         if is_node(x):
+            kind = "Variables" if isinstance(x, Variable) else "Graph nodes"
             raise PrefixError(
-                f"{name} has a {type(x).__name__} in it. Graph nodes are not allowed as prefixes: give one label for "
-                "all of an object, or one for each of its leaves by nnx.prefix."
+                f"{name} has a {type(x).__name__} in it. {kind} are not allowed as prefixes: give one label for all of "
+                "an object, or one for each filter (nnx.StateAxes, nnx.prefix)."
             )
 
 
