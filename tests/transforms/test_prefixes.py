@@ -103,9 +103,9 @@ def test_labels_may_be_exchanged():
 @pytest.mark.parametrize("transform", [nnx.vmap, nnx.scan, nnx.transform_metadata])
 def test_objects_are_no_prefixes(transform):
     """Found where the transform is made, and not where it is called."""
-    with pytest.raises(PrefixError, match=r"in_axes=(?s:.*) has a Net\. Graph nodes are not allowed as prefixes: give"):
+    with pytest.raises(PrefixError, match=r"in_axes has a Net in it\. Graph nodes are not allowed as prefixes: give"):
         transform(lambda m: None, in_axes=(Net(),), out_axes=0)
-    with pytest.raises(PrefixError, match=r"out_axes=.* has a Param\. Variables are not allowed as prefixes"):
+    with pytest.raises(PrefixError, match=r"out_axes has a Param in it\. Variables are not allowed as prefixes"):
         transform(lambda m: None, in_axes=0, out_axes=nnx.Param(0))
 
 
@@ -166,7 +166,7 @@ def test_an_object_is_no_prefix(node):
         lambda: nnx.jit(len, out_shardings=node),
         lambda: nnx.grad(len, argnums=node),
     ):
-        with pytest.raises(PrefixError, match=r"(shardings|argnums) has a .* Graph nodes are not allowed"):
+        with pytest.raises(PrefixError, match=r"(shardings|argnums) has a .* (Graph nodes|Variables) are not allowed"):
             make()
 
 

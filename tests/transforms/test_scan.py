@@ -449,7 +449,7 @@ WRONG = {
         with_axes((None, 0), nnx.StateAxes({nnx.Param: 0, ...: None})),
         r"out_axes=StateAxes.* has None, but every",
     ),
-    "a Module for axes": (with_axes((nnx.Dict(a=0), 0)), r"has a Dict\. Graph nodes are not allowed"),
+    "a Module for axes": (with_axes((nnx.Dict(a=0), 0)), r"has a Dict in it\. Graph nodes are not allowed"),
 }
 
 
