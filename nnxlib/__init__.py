@@ -13,6 +13,7 @@ from .compat import filterlib as filterlib
 from .compat import graphlib as graph
 from .compat import graphlib as graphlib
 from .compat import helpers as helpers
+from .compat import ids as ids
 from .compat import module as module
 from .compat import proxy_caller as proxy_caller
 from .compat import pytreelib as object

@@ -7,7 +7,7 @@ attribute of a Module makes one. A List may have attributes beside its items; th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -20,9 +20,16 @@ from .objects import (
     adopt,
     attributes_of,
     check_writable,
+    data,
+    declares,
+    explicit_mark,
+    fill_adopted,
     init_slots,
     is_data,
+    mark_of,
+    static,
     structure_changed,
+    undeclared,
 )
 from .reprs import node_repr
 
@@ -34,15 +41,60 @@ def _reporting(name: str, method: Any, adopted: slice) -> Any:
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_writable(self, f"change the items ({name})")
-        values = [adopt(x) for x in args[adopted]]
-        start = adopted.start or 0
-        try:
-            return method(self, *args[:start], *values, *args[start + len(values) :], **kwargs)
-        finally:  # a sort whose key raises leaves another order behind
-            structure_changed(self)
+        given, start = args[adopted], adopted.start or 0
+        values = [adopt(undeclared(x)) for x in given]
+        before, after = args[:start], args[start + len(values) :]
+        marks = item_marks(self) if self._nnx_marks or any(map(_declares, given, values)) else None
+        found = method(self, *before, *values, *after, **kwargs)
+        structure_changed(self)
+        if marks is not None:  # what was declared of the items goes where they go
+            said = [_said(name, before, x, value, marks) for x, value in zip(given, values, strict=True)]
+            method(marks, *before, *said, *after, **kwargs)
+            _set_item_marks(self, marks)
+        return found
 
     wrapper.__name__, wrapper.__doc__ = name, method.__doc__
     return wrapper
+
+
+def item_marks(container: Any) -> Any:
+    """Of each item whether it was declared data, static or neither, in a plain list or dict."""
+    marks = container._nnx_marks or {}
+    if isinstance(container, list):
+        return [marks.get(k) for k in range(len(container))]
+    return {key: marks.get(key) for key in container}
+
+
+def _set_item_marks(container: Any, marks: Any) -> None:
+    attributes = str if isinstance(container, list) else tuple  # what the keys of other marks are
+    kept = {key: mark for key, mark in (container._nnx_marks or {}).items() if type(key) is attributes}
+    found = dict(enumerate(marks)) if isinstance(container, list) else marks
+    kept |= {key: mark for key, mark in found.items() if mark is not None}
+    object.__setattr__(container, "_nnx_marks", kept or None)
+
+
+def _declares(given: Any, value: Any) -> bool:
+    return declares(given) or bool(getattr(value, "_nnx_marks", None))
+
+
+def _said(name: str, place: tuple, given: Any, value: Any, marks: Any) -> Any:
+    """What is said of what a method puts in: of an item, or of each in a list; of another in its place, as before."""
+    if name == "extend" or (place and isinstance(place[0], slice)):
+        return item_marks(value)
+    if name != "__setitem__" or declares(given):
+        return mark_of(given)
+    return marks.get(*place) if isinstance(marks, dict) else marks[place[0]]
+
+
+def _declared_again(value: Any, mark: bool | None) -> Any:
+    return value if mark is None else (data if mark else static)(value)
+
+
+def declared_items(items: Iterable[Any]) -> list[Any]:
+    """The items in a plain list; those of a List that were declared data or static, once more declared."""
+    if not isinstance(items, List) or not items._nnx_marks:
+        return list(items)
+    return list(map(_declared_again, items, item_marks(items)))
 
 
 def _set_class(node: Node, cls: type) -> None:
@@ -75,7 +127,9 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
         return self
 
     def __init__(self, it: Iterable[A] | None = None, /):
-        super().__init__(() if it is None else [adopt(x) for x in it])
+        super().__init__()
+        if it is not None:
+            fill_adopted(self, dict(enumerate(declared_items(it))))
 
     def __repr__(self) -> str:
         return node_repr(self) if _holds_objects(self) else super().__repr__()
@@ -90,21 +144,28 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
         attributes_of(self).update(attributes)
 
     def extend(self, it: Iterable[A], /) -> None:
-        _extend(self, list(it))
+        _extend(self, declared_items(it))
 
     def __iadd__(self, it: Iterable[A], /) -> Any:
         self.extend(it)
         return self
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        _set_item(self, index, list(value) if isinstance(index, slice) else value)
+        _set_item(self, index, declared_items(value) if isinstance(index, slice) else value)
+
+    def remove(self, value: A, /) -> None:
+        del self[self.index(value)]
+
+    def sort(self, *, key: Callable[[A], Any] | None = None, reverse: bool = False) -> None:
+        items = declared_items(self)
+        items.sort(key=lambda x: key(undeclared(x)) if key else undeclared(x), reverse=reverse)
+        self[:] = items
 
     def copy(self) -> List[A]:
         return List(self)
 
     def __getitem__(self, index: Any) -> Any:
-        items = list.__getitem__(self, index)
-        return List(items) if isinstance(index, slice) else items
+        return List(declared_items(self)[index]) if isinstance(index, slice) else list.__getitem__(self, index)
 
     def __getstate__(self) -> Any:
         return dict(attributes_of(self)), self._nnx_marks
@@ -130,10 +191,8 @@ for _name, _adopted in {
     "append": slice(0, 1),
     "insert": slice(1, 2),
     "pop": slice(0, 0),
-    "remove": slice(0, 0),
     "clear": slice(0, 0),
     "reverse": slice(0, 0),
-    "sort": slice(0, 0),
     "__delitem__": slice(0, 0),
     "__imul__": slice(0, 0),
 }.items():
@@ -158,7 +217,8 @@ class Dict(dict[str, A], Node):
         return self
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__({key: adopt(value) for key, value in dict(*args, **kwargs).items()})
+        super().__init__()
+        fill_adopted(self, dict(*args, **kwargs))
 
     def __repr__(self) -> str:
         return node_repr(self) if _holds_objects(self) else super().__repr__()
@@ -182,7 +242,7 @@ class Dict(dict[str, A], Node):
         return type(self)({**self, **other})
 
     def copy(self) -> Dict[A]:
-        return type(self)(self)
+        return type(self)({key: _declared_again(self[key], mark) for key, mark in item_marks(self).items()})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -236,9 +296,10 @@ def holds_data(container: List | Dict) -> bool:
     """Whether there is any data in a List or Dict, at any depth."""
     left = [container]
     while left:
-        for _, value in left.pop()._nnx_children():
+        node = left.pop()
+        for name, value in node._nnx_children():
             if isinstance(value, List | Dict):
                 left.append(value)
-            elif is_data(value):
+            elif is_data(value) if (mark := explicit_mark(node, name)) is None else mark:
                 return True
     return False

@@ -54,6 +54,11 @@ class GraphDef(Generic[A]):
         return self.layout.rows[spec.index].type if isinstance(spec, Ref) else type(self.layout.root)
 
     @property
+    def nodes(self) -> tuple[Row, ...]:
+        """A row for each node and Variable, in the order in which they are first met."""
+        return self.layout.rows
+
+    @property
     def num_leaves(self) -> int:
         return len(self.layout.leaf_paths)
 

@@ -7,6 +7,7 @@ values, and lists its submodules.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -99,8 +100,12 @@ class Module(Pytree):
                 if isinstance(module, HasAttributes) and _has_attribute(module, name):
                     yield module, name
 
-    def set_attributes(self, *filters: Filter, raise_if_not_found: bool = True, **attributes: Any) -> None:
+    def set_attributes(
+        self, *filters: Filter, raise_if_not_found: bool = True, graph: bool | None = None, **attributes: Any
+    ) -> None:
         """Set attributes on every Module below this one that has them (and that one of the filters takes).
+
+        ``graph`` is accepted for compatibility: there is one mode.
 
         >>> import nnxlib as nnx
         >>> model = nnx.Sequential(nnx.Dropout(0.5), nnx.Dropout(0.2))
@@ -175,9 +180,10 @@ class Module(Pytree):
     def _recorded(self, name: str, kind: type[Variable]) -> Variable | None:
         found = self._nnx_contents().get(name)
         if found is not None and type(found) is not kind:
+            expected = f"of type {kind.__name__}" if isinstance(found, Variable) else "a Variable"
             raise ValueError(
-                f"{type(self).__name__} has an attribute {name!r} already, a {type(found).__name__} and not a "
-                f"{kind.__name__}; choose another name to record under."
+                f"Expected the attribute {name!r} of {type(self).__name__} to be {expected}, got "
+                f"{type(found).__name__}; choose another name to record under."
             )
         return found
 
@@ -256,7 +262,8 @@ def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
 class Sequential(Module):
     """Layers, or any functions, applied one after the other.
 
-    A tuple returned by one is passed on as several arguments, a dict as keyword arguments.
+    A tuple returned by one is passed on as several arguments, a dict as keyword arguments. Keyword arguments of the
+    call (``deterministic=True``, ``rngs=rngs``) are for all: each gets those that it takes, if any.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
@@ -264,7 +271,7 @@ class Sequential(Module):
     ((1, 3), 2, True)
 
     Raises:
-      TypeError: for an item that cannot be called, naming it.
+      TypeError: for an item that cannot be called, and for a keyword argument that another item returns too.
     """
 
     def __init__(self, *fns: Callable[..., Any]):
@@ -272,21 +279,24 @@ class Sequential(Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.layers:
-            return args[0] if len(args) == 1 else args
-        output: Any = None
+            return args[0] if len(args) == 1 else args or kwargs or None
+        output: Any = args
         for i, layer in enumerate(self.layers):
             if not callable(layer):
                 hint = " Unpack it: nnx.Sequential(*layers)." if isinstance(layer, list | tuple) else ""
                 raise TypeError(f"Sequential.layers[{i}] is a {type(layer).__name__}, which cannot be called.{hint}")
-            if i > 0:
-                args, kwargs = (
-                    (output, {})
-                    if isinstance(output, tuple)
-                    else ((), output)
-                    if isinstance(output, dict)
-                    else ((output,), {})
-                )
-            output = layer(*args, **kwargs)
+            args, named = ((), output) if isinstance(output, dict) else (output, {})
+            if not isinstance(args, tuple):
+                args = (args,)
+            if kwargs:
+                shared = _taken(layer, len(args), kwargs)
+                if both := sorted(named.keys() & shared.keys()):
+                    raise TypeError(
+                        f"Got multiple values for arguments {both} in Sequential[{i}]: from the call, and in the dict "
+                        f"that Sequential[{i - 1}] returned."
+                    )
+                named = {**named, **shared}
+            output = layer(*args, **named)
         return output
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -297,6 +307,19 @@ class Sequential(Module):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.layers)
+
+
+def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a function takes beside so many positional ones."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some that are written in C do not tell
+        return {}
+    ordered = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    given = set(ordered[:positional])
+    return {name: x for name, x in kwargs.items() if name not in given and (any_name or name in named)}
 
 
 # --- views ----------------------------------------------------------------------------------------------------------
@@ -352,26 +375,49 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     for path, module in list(iter_graph(made)):
         set_view = getattr(module, "set_view", None)
         if isinstance(module, Node) and set_view is not None and predicate(path, module):
-            accepted = set(_view_parameters(module))
+            accepted = set(_view_parameters(type(module)))
             set_view(**{name: value for name, value in settings.items() if name in accepted})
             missing -= accepted
     if raise_if_not_found and missing:
-        raise ValueError(f"No Module has a view setting {sorted(missing)}; nnx.view_info(model) lists them.")
+        raise ValueError(
+            f"Unused keys found in nnx.view: {sorted(missing)}; no Module has such a setting. nnx.view_info(model) lists "
+            "them."
+        )
     return made
 
 
 def view_info(node: Any, /, *, only: Filter = ...) -> str:
     """Describe the settings that ``nnx.view`` can make on the Modules of ``node``, class by class."""
-    predicate, lines = to_predicate(only), {}
+    predicate, found = to_predicate(only), {}
     for path, module in iter_graph(node):
         if isinstance(module, Node) and hasattr(type(module), "set_view") and predicate(path, module):
-            lines[type(module).__name__] = "\n".join(
-                f"  {name}: {parameter.annotation} = {parameter.default}"
-                for name, parameter in _view_parameters(module).items()
-            )
-    return "\n".join(f"{name}:\n{text}" for name, text in sorted(lines.items()))
+            found[type(module).__qualname__] = type(module)
+    return "\n".join(f"{name}:\n{_settings_text(cls)}" for name, cls in sorted(found.items()))
 
 
-def _view_parameters(module: Any) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(type(module).set_view).parameters
+def _settings_text(cls: type) -> str:
+    """The settings of a class, each with what the docstring of ``set_view`` says of it under ``Args:``."""
+    described, lines = _described_arguments(inspect.getdoc(cls.set_view) or ""), []  # type: ignore[attr-defined]
+    for name, parameter in _view_parameters(cls).items():
+        kind = parameter.annotation
+        kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+        lines += [f"{name}: {kind} = {parameter.default}", *(f"  {line}" for line in described.get(name, ()))]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _described_arguments(docstring: str) -> dict[str, list[str]]:
+    """The lines about each argument in the section ``Args:`` of a docstring."""
+    found: dict[str, list[str]] = {}
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", docstring, re.MULTILINE)
+    lines: list[str] = []
+    for line in inspect.cleandoc(section.group(1)).splitlines() if section else ():
+        begins = re.match(r"(\w+):\s*(.*)", line)
+        if begins:
+            lines = found[begins.group(1)] = []
+        lines += [text for text in (begins.group(2) if begins else line.strip(),) if text]
+    return found
+
+
+def _view_parameters(cls: Any) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(cls.set_view).parameters
     return {name: p for name, p in parameters.items() if name != "self" and p.kind is not p.VAR_KEYWORD}

@@ -26,7 +26,7 @@ import re
 import types
 import typing
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
 from typing import Annotated, Any, TypeVar
 
@@ -199,12 +199,12 @@ def check_writable(node: Any, what: str) -> None:
             notice(node, node._nnx_trace)
         path = errors.locate(node, skip=3)
         where = f"{type(node).__name__} at {path}" if path else f"a {type(node).__name__}"
-        raise errors.TraceContextError(_CROSS_TRACE.format(what=what, where=where))
+        raise errors.TraceContextError(_CROSS_TRACE.format(kind=type(node).__name__, what=what, where=where))
 
 
 _CROSS_TRACE = """\
-Cannot {what} of {where} from inside a JAX transformation that the object was not passed to: a traced value would \
-outlive its trace.
+Cannot mutate '{kind}' from different trace level: to {what} of {where} inside a JAX transformation that the object \
+was not passed to would let a traced value outlive its trace.
 Pass the object as an argument of the transformed function and use the nnxlib transform (nnx.jit(lambda model, x: \
 model(x))(model, x)), which carries changes out; or make the object inside the function."""
 
@@ -364,24 +364,41 @@ def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
         memo = {} if memo is None else memo
         if id(value) not in memo:
             memo[id(value)] = made = CONTAINERS[kind]()
-            keys = range(len(value)) if kind is list else value
-            made._nnx_fill({k: adopt(value[k], memo) for k in keys})
+            fill_adopted(made, dict(enumerate(value)) if kind is list else value, memo)
         return memo[id(value)]
-    if kind is dataclasses.Field and _MARK in value.metadata:
-        return adopt(_declared_item(value), memo)
+    if declares(value):
+        mark, declared = value.metadata[_MARK], value.metadata[_VALUE]
+        if mark is not is_data(declared):
+            raise TypeError(
+                f"nnx.{'data' if mark else 'static'}({declared!r}) is put into a tuple, whose items are data or static "
+                "by their values. Make it a Variable (nnx.Variable(...)) or an array to have it traced, or an "
+                "attribute of a Module or an item of a list to declare it."
+            )
+        return adopt(declared, memo)
     return value
 
 
-def _declared_item(field: dataclasses.Field) -> Any:
-    """The value that ``nnx.data`` or ``nnx.static`` wrapped; what an item is goes by its value alone."""
-    value, mark = field.metadata[_VALUE], field.metadata[_MARK]
-    if mark is not is_data(value):
-        raise TypeError(
-            f"nnx.{'data' if mark else 'static'}({value!r}) is put into a list or dict, whose items are data or static "
-            "by their values. Make it a Variable (nnx.Variable(...)) or an array to have it traced, or an attribute of "
-            "a Module to declare it."
-        )
-    return value
+def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | None = None) -> None:
+    """Fill a List or Dict that no user has seen yet with items as :func:`adopt` makes them, declared ones too."""
+    marks = {k: mark_of(x) for k, x in items.items() if declares(x)}
+    node._nnx_fill({k: adopt(undeclared(x), memo) for k, x in items.items()})
+    if marks:
+        _set(node, "_nnx_marks", marks)
+
+
+def declares(value: Any) -> bool:
+    """Whether this is what ``nnx.data(...)`` or ``nnx.static(...)`` returned."""
+    return type(value) is dataclasses.Field and _MARK in value.metadata
+
+
+def mark_of(value: Any) -> bool | None:
+    """Whether a value was declared data (True), static (False), or not declared (None)."""
+    return value.metadata[_MARK] if declares(value) else None
+
+
+def undeclared(value: Any) -> Any:
+    """What ``nnx.data`` or ``nnx.static`` wrapped; any other value as it is."""
+    return value.metadata[_VALUE] if declares(value) else value
 
 
 # --- Pytree ---------------------------------------------------------------------------------------------------------

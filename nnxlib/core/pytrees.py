@@ -124,7 +124,10 @@ class Level:
         only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it is like a plain list or dict
         names = tuple(held) if is_plain_list else sorted_keys(held)
         items = () if not only_static else range(len(node)) if is_list else held
-        is_child = {name: name in items or _is_child(held[name], explicit_mark(node, name)) for name in names}
+        marks = {name: explicit_mark(node, name) for name in names}
+        is_child = {
+            name: (name in items and marks[name] is None) or _is_child(held[name], marks[name]) for name in names
+        }
         chosen = tuple([name for name, chosen in is_child.items() if chosen])
         statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
         self.shape = NodeShape(type(node), tuple(held), statics, chosen, node._nnx_marks)

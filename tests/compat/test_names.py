@@ -19,6 +19,7 @@ NAMES = {
         "Static is_graph_node is_node is_node_leaf is_pytree_node jax_to_nnx_path"
     ),
     "helpers": "=Dict =List =Sequential =TrainState has_keyword_arg",
+    "ids": "UUID uuid",
     "nn.normalization": "=BatchNorm =LayerNorm =Initializer Axes",
     "object": "=Object =Pytree =Data =Static",
     "proxy_caller": "ApplyCaller",

@@ -166,7 +166,7 @@ def test_set_attributes_where_they_exist():
     model = nnx.Sequential(*m)
     model.set_attributes(rate=0.1)
     assert [x.rate for x in model.layers[:2]] == [0.1, 0.1]
-    model.set_attributes(nnx.PathContains(0), rate=0.9)
+    model.set_attributes(nnx.PathContains(0), rate=0.9, graph=True)
     assert [x.rate for x in model.layers[:2]] == [0.9, 0.1]
     model.set_attributes(Norm, use_running_average=True)
     assert model.layers[2].use_running_average is True
@@ -206,8 +206,8 @@ def test_sow_with_a_reduction_and_a_named_collection():
 def test_sow_under_a_name_that_is_taken():
     """An attribute of another kind is not overwritten; the message names both."""
     m = Net()
-    for name, kind in [("w", "Param"), ("drop", "Drop")]:
-        with pytest.raises(ValueError, match=rf"{name!r} already, a {kind} and not a Intermediate"):
+    for name, kind, expected in [("w", "Param", "of type Intermediate"), ("drop", "Drop", "a Variable")]:
+        with pytest.raises(ValueError, match=rf"{name!r} of \w+ to be {expected}, got {kind}"):
             m.sow(nnx.Intermediate, name, 1.0)
 
 
@@ -272,7 +272,7 @@ def test_view_with_a_filter_and_unknown_settings():
     m = nnx.List([Drop(), Drop()])
     v = nnx.view(m, only=nnx.PathContains(1), deterministic=True)
     assert [x.deterministic for x in v] == [False, True]
-    with pytest.raises(ValueError, match=r"setting \['deterministc'\]"):
+    with pytest.raises(ValueError, match=r"nnx.view: \['deterministc'\]"):
         nnx.view(m, deterministc=True)
     assert nnx.view(m, deterministc=True, raise_if_not_found=False)[0].deterministic is False
 
@@ -295,6 +295,32 @@ def test_view_info_lists_the_settings():
         "  use_running_average: bool | None = None",
     ]
     assert "Drop" not in nnx.view_info(Net(), only=Norm)
+
+
+def test_view_info_tells_what_is_written_of_the_settings():
+    """The section `Args:` of the docstring of set_view, and the whole name of a class in a function."""
+
+    class Cached(nnx.Module):
+        def set_view(self, length: int | None = None, keep: bool = True, **more) -> None:
+            """Make a cache.
+
+            Args:
+              length: how many tokens it holds,
+                in all.
+              keep: whether the old one stays.
+
+            Returns:
+              nothing: at all.
+            """
+
+    assert nnx.view_info(nnx.List([Cached(), Cached()])).splitlines() == [
+        f"{Cached.__qualname__}:",
+        "  length: int | None = None",
+        "    how many tokens it holds,",
+        "    in all.",
+        "  keep: bool = True",
+        "    whether the old one stays.",
+    ]
 
 
 def test_with_attributes_shares_variables():
@@ -323,6 +349,29 @@ def test_sequential_passes_tuples_and_dicts_on():
     model = nnx.Sequential(lambda x: (x, x), lambda a, b: a + b, lambda x: {"a": x, "b": 1}, lambda a, b: a * 10 + b)
     assert (model(3), nnx.Sequential()(3), nnx.Sequential()(3, 4)) == (61, 3, (3, 4))
     assert nnx.Sequential(lambda *, x: x + 1)(x=3) == 4
+    assert (nnx.Sequential()(), nnx.Sequential()(x=3)) == (None, {"x": 3})
+
+
+def test_sequential_hands_keywords_to_those_that_take_them():
+    """Each layer gets the keyword arguments of the call that it names and that are still free; `**` takes them all."""
+    model = nnx.Sequential(
+        jnp.sin, nnx.Dropout(0.5), lambda x, scale: (x, scale), lambda a, b, **rest: (a, b, sorted(rest))
+    )
+    assert model(0.0, scale=2, b=5, a=7, deterministic=True) == (0.0, 2, ["deterministic", "scale"])
+    double = nnx.Sequential(lambda x, *, by=1: x * by, lambda x, *, by=1: x * by)
+    assert (double(2, by=3), double(x=2, by=3), double(2, other=3)) == (18, 18, 2)
+    assert nnx.Sequential(double, double, nnx.jit(lambda x, by: x * by))(1, by=2) == 32
+    assert nnx.Sequential(lambda x, /, y=0: x + y, lambda *a, **k: (a, k))(1, x=3, y=2) == ((3,), {"x": 3, "y": 2})
+
+
+def test_sequential_refuses_a_keyword_that_comes_twice():
+    """From the call and in the dict that the layer before returned; and one in a dict that is not taken."""
+    model = nnx.Sequential(lambda x: {"x": x, "by": 2}, lambda x, by=1: x * by)
+    assert model(3) == 6
+    with pytest.raises(TypeError, match=r"arguments \['by'\] in Sequential\[1\].*Sequential\[0\] returned"):
+        model(3, by=4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'by'"):
+        nnx.Sequential(lambda x: {"x": x, "by": 2}, lambda x: x)(3)
 
 
 def test_sequential_as_a_sequence():
