@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -26,11 +28,12 @@ import nnxlib
 
 from ..core.variables import MISSING
 from . import functional
+from .trees import OF_GRAPHS, check_tree
 
 if TYPE_CHECKING:
     from typing import Any  # at run time it is the filter of that name
 
-_SWITCHES = ("graph", "graph_updates", "recreate_variables", "copy_variables")
+_SWITCHES = ("graph_updates", "copy_variables")
 
 
 class _Mode:
@@ -94,10 +97,14 @@ def _in_tree_mode(graph: bool | None, graph_updates: bool | None) -> bool:
 
 
 def _without_switches(function: Callable) -> Callable:
+    checked = OF_GRAPHS.get(function.__name__)
+
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, graph: bool | None = None, **kwargs: Any) -> Any:
         for name in _SWITCHES:
             kwargs.pop(name, None)
+        if checked is not None and len(args) > checked and not (set_graph_mode.value if graph is None else graph):
+            check_tree(args[checked])
         return function(*args, **kwargs)
 
     return wrapper
@@ -148,12 +155,39 @@ def _in_a_copy(replace: Callable) -> Callable:
 split_rngs, fork_rngs = _in_a_copy(nnxlib.split_rngs), _in_a_copy(nnxlib.fork_rngs)
 
 
-@functools.cache  # not in globals(), where `map` of nnxlib would take the place of Python's
-def __getattr__(name: str) -> Any:
-    value = getattr(nnxlib, name)
+def _with_switches(name: str, value: Any) -> Any:
+    """A function of nnxlib that takes the switches, or a module whose functions do; other values as they are."""
+    if inspect.ismodule(value):
+        return _Namespace(value)
     if name in functional.TRANSFORMS:
         return _transform(value)
     return _without_switches(value) if inspect.isfunction(value) else value
+
+
+class _Namespace(types.ModuleType):
+    """One of the modules of nnxlib; what nnxlib itself has under the same name is that of this module here."""
+
+    def __init__(self, module: types.ModuleType):
+        super().__init__(module.__name__, module.__doc__)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        here = sys.modules[__name__]
+        if value is getattr(nnxlib, name, MISSING):
+            value = getattr(here, name)
+        elif value is not getattr(here, name, MISSING):
+            value = _with_switches(name, value)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return dir(self._module)
+
+
+@functools.cache  # not in globals(), where `map` of nnxlib would take the place of Python's
+def __getattr__(name: str) -> Any:
+    return _with_switches(name, getattr(nnxlib, name))
 
 
 def __dir__() -> list[str]:

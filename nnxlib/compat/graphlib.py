@@ -19,9 +19,9 @@ from ..core.contexts import merge_context as merge_context
 from ..core.contexts import split_context as split_context
 from ..core.contexts import update_context as update_context
 from ..core.filters import PathParts as PathParts
-from ..core.graph import NodeRow as NodeDef  # noqa: F401
+from ..core.graph import NodeRow as NodeDef
 from ..core.graph import Ref as NodeRef  # noqa: F401
-from ..core.graph import VariableRow as VariableDef  # noqa: F401
+from ..core.graph import VariableRow as VariableDef
 from ..core.graphdef import GraphDef as GraphDef
 from ..core.module import iter_module_children as iter_module_children
 from ..core.objects import is_array as is_array
@@ -37,6 +37,8 @@ from ..core.variables import Variable as Variable
 from ..transforms.partials import cached_partial as cached_partial
 
 A = TypeVar("A")
+
+TreeNodeDef = NodeDef | VariableDef  # what flax.nnx has for a tree as a whole; here a tree has rows, too
 
 
 @jtu.register_static

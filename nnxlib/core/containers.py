@@ -66,15 +66,16 @@ def item_marks(container: Any) -> Any:
 
 
 def _set_item_marks(container: Any, marks: Any) -> None:
+    before = container._nnx_marks or {}
     attributes = str if isinstance(container, list) else tuple  # what the keys of other marks are
-    kept = {key: mark for key, mark in (container._nnx_marks or {}).items() if type(key) is attributes}
+    kept = {key: mark for key, mark in before.items() if type(key) is attributes}
     found = dict(enumerate(marks)) if isinstance(container, list) else marks
     kept |= {key: mark for key, mark in found.items() if mark is not None}
     object.__setattr__(container, "_nnx_marks", kept or None)
 
 
 def _declares(given: Any, value: Any) -> bool:
-    return declares(given) or bool(getattr(value, "_nnx_marks", None))
+    return declares(given) or (isinstance(value, Node) and bool(value._nnx_marks))
 
 
 def _said(name: str, place: tuple, given: Any, value: Any, marks: Any) -> Any:

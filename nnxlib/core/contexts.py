@@ -74,6 +74,12 @@ class LinkedGraphDef(GraphDef[A]):
         self.numbers, self.elsewhere = tuple(numbers), frozenset(elsewhere)
 
     @property
+    def nodes(self) -> tuple[Any, ...]:
+        """The rows; of those that were split before, the numbers."""
+        rows = enumerate(self.layout.rows)
+        return tuple([Ref(self.numbers[i]) if i in self.elsewhere else row for i, row in rows])
+
+    @property
     def own_paths(self) -> list[Path]:
         """The paths of the leaves that its State has."""
         owned = zip(self.layout.leaf_paths, leaf_rows(self.layout), strict=True)

@@ -380,8 +380,8 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
             missing -= accepted
     if raise_if_not_found and missing:
         raise ValueError(
-            f"Unused keys found in nnx.view: {sorted(missing)}; no Module has such a setting. nnx.view_info(model) lists "
-            "them."
+            f"Unused keys found in nnx.view: {sorted(missing)}; no Module has such settings. nnx.view_info(model) "
+            "lists them."
         )
     return made
 

@@ -7,6 +7,7 @@ their path, the first path in the order of the walk; a State never aliases the l
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -37,10 +38,10 @@ from .graph import (
     pack,
 )
 from .graphdef import Avals, GraphDef, avals_of
-from .objects import Node, Pytree, check_writable, is_bound_method, is_data_leaf, is_node, new_node
+from .objects import HasAttributes, Node, check_writable, is_array, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
 from .records import build_described, record_of
-from .state import FlatState, State, filter_state, from_flat_state, split_state
+from .state import FlatState, State, filter_state, flatten_with_keys, from_flat_state
 from .static import Const, same_items
 from .tracing import Tracer, at_top_level, boundary, current_trace
 from .traversals import sorted_keys
@@ -122,23 +123,25 @@ def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
 def _states(
     layout: Layout, leaves: list[Any], objects: list[Any], filters: Sequence[Filter], *, exhaustive: bool
 ) -> tuple[Any, ...]:
-    """Copies of the leaves as a State, or as one for each filter; a Variable by itself is its own State."""
+    """Copies of the leaves as a State, or as one for each filter; a leaf by itself is its own State."""
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
+
+    def divided(flat: FlatState) -> tuple[FlatState, ...]:
+        return _as_tuple(flat.split(*filters) if exhaustive else flat.filter(*filters), filters)
+
     if nesting is None:
-        state = _to_state(list(zip(layout.leaf_paths, _copies(layout, leaves), strict=True)))
-        divide = split_state if exhaustive else filter_state
-        return _as_tuple(divide(state, *filters) if filters else state, filters)
+        flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves), strict=True))
+        return tuple([_to_state(list(group)) for group in (divided(flat) if filters else (flat,))])
     variables = [objects[i] for i in layout.variables]
     if not filters:
         return (State._later(_Snapshot(layout, leaves)),)
 
-    def divided(leaves: list[Any]) -> tuple[FlatState, ...]:
-        flat = FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves))
-        return _as_tuple(flat.split(*filters) if exhaustive else flat.filter(*filters), filters)
+    def groups_of(leaves: list[Any]) -> tuple[FlatState, ...]:
+        return divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)))
 
     if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
-        return tuple([from_flat_state(group) for group in divided(_copies(layout, leaves))])
-    groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in divided(variables)])
+        return tuple([from_flat_state(group) for group in groups_of(_copies(layout, leaves))])
+    groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in groups_of(variables)])
     return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
 
 
@@ -148,7 +151,7 @@ def _as_tuple(groups: Any, filters: Sequence[Filter]) -> tuple[Any, ...]:
 
 
 def _to_state(items: list[tuple[Path, Any]]) -> Any:
-    if len(items) == 1 and items[0][0] == ():  # a Variable by itself
+    if len(items) == 1 and items[0][0] == ():  # a Variable or an array by itself
         return items[0][1]
     return from_flat_state(items)
 
@@ -199,17 +202,22 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     of the models that ``vmap`` has made: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``.
 
     Raises:
-      StateMismatchError: for missing and unexpected paths, for a list of another length, and where type, shape or kind
-        of dtype is not what it was when the model was split. Axes more or less are none, if all leaves of a type have
+      TypeError: without a State.
+      StateMismatchError: for GraphStates of different structures, missing and unexpected paths, a list of another
+        length, and where type, shape or kind of dtype is not what it was when the model was split. Axes more or less
+        are none, if all leaves of a type have
         them, and something else than an array is none, if no leaf is one. (Traced values are views, per example or per
         shard, and not compared.)
     """
     if isinstance(graphdef, GraphState):
-        graphdef, states = graphdef._graphdef, (graphdef._state, *states)
+        graphdef, states = graphdef._graphdef, (graphdef, *states)
     if not isinstance(graphdef, GraphDef):
         raise TypeError(
             f"nnx.merge takes a GraphDef first, got {type(graphdef).__name__}; write merge(graphdef, state)."
         )
+    if not states:
+        raise TypeError("merge() missing 1 required positional argument: 'state'")
+    states = tuple([_of_graphdef(graphdef, state) for state in states])
     layout = graphdef.layout
     fitting = _values_as_split(graphdef, states)
     if fitting is None:
@@ -223,6 +231,17 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     for position, found in metadata.items():
         object.__setattr__(objects[layout.variables[position]], "_metadata", found)
     return tree
+
+
+def _of_graphdef(graphdef: GraphDef, state: Any) -> Any:
+    if type(state) is not GraphState:
+        return state
+    if state._graphdef != graphdef:
+        raise errors.StateMismatchError(
+            "The GraphDef must be the same in all GraphStates that are merged; nothing was made. nnx.diff of two "
+            "GraphDefs tells where they differ."
+        )
+    return state._state
 
 
 _Values = tuple[list[Any], dict[int, Any]]  # values of the leaves, and metadata that differ from the layout's
@@ -384,10 +403,12 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
 
 def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tuple[Path, Any]]:
     """The leaves of a State; a mapping at a known path is a value and no level, unless an array was there."""
-    if isinstance(state, Variable) or () in known:
-        yield (), state
-    elif isinstance(state, FlatState):
+    if isinstance(state, State) and not state:
+        return
+    if isinstance(state, FlatState):
         yield from state
+    elif isinstance(state, Variable) or () in known:
+        yield (), state
     elif isinstance(state, Mapping):
         stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
         while stack:
@@ -539,7 +560,34 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         for x in found:
             new.pop(layout.positions.get(x.path), None)
         values, metadata = _contents(layout, new)
+    own = range(len(leaves) - (0 if isinstance(node, Node) else count_leaves(layout.root)), len(leaves))
+    items = [(*_settable(node, layout.leaf_paths[k]), values.pop(k)) for k in own if k in values]
     _write(layout, leaves, objects, values, metadata)
+    for holder, key, value in items:
+        holder[key] = value
+
+
+def _settable(tree: Any, path: Path) -> tuple[Any, Any]:
+    """What holds a leaf of a pytree, and its key there.
+
+    Raises:
+      ValueError: unless an item of what holds it can be set.
+    """
+    holder = _holder(tree, path) if path else None
+    if not isinstance(holder, MutableMapping | list):
+        raise ValueError(
+            f"Cannot set {format_path(path)}: it is no item of a list or dict, whose items can be set. Keep what "
+            "changes in a Variable, an attribute, a list or a dict."
+        )
+    return holder, path[-1]
+
+
+def _holder(tree: Any, path: Path) -> Any:
+    """What the last key of a path in a pytree is a key of."""
+    for key in path[:-1]:
+        is_item = isinstance(tree, Mapping | list) or (isinstance(tree, tuple) and isinstance(key, int))
+        tree = tree[key] if is_item else getattr(tree, str(key), None)
+    return tree
 
 
 def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
@@ -596,16 +644,18 @@ def _write(
     commit(layout, delta, [*[new[k] for k in plain], *[new[k] for k in sorted(metadata)], *arrays], objects)
 
 
-def _delete(node: Any, name: Any) -> None:
-    if isinstance(node, Pytree):
-        delattr(node, name)
+def _delete(holder: Any, key: Any) -> None:
+    if isinstance(holder, HasAttributes) and isinstance(key, str):
+        delattr(holder, key)
     else:
-        del node[name]
+        operator.delitem(holder, key)  # type: ignore[arg-type]  # a list, dict, List or Dict
 
 
 @boundary
 def pop(node: Any, *filters: Filter) -> Any:
-    """Remove the Variables that the filters take from a node and return them as a State, one for each filter.
+    """Remove the leaves that the filters take from a node and return them as a State, one for each filter.
+
+    Leaves are Variables, and arrays that are attributes or items of a node, a list or a dict.
 
     >>> import nnxlib as nnx
     >>> norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
@@ -613,38 +663,47 @@ def pop(node: Any, *filters: Filter) -> Any:
     (['mean', 'var'], False)
 
     Raises:
-      ValueError: without a filter, or when a Variable to be removed is not an attribute or item of a node.
+      ValueError: without a filter, or when a leaf to be removed is part of a tuple or another pytree.
     """
     if not filters:
         raise ValueError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
     first_to_take = first_of([to_predicate(f) for f in filters])
     *taken, _ = groups = [[] for _ in (*filters, None)]
-    chosen: dict[int, list[tuple[Path, Variable]]] = {}  # the group of each Variable, by id
+    chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path
     places = []
     for path, x, holder in _places(node):
-        if isinstance(x, Variable):
-            group = chosen.get(id(x))
-            if group is None:
-                group = chosen[id(x)] = groups[first_to_take(path, x)]
-                group.append((path, x))
-            if group is not groups[-1] and isinstance(holder, Node):
-                places.append((holder, path[-1], id(x)))
-        elif Watch.count:
-            notice(x, x._nnx_trace)
-    paths = {id(x): path for group in taken for path, x in group}
-    for i in paths.keys() - {i for _, _, i in places}:
-        raise ValueError(
-            f"Cannot pop {format_path(paths[i])}: it is inside a tuple or another pytree, which cannot lose an "
-            "item. Keep it in an attribute, a list or a dict."
-        )
-    states = [_to_state(list(zip([path for path, _ in group], _copied([x for _, x in group])))) for group in taken]
+        if isinstance(x, Node):
+            if Watch.count:
+                notice(x, x._nnx_trace)
+            continue
+        identity = id(x) if isinstance(x, Variable) else path
+        group = chosen.get(identity)
+        if group is None:
+            group = chosen[identity] = groups[first_to_take(path, x)]
+            group.append((path, x))
+        if group is not groups[-1] and isinstance(holder, Node | dict | list):
+            places.append((holder, path[-1], identity))
+    removed = {identity for _, _, identity in places}
+    for path, x in (item for group in taken for item in group):
+        if (id(x) if isinstance(x, Variable) else path) not in removed:
+            raise ValueError(
+                f"Cannot pop {format_path(path)}: it is inside a tuple or another pytree, which cannot lose an item. "
+                "Keep it in an attribute, a list or a dict."
+            )
+    states = [_to_state(list(zip([path for path, _ in group], _snapshot([x for _, x in group])))) for group in taken]
     trace = current_trace()
-    for x, name, _ in places:
-        if x._nnx_trace is not trace:
-            check_writable(x, f"delete attribute {name!r}")
-    for x, name, _ in reversed(places):  # items of a list from the last to the first
-        _delete(x, name)
+    for holder, name, _ in places:
+        if isinstance(holder, Node) and holder._nnx_trace is not trace:
+            check_writable(holder, f"delete attribute {name!r}")
+    for holder, name, _ in reversed(places):  # items of a list from the last to the first
+        _delete(holder, name)
     return tuple(states) if len(states) > 1 else states[0]
+
+
+def _snapshot(leaves: list[Any]) -> list[Any]:
+    """The leaves, with copies of the Variables."""
+    copies = iter(_copied([x for x in leaves if isinstance(x, Variable)]))
+    return [next(copies) if isinstance(x, Variable) else x for x in leaves]
 
 
 @boundary
@@ -722,12 +781,12 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
 
 
 def _places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield each place of a node or Variable in a graph: its path, the object, and what holds it; parents first."""
+    """Yield each place of a node, Variable or array in a graph: its path, and what holds it; parents first."""
     seen, plain = set(), {type(None)}  # plain: as in iter_graph
     stack: list[tuple[Path, Any, Any]] = [((), node, None)]
     while stack:
         path, value, _ = place = stack.pop()
-        if isinstance(value, Variable):
+        if isinstance(value, Variable) or is_array(value):
             yield place
             continue
         if isinstance(value, Node):
@@ -737,7 +796,7 @@ def _places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
             seen.add(id(value))
         elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
             plain.add(type(value))
-        below = [(path + key, child, value) for key, child in _children(value) if type(child) not in plain]
+        below = [(path + key, x, _holder(value, key)) for key, x in _children(value) if type(x) not in plain]
         stack += reversed(below)
 
 
@@ -758,6 +817,8 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     predicate, places = to_predicate(only), list(_places(node))  # a list holds the objects: no id is used again
     paths: dict[int, list[Path]] = {}
     for path, value, _ in places:
+        if not is_node(value):
+            continue
         if id(value) in paths or predicate(path, value):
             paths.setdefault(id(value), []).append(path)
         else:
@@ -769,11 +830,12 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
 
 
 @boundary
-def map(f: Callable[[Path, Any], Any], node: A, /) -> A:  # the name of the field
+def map(f: Callable[[Path, Any], Any], node: A, /, *, recreate_variables: bool = True) -> A:  # the name of the field
     """Return a copy of a node with ``f(path, leaf)`` for each leaf; leaves are Variables and arrays.
 
-    What ``f`` returns for a Variable is the new Variable, or else its value. It gets the Variables of ``node`` itself,
-    so what it writes to one is written; where it returns that very Variable the copy has one of its own.
+    What ``f`` returns for a Variable is the new Variable, or else its value; without ``recreate_variables`` it takes
+    the place of the Variable, whatever it is. ``f`` gets the Variables of ``node`` itself, so what it writes to one is
+    written; where it returns that very Variable the copy has one of its own.
 
     >>> import nnxlib as nnx
     >>> nnx.map(lambda path, v: v * 2, nnx.Dict(a=nnx.Param(1.0))).a
@@ -781,7 +843,8 @@ def map(f: Callable[[Path, Any], Any], node: A, /) -> A:  # the name of the fiel
     """
     layout, leaves, objects = pack(node) if isinstance(node, State) else _packed(node)
     own = [*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]]
-    new = [_result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, own, strict=True)]
+    result = _result if recreate_variables else lambda leaf, new: new
+    new = [result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, own, strict=True)]
     return build(layout, new, dict(zip(layout.variables, new, strict=False)))[0]
 
 
@@ -860,7 +923,8 @@ class GraphState(MutableMapping, Generic[A]):
     __slots__ = ("_graphdef", "_state")
 
     def __init__(self, _graphdef: GraphDef[A], _state: State):
-        self._graphdef, self._state = _graphdef, _state
+        object.__setattr__(self, "_graphdef", _graphdef)
+        object.__setattr__(self, "_state", _state)
 
     def __getitem__(self, key: Any) -> Any:
         return self._state[key]
@@ -870,6 +934,17 @@ class GraphState(MutableMapping, Generic[A]):
 
     def __delitem__(self, key: Any) -> None:
         del self._state[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GraphState.__slots__:  # of one that is being unpickled
+            raise AttributeError(name)
+        return getattr(self._state, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._state, name, value)
+
+    def __reduce__(self) -> tuple:
+        return GraphState, (self._graphdef, self._state)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._state)
@@ -881,12 +956,20 @@ class GraphState(MutableMapping, Generic[A]):
         return f"GraphState({self._graphdef!r}, {self._state!r})"
 
 
-jtu.register_pytree_with_keys(
-    GraphState,
-    lambda x: (((jtu.GetAttrKey("_state"), x._state),), x._graphdef),
-    lambda graphdef, children: GraphState(graphdef, *children),
-    lambda x: ((x._state,), x._graphdef),
-)
+def _flatten_graph_state(x: GraphState) -> tuple[Sequence[tuple[Any, Any]], tuple[GraphDef, Any]]:
+    """The children of the State, so that the paths of leaves are the same."""
+    if isinstance(x._state, State):
+        children, keys = flatten_with_keys(x._state)
+        return children, (x._graphdef, keys)
+    return ((jtu.GetAttrKey("_state"), x._state),), (x._graphdef, None)
+
+
+def _unflatten_graph_state(static: tuple[GraphDef, Any], children: Iterable[Any]) -> GraphState:
+    graphdef, keys = static
+    return GraphState(graphdef, *children if keys is None else (State._view(dict(zip(keys, children))),))
+
+
+jtu.register_pytree_with_keys(GraphState, _flatten_graph_state, _unflatten_graph_state)
 exportable(GraphState)
 
 

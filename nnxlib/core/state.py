@@ -612,7 +612,7 @@ def _flatten(state: State) -> tuple[list[Any], tuple]:
     return [mapping[key] for key in keys], tuple(keys)
 
 
-def _flatten_with_keys(state: State) -> tuple[list[tuple[Any, Any]], tuple]:
+def flatten_with_keys(state: State) -> tuple[list[tuple[Any, Any]], tuple]:
     children, keys = _flatten(state)
     return [(jax.tree_util.DictKey(key), child) for key, child in zip(keys, children)], keys
 
@@ -621,7 +621,7 @@ def _register(cls: type[State]) -> None:
     def unflatten(keys: tuple, children: Iterable[Any]) -> State:
         return cls._view(dict(zip(keys, children)))
 
-    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, _flatten)
     exportable(cls)
 
 

@@ -23,6 +23,7 @@ from ..core.graphdef import GraphDef
 from ..core.objects import is_node
 from ..core.variables import MISSING
 from .prefixes import Labels, broadcast_prefix
+from .prefixes import TreeState as TreeState
 
 KeyPath = tuple[Hashable, ...]
 
@@ -122,6 +123,11 @@ def merge_tree_node(ctx: MergeContext, path: KeyPath, prefix: Any, leaf: Any) ->
 def is_tree_node(x: Any) -> bool:
     """Whether this stands for an object in a tree."""
     return isinstance(x, NodeStates)
+
+
+def clear_non_graph_nodes(tree: Any) -> Any:
+    """Return a pytree with None for everything that is neither a Module, another node, nor a Variable."""
+    return jtu.tree_map(lambda x: x if is_node(x) else None, tree, is_leaf=is_node)
 
 
 def to_tree(

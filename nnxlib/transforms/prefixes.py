@@ -23,7 +23,7 @@ from ..core.errors import AliasingError, PrefixError, format_path
 from ..core.filters import Filter, PathIn, to_predicate
 from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, pack
 from ..core.objects import is_node
-from ..core.state import State, to_flat_state
+from ..core.state import State, from_flat_state, map_state, to_flat_state
 from ..core.static import Const
 from ..core.traversals import path_key
 from ..core.variables import RngState, Variable
@@ -62,8 +62,8 @@ class PrefixMapping(Mapping):
             if predicate(path, leaf):
                 return label
         raise PrefixError(
-            f"{self!r} has no filter that takes {format_path(path)} ({type(leaf).__name__}); add `...: label` as the "
-            "last entry to cover the rest."
+            f"No filter matched {format_path(path)} ({type(leaf).__name__}) in {self!r}; add `...: label` as the last "
+            "entry to cover the rest."
         )
 
     def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
@@ -139,19 +139,30 @@ class StateAxes(PrefixMapping):
         return self.labels
 
 
-class _LabelsByFunction(PrefixMapping):
-    """Labels that a function of path and leaf gives; ``labels`` are those that it can give."""
+class TreeState(PrefixMapping):
+    """What :func:`prefix` returns for a Module: labels that a function of path and leaf gives.
 
-    def __init__(self, function: Callable[[tuple, Any], Label], labels: Sequence[Label]):
+    ``state`` has the label of each leaf; its keys are attributes, too.
+    """
+
+    def __init__(self, function: Callable[[tuple, Any], Label], state: State):
         super().__init__({})
-        self._function, self._labels = function, tuple(labels)
+        self._function, self.state = function, state
 
     @property
     def labels(self) -> tuple[Label, ...]:
-        return self._labels
+        return tuple(dict.fromkeys(label for _, label in to_flat_state(self.state)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "state":  # of one that is being copied
+            raise AttributeError(name)
+        return getattr(self.state, name)
+
+    def __repr__(self) -> str:
+        return f"TreeState({self.state!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _LabelsByFunction) and self._function == other._function
+        return isinstance(other, TreeState) and self._function == other._function
 
     def __hash__(self) -> int:
         return hash(self._function)
@@ -160,9 +171,8 @@ class _LabelsByFunction(PrefixMapping):
         return self._function(path, leaf)
 
     def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
-        return _LabelsByFunction(
-            lambda path, leaf: function(self._function(path, leaf)), [function(label) for label in self._labels]
-        )
+        state = map_state(lambda path, label: function(label), self.state)
+        return TreeState(lambda path, leaf: function(self._function(path, leaf)), state)
 
 
 def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any], Label], /) -> Any:
@@ -174,7 +184,7 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
         argument down, and the leaf.
 
     Returns:
-      ``node`` with a label, or a mapping to labels, in place of each Module and leaf.
+      ``node`` with a label in place of each leaf, and labels by path, as a State has them, in place of each Module.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> d = {'a': nnx.Param(jnp.array(2)), 'b': nnx.BatchStat(jnp.arange(3))}
@@ -194,7 +204,9 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
         layout, leaves, objects = pack(x)
         values = [objects[i] for i in layout.variables] + leaves[len(layout.variables) :]
         found = [resolve((*start, *path), value) for path, value in zip(layout.leaf_paths, values, strict=True)]
-        return found[0] if layout.leaf_paths == ((),) else _LabelsByFunction(resolve, list(dict.fromkeys(found)))
+        if layout.leaf_paths == ((),):
+            return found[0]
+        return TreeState(resolve, from_flat_state(list(zip(layout.leaf_paths, found, strict=True))))
 
     return jtu.tree_map_with_path(label, node, is_leaf=is_node)
 

@@ -171,3 +171,41 @@ def test_streams_are_exchanged_in_a_copy_in_tree_mode(options):
     shared = nnx.Dict(a=rngs, b=rngs)
     lanes = nnx.split_rngs(shared, splits=2, **options)
     assert lanes.a is lanes.b
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(nnx.split, nnx.state, nnx.graphdef, nnx.clone, nnx.graphlib.flatten),
+        lambda x, **graph: list(nnx.iter_graph(x, **graph)),
+        lambda x, **graph: nnx.recursive_map(lambda path, x: x, x, **graph),
+    ],
+)
+def test_a_tree_has_no_variable_twice(function):
+    """In tree mode a shared Variable, a cycle, and what is no pytree are refused with their paths."""
+    variable, cycle = nnx.Param(jnp.ones(1)), nnx.Dict()
+    cycle.inner = [cycle]
+    opaque = type("Opaque", (nnx.Module,), {}, pytree=False)()
+    for tree, message in [
+        ([variable, {"a": variable}], r"Param found at paths \[0\], \[1\]\.a"),
+        (cycle, r"Dict found at paths <root>, inner\[0\]"),
+        ([opaque], r"Opaque was made with pytree=False.*Found at path \[0\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            function(tree, graph=False)
+        with nnx.set_graph_mode(False), pytest.raises(ValueError, match=message):
+            function(tree)
+        function(tree)
+    linear = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    function(linear, graph=False)
+
+
+def test_functions_of_modules_take_the_switches():
+    """`nnx.graphlib.split(x, graph=True)`: as the names of the package itself, which they are."""
+    assert nnx.graphlib.split is nnx.split
+    assert isinstance(nnx.graphlib.split(nnx.Param(1), graph=False)[1], nnx.Param)
+    assert nnx.statelib.State is nnx.State
+    assert nnx.compat.split is nnx.split
+    assert {"split", "NodeDef"} <= set(dir(nnx.graphlib))
+    assert isinstance(nnx.nn.linear, type(nnx.nn))
+    assert nnx.nn.linear.Linear is nnx.Linear

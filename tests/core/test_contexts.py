@@ -11,7 +11,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.contexts import LinkedGraphDef, leaf_rows
 from nnxlib.core.errors import NonExhaustiveFiltersError, StateMismatchError
-from nnxlib.core.graph import pack
+from nnxlib.core.graph import NodeRow, Ref, VariableRow, pack
 from nnxlib.core.records import record_of
 
 
@@ -75,6 +75,15 @@ def test_an_object_of_two_splits_is_one_object_again():
     assert scale is new_mixed.scale
     assert seven == 7.0
     assert nnx.graphdef(new_pair) == nnx.graphdef(pair)
+
+
+def test_what_was_split_before_is_a_reference():
+    """Among the nodes of the second GraphDef."""
+    pair = Pair()
+    with nnx.split_context() as ctx:
+        (first, _), (second, state) = ctx.split(nnx.List([pair])), ctx.split(pair)
+    assert [type(x) for x in first.nodes] == [NodeRow, NodeRow, VariableRow, VariableRow]
+    assert (second.nodes, state) == ((Ref(1), Ref(2), Ref(3)), {})
 
 
 def test_merging_in_a_context_does_not_take_back_what_was_done_to_a_shared_object():

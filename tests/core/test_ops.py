@@ -7,6 +7,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import nnxlib as nnx
@@ -375,7 +376,22 @@ def test_merge_with_missing_leaves():
     with pytest.raises(StateMismatchError, match=r"scale: missing, expected float32\[\]"):
         nnx.merge(graphdef, without(state, "scale"))
     with pytest.raises(StateMismatchError, match=r"(?s)first\.mean: missing.*scale: missing"):
+        nnx.merge(graphdef, {})
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'state'"):
         nnx.merge(graphdef)
+
+
+@pytest.mark.parametrize("leaf", [nnx.Param(jnp.ones(2)), jnp.ones(2)], ids=["Variable", "array"])
+def test_a_leaf_by_itself(leaf):
+    """It is its own State: of the filter that takes it; the other States are empty."""
+    graphdef, none, found, rest = nnx.split(leaf, nnx.BatchStat, (nnx.Param, jax.Array), ...)
+    assert (type(found), none, rest) == (type(leaf), {}, {})
+    made = nnx.merge(graphdef, none, found, rest)
+    assert (type(made), made.tolist()) == (type(leaf), [1, 1])
+    assert nnx.merge(*nnx.flatten(leaf)).tolist() == [1, 1]
+    assert (nnx.state(leaf, nnx.BatchStat), nnx.state(leaf, ...).tolist()) == ({}, [1, 1])
+    with pytest.raises(ValueError, match="<root>"):
+        nnx.split(leaf, nnx.BatchStat)
 
 
 def test_a_stack_with_several_axes():
@@ -576,6 +592,17 @@ def test_update_with_what_a_filter_took():
     assert m.a.value.tolist() == [1, 1]
 
 
+def test_update_of_plain_lists_and_dicts():
+    """Their own items are set, numbers too; those of a tuple cannot be, and then nothing is written."""
+    tree = {"a": [1, jnp.ones(2), {"b": 3}], "c": nnx.Param(jnp.zeros(())), "d": (5,), "e": "x"}
+    inner = tree["a"]
+    nnx.update(tree, {"a": {0: 2, 1: jnp.zeros(2), 2: {"b": 4}}, "c": jnp.ones(()), "e": "y"})
+    assert (inner[0], inner[1].tolist(), inner[2], tree["c"].item(), tree["e"]) == (2, [0, 0], {"b": 4}, 1, "y")
+    with pytest.raises(ValueError, match=r"Cannot set d\[0\]: it is no item of a list or dict"):
+        nnx.update(tree, {"a": {0: 7}, "c": jnp.zeros(()), "d": {0: 6}})
+    assert (inner[0], tree["c"].item(), tree["d"]) == (2, 1, (5,))
+
+
 # --- filters ---
 
 
@@ -637,6 +664,19 @@ def test_pop_from_lists_and_dicts():
     assert nnx.to_pure_dict(popped) == {"x": {1: 1.0, 3: 3.0}, "y": {"a": 4.0}}
     assert ([v.value for v in m.x], dict(m.y)) == ([0.0, 2.0], {})
     assert nnx.jit(lambda m: len(m.x))(m) == 2
+
+
+def test_pop_of_arrays_and_from_plain_containers():
+    """Arrays that are attributes or items go too; plain lists and dicts lose items as those of a Module do."""
+    m = Net()
+    assert (paths(nnx.pop(m, nnx.PathContains("scale"))), hasattr(m, "scale")) == ([("scale",)], False)
+    tree = {"a": [{"b": nnx.Param(1.0)}, jnp.ones(2), 3], "m": nnx.Dict(x=nnx.Param(2.0), n=4)}
+    taken, arrays = nnx.pop(tree, nnx.Param, lambda path, x: x.shape == (2,))
+    assert nnx.to_pure_dict(taken) == {"a": {0: {"b": 1.0}}, "m": {"x": 2.0}}
+    assert nnx.to_pure_dict(arrays)["a"][1].tolist() == [1, 1]
+    assert (tree["a"], dict(tree["m"])) == ([{}, 3], {"n": 4})
+    with pytest.raises(ValueError, match=r"Cannot pop \[1\]: it is inside a tuple"):
+        nnx.pop((1, jnp.ones(2)), ...)
 
 
 def test_pop_that_cannot_be_done_changes_nothing():
@@ -817,6 +857,12 @@ def test_map_writes_what_the_function_writes():
     assert m.first.w.value is before
 
 
+def test_map_without_variables():
+    """What f returns takes the place of the Variable itself."""
+    made = nnx.map(lambda path, x: path[-1], nnx.Dict(a=nnx.Param(1.0), b=[nnx.Param(2.0)]), recreate_variables=False)
+    assert made == {"a": "a", "b": [0]}
+
+
 def test_map_over_a_state():
     """A State is mapped like the node it came from."""
     state = nnx.state(Net())
@@ -897,6 +943,37 @@ def test_unpack():
     params, rest = nnx.unpack(m, nnx.Param, ...)
     assert nnx.state(nnx.merge(params, *nnx.split(m, nnx.Param, ...)[2:])) == nnx.state(m)
     assert len(nnx.to_flat_state(rest)) == 5
+    with pytest.raises(StateMismatchError, match="GraphDef must be the same"):
+        nnx.merge(packed, nnx.unpack(nnx.Dict(a=nnx.Param(1.0))))
+
+
+def test_a_graph_state_reads_like_its_state():
+    """Keys are attributes, and leaves have the paths that they have in the State; copies and pickles too."""
+    m = Net()
+    packed, state = nnx.unpack(m), nnx.state(m)
+    assert packed.first == state.first
+    packed.first.w = nnx.Param(jnp.zeros(2))
+    packed.scale = jnp.zeros(())
+    assert nnx.merge(packed).first.w.tolist() == [0, 0]
+    keyed = jax.tree_util.tree_flatten_with_path
+    assert [key for key, _ in keyed(packed)[0]] == [key for key, _ in keyed(state)[0]]
+    with pytest.raises(AttributeError, match="nothing"):
+        packed.nothing
+    for made in (copy.copy(packed), copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert (made._graphdef, made._state) == (packed._graphdef, packed._state)
+    alone = nnx.unpack(nnx.Param(1.0))
+    assert nnx.merge(jax.tree.map(lambda x: x + 1, alone)).value == 2
+
+
+def test_gradients_of_graph_states():
+    """They are GraphStates, which an optimizer takes."""
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    params, rest = nnx.unpack(model, nnx.Param, ...)
+    grads = nnx.grad(lambda params, rest: nnx.merge(params, rest)(jnp.ones((1, 2))).sum())(params, rest)
+    assert isinstance(grads, nnx.GraphState)
+    optimizer.update(model, grads)
+    assert model.bias.item() == -0.5
 
 
 def test_call():

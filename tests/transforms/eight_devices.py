@@ -173,7 +173,7 @@ def test_a_prefix_that_does_not_fit():
     model = Net()
     with pytest.raises(errors.PrefixError, match=r"in_shardings.*does not fit"):
         nnx.jit(lambda m, x: m(x), in_shardings=(BY_FILTER,))(model, X)
-    with pytest.raises(errors.PrefixError, match=r"no filter that takes mean \(BatchStat\)"):
+    with pytest.raises(errors.PrefixError, match=r"No filter matched mean \(BatchStat\)"):
         nnx.jit(lambda m, x: m(x), in_shardings=(nnx.StateSharding({nnx.Param: WHOLE}), None))(model, X)
     with pytest.raises(errors.PrefixError, match="out"):
         nnx.jit(lambda m, x: m(x), out_shardings=(WHOLE, WHOLE))(model, X)

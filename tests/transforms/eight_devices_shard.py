@@ -154,7 +154,7 @@ def test_messages():
         sharded(varies)(m, X)
     with pytest.raises(errors.PrefixError, match="in_specs"):
         sharded(apply, in_specs=(SPEC, P("d"), P()))(m, X)
-    with pytest.raises(errors.PrefixError, match="no filter that takes"):
+    with pytest.raises(errors.PrefixError, match="No filter matched"):
         sharded(apply, in_specs=(nnx.StateSharding({nnx.Param: P("d")}), P("d")))(m, X)
     with pytest.raises(errors.AliasingError, match=r"args\[0\].*args\[1\]"):
         sharded(lambda a, b: a(X), in_specs=(SPEC, P()))(m, m)

@@ -175,3 +175,9 @@ def test_branches_and_mapped_functions_take_objects():
 
     counters = Counter([0, 1, 2])
     assert step(counters, 10).tolist() == counters.n.value.tolist() == [10, 1, 12]
+
+
+def test_what_is_no_object_is_cleared():
+    """Modules and Variables stay, None is in the place of the other leaves."""
+    param = nnx.Param(1.0)
+    assert nnx.extract.clear_non_graph_nodes((1, {"a": param, "b": jnp.ones(1)})) == (None, {"a": param, "b": None})

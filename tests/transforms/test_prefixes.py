@@ -63,7 +63,7 @@ def test_mappings_compare_by_what_they_do():
 
 def test_a_leaf_that_no_filter_takes():
     """The error names the path, the type, and the last entry to add."""
-    with pytest.raises(PrefixError, match=r"takes layers\[0\]\.w \(Cache\); add `\.\.\.: label` as the last entry"):
+    with pytest.raises(PrefixError, match=r"matched layers\[0\]\.w \(Cache\) in .*; add `\.\.\.: label` as"):
         PrefixMapping({nnx.Param: 0}).map_prefix(("layers", 0, "w"), nnx.Cache(1))
 
 
@@ -320,8 +320,17 @@ def test_prefix_stands_above_a_pytree():
     assert forward(m, m, jnp.ones(2)).shape == (4, 3)
 
 
+def test_prefix_tells_its_labels():
+    """By attribute and as a State, for looking at."""
+    axes = nnx.prefix(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), {nnx.PathContains("bias"): None, nnx.Param: 0})
+    assert (axes.kernel, axes.bias, axes.state, set(axes.labels)) == (0, None, {"kernel": 0, "bias": None}, {0, None})
+    assert repr(axes) == "TreeState(State({'bias': None, 'kernel': 0}))"
+    with pytest.raises(AttributeError, match="gain"):
+        axes.gain
+
+
 def test_prefix_covers_every_leaf():
-    with pytest.raises(PrefixError, match=r"has no filter that takes s \(BatchStat\)"):
+    with pytest.raises(PrefixError, match=r"No filter matched s \(BatchStat\)"):
         nnx.prefix(nnx.Dict(w=nnx.Param(1.0), s=nnx.BatchStat(2.0)), {nnx.Param: 0})
 
 

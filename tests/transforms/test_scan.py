@@ -431,7 +431,7 @@ WRONG = {
     "out_axes of another structure": (with_axes((None, 0), (0, 0)), "out_axes=.* does not fit"),
     "no filter takes a leaf": (
         with_axes((nnx.StateAxes({nnx.Param: None}), 0)),
-        r"no filter that takes calls \(Cache\)",
+        r"No filter matched calls \(Cache\)",
     ),
     "no such axis": (
         with_axes((nnx.StateAxes({nnx.Param: 1, ...: None}), 0)),

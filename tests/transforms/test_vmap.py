@@ -197,7 +197,7 @@ WRONG = {
     "not an axis for the output": (lambda: nnx.vmap(read, out_axes="x"), "out_axes='x' has 'x'; vmap takes an int"),
     "no filter takes a leaf": (
         lambda: nnx.vmap(read, in_axes=(nnx.StateAxes({nnx.Param: 0}), 0))(Layer(), XS),
-        r"has no filter that takes calls \(Cache\); add `\.\.\.: label`",
+        r"No filter matched calls \(Cache\) in .*; add `\.\.\.: label`",
     ),
     "no such axis": (
         lambda: nnx.vmap(read, in_axes=(nnx.StateAxes({nnx.Param: 1, ...: None}), 0))(Layer(), XS),

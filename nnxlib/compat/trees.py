@@ -1,0 +1,40 @@
+"""What flax.nnx's tree mode refuses: a Variable at two places of a tree, a cycle, and what is no pytree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.tree_util as jtu
+
+from ..core.errors import AliasingError, format_path
+from ..core.objects import Node
+from ..core.ops import find_duplicates, iter_graph
+from ..core.variables import Variable
+
+OF_GRAPHS = {  # the functions of a graph, and which argument that is
+    **dict.fromkeys("clone flatten graphdef iter_children iter_graph iter_modules split state".split(), 0),
+    **dict.fromkeys(["map", "recursive_map"], 1),
+}
+
+
+def check_tree(node: Any) -> None:
+    """Check that a pytree has each Variable once, no cycle, and no Module that JAX does not flatten.
+
+    Raises:
+      AliasingError: naming the paths of what is there twice.
+      ValueError: naming the path of what is no pytree.
+    """
+    found = dict(iter_graph(node))
+    for first, *more in find_duplicates(node):
+        if isinstance(found[first], Variable) or any(path[: len(first)] == first for path in more):
+            paths = ", ".join(map(format_path, (first, *more)))
+            raise AliasingError(
+                f"{type(found[first]).__name__} found at paths {paths}: a tree has each Variable once, and no cycles. "
+                "Pass graph=True."
+            )
+    for path, x in found.items():
+        if isinstance(x, Node) and jtu.all_leaves([x]):
+            raise ValueError(
+                f"{type(x).__name__} was made with pytree=False, so no tree can hold it. Found at path "
+                f"{format_path(path)}; pass graph=True."
+            )
