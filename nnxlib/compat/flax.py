@@ -20,15 +20,16 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import nnxlib
 
+from ..core.errors import format_path
 from ..core.variables import MISSING
 from . import functional
 from .trees import OF_GRAPHS, check_tree
+from .variablelib import var_defaults as var_defaults
 
 if TYPE_CHECKING:
     from typing import Any  # at run time it is the filter of that name
@@ -76,18 +77,45 @@ class set_graph_updates(_Mode):
     """Whether calls that do not say otherwise carry changes of structure."""
 
 
-@contextmanager
-def var_defaults(*, hijax: bool | None = None, ref: bool | None = None) -> Iterator[None]:
-    """Nothing to choose: a Variable is of one kind."""
-    yield
+def with_vars(
+    node: Any,
+    /,
+    *,
+    hijax: bool | None = None,
+    ref: bool | None = None,
+    mutable: bool | None = None,
+    only: nnxlib.filterlib.Filter = ...,
+    allow_duplicates: bool = False,
+    **switches: Any,
+) -> Any:
+    """Return a copy of ``node`` with the Variables that the filter takes as they are asked to be.
+
+    Variables that are so already, and those that it does not take, are the same ones.
+
+    Raises:
+      ValueError: for a Variable that would be copied and is there twice, unless ``allow_duplicates``.
+    """
+    asked = {kind: x for kind, x in {"hijax": hijax, "ref": ref}.items() if x is not None}
+    predicate = nnxlib.filterlib.to_predicate(only)
+
+    def is_taken(path: tuple, x: Any) -> bool:
+        return isinstance(x, nnxlib.Variable) and predicate(path, x)
+
+    def changed(path: tuple, x: Any) -> Any:
+        now = {kind: bool(x.get_metadata(kind, False)) for kind in asked} if is_taken(path, x) else asked
+        return x if now == asked else x.copy(**asked)
+
+    if isinstance(node, nnxlib.State):
+        return nnxlib.map_state(changed, node)
+    for paths in () if allow_duplicates else nnxlib.find_duplicates(node, only=is_taken):
+        raise ValueError(
+            f"Found duplicate at paths {', '.join(map(format_path, paths))}: a copy would be another Variable. Pass "
+            "allow_duplicates=True to make one copy for all of them."
+        )
+    return nnxlib.recursive_map(changed, node)
 
 
-def vars_as(node: Any, /, **switches: Any) -> Any:
-    """Return ``node`` as it is: a Variable is of one kind."""
-    return node
-
-
-with_vars = vars_as
+vars_as = with_vars
 
 
 def _in_tree_mode(graph: bool | None, graph_updates: bool | None) -> bool:

@@ -61,7 +61,7 @@ from .static import ATOMS, Const
 from .tracing import current_trace
 from .traversals import build as nested
 from .traversals import path_key, sorted_keys
-from .variables import NO_METADATA, Cell, Variable, make_variable, make_variables, new_cell, write_cells
+from .variables import NO_METADATA, Cell, Variable, as_stored, make_variable, make_variables, new_cell, write_cells
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
@@ -288,6 +288,12 @@ class Layout:
             if nesting is not None and (leaves := nesting.flatten(levels)) is not None:
                 return dict(zip(nesting.numbers, leaves, strict=True))
         return None
+
+    @functools.cached_property
+    def in_refs(self) -> frozenset[int]:
+        """The positions of the leaves that are kept in a :class:`jax.Ref`."""
+        metadata = [cast(VariableRow, self.rows[i]).metadata.value for i in self.variables]
+        return frozenset(k for k, found in enumerate(metadata) if found.get("ref"))
 
     @functools.cached_property
     def _grouped(self) -> dict[Hashable, list[Nesting]]:
@@ -832,9 +838,14 @@ def diff(
     numbers = [*values, *sorted(rows)]
     owners = [(i, 0) for i in numbers if i in walk.cells]
     owners += [(i, k) for i in (*numbers, -1) for k in kept.get(i, range(len(walk.arrays.get(i, ()))))]
-    leaves = [walk.cells[i].value if i in walk.cells else walk.arrays[i][k] for i, k in owners]
+    leaves = [_leaving(walk.cells[i].value, walk.rows[i]) if i in walk.cells else walk.arrays[i][k] for i, k in owners]
     delta = Delta(tuple(values), tuple(sorted(rows.items())), root)
     return After([walk.rows[i] for i in range(len(walk.objects))], root, delta, leaves, owners, walk)
+
+
+def _leaving(value: Any, row: Row) -> Any:
+    """The value of a Variable as JAX returns it: no Ref, of which commit makes another."""
+    return as_stored(value, NO_METADATA) if "ref" in cast(VariableRow, row).metadata.value else value
 
 
 def _changed_fields(
@@ -889,7 +900,8 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     for i, row in delta.rows:
         if type(row) is VariableRow:
             targets.append(objects[i])
-            values.append(next(remaining))
+            value, metadata = next(remaining), row.metadata.value
+            values.append(as_stored(value, metadata) if "ref" in metadata else value)
     for i, row in delta.rows:
         if type(row) is NodeRow:
             restructured.append((i, row, _contents(objects[i], row, objects, remaining)))

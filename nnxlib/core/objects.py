@@ -257,7 +257,7 @@ def register_data_type(type_: T, /) -> T:
 
 def is_array(value: Any) -> bool:
     """Whether ``value`` is something JAX can trace: a JAX or NumPy array, a tracer, or an abstract array."""
-    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct | jax.Ref):
         return True
     return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
 

@@ -45,7 +45,7 @@ from .state import FlatState, State, filter_state, flatten_with_keys, from_flat_
 from .static import Const, same_items
 from .tracing import Tracer, at_top_level, boundary, current_trace
 from .traversals import sorted_keys
-from .variables import Variable, all_unshared, make_variable, make_variables, unshared
+from .variables import Variable, all_unshared, make_variable, make_variables, raw_value, unshared
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
@@ -562,7 +562,10 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         values, metadata = _contents(layout, new)
     own = range(len(leaves) - (0 if isinstance(node, Node) else count_leaves(layout.root)), len(leaves))
     items = [(*_settable(node, layout.leaf_paths[k]), values.pop(k)) for k in own if k in values]
+    in_refs = {k: values.pop(k) for k in layout.in_refs & values.keys() - metadata.keys()}
     _write(layout, leaves, objects, values, metadata)
+    for k, value in in_refs.items():
+        objects[layout.variables[k]].set_raw_value(value)
     for holder, key, value in items:
         holder[key] = value
 
@@ -730,6 +733,8 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
 
 
 def _copy_array(x: Any) -> Any:
+    if isinstance(x, jax.Ref):
+        return jax.new_ref(x[...])
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return x.copy() if at_top_level() else jnp.copy(x)  # under a trace a key has no method that copies it
     return x.copy() if isinstance(x, np.ndarray) else x
@@ -889,9 +894,7 @@ def pure(tree: Any) -> Any:
     >>> nnx.pure(nnx.State({'a': nnx.Param(1.0)}))
     State({'a': 1.0})
     """
-    return jax.tree.map(
-        lambda x: x._value if isinstance(x, Variable) else x, tree, is_leaf=lambda x: isinstance(x, Variable)
-    )
+    return jax.tree.map(raw_value, tree, is_leaf=lambda x: isinstance(x, Variable))
 
 
 as_pure = pure

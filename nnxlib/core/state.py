@@ -29,7 +29,7 @@ from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_
 from .pickling import exportable
 from .reprs import Group, Leaf, expand_object, read, write
 from .traversals import build, empty_node, flatten_mapping, insert, path_sort_key, sorted_keys, walk
-from .variables import Variable
+from .variables import Variable, raw_value
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -340,7 +340,7 @@ def to_pure_dict(state: Mapping[Any, Any], extract_fn: Callable[[Any], Any] | No
     >>> nnx.to_pure_dict(nnx.State({'a': {'b': nnx.Param(1.0)}}))
     {'a': {'b': 1.0}}
     """
-    extract = extract_fn or _raw_value
+    extract = extract_fn or raw_value
     return build((path, extract(leaf)) for path, leaf in _pairs(state))
 
 
@@ -377,7 +377,7 @@ def replace_by_pure_dict(
 
     def children(path: PathParts, node: Any) -> Any:
         """The items of a level; a mapping that is to be the value of a leaf holding one is none."""
-        if isinstance(node, Mapping) and not isinstance(_raw_value(leaves.get(find(path) or ())), Mapping):
+        if isinstance(node, Mapping) and not isinstance(raw_value(leaves.get(find(path) or ())), Mapping):
             return node.items()
         return None
 
@@ -460,7 +460,7 @@ def create_path_filters(state: Mapping[Any, Any]) -> dict[PathIn, Any]:
     """Turn a State of hashable values into a mapping from filters to values, one for each distinct value."""
     paths: dict[Any, list[PathParts]] = {}
     for path, leaf in _pairs(state):
-        paths.setdefault(_raw_value(leaf), []).append(path)
+        paths.setdefault(raw_value(leaf), []).append(path)
     return {PathIn(*those): value for value, those in paths.items()}
 
 
@@ -517,10 +517,6 @@ def _split(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]
         lines = [f"{format_path(path)}: {type(leaf).__name__}" for path, leaf in rest]
         raise NonExhaustiveFiltersError(listed(head, lines, remedy))
     return groups
-
-
-def _raw_value(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, Variable) else leaf
 
 
 def _replace_value(leaf: Any, value: Any) -> Any:

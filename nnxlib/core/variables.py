@@ -123,6 +123,7 @@ def _new_writer(count: int) -> Callable[..., Callable[[Sequence[Any]], None]]:
 
 
 NO_METADATA: dict[str, Any] = {}
+DEFAULTS: dict[str, Any] = {}  # metadata of Variables that do not say otherwise
 HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
 
 
@@ -215,7 +216,8 @@ class Variable(Identified, Generic[A]):
       value: an array or any pytree; or a :class:`VariableMetadata`, whose metadata is merged in.
       **metadata: static values, readable as attributes; ``on_get_value(variable, value)``, ``on_set_value``,
         ``on_create_value``, ``on_add_axis(variable, index, name)`` and ``on_remove_axis`` are hooks (a function or a
-        sequence of them), which a subclass may also define as methods.
+        sequence of them), which a subclass may also define as methods. With ``ref=True`` the array is kept in a
+        :class:`jax.Ref`, into which every write goes: JAX carries those out of its own transformations.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> v = nnx.Param(jnp.zeros(3), layer='first')
@@ -242,6 +244,8 @@ class Variable(Identified, Generic[A]):
         class_hooks = type(self)._class_hooks
         if class_hooks:
             metadata = {**class_hooks, **metadata}
+        if DEFAULTS:
+            metadata = {**DEFAULTS, **metadata}
         if not _AXIS_NAMES.isdisjoint(metadata):
             metadata = _canonical(metadata)
         cell = new_cell(None)
@@ -252,7 +256,8 @@ class Variable(Identified, Generic[A]):
             value = hook(self, value)
         if isinstance(value, Variable):
             value = value._value
-        cell.value = placed(value, metadata, type(self)) if "out_sharding" in metadata else value
+        value = placed(value, metadata, type(self)) if "out_sharding" in metadata else value
+        cell.value = as_stored(value, metadata) if "ref" in metadata else value
 
     _class_hooks: Mapping[str, Callable] = {}
 
@@ -271,9 +276,13 @@ class Variable(Identified, Generic[A]):
         if Watch.count:
             notice(self, self._cell.trace)
         value: Any = self._cell.value
-        if self._metadata:
-            for hook in _as_hooks(self._metadata.get("on_get_value", ())):
-                value = hook(self, value)
+        metadata = self._metadata
+        if metadata:
+            if "ref" in metadata and isinstance(value, jax.Ref):
+                value = value[...]
+            if "on_get_value" in metadata:
+                for hook in _as_hooks(metadata["on_get_value"]):
+                    value = hook(self, value)
         return value if index is MISSING else value[index]
 
     def set_value(self, value: A | Variable[A], *, index: Any = MISSING) -> None:
@@ -286,10 +295,14 @@ class Variable(Identified, Generic[A]):
         """
         self.check_writable()
         new: Any = _unwrap(value)
-        if self._metadata:
-            for hook in _as_hooks(self._metadata.get("on_set_value", ())):
-                new = hook(self, new)
-        cell = self._cell
+        cell, metadata = self._cell, self._metadata
+        if metadata:
+            if "on_set_value" in metadata:
+                for hook in _as_hooks(metadata["on_set_value"]):
+                    new = hook(self, new)
+            if "ref" in metadata and isinstance(cell.value, jax.Ref):
+                self._store(_with_item(cell.value[...], ... if index is MISSING else index, new))
+                return
         cell.value = new if index is MISSING else _with_item(cell.value, index, new)
 
     value = property(get_value, set_value, doc="The value; reading and writing run the hooks.")
@@ -307,16 +320,26 @@ class Variable(Identified, Generic[A]):
           TraceContextError: under another trace than the one this Variable was made under.
         """
         self.check_writable()
-        self._cell.value = value._value if isinstance(value, Variable) else value
+        self._store(value._value if isinstance(value, Variable) else value)
+
+    def _store(self, value: Any) -> None:
+        """Put a value where the present one is: into the Ref, if it is kept in one."""
+        cell: Any = self._cell
+        if "ref" in self._metadata and isinstance(cell.value, jax.Ref):
+            cell.value[...] = as_stored(value, NO_METADATA)
+        else:
+            cell.value = value
 
     raw_value = property(get_raw_value, doc="The value as stored, without hooks.")
 
     def check_writable(self) -> None:
-        """Raise :class:`TraceContextError` unless this Variable belongs to the running trace."""
+        """Raise :class:`TraceContextError` unless this Variable belongs to the running trace, or is kept in a Ref."""
         trace = self._cell.trace
         if trace is not current_trace():
             if Watch.count:
                 notice(self, trace)
+            if self.ref and isinstance(self._cell.value, jax.Ref):
+                return
             raise errors.TraceContextError(_CROSS_TRACE.format(where=self._where(), kind=type(self).__name__))
 
     # As stored, without hooks and unnoticed: what the library itself uses.
@@ -351,6 +374,16 @@ class Variable(Identified, Generic[A]):
         return f"{name} at {path}" if path else name
 
     # --- metadata ---
+
+    @property
+    def ref(self) -> bool:
+        """Whether the value is kept in a :class:`jax.Ref`."""
+        return bool(self._metadata.get("ref"))
+
+    @property
+    def hijax(self) -> bool:
+        """Whether that was asked for: a setting of flax.nnx, without effect here."""
+        return bool(self._metadata.get("hijax"))
 
     @property
     def type(self) -> type[Variable[A]]:
@@ -431,7 +464,8 @@ class Variable(Identified, Generic[A]):
         raw = self._value if value is MISSING else value
         if isinstance(raw, Variable):
             raw = raw._value
-        return make_variable(type(self), unshared(raw), {**self._metadata, **metadata} if metadata else self._metadata)
+        metadata = {**self._metadata, **metadata} if metadata else self._metadata
+        return make_variable(type(self), as_stored(raw, metadata) if "ref" in metadata else unshared(raw), metadata)
 
     replace = copy
     to_state = copy
@@ -445,7 +479,7 @@ class Variable(Identified, Generic[A]):
     def update_from_state(self, variable_state: Variable[A]) -> None:
         """Take the value and metadata of ``variable_state``, without hooks."""
         self.check_writable()
-        self._cell.value = unshared(variable_state._value)
+        self._store(unshared(variable_state._value))
         if not same_items(variable_state._metadata, self._metadata):
             self._replace_metadata(dict(variable_state._metadata))
 
@@ -637,6 +671,19 @@ def unshared(value: Any) -> Any:
     if kind is dict:
         return {key: unshared(item) for key, item in value.items()}
     return kind([unshared(item) for item in value]) if kind is list or kind is tuple else value
+
+
+def as_stored(value: Any, metadata: Mapping[str, Any]) -> Any:
+    """A value that is no :class:`jax.Ref`, or is in one of its own if the metadata ask for that."""
+    value = value[...] if isinstance(value, jax.Ref) else value
+    return jax.new_ref(value) if metadata.get("ref") and not isinstance(value, jax.ShapeDtypeStruct) else value
+
+
+def raw_value(x: Any) -> Any:
+    """The value of a Variable as stored, but read where it is kept in a Ref; anything else as it is."""
+    if not isinstance(x, Variable):
+        return x
+    return as_stored(x.get_raw_value(), NO_METADATA) if x.ref else x.get_raw_value()
 
 
 def _with_item(value: Any, index: Any, item: Any) -> Any:

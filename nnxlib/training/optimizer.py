@@ -36,8 +36,9 @@ from ..core.ops import state, update, variables
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
-from ..core.variables import MISSING, Param, Variable
-from .stored import flat, is_variable, matched, plain, restore, set_values, shown, store, without_aliases
+from ..core.variables import MISSING, Param, Variable, as_stored
+from ..core.variables import raw_value as plain
+from .stored import flat, is_variable, matched, restore, set_values, shown, store, without_aliases
 
 M = TypeVar("M")
 A = TypeVar("A")
@@ -73,7 +74,7 @@ def _boxed(leaf: Any) -> OptState:
         return leaf
     if isinstance(leaf, Variable):  # hooks on axes hold for a moment too, those on values are about the parameter
         metadata = {name: x for name, x in leaf.get_metadata().items() if name not in _VALUE_HOOKS}
-        return OptVariable.from_metadata(leaf.get_raw_value(), metadata)
+        return OptVariable.from_metadata(as_stored(leaf.get_raw_value(), metadata), metadata)
     return OptArray(leaf)
 
 
@@ -190,7 +191,7 @@ class Optimizer(Pytree, Generic[M]):
             variable.check_writable()
         update(model, structure.unflatten(map(_with_value, params, moved)))
         set_values(kept, new_kept)
-        self.step.set_raw_value(self.step.get_raw_value() + 1)
+        self.step.set_raw_value(plain(self.step) + 1)
         return updates
 
     def _check_state(self, params: State) -> None:
@@ -284,10 +285,16 @@ def _shape(variable: Variable) -> tuple[int, ...] | None:
     return getattr(variable.get_raw_value(), "shape", None)
 
 
+def _out_of_ref(variable: Variable) -> Variable:
+    """A Variable with the value as JAX takes it, and metadata that say where it is kept."""
+    return type(variable).from_metadata(plain(variable), variable.get_metadata())
+
+
 def _trained(model: Any, wrt: Filter) -> State:
     params = state(model, wrt)
     if params:
-        return params
+        in_refs = any(is_variable(x) and x.ref for _, x in to_flat_state(params))
+        return params.map(lambda path, x: _out_of_ref(x) if is_variable(x) else x) if in_refs else params
     kinds = Counter(type(variable).__name__ for _, variable in to_flat_state(variables(model)))
     found = ", ".join(f"{name} ({count})" for name, count in sorted(kinds.items())) or "no Variable at all"
     raise EmptySelectionError(

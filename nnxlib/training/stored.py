@@ -31,6 +31,7 @@ from ..core.state import FlatState, State, from_flat_state, to_flat_state
 from ..core.tracing import Tracer
 from ..core.traversals import path_key
 from ..core.variables import Variable
+from ..core.variables import raw_value as plain
 
 Path = tuple[Any, ...]
 
@@ -82,11 +83,6 @@ def restore(tree: Any) -> Any:
 
 def is_variable(value: Any) -> bool:
     return isinstance(value, Variable)
-
-
-def plain(value: Any) -> Any:
-    """The raw value of a Variable, anything else as it is."""
-    return value.get_raw_value() if isinstance(value, Variable) else value
 
 
 def shown(filter: Filter) -> str:

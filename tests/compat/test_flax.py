@@ -69,7 +69,7 @@ def test_the_mode_can_be_set_for_all_calls():
     assert isinstance(nnx.grad(loss)(model, X), nnx.State)
     with nnx.set_graph_updates(False), nnx.var_defaults(hijax=True):
         assert isinstance(nnx.grad()(loss)(model, X), Net)
-    assert nnx.with_vars(model, ref=True) is model
+    assert nnx.with_vars(model, ref=True).linear.kernel.ref
 
 
 def test_the_transforms_of_nnx_compat_are_in_graph_mode():
@@ -209,3 +209,57 @@ def test_functions_of_modules_take_the_switches():
     assert {"split", "NodeDef"} <= set(dir(nnx.graphlib))
     assert isinstance(nnx.nn.linear, type(nnx.nn))
     assert nnx.nn.linear.Linear is nnx.Linear
+
+
+def test_what_variables_are_asked_to_be():
+    """`var_defaults` sets it, for a block or a function, and tells it; a Variable may say otherwise."""
+    assert dict(nnx.var_defaults()) == {"hijax": False, "ref": False}
+    with nnx.var_defaults(ref=True) as now:
+        assert (now.ref, nnx.var_defaults().hijax, len(now)) == (True, False, 2)
+        v, other = nnx.Param(1), nnx.Param(1, ref=False)
+        with nnx.var_defaults(hijax=True):
+            assert repr(nnx.var_defaults()) == "VarDefaults(hijax=True, ref=True)"
+            both = nnx.Param(1)
+    assert (v.ref, other.ref, both.hijax, nnx.Param(1).ref, nnx.Param(1).hijax) == (True, False, True, False, False)
+    assert [isinstance(x, nnx.variablelib.HijaxVariable) for x in (v, both)] == [False, True]
+    assert nnx.var_defaults(ref=True)(lambda: nnx.Param(1).ref)()
+    assert not nnx.var_defaults().ref
+
+
+def test_variables_are_copied_to_what_they_are_asked_to_be():
+    """Those that the filter takes and that are otherwise; the rest are the same ones, in new nodes."""
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    made = nnx.with_vars(model, ref=True, only=nnx.Param)
+    assert (made.scale.ref, made.mean is model.mean, made is model, model.scale.ref) == (True, True, False, False)
+    assert nnx.with_vars(made, ref=True, only=nnx.Param).scale is made.scale
+    state = nnx.with_vars(nnx.state(made), ref=False)
+    assert (state.scale.ref, type(state), made.scale.ref) == (False, nnx.State, True)
+    assert nnx.with_vars(nnx.Param(1), hijax=True).hijax
+    shared = nnx.Param(1)
+    with pytest.raises(ValueError, match=r"Found duplicate at paths \[0\], \[1\]"):
+        nnx.with_vars([shared, shared], ref=True)
+    a, b = nnx.with_vars([shared, shared], ref=True, allow_duplicates=True)
+    assert a is b is not shared
+
+
+def test_training_in_refs():
+    """A step under plain jax.jit that refers to model and optimizer does what one that is passed them does."""
+
+    def trained(ref):
+        with nnx.var_defaults(ref=ref):
+            model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+        def step(model, optimizer, x):
+            graphdef, params = nnx.split(model)
+            loss = lambda params: (nnx.merge(graphdef, params)(x) ** 2).mean()
+            optimizer.update(model, jax.grad(loss)(nnx.with_vars(params, ref=False)))
+
+        run = jax.jit(lambda x: step(model, optimizer, x)) if ref else nnx.jit(step)
+        for _ in range(3):
+            run(X) if ref else run(model, optimizer, X)
+        return model, optimizer
+
+    (model, optimizer), (expected, _) = trained(True), trained(False)
+    assert jnp.allclose(model.kernel, expected.kernel)
+    assert (optimizer.step.value, optimizer.opt_state[0].mu.kernel.ref, expected.kernel.ref) == (3, True, False)

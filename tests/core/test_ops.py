@@ -641,6 +641,29 @@ def test_what_filters_take_of_plain_arrays_goes_by_what_they_are_now():
     assert list(nnx.state(m, np.ndarray)) == ["a"]
 
 
+def test_refs_are_data():
+    """A jax.Ref in a Variable or as an attribute is a leaf; split, merge and update keep it, a clone has its own."""
+    m = nnx.Dict(a=nnx.Param(jnp.ones(2), ref=True), b=jax.new_ref(jnp.zeros(2)), c=nnx.Param(jnp.ones(2)))
+    state = nnx.state(m)
+    assert (nnx.is_data(m.b), state.b is m.b, state.a.get_raw_value() is m.a.get_raw_value()) == (True, True, True)
+    made, cloned = nnx.merge(*nnx.split(m)), nnx.clone(m)
+
+    @nnx.jit
+    def add(m):
+        m.a[...] += 1
+        m.b[...] += 1
+        m.c[...] += 1
+
+    add(made)
+    assert [x.tolist() for x in (m.a[...], m.b[...], m.c[...])] == [[2, 2], [1, 1], [1, 1]]
+    assert [x.tolist() for x in (cloned.a[...], cloned.b[...])] == [[1, 1], [0, 0]]
+    nnx.update(m, {"a": jnp.full(2, 5.0), "c": jnp.full(2, 6.0)})
+    assert (made.a.tolist(), m.c.tolist(), nnx.to_pure_dict(state)["a"].tolist()) == ([5, 5], [6, 6], [5, 5])
+    nnx.update(m, nnx.state(cloned, nnx.Param))
+    assert made.a.tolist() == [1, 1]
+    assert nnx.pure(nnx.state(m)).a.tolist() == [1, 1]
+
+
 # --- pop ---
 
 

@@ -998,3 +998,80 @@ def test_the_older_name_of_what_a_state_holds():
     """`nnx.VariableState` is `nnx.Variable`, as it is there: a State holds Variables."""
     assert nnx.VariableState is nnx.Variable
     assert all(isinstance(x, nnx.VariableState) for _, x in nnx.state(nnx.Linear(1, 1, rngs=nnx.Rngs(0))).flat_state())
+
+
+# --- kept in a jax.Ref ---
+
+
+def kept_in_a_ref(**metadata):
+    v = nnx.Param(jnp.arange(3.0), ref=True, **metadata)
+    return v, v.get_raw_value()
+
+
+def test_a_ref_is_read_and_written_in_place():
+    """The value is an array as ever; every write goes into the one Ref, in its shape and dtype."""
+    v, ref = kept_in_a_ref(layer="first")
+    assert (v.ref, isinstance(ref, jax.Ref), type(v[...]), v.shape) == (True, True, type(jnp.ones(1)), (3,))
+    v[0] = 5
+    v += 1
+    assert (ref[...].tolist(), v.value.tolist(), (v * 2)[1].item(), v.layer) == ([6, 2, 3], [6, 2, 3], 4, "first")
+    v.value = jnp.zeros(3)
+    v[...] = 7
+    assert (ref[...].tolist(), v.get_raw_value() is ref) == ([7, 7, 7], True)
+    v.set_raw_value(jnp.ones(3))
+    assert ref[...].tolist() == [1, 1, 1]
+    v.copy_from(nnx.Param(jnp.full(3, 2.0), ref=True, layer="first"))
+    assert (ref[...].tolist(), v.get_raw_value() is ref) == ([2, 2, 2], True)
+    assert (nnx.Param(1).ref, nnx.Param(1, ref=False).ref, nnx.Param(1, ref=False).get_raw_value()) == (False, False, 1)
+
+
+def test_a_copy_has_a_ref_of_its_own():
+    """Or an array, as the metadata of the copy say."""
+    v, ref = kept_in_a_ref()
+    for made in (v.copy(), nnx.Param(jnp.arange(3.0)).copy(ref=True), copy.deepcopy(v), nnx.clone(v)):
+        assert made.get_raw_value() is not ref
+        made[...] = 0
+        assert (v.tolist(), made.tolist()) == ([0, 1, 2], [0, 0, 0])
+    out = v.copy(ref=False)
+    v[...] = 9
+    assert (out.ref, isinstance(out.get_raw_value(), jax.Array), out.tolist()) == (False, True, [0, 1, 2])
+
+
+def test_hooks_of_a_ref_see_arrays():
+    """On reading and on writing."""
+    hooks = {"on_get_value": lambda v, x: x + 1, "on_set_value": lambda v, x: x * 2}
+    v, ref = kept_in_a_ref(**hooks)
+    v[...] = jnp.ones(3)
+    assert (ref[...].tolist(), v.value.tolist()) == ([2, 2, 2], [3, 3, 3])
+
+
+def test_jax_carries_writes_to_a_ref_out_of_its_own_transformations():
+    """As an argument and in a closure, of jit, grad, scan, and of transforms of ours."""
+    v, ref = kept_in_a_ref()
+
+    def add(v, x):
+        v[...] += x
+        return jnp.sum(x**2)
+
+    jax.jit(add)(v, 1.0)
+    assert v.tolist() == [1, 2, 3]
+    jax.jit(lambda x: add(v, x))(1.0)
+    assert jax.grad(lambda x: x**2 + add(v, jax.lax.stop_gradient(x)))(3.0) == 6
+    assert v.tolist() == [5, 6, 7]
+    jax.lax.scan(lambda carry, x: (carry, add(v, x)), None, jnp.ones(3))
+    assert v.tolist() == [8, 9, 10]
+    nnx.jit(add)(v, 1.0)
+    nnx.jit(lambda x: add(v, x))(1.0)
+    nnx.grad(lambda x, v: x + add(v, 1.0))(2.0, v)
+    nnx.scan(lambda carry, x: (carry, add(v, x)))(0.0, jnp.ones(2))
+    assert (v.tolist(), v.get_raw_value() is ref) == ([13, 14, 15], True)
+    nnx.vmap(add)(v, jnp.arange(3.0))
+    assert v.tolist() == [13, 15, 17]
+
+
+def test_a_variable_with_a_ref_comes_out_of_a_transform():
+    """JAX returns no Ref: it is read on the way out, and there is a new one outside."""
+    made = nnx.jit(lambda x: nnx.Dict(a=nnx.Param(x, ref=True)))(jnp.ones(2))
+    made.a[...] += 1
+    assert (made.a.ref, isinstance(made.a.get_raw_value(), jax.Ref), made.a.tolist()) == (True, True, [2, 2])
+    assert nnx.eval_shape(lambda: nnx.Param(jnp.ones(2), ref=True)).shape == (2,)
