@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
 
 from ..core.errors import AliasingError, format_path
@@ -32,7 +33,11 @@ def check_tree(node: Any) -> None:
                 f"{type(found[first]).__name__} found at paths {paths}: a tree has each Variable once, and no cycles. "
                 "Pass graph=True."
             )
+    paths_of_refs: dict[int, tuple] = {}
     for path, x in found.items():
+        if isinstance(x, jax.Ref) and paths_of_refs.setdefault(id(x), path) is not path:
+            paths = ", ".join(map(format_path, (paths_of_refs[id(x)], path)))
+            raise AliasingError(f"A jax.Ref found at paths {paths}: a tree has each Ref once.")
         if isinstance(x, Node) and jtu.all_leaves([x]):
             raise ValueError(
                 f"{type(x).__name__} was made with pytree=False, so no tree can hold it. Found at path "

@@ -88,6 +88,7 @@ def values_of(value: Any) -> np.ndarray | None:
     """The values of an array, or of a number, as NumPy has them; None if they are not at hand."""
     if isinstance(value, Tracer | jax.ShapeDtypeStruct) or (aval_of(value) is None and not np.isscalar(value)):
         return None
+    value = value[...] if isinstance(value, jax.Ref) else value
     if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_fully_addressable):
         return None
     return np.asarray(value)

@@ -256,10 +256,13 @@ def register_data_type(type_: T, /) -> T:
 
 
 def is_array(value: Any) -> bool:
-    """Whether ``value`` is something JAX can trace: a JAX or NumPy array, a tracer, or an abstract array."""
-    if isinstance(value, jax.Array | jax.ShapeDtypeStruct | jax.Ref):
+    """Whether ``value`` is something JAX can trace: a JAX or NumPy array, a tracer, a Ref, or an abstract array."""
+    if isinstance(value, _ARRAYS):
         return True
     return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
+
+
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, jax.Ref)
 
 
 # Whether a value is a node or a Variable, something that has an identity in the graph. Not a function of ours around

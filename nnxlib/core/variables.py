@@ -500,11 +500,12 @@ class Variable(Identified, Generic[A]):
         return new
 
     def __reduce__(self) -> tuple:
-        return make_variable, (type(self), None, NO_METADATA), (self._value, self._metadata)
+        return make_variable, (type(self), None, NO_METADATA), (raw_value(self), self._metadata)
 
     def __setstate__(self, state: tuple) -> None:
-        self._cell.value = state[0]
-        _set(self, "_metadata", state[1] or NO_METADATA)
+        value, metadata = state
+        self._cell.value = as_stored(value, metadata) if "ref" in metadata else value
+        _set(self, "_metadata", metadata or NO_METADATA)
 
     # --- attributes: metadata first, then those of the value ---
 

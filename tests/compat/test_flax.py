@@ -185,9 +185,11 @@ def test_a_tree_has_no_variable_twice(function):
     """In tree mode a shared Variable, a cycle, and what is no pytree are refused with their paths."""
     variable, cycle = nnx.Param(jnp.ones(1)), nnx.Dict()
     cycle.inner = [cycle]
+    ref = jax.new_ref(jnp.ones(1))
     opaque = type("Opaque", (nnx.Module,), {}, pytree=False)()
     for tree, message in [
         ([variable, {"a": variable}], r"Param found at paths \[0\], \[1\]\.a"),
+        ([ref, (ref,)], r"Ref found at paths \[0\], \[1\]\[0\]"),
         (cycle, r"Dict found at paths <root>, inner\[0\]"),
         ([opaque], r"Opaque was made with pytree=False.*Found at path \[0\]"),
     ]:

@@ -662,6 +662,7 @@ def test_refs_are_data():
     nnx.update(m, nnx.state(cloned, nnx.Param))
     assert made.a.tolist() == [1, 1]
     assert nnx.pure(nnx.state(m)).a.tolist() == [1, 1]
+    assert [x.path for x in nnx.diff(m, cloned)] == [("b",)]
 
 
 # --- pop ---

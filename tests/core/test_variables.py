@@ -1028,7 +1028,8 @@ def test_a_ref_is_read_and_written_in_place():
 def test_a_copy_has_a_ref_of_its_own():
     """Or an array, as the metadata of the copy say."""
     v, ref = kept_in_a_ref()
-    for made in (v.copy(), nnx.Param(jnp.arange(3.0)).copy(ref=True), copy.deepcopy(v), nnx.clone(v)):
+    pickled = pickle.loads(pickle.dumps(v))
+    for made in (v.copy(), nnx.Param(jnp.arange(3.0)).copy(ref=True), copy.deepcopy(v), pickled, nnx.clone(v)):
         assert made.get_raw_value() is not ref
         made[...] = 0
         assert (v.tolist(), made.tolist()) == ([0, 1, 2], [0, 0, 0])
