@@ -39,7 +39,7 @@ class Way(NamedTuple):
         while way.before is not None:
             holder = way.before.value
             yield way.look_up, _reference(way.value)
-            if isinstance(holder, list | dict):
+            if isinstance(holder, list | dict | deque):
                 yield functools.partial(_is_as_long, holder, len(holder)), _true
             way = way.before
 
@@ -70,17 +70,19 @@ def named_in(function: Callable) -> list[Any]:
 
 
 def ways_from(function: Callable) -> list[Way]:
-    """Ways to what a function refers to, the first and shortest to each value."""
+    """Ways to what a function refers to: the shortest to each value, then the others to each Module."""
     start = inspect.unwrap(function, stop=is_bound_method)  # the Module is bound to what would be unwrapped
     inner = inspect.unwrap(start)
     namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
-    queue, found = deque([Way(start, lambda: start, None)]), dict[int, Way]()
+    queue, found, others = deque([Way(start, lambda: start, None)]), dict[int, Way](), list[Way]()
     while queue and len(found) < _MOST:
         way = queue.popleft()
         if id(way.value) not in found:
             found[id(way.value)] = way
             queue.extend(Way(look_up(), look_up, way) for look_up in _look_ups(way.value, namespace))
-    return list(found.values())
+        elif isinstance(way.value, Node):
+            others.append(way)
+    return [*found.values(), *others]
 
 
 def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
@@ -92,18 +94,23 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
         return [functools.partial(getattr, x, name) for name in ("__self__", "__func__")]
     if isinstance(x, functools.partial):
         return [functools.partial(getattr, x, name) for name in ("func", "args", "keywords")]
-    if isinstance(x, list | tuple) and not isinstance(x, Node):
+    if isinstance(x, list | tuple | deque) and not isinstance(x, Node):
         return [functools.partial(_item, x, k) for k in range(len(x))]
     if isinstance(x, dict) and not isinstance(x, Node):
         return [functools.partial(x.get, key) for key in x]
     if isinstance(x, Node | Variable | jax.Array | np.ndarray | type | types.ModuleType):
         return ()
     attributes = getattr(x, "__dict__", None)
-    return [functools.partial(attributes.get, name) for name in attributes] if type(attributes) is dict else ()
+    found = [functools.partial(attributes.get, name) for name in attributes] if type(attributes) is dict else []
+    members = [name for cls in type(x).__mro__ for name, y in vars(cls).items() if inspect.ismemberdescriptor(y)]
+    return found + [functools.partial(getattr, x, name, None) for name in members if name != "__dict__"]
 
 
 def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
-    """How to look up what stands in the closure of a function, and the globals that its code names."""
+    """How to look up what stands in the closure of a function, and the globals that its code names.
+
+    Of a module or class among them, what stands in it under a name that the code has too.
+    """
     for cell in function.__closure__ or ():
         yield functools.partial(getattr, cell, "cell_contents", None)  # None: it is empty
     names, codes = set[str](), [function.__code__]
@@ -114,6 +121,13 @@ def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     namespace = function.__globals__
     for name in sorted(names & namespace.keys()):
         yield functools.partial(namespace.get, name)
+        if isinstance(namespace[name], types.ModuleType | type):
+            for inner in sorted(names & vars(namespace[name]).keys()):
+                yield functools.partial(_inside, namespace, name, inner)
+
+
+def _inside(namespace: Any, name: str, inner: str) -> Any:
+    return getattr(namespace.get(name), "__dict__", {}).get(inner)
 
 
 def _item(sequence: Any, index: int) -> Any:

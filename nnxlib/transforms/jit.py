@@ -124,12 +124,11 @@ class _Captures:
         ways = ways_from(self._function)
         named = [way.value for way in ways if isinstance(way.value, Node)]
         self._roots += [weakref.ref(root) for root in _whole(roots, named)]
-        way_to = {id(way.value): way for way in ways}
         self.steps = []
         for reference in self._roots:
-            way = way_to.get(id(reference()))
-            last, *earlier = (way is not None and [*way.steps()]) or [(reference, reference)]
-            self.steps += [(*last, True), *[(*step, False) for step in earlier]]
+            found = [step for way in ways if way.value is reference() for step in way.steps()]
+            last, *others = found or [(reference, reference)]
+            self.steps += [(*last, True), *[(*step, False) for step in others]]
 
     def look(self) -> None:
         """Before the first trace: what the function names itself, it may ask for no more than a static attribute."""

@@ -1,5 +1,6 @@
 """The ways from a function to what it refers to, and whether they still lead there."""
 
+import collections
 import functools
 import types
 
@@ -25,6 +26,17 @@ def test_a_function_names_its_closure_its_defaults_and_globals():
     assert named_in(functools.partial(names_a_global)) == []
 
 
+class Slotted:
+    __slots__ = ("m",)
+
+
+class Settings:
+    m = None
+
+
+module = types.ModuleType("settings")
+
+
 class Trainer:
     def __init__(self, model):
         self.model = model
@@ -39,6 +51,8 @@ def ways():
     listed, named, plain, tupled = [old], {"m": old}, types.SimpleNamespace(m=old), ({"m": [old]},)
     trainer = Trainer(old)
     bound = functools.partial(lambda m: m, old)
+    queue, slotted = collections.deque([old]), Slotted()
+    slotted.m = Settings.m = module.m = old  # type: ignore[attr-defined]
 
     def helper():
         return named["m"]
@@ -53,6 +67,10 @@ def ways():
         "method": (old, trainer.step, lambda: setattr(trainer, "model", new)),
         "another function": (old, lambda: helper(), lambda: named.update(m=new)),
         "partial": (old, lambda: bound, None),
+        "deque": (old, lambda: queue[-1], lambda: queue.append(new)),
+        "slot": (old, lambda: slotted.m, lambda: setattr(slotted, "m", new)),
+        "class": (old, lambda: Settings.m, lambda: setattr(Settings, "m", new)),
+        "module": (old, lambda: module.m, lambda: setattr(module, "m", new)),
     }
 
 
