@@ -155,9 +155,13 @@ class Plan:
         return compiled
 
     def _replaced(self, outcome: Outcome) -> list[int]:
-        """The leaves that are of no use after the call: values of Variables that change, and plain ones."""
+        """The leaves that are of no use after the call: values of Variables that change, and plain ones.
+
+        No Variables if JAX is to pass what is not used too: then a trace for other shapes, which does not ask for their
+        values, would free these and return none.
+        """
         layout, delta = self.crossing.layout, outcome.delta
-        changed = {*delta.values, *[i for i, _ in delta.rows]}
+        changed = set() if self._options.get("keep_unused") else {*delta.values, *[i for i, _ in delta.rows]}
         return [k for k, i in enumerate(layout.variables) if i in changed] + [
             *self._all[self._all.stop - count_leaves(layout.root) :]
         ]

@@ -179,6 +179,20 @@ def test_what_is_donated_comes_back_where_other_shapes_do_not_change_it():
         assert m.count == eager.count
 
 
+def test_what_is_passed_unused_is_not_donated():
+    """With `keep_unused` JAX would free what a trace for other shapes does not even ask for."""
+
+    def f(m, x):
+        if x.shape == (2,):
+            m.count += 1
+        return x.sum()
+
+    m, jitted = Net(), nnx.jit(f, donate_argnums=0, keep_unused=True)
+    for x in [jnp.ones(2), jnp.ones(3)] * 2:
+        jitted(m, x)
+    assert m.count == 2
+
+
 def test_stages_donate_what_calls_do():
     m = Net()
     lowered = nnx.jit(lambda m: write(m.count, m.count + m.layers[0][0].astype(int)), donate_argnums=0).lower(m)
