@@ -37,7 +37,7 @@ from .calls import Rows, entering
 from .captures import Watch, notice
 from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Ref, Row, Walk, build, pack, trace_of
 from .graphdef import differences_listed
-from .objects import Node, Pytree, attributes_of, is_bound_method, is_node
+from .objects import HasAttributes, Node, Pytree, attributes_of, is_bound_method, is_node
 from .stamps import Stamp, stamping, with_stamp
 from .static import Const, same_items
 from .tracing import at_top_level
@@ -118,20 +118,23 @@ class Record:
 class Variant:
     """A layout that a record has had, its shortcuts, and what changes of static values led to which others.
 
-    The layout is held weakly: it goes with the functions that were compiled for it.
+    The layout is held weakly: it goes with the functions that were compiled for it. So are the other variants, which
+    the record has: a flag that is toggled there and back makes no cycle, in which a dropped model would stay.
     """
 
-    __slots__ = ("layout", "shortcuts", "turns")
+    __slots__ = ("__weakref__", "layout", "shortcuts", "turns")
 
     def __init__(self, layout: Layout, shortcuts: dict[Any, Any]):
         self.layout, self.shortcuts = weakref.ref(layout), shortcuts
-        self.turns: list[tuple[Contents, Variant]] = []  # what the nodes that changed held afterwards
+        # What the nodes that changed held afterwards.
+        self.turns: list[tuple[Contents, weakref.ref[Variant]]] = []
 
     def after(self, contents: Contents) -> tuple[Variant, Layout] | None:
         """What the change led to that left nodes with the same contents as now, and its layout."""
-        for known, variant in self.turns:
+        for known, reference in self.turns:
             if known.keys() == contents.keys() and all(_are_same(known[i], contents[i]) for i in known):
-                layout = variant.layout()
+                variant = reference()
+                layout = None if variant is None else variant.layout()
                 return None if layout is None else (variant, layout)
         return None
 
@@ -293,7 +296,7 @@ def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Va
     variant = _variant_of(record, layout, {})
     specs = [spec for _, row in rows if isinstance(row, NodeRow) for _, spec in row.fields]
     if not record.stamp.changed and all(type(spec) in (Ref, Const) for spec in specs):  # arrays are not to be kept
-        before.turns = [*before.turns[-_TURNS:], (contents, variant)]
+        before.turns = [*before.turns[-_TURNS:], (contents, weakref.ref(variant))]
     return variant, layout
 
 
@@ -347,12 +350,12 @@ def _make(root: Any) -> Record:
     record.exact, record.mutable = walk.exact, list(walk.mutable.values())
     for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
         if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
-            container = attributes_of(x) if isinstance(x, Pytree) else x
             names = [name for name, field in row.fields if field is LEAF]
-            record.arrays += [(container, name) for name in names]
+            attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
+            record.arrays += [(attributes if name in attributes else x, name) for name in names]
             record.array_rows += [i] * len(names)
-            in_slots = isinstance(x, Pytree) and not container.keys() >= set(names)
-            record.exact = record.exact and not in_slots and container is not root
+            elsewhere = not attributes.keys() >= set(names)  # among items, or in slots
+            record.exact = record.exact and not (elsewhere and (isinstance(x, Pytree) or x is root))
     record.snapshot = None if record.exact else walk.leaves(range(len(rows)))
     return _kept(record, root)
 

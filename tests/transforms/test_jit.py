@@ -1296,6 +1296,17 @@ def test_a_dropped_model_is_freed_at_once(options):
     assert array() is None
 
 
+def test_a_dropped_model_whose_flags_were_toggled_is_freed():
+    """What is remembered of the flags that it has had does not keep its parts."""
+    jitted, model = nnx.jit(lambda m, x: m(x)), Net()
+    for k in range(6):
+        model.layers[0].flag = bool(k % 2)
+        jitted(model, X)
+    watched = [weakref.ref(x) for x in (model, model.layers, model.layers[0], model.layers[0].w)]
+    del model
+    assert [ref() for ref in watched] == [None] * 4
+
+
 def test_a_dropped_model_that_failed_is_freed():
     """Neither a failing call, nor lowering, nor a structural change keeps a model alive."""
 
