@@ -87,7 +87,7 @@ class Const:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is Const and self.key == other.key)
+        return self is other or (type(other) is Const and self._hash == other._hash and self.key == other.key)
 
     def __reduce__(self):
         return self._remake or Const.of, (self.value,)
@@ -161,8 +161,9 @@ class _Freezer:
             return kind, self.items(value)
         if _hash_can_change(kind):
             return kind, self.attributes(value)
-        if isinstance(value, list):
-            return kind, (self.mutable_items(value), self.mapping(getattr(value, "__dict__", {})))
+        for base in _EDITABLE_ITEMS:
+            if isinstance(value, base):
+                return kind, (_RULES[base](self, value), self.mapping(getattr(value, "__dict__", {})))
         if isinstance(value, dict) or (isinstance(value, Mapping) and kind.__hash__ is None):
             return kind, self.mapping(value)
         try:
@@ -202,7 +203,7 @@ class _Freezer:
         return value.shape, value.dtype.str, content
 
     def function(self, value: types.FunctionType) -> Hashable:
-        if value.__closure__:  # its cells can be rebound, and hold anything
+        if value.__closure__ or value.__dict__:  # which can be rebound, and hold anything
             return self.identity(value)
         content: Hashable = None
         if value.__defaults__ or value.__kwdefaults__:
@@ -253,6 +254,9 @@ class _Freezer:
                 "if it holds arrays."
             )
         return self.mapping(fields)
+
+
+_EDITABLE_ITEMS = list, set, deque, bytearray  # those of an instance of a subclass are compared, and its attributes
 
 
 def _hash_can_change(kind: type) -> bool:
