@@ -125,9 +125,18 @@ def borrowed(objects: Sequence[Any]) -> Iterator[None]:
             x._nnx_join(trace)
         yield
     finally:
-        _thread.borrowed = outer
-        for x, state in zip(objects, saved, strict=True):
-            x._nnx_restore(state)
+        try:
+            _restore(objects, saved)
+        except BaseException:  # an interrupt
+            _restore(objects, saved)
+            raise
+        finally:
+            _thread.borrowed = outer
+
+
+def _restore(objects: Sequence[Any], saved: Sequence[tuple]) -> None:
+    for x, state in zip(objects, saved, strict=True):
+        x._nnx_restore(state)
 
 
 def all_borrowed() -> tuple[Any, ...]:

@@ -175,6 +175,7 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
         attributes, marks = state
         attributes_of(self).update(attributes)
         object.__setattr__(self, "_nnx_marks", marks)
+        structure_changed(self)
 
     def __hash__(self) -> int:  # type: ignore[override]  # a node is hashed by identity
         return id(self) >> 4
@@ -269,6 +270,7 @@ class Dict(dict[str, A], Node):
 
     def __setstate__(self, state: Any) -> None:
         object.__setattr__(self, "_nnx_marks", state)
+        structure_changed(self)
 
     def __hash__(self) -> int:  # type: ignore[override]  # a node is hashed by identity
         return id(self) >> 4

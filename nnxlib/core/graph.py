@@ -908,13 +908,21 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
         elif i < n:
             restructured.append((i, row, None))
     out = value_of(delta.root, objects, remaining)
-    # From here on nothing can fail.
-    write_cells([target._cell for target in targets], values)
-    for i, row, contents in restructured:
-        if contents is None:
-            _restructure_variable(objects[i], row)
-        else:
-            _restructure_node(objects[i], layout.rows[i] if i < n else None, row, contents)
+    cells = [target._cell for target in targets]
+
+    def write() -> None:
+        write_cells(cells, values)
+        for i, row, contents in restructured:
+            if contents is None:
+                _restructure_variable(objects[i], row)
+            else:
+                _restructure_node(objects[i], layout.rows[i] if i < n else None, row, contents)
+
+    try:
+        write()  # from here on nothing can fail
+    except BaseException:  # but an interrupt can arrive
+        write()
+        raise
     return out
 
 

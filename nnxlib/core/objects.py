@@ -96,10 +96,10 @@ class Node(Identified):
         if type(self) is not kind:
             _set(self, "__class__", kind)
         self._nnx_fill(items)
-        held = self._nnx_held  # left by another thread
+        held = self._nnx_held  # left by another thread, which saw what the trace had made of it
         for name, value in slots.items():
             _set(self, name, value)
-        _set(self, "_nnx_held", (*self._nnx_held, *held))
+        end_stamps(held, self)
 
     def __repr__(self) -> str:
         return node_repr(self)
@@ -187,9 +187,11 @@ def _base(kind: type) -> Any:
 
 def structure_changed(node: Any) -> None:
     """Note that attributes were added, removed or replaced by something that is not just a new array value."""
-    if node._nnx_held:
-        end_stamps(node._nnx_held, node)
-        _set(node, "_nnx_held", ())
+    held = node._nnx_held
+    if held:
+        end_stamps(held, node)
+        if node._nnx_held is held:  # else another thread has left a stamp, which has not ended
+            _set(node, "_nnx_held", ())
 
 
 def check_writable(node: Any, what: str) -> None:
@@ -525,6 +527,18 @@ class HasAttributes(Node, _HasDict):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *attributes_of(self)})
 
+    def _nnx_save(self) -> tuple:
+        return super()._nnx_save(), attributes_of(self)
+
+    def _nnx_join(self, trace: Any) -> None:
+        super()._nnx_join(trace)
+        _set_attributes(self, attributes_of(self).copy())  # records read arrays from the dict that is saved
+
+    def _nnx_restore(self, state: tuple) -> None:
+        saved, attributes = state
+        _set_attributes(self, attributes)
+        super()._nnx_restore(saved)
+
     def _nnx_mark(self, name: Any, mark: Any) -> None:
         _set(self, "_nnx_marks", {**(self._nnx_marks or {}), name: mark})
         structure_changed(self)
@@ -598,6 +612,7 @@ class Pytree(HasAttributes):
         items, marks = state if type(state) is tuple else (state, None)  # a subclass may have a __getstate__ of its own
         self._nnx_fill(items)
         _set(self, "_nnx_marks", dict(marks) if marks else None)
+        structure_changed(self)
 
 
 Object = Pytree
@@ -608,8 +623,15 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     for base in cls.__mro__:
         if base not in (Pytree, HasAttributes, _HasDict, Node, object):
             slots = base.__dict__.get("__slots__", ())
-            found += [slots] if isinstance(slots, str) else list(slots)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+            names = [slots] if isinstance(slots, str) else list(slots)
+            found += [_mangled(name, base) for name in names if name not in ("__dict__", "__weakref__")]
+    return tuple(found)
+
+
+def _mangled(name: str, cls: type) -> str:
+    """The name under which an attribute that a class calls ``name`` is known outside of it."""
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{cls.__name__.lstrip('_')}{name}" if private else name
 
 
 def dataclass(cls: Any = None, /, **options: Any) -> Any:

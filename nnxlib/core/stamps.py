@@ -35,13 +35,14 @@ stamping = threading.RLock()  # held while stamps are left: two walks over one o
 
 def with_stamp(held: Stamps, stamp: weakref.ref[Stamp]) -> Stamps:
     """The stamps of an object and a further one, without those that are gone."""
-    return (*[s for s in held if s() is not None], stamp)
+    return (*[s for s in held if s is not stamp and s() is not None], stamp)
 
 
 def end_stamps(held: Iterable[weakref.ref[Stamp]], x: Any) -> None:
     """Note that the object ``x``, with these stamps, has changed."""
+    changed = weakref.ref(x)
     for reference in held:
         stamp = reference()
         if stamp is not None:
-            stamp.changed.append(weakref.ref(x))
+            stamp.changed.append(changed)  # in one step: another thread that mends a description takes the list away
             stamp.valid = False

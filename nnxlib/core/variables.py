@@ -363,10 +363,10 @@ class Variable(Identified, Generic[A]):
         kind, before = state
         if type(self) is not kind:
             _set(self, "__class__", kind)
-        held = self._held  # left by another thread
+        held = self._held  # left by another thread, which saw what the trace had made of it
         for name, value in before.items():
             _set(self, name, value)
-        _set(self, "_held", (*self._held, *held))
+        end_stamps(held, self)
 
     def _where(self) -> str:
         path = errors.locate(self, skip=3)
@@ -421,8 +421,10 @@ class Variable(Identified, Generic[A]):
         self._structure_changed()
 
     def _structure_changed(self) -> None:
-        end_stamps(self._held, self)
-        _set(self, "_held", ())
+        held = self._held
+        end_stamps(held, self)
+        if self._held is held:  # else another thread has left a stamp, which has not ended
+            _set(self, "_held", ())
 
     @property
     def sharding_names(self) -> Any:
@@ -506,6 +508,7 @@ class Variable(Identified, Generic[A]):
         value, metadata = state
         self._cell.value = as_stored(value, metadata) if "ref" in metadata else value
         _set(self, "_metadata", metadata or NO_METADATA)
+        self._structure_changed()
 
     # --- attributes: metadata first, then those of the value ---
 

@@ -171,6 +171,20 @@ def test_structure_changed_inside():
     assert layer.extra.value.tolist() == [[2, 2], [2, 2]]
 
 
+def test_an_array_attribute_of_a_captured_module():
+    """A model that was called as an argument, then captured, then called again: its record still reads its arrays."""
+    layer = Layer()
+    layer.array, layer.list = jnp.ones(()), nnx.List([1])
+    layer.list.array = jnp.ones(())
+    whole = nnx.Dict(layer=layer)
+    total = nnx.jit(lambda whole: whole.layer.w.sum() * whole.layer.array * whole.layer.list.array)
+    total(whole)
+    nnx.jit(lambda: layer(X))()
+    for k in range(3):
+        layer.array, layer.list.array = jnp.array(k + 1.0), jnp.array(k + 2.0)
+        assert total(whole) == 4 * (k + 1) * (k + 2)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failing_call_leaves_captured_objects_as_they_were(error):
     """Whatever was written before an exception, first call or later, is undone: same values, same attributes."""

@@ -738,6 +738,24 @@ def test_slots():
     assert (m.w.tolist(), m.name, hasattr(m, "other")) == ([2, 2], "b", False)
 
 
+class Private(nnx.Module):
+    __slots__ = ("__hidden",)
+
+    def __init__(self):
+        self.__hidden = nnx.Param(jnp.ones(2))
+
+    def hidden(self):
+        return self.__hidden
+
+
+def test_private_slots():
+    """One with two underscores is known under another name outside of its class."""
+    m = Private()
+    assert state_paths(m) == [("_Private__hidden",)]
+    assert nnx.jit(lambda m: m.hidden().sum())(m) == 2
+    assert nnx.clone(m).hidden() is not m.hidden()
+
+
 def test_properties_and_descriptors():
     """A property reads and writes through to attributes, also inside jit; a read-only one stays so."""
 

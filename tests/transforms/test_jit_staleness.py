@@ -4,12 +4,15 @@ The jitted function returns a copy of what it was given, so that its output show
 model: structure, static values, sharing, types, metadata, values. That must be the live model at each call.
 """
 
+import collections
 import copy
 import dataclasses
 import functools
 import pickle
+import sys
 import threading
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +20,11 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core import objects, stamps
 from nnxlib.core.errors import StaleLayoutError
 from nnxlib.core.records import record_of
 from nnxlib.transforms import jit
-from tests.properties.compare import assert_same
+from tests.properties.compare import assert_no_tracer, assert_same
 
 
 @dataclasses.dataclass
@@ -36,6 +40,14 @@ class HashedConfig:
 
 class PlainConfig:
     rate = 0.5
+
+
+class Tags(set):
+    """A subclass of a built-in type; its instances have attributes."""
+
+
+class Queue(collections.deque):
+    pass
 
 
 @jax.tree_util.register_dataclass
@@ -108,6 +120,7 @@ class FullNet(Net):
         self.arrays = (jnp.zeros(2), 3)
         self.nested = (Layer(7.0), [1, jnp.ones(1)])
         self.tags = {"x", "y"}
+        self.special_tags, self.queue = Tags("x"), Queue("x")
         self.config = Config()
         self.hashed = HashedConfig()
         self.space = types.SimpleNamespace(a=1)
@@ -201,6 +214,10 @@ CHANGES = {
     "type of a Variable": lambda m: set_type(m.first.w, nnx.BatchStat),
     "metadata": lambda m: m.first.w.set_metadata(layer="first"),
     "metadata removed": lambda m: m.tagged.del_metadata("tag"),
+    "state of an object": lambda m: m.second.__setstate__(({"w": m.second.w, "name": "x"}, None)),
+    "state of a List": lambda m: m.layers.__setstate__(({"name": "x"}, None)),
+    "state of a Dict": lambda m: m.heads.__setstate__({("a",): True}),
+    "state of a Variable": lambda m: m.tagged.__setstate__((m.tagged.get_raw_value(), {"tag": "s"})),
     "popped": lambda m: nnx.pop(m, nnx.BatchStat),
     "updated": lambda m: nnx.update(m, {"first": {"w": jnp.zeros(2)}}),
     "tuple replaced": lambda m: setattr(m, "pairs", (Layer(), 1)),
@@ -215,6 +232,9 @@ UNSEEN_CHANGES = {
     "array in a list in a tuple": lambda m: m.nested[1].__setitem__(1, jnp.zeros(3)),
     "Module in a tuple": lambda m: setattr(m.nested[0], "name", "x"),
     "set in place": lambda m: m.tags.add("z"),
+    "subclass of set, in place": lambda m: m.special_tags.add("z"),
+    "attribute of such a set": lambda m: setattr(m.special_tags, "name", "z"),
+    "subclass of deque, in place": lambda m: m.queue.append("z"),
     "dataclass in place": lambda m: setattr(m.config, "rate", 0.1),
     "list in a dataclass in place": lambda m: m.config.sizes.append(3),
     "dataclass with a hash, in place": lambda m: setattr(m.hashed, "rate", 0.1),
@@ -321,6 +341,115 @@ def test_a_write_by_another_thread_while_the_first_call_looks(monkeypatch):
     assert_same(seen(m), m)
 
 
+def in_another_thread(f):
+    thread = threading.Thread(target=f)
+    thread.start()
+    thread.join()
+
+
+def test_a_call_by_another_thread_in_the_middle_of_a_write(monkeypatch, unchecked):
+    """It may see the old or the new structure; the change after it is seen by all."""
+    m, jitted = Layer(), nnx.jit(lambda m: m.scale * m.w)
+    for k in (1, 2, 1, 2, 1, 2):  # so that these are known, and the next check is far
+        m.scale = k
+        jitted(m)
+
+    def ended(held, x):
+        stamps.end_stamps(held, x)
+        in_another_thread(lambda: jitted(m))
+
+    monkeypatch.setattr(objects, "end_stamps", ended)
+    m.scale = 3
+    monkeypatch.undo()
+    m.scale = 1
+    np.testing.assert_array_equal(jitted(m), m.w)
+
+
+def test_a_change_of_one_part_while_a_call_mends_another(monkeypatch, unchecked):
+    """The note of a change is not lost when the list that it is written to is just being read."""
+    m, jitted = nnx.List([Layer(), Layer()]), nnx.jit(lambda m: m[0].scale * m[1].scale * m[0].w)
+    m[0].scale = m[1].scale = 1
+    for _ in range(5):  # the next check is far
+        jitted(m)
+    m[0].scale = 2
+
+    def reference(x):
+        made = weakref.ref(x)
+        in_another_thread(lambda: jitted(m))
+        return made
+
+    monkeypatch.setattr(stamps, "weakref", types.SimpleNamespace(ref=reference))
+    m[1].scale = 3
+    monkeypatch.undo()
+    np.testing.assert_array_equal(jitted(m), 6 * m[0].w)
+
+
+# --- interrupts -----------------------------------------------------------------------------------------------------
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which pytest takes for its own."""
+
+
+def interrupted(f, at, names):
+    """Call `f`, and interrupt it at line number `at` of those that run in the library's functions of these names.
+
+    Returns whether there was such a line.
+    """
+    left, outer = [at], sys.gettrace()
+
+    def in_frame(frame, event, _):
+        if event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                sys.settrace(None)
+                raise Interrupt
+        return in_frame
+
+    def in_call(frame, *_):
+        library = frame.f_globals.get("__name__", "").startswith("nnxlib.")
+        return in_frame if library and frame.f_code.co_name in names else None
+
+    sys.settrace(in_call)
+    try:
+        f()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(outer)
+    return False
+
+
+COMMITTING = {"write", "write_cells", "_restructure_node", "_restructure_variable", "_nnx_fill", "structure_changed"}
+RESTORING = {"_restore", "_nnx_restore", "_nnx_fill", "end_stamps"}
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["argument", "captured"])
+@pytest.mark.parametrize("names", [COMMITTING, RESTORING], ids=["committing", "restoring"])
+def test_an_interrupt_leaves_no_half_of_a_change(is_captured, names):
+    """Wherever it arrives while live objects are written, they are as before the call or as after it."""
+
+    def change(m):
+        m.first, m.second = m.second, m.first
+        m.scale, m.array, m.first.w.value = m.scale + 1, m.array + 1, m.first.w + 1
+        m.layers.append(Layer())
+        m.tagged.set_metadata(tag=m.scale)
+
+    after = Net()
+    change(after)
+    for at in range(3, 1000, 9):
+        m = Net()
+        jitted = nnx.jit((lambda m=m: change(m)) if is_captured else change)
+        call = jitted if is_captured else functools.partial(jitted, m)
+        if not interrupted(call, at, names):
+            assert_same(m, after)
+            break
+        assert_no_tracer(m)
+        assert_same(m, Net() if m.scale == 2 else after)
+        assert_same(nnx.clone(m), m)
+    assert at > 12 or (names is RESTORING and not is_captured)
+
+
 @pytest.mark.parametrize(
     "copied",
     [copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m)), lambda m: pickle.loads(pickle.dumps(m)), copy.copy],
@@ -419,6 +548,36 @@ def test_a_closure_sees_what_its_names_refer_to_now():
     np.testing.assert_array_equal(jitted(1.0), model(1.0))
 
 
+def test_functions_of_the_same_code_with_other_attributes():
+    def scaling(by):
+        def scale():
+            pass
+
+        scale.by = by
+        return scale
+
+    m, jitted = Layer(), nnx.jit(lambda m: m.scaling.by * m.w)
+    for by in (1, 2):
+        m.scaling = scaling(by)
+        np.testing.assert_array_equal(jitted(m), by * m.w)
+
+
+class Uncomparable:
+    """Hashed by identity, and compared item by item, as tensors are."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        raise ValueError("the truth value is ambiguous")
+
+
+def test_a_static_value_that_cannot_be_compared_is_replaced_inside():
+    m, other, jitted = Layer(), Uncomparable(), nnx.jit(lambda m: setattr(m, "table", other))
+    m.table = Uncomparable()
+    jitted(m)
+    assert m.table is other
+
+
 @pytest.mark.parametrize("holder", ["dict", "object"])
 def test_a_closure_through_a_plain_container(holder):
     """A Module that a closure reaches through a dict or a plain object, replaced there while the old one lives on."""
@@ -431,6 +590,16 @@ def test_a_closure_through_a_plain_container(holder):
     else:
         held.m = second
     np.testing.assert_array_equal(jitted(1.0), second(1.0))
+
+
+def test_a_closure_with_several_ways_to_a_module():
+    """The way that the function goes need not be the shortest."""
+    trainer = types.SimpleNamespace(models=[Layer(1.0), Layer(2.0)], state=types.SimpleNamespace())
+    trainer.state.model = trainer.models[0]
+    jitted = nnx.jit(lambda x: trainer.state.model(x))
+    for model in trainer.models:
+        trainer.state.model = model
+        np.testing.assert_array_equal(jitted(1.0), trainer.state.model(1.0))
 
 
 def test_a_closure_over_a_plain_list_that_grows():
