@@ -134,8 +134,8 @@ class Variant:
         for known, reference in self.turns:
             if known.keys() == contents.keys() and all(_are_same(known[i], contents[i]) for i in known):
                 variant = reference()
-                layout = None if variant is None else variant.layout()
-                return None if layout is None else (variant, layout)
+                layout = variant and variant.layout()
+                return (variant, layout) if variant and layout else None
         return None
 
 
