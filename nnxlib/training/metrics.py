@@ -11,6 +11,7 @@ it is nan.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -143,9 +144,9 @@ class Accuracy(Average):
         shape = logits.shape if self.threshold is not None else logits.shape[:-1]
         if labels.shape != shape or (self.threshold is None and logits.ndim == 0):
             kind = (
-                "yes or no, labels need the shape of logits"
+                "binary classification, labels need the shape of logits"
                 if self.threshold is not None
-                else ("classes, labels need the shape of logits without its last axis")
+                else "multi-class classification, labels need the shape of logits without its last axis"
             )
             raise ValueError(f"For {kind}; got logits of shape {logits.shape} and labels of shape {labels.shape}.")
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and self.threshold is not None)):
@@ -260,12 +261,21 @@ class MultiMetric(Metric):
     def update(self, **updates: Any) -> None:
         """Update each metric with all the arguments.
 
+        A ``mask`` is for all metrics, or a dict of masks for some of them: ``mask={"accuracy": ...}``. A metric that
+        has none is called without the argument.
+
         Raises:
           TypeError: if a metric misses an argument; a note names the metric.
+          ValueError: for a mask of a metric that is not there.
         """
+        mask = updates.pop("mask", None)
+        masks = mask if isinstance(mask, Mapping) else dict.fromkeys(self._metric_names, mask)
+        if unknown := [name for name in masks if name not in self._metric_names]:
+            raise ValueError(f"There are masks for {unknown}, but the metrics are {list(self._metric_names)}.")
         for name in self._metric_names:
+            own = {} if masks.get(name) is None else {"mask": masks[name]}
             try:
-                getattr(self, name).update(**updates)
+                getattr(self, name).update(**updates, **own)
             except Exception as error:
                 error.add_note(f"in the metric {name!r} of a {type(self).__name__}")
                 raise

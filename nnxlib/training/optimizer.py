@@ -2,8 +2,9 @@
 
 The state of an :class:`Optimizer` is the pytree that ``tx.init`` made, with an :class:`OptVariable` at each place where
 that has a value per parameter (with the metadata of the parameter, so that its sharding and the names of its axes
-follow, where the value has its shape) and an :class:`OptArray` for everything else. Below ``opt_state`` the path of a
-moment is the path of its parameter::
+follow, where the value has its shape) and an :class:`OptArray` for everything else. Moments that are to be sharded in
+another way than their parameter have their names in its metadata ``optimizer_sharding``. Below ``opt_state`` the path
+of a moment is the path of its parameter::
 
     optimizer.opt_state[0].mu['layers'][0]['kernel']
     optimizer.opt_state.hyperparams['learning_rate'].value = 1e-4
@@ -74,6 +75,8 @@ def _boxed(leaf: Any) -> OptState:
         return leaf
     if isinstance(leaf, Variable):  # hooks on axes hold for a moment too, those on values are about the parameter
         metadata = {name: x for name, x in leaf.get_metadata().items() if name not in _VALUE_HOOKS}
+        if "optimizer_sharding" in metadata:
+            metadata["out_sharding"] = metadata.pop("optimizer_sharding")
         return OptVariable.from_metadata(as_stored(leaf.get_raw_value(), metadata), metadata)
     return OptArray(leaf)
 
@@ -271,13 +274,15 @@ def _as_node(model: Any) -> Any:
 
 def _place(kept: list[OptState], params: list[Any]) -> None:
     """Give values of the shape of a parameter its sharding; for others the names of its axes make no sense."""
-    named = [(x.sharding_names, _shape(x)) for x in params if is_variable(x) and x.sharding_names is not None]
+    trained = [x for x in params if is_variable(x)]
+    like = [(_boxed(x).sharding_names, _shape(x), "optimizer_sharding" in x.get_metadata()) for x in trained]
     for variable in kept:
-        value = variable.get_raw_value()
-        if (variable.sharding_names, _shape(variable)) in named:
-            if isinstance(value, Tracer):  # an eager `zeros_like` has the sharding already
-                variable.set_raw_value(placed(value, variable.get_metadata(), OptVariable))
-        elif variable.sharding_names is not None:
+        value, names, shape = variable.get_raw_value(), variable.sharding_names, _shape(variable)
+        if names is None:
+            continue
+        if (names, shape, True) in like or ((names, shape, False) in like and isinstance(value, Tracer)):
+            variable.set_raw_value(placed(value, variable.get_metadata(), OptVariable))
+        elif (names, shape, False) not in like:  # an eager `zeros_like` has the sharding of the parameter already
             variable.del_metadata("out_sharding")
 
 

@@ -74,6 +74,27 @@ def test_names_of_axes_place_parameters_and_moments():
         assert is_on(kernel, COLUMNS)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("names", [None, ("data", None)])
+def test_moments_may_be_in_other_shards_than_their_parameter(names, compiled):
+    """What is read only once per step can be spread further; the names are metadata of the parameter."""
+    kernel = {"optimizer_sharding": (None, "model"), **({"out_sharding": names} if names else {})}
+    model = nnx.Linear(4, 8, kernel_metadata=kernel, rngs=nnx.Rngs(0))
+    make = lambda model: nnx.Optimizer(model, optax.adam(1e-3))
+    without_mesh = make(model).opt_state[0].mu
+    assert without_mesh.kernel.get_metadata() == {"out_sharding": (None, "model")}
+    with jax.set_mesh(MESH):
+        model = nnx.Linear(4, 8, kernel_metadata=kernel, rngs=nnx.Rngs(0))
+        optimizer = (nnx.jit(make) if compiled else make)(model)
+        assert is_on(model.kernel, ROWS if names else WHOLE)
+        for moments in optimizer.opt_state[0].mu, optimizer.opt_state[0].nu:
+            assert is_on(moments.kernel, COLUMNS)
+            assert moments.kernel.sharding_names == (None, "model")
+        grads = nnx.grad(lambda model: model(X).sum())(model)
+        optimizer.update(model, grads)
+    assert model.kernel.get_metadata() == kernel
+
+
 def test_factored_moments_have_no_names():
     """What has another shape than its parameter does not take over the names of its axes."""
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))

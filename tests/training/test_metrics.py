@@ -150,7 +150,7 @@ def test_a_threshold_decides_yes_or_no():
         (None, (4, 5), (4, 5), r"without its last axis; got logits of shape \(4, 5\) and labels of shape"),
         (None, (4, 5), (1,), "without its last axis"),
         (None, (), (), "without its last axis"),
-        (0.5, (4, 1), (4,), r"For yes or no, labels need the shape of logits; got logits of shape \(4, 1\)"),
+        (0.5, (4, 1), (4,), r"For binary classification, labels need .*; got logits of shape \(4, 1\)"),
     ],
 )
 def test_labels_of_another_shape(threshold, logits, labels, message):
@@ -292,6 +292,34 @@ def test_a_multi_metric_gives_a_result_for_each_name():
     assert list(found) == ["accuracy", "loss", "spread"]
     assert found["loss"] == metrics.loss.compute() == 1
     assert found["spread"]["loss"].mean == 1
+
+
+def test_a_mask_for_one_metric_of_several():
+    """The others see all values, and are called without a mask: one of the user need not know what that is."""
+
+    class Batches(Metric):
+        def __init__(self):
+            self.count = MetricState(0)
+
+        def update(self, values):
+            self.count.value += 1
+
+        def compute(self):
+            return self.count.value
+
+    mask = jnp.array([False, True, True])
+    metrics = nnx.MultiMetric(loss=Average(), batches=Batches())
+    for masks in {"loss": mask}, {"loss": mask, "batches": None}, {"loss": None}, {}, None:
+        metrics.update(values=jnp.arange(3.0), mask=masks)
+    assert metrics.loss.count.value == 2 + 2 + 3 + 3 + 3
+    assert metrics.loss.total.value == 15
+    assert metrics.compute()["batches"] == 5
+
+    nested = nnx.MultiMetric(all=Average(), inner=nnx.MultiMetric(some=Average(), rest=Average()))
+    nested.update(values=jnp.arange(3.0), mask={"inner": {"some": mask}})
+    assert nested.compute() == {"all": 1.0, "inner": {"some": 1.5, "rest": 1.0}}
+    with pytest.raises(ValueError, match=r"masks for \['los'\], but the metrics are \['all', 'inner'\]"):
+        nested.update(values=jnp.arange(3.0), mask={"los": mask})
 
 
 def test_a_missing_argument_of_several_is_named_with_its_metric():
