@@ -80,8 +80,8 @@ def filters_to_predicates(filters: Sequence[Filter], /) -> tuple[FilterObject, .
         index = total.index(True)
         shown = "..." if filters[index] is ... else "True"
         raise FilterOrderError(
-            f"`{shown}` takes everything, so it can only come last, but it is filter {index + 1} of {len(filters)}. "
-            "Move it to the end, or remove the filters behind it."
+            "`...` or `True` can only be used as the last filters, because they take everything, but "
+            f"`{shown}` is filter {index + 1} of {len(filters)}. Move it to the end, or remove the filters behind it."
         )
     return tuple([to_predicate(filter) for filter in filters])
 

@@ -512,7 +512,8 @@ def _group(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]
 def _split(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]) -> Any:
     groups, rest = _group(pairs, filters, make)
     if rest:
-        head = f"None of the filters {', '.join(map(repr, filters_to_predicates(filters)))} takes these leaves:"
+        asked = ", ".join(map(repr, filters_to_predicates(filters)))
+        head = f"Non-exhaustive filters, got a non-empty remainder: none of {asked} takes these leaves:"
         remedy = "Add `...` as the last filter to get them too, or use `filter` to leave them out."
         lines = [f"{format_path(path)}: {type(leaf).__name__}" for path, leaf in rest]
         raise NonExhaustiveFiltersError(listed(head, lines, remedy))

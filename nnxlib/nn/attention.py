@@ -181,8 +181,8 @@ def dot_product_attention_weights(
         _check_rate(dropout_rate)
         if dropout_rng is None:
             raise ValueError(
-                f"Attention with dropout_rate={dropout_rate} needs a key to drop with: pass dropout_rng=rngs.dropout() "
-                "or deterministic=True, to drop nothing."
+                f"dropout_rng is required for attention with dropout_rate={dropout_rate}: pass "
+                "dropout_rng=rngs.dropout(), or deterministic=True, to drop nothing."
             )
         keep = 1.0 - dropout_rate
     weights = _weights(
@@ -310,13 +310,13 @@ def dot_product_attention_with_rope(
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
     q, k, v = query.shape, key.shape, value.shape
     if len(q) < 3 or not len(q) == len(k) == len(v):
-        problem = "all need the same number of axes, 3 or more: [..., length, heads, depth]"
+        problem = "all need the same rank, 3 or more: [..., length, heads, depth]"
     elif not q[:-3] == k[:-3] == v[:-3]:
-        problem = "the batch axes, all before the last three, must agree"
+        problem = "the batch dims, all before the last three, must match"
     elif q[-1] != k[-1]:
-        problem = f"query and key must have the same depth, but have {q[-1]} and {k[-1]}"
+        problem = f"query and key depths must match, but are {q[-1]} and {k[-1]}"
     elif k[:-1] != v[:-1]:
-        problem = "key and value must agree in length and number of heads"
+        problem = "key and value lengths must match, and their numbers of heads"
     elif k[-2] == 0 or q[-2] % k[-2]:
         problem = f"the {q[-2]} heads of the query must be a multiple of the {k[-2]} heads of key and value"
     else:
@@ -346,7 +346,7 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 def _check_rate(rate: Any) -> None:
     if isinstance(rate, int | float) and not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate is a probability in the range [0, 1), but got {rate}.")
+        raise ValueError(f"dropout_rate must be in the range [0, 1), but got {rate}.")
 
 
 # --- rotary positions -------------------------------------------------------------------------------------------------

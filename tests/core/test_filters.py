@@ -158,7 +158,7 @@ def test_filters_check_their_arguments():
 @pytest.mark.parametrize("total", [..., True])
 def test_what_takes_everything_comes_last(total):
     """`...` before another filter is an error that says which; several of them at the end are not."""
-    with pytest.raises(FilterOrderError, match="it is filter 2 of 3"):
+    with pytest.raises(FilterOrderError, match="is filter 2 of 3"):
         filters_to_predicates([Param, total, BatchStat])
     assert filters_to_predicates([Param, total, total]) == (OfType(Param), Everything(), Everything())
     assert filters_to_predicates([]) == ()

@@ -534,14 +534,15 @@ def test_split_lists_what_is_left_over():
     with pytest.raises(NonExhaustiveFiltersError) as error:
         model_state().split(BatchStat, PathContains("kernel"))
     assert str(error.value) == (
-        "None of the filters OfType(BatchStat), PathContains('kernel', exact=True) takes these leaves:\n"
+        "Non-exhaustive filters, got a non-empty remainder: none of OfType(BatchStat), "
+        "PathContains('kernel', exact=True) takes these leaves:\n"
         "  norm.bias: Param\n"
         "  scale: Param\n"
         "Add `...` as the last filter to get them too, or use `filter` to leave them out."
     )
     with pytest.raises(NonExhaustiveFiltersError, match=r"\.\.\. and 10 more"):
         State(dict.fromkeys(range(30), 1)).split(str)
-    with pytest.raises(FilterOrderError, match="come last"):
+    with pytest.raises(FilterOrderError, match="be used as the last filters"):
         model_state().split(..., Param)
 
 
