@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import treescope
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnxlib as nnx
@@ -65,6 +66,22 @@ def test_placed_where_it_is_made(mesh):
     assert is_placed(param("data", x=jax.random.split(jax.random.key(0), 8)), PartitionSpec("data"), mesh)
     assert is_placed(param(None, None), PartitionSpec(), mesh)
     np.testing.assert_array_equal(param("data", "model").value, ONES)
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT])
+def test_a_sharding_in_place_of_names(mesh):
+    """With a mesh of its own; a Format says how the array lies in memory, too."""
+    sharding = NamedSharding(mesh, PartitionSpec("data", None))
+    assert is_placed(nnx.Param(ONES, out_sharding=sharding), sharding.spec, mesh)
+    for order in (0, 1), (1, 0):
+        asked = Format(Layout(major_to_minor=order), sharding)
+        v = nnx.Param(ONES, out_sharding=asked)
+        assert is_placed(v, sharding.spec, mesh)
+        assert v.value.format.layout.major_to_minor == order
+        assert v.sharding_names == asked
+        assert nnx.get_partition_spec(v).value == sharding.spec
+        with jax.set_mesh(mesh):
+            assert is_placed(jax.jit(lambda asked=asked: nnx.Param(ONES, out_sharding=asked))(), sharding.spec, mesh)
 
 
 def test_placed_in_a_trace(mesh):

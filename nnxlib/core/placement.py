@@ -1,9 +1,11 @@
 """Placement: a Variable that names its axes is sharded where it is made, if a mesh knows the names.
 
 The names (metadata ``out_sharding``) are names of mesh axes, or logical names that rules turn into those. The mesh is
-the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. Names that the mesh does not know shard
-nothing: the same model runs on one device, in a unit test without a mesh, and under any mesh. Rules and the switch
-belong to the thread, and are read when a Variable is made; a compiled function keeps what it was traced with.
+the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. In place of names may stand a sharding, which
+has a mesh of its own, or a ``Format``, which says how an array that is made eagerly lies in memory, too. Names that the
+mesh does not know shard nothing: the same model runs on one device, in a unit test without a mesh, and under any mesh.
+Rules and the switch belong to the thread, and are read when a Variable is made; a compiled function keeps what it was
+traced with.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .errors import PlacementError, describe
@@ -97,7 +100,7 @@ def logical_axis_rules(rules: Rules):
 
 def spec_of(metadata: Mapping[str, Any]) -> PartitionSpec | None:
     """The PartitionSpec of a Variable, with logical names translated; None if it does not name its axes."""
-    names = metadata.get("out_sharding")
+    names = _asked(metadata)
     if names is None:
         return None
     if isinstance(names, NamedSharding):
@@ -108,10 +111,16 @@ def spec_of(metadata: Mapping[str, Any]) -> PartitionSpec | None:
     return _translated([names] if isinstance(names, str) else names, rules)
 
 
+def _asked(metadata: Mapping[str, Any]) -> Any:
+    """The names of axes, or the sharding in their place."""
+    names = metadata.get("out_sharding")
+    return names.sharding if isinstance(names, Format) else names
+
+
 def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
     """The mesh for a Variable, and the part of its spec that the mesh knows; None if there is none."""
     spec = spec_of(metadata)
-    names = metadata.get("out_sharding")
+    names = _asked(metadata)
     mesh = names.mesh if isinstance(names, NamedSharding) else metadata.get("mesh") or current_mesh()
     if spec is None or mesh is None:
         return None
@@ -186,7 +195,9 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     eager = at_top_level() and not isinstance(value, Tracer)
     _check(value, mesh, spec, metadata["out_sharding"], kind, even=eager)
     if eager:
-        return jax.device_put(value, NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec)
+        names = metadata["out_sharding"]
+        place: Any = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
+        return jax.device_put(value, Format(names.layout, place) if isinstance(names, Format) else place)
     return _constrained(value, mesh, spec)
 
 

@@ -17,7 +17,7 @@ from ..core.module import Module
 from ..core.programs import product
 from ..core.rngs import Rngs
 from ..core.tracing import at_top_level
-from ..core.variables import Param
+from ..core.variables import Param, VariableMetadata
 from . import initializers
 from .conv import Conv as Conv  # flax.nnx has the convolutions in this module
 from .conv import ConvTranspose as ConvTranspose
@@ -256,10 +256,10 @@ class LinearGeneral(Module):
 
 
 def reshaped(value: Any, shape: tuple[int, ...], metadata: Metadata) -> Param:
-    """A Param of an initializer's value in another shape; the value may be boxed with metadata."""
-    param = Param(value, **metadata)
-    param.set_raw_value(jnp.reshape(param.get_raw_value(), shape))
-    return param
+    """A Param of an initializer's value in the shape that its metadata is about; the value may be boxed with it."""
+    if isinstance(value, VariableMetadata):
+        value, metadata = value.raw_value, {**value.all_metadata(), **metadata}
+    return Param(jnp.reshape(value, shape), **metadata)
 
 
 class Einsum(Module):
@@ -288,8 +288,8 @@ class Einsum(Module):
     def __init__(
         self,
         einsum_str: str | None,
-        kernel_shape: Sequence[int],
-        bias_shape: Sequence[int] | None = None,
+        kernel_shape: int | Sequence[int],
+        bias_shape: int | Sequence[int] | None = None,
         *,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -304,8 +304,8 @@ class Einsum(Module):
         bias_metadata: Metadata = NO_METADATA,
     ):
         self.einsum_str = None if einsum_str is None else _checked_equation(einsum_str)
-        self.kernel_shape = tuple(kernel_shape)
-        self.bias_shape = None if bias_shape is None else tuple(bias_shape)
+        self.kernel_shape = as_tuple(kernel_shape)
+        self.bias_shape = None if bias_shape is None else as_tuple(bias_shape)
         self.kernel = Param(kernel_init(key_of(rngs), self.kernel_shape, param_dtype), **kernel_metadata)
         self.bias = None
         if self.bias_shape is not None:

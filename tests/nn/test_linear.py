@@ -197,6 +197,23 @@ def test_linear_general_initializers_see_the_fans():
     assert (layer.kernel.shape, layer.bias.shape) == ((7, 2, 3, 4, 5), (7, 4, 5))
 
 
+def test_linear_general_is_made_in_the_shape_that_metadata_is_about():
+    """Hooks and names of axes meet the kernel that the layer has, not the matrix that was drawn."""
+    mesh, seen = jax.make_mesh((1, 1), ("data", "model")), []
+    note = lambda variable, value: seen.append(value.shape) or value
+    with jax.set_mesh(mesh):
+        layer = nnx.LinearGeneral(
+            6,
+            (2, 4),
+            kernel_init=nnx.with_partitioning(normal, ("data", None, "model"), on_create_value=note),
+            bias_metadata={"out_sharding": ("data", "model")},
+            rngs=nnx.Rngs(0),
+        )
+    assert seen == [(6, 2, 4)]
+    assert layer.kernel.value.sharding.spec == jax.sharding.PartitionSpec("data", None, "model")
+    assert layer.bias.value.sharding.spec == jax.sharding.PartitionSpec("data", "model")
+
+
 def test_linear_general_says_which_sizes_it_takes():
     """Wrong or missing axes, lengths that differ and batch axes that do not lead are refused."""
     layer = nnx.LinearGeneral((2, 3), 4, axis=(-2, -1), rngs=nnx.Rngs(0))
@@ -218,6 +235,13 @@ def test_einsum_with_bias_against_numpy():
     x = array(2, 3)
     expected = np.einsum("na,abc->ncb", np.float64(x), np.float64(layer.kernel.value)) + np.asarray(layer.bias.value)
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_einsum_takes_a_single_size():
+    """As Linear does: a number for a shape of one axis."""
+    layer = nnx.Einsum("na,ab->nb", (3, 4), 4, bias_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    assert layer.bias.value.tolist() == [1.0] * 4
+    assert nnx.Einsum("na,a->n", 3, rngs=nnx.Rngs(0), kernel_init=normal).kernel.shape == (3,)
 
 
 def test_einsum_takes_its_equation_from_the_call():
