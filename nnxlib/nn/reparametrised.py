@@ -107,23 +107,25 @@ def _describe_params(module: Module) -> str:
     return ", ".join(f"{format_path(path)} ({describe(x.get_raw_value())})" for path, x in _params(module)) or "none"
 
 
-@step("n_steps")
-def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any) -> tuple[Array, Array, Array]:
+@step("n_steps", "eager")
+def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any, eager: bool) -> tuple[Array, Array, Array]:
     """The weight divided by its largest singular value ``sigma``; with ``u`` and ``sigma`` for the next call."""
     wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     matrix = jnp.reshape(wide, (-1, wide.shape[-1]))
-    u = u.astype(wide.dtype)
-    v = u
+    u = v = u.astype(wide.dtype)
     for _ in range(n_steps):
-        v = _unit(u @ matrix.T, epsilon)
-        u = _unit(v @ matrix, epsilon)
+        v = _unit(u @ matrix.T, None, epsilon, eager)
+        u = _unit(v @ matrix, None, epsilon, eager)
     u, v = lax.stop_gradient((u, v))
     sigma = (v @ matrix @ u.T)[0, 0]
     return wide / jnp.where(sigma == 0, 1, sigma), u, lax.stop_gradient(sigma)
 
 
-def _unit(x: Array, epsilon: Any) -> Array:
-    return x * lax.rsqrt(jnp.sum(lax.square(x)) + epsilon)
+def _unit(x: Array, axes: tuple[int, ...] | None, epsilon: Any, eager: bool) -> Array:
+    """The array with norm 1 over the axes; eagerly with the bits that one operation at a time gives."""
+    apart = lax.optimization_barrier if eager else lambda x: x
+    squares = lax.square(lax.real(x)) + lax.square(lax.imag(x)) if jnp.iscomplexobj(x) else lax.square(x)
+    return apart(x * apart(lax.rsqrt(apart(jnp.sum(apart(squares), axes, keepdims=True) + epsilon))))
 
 
 class SpectralNorm(_Reparametrised):
@@ -223,7 +225,7 @@ class SpectralNorm(_Reparametrised):
             if (*path, "u") in self.batch_stats:
                 kept_u, kept_sigma = self.batch_stats[*path, "u"], self.batch_stats[*path, "sigma"]
                 weight = param.get_raw_value()
-                wide, u, sigma = _spectral(weight, kept_u.get_value(), self.n_steps, self.epsilon)
+                wide, u, sigma = _spectral(weight, kept_u.get_value(), self.n_steps, self.epsilon, at_top_level())
                 found.append((param, convert(wide, jnp.dtype(weight.dtype if self.dtype is None else self.dtype))))
                 if update_stats:
                     kept_u.set_value(convert(u, kept_u.dtype))
@@ -231,12 +233,10 @@ class SpectralNorm(_Reparametrised):
         return found
 
 
-@step("axes")
-def _unit_over(weight: Array, axes: tuple[int, ...], epsilon: Any) -> Array:
+@step("axes", "eager")
+def _unit_over(weight: Array, axes: tuple[int, ...], epsilon: Any, eager: bool) -> Array:
     """The weight with norm 1 over the axes, in float32 at least."""
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    squares = lax.square(lax.real(wide)) + lax.square(lax.imag(wide)) if jnp.iscomplexobj(wide) else lax.square(wide)
-    return wide * lax.rsqrt(jnp.sum(squares, axes, keepdims=True) + epsilon)
+    return _unit(weight.astype(jnp.promote_types(weight.dtype, jnp.float32)), axes, epsilon, eager)
 
 
 @step("shape", "dtype")
@@ -340,7 +340,8 @@ class WeightNorm(_Reparametrised):
             if takes(path, param):
                 weight = param.get_raw_value()
                 axes = self._feature_axes(path, weight.ndim)
-                unit = _unit_over(weight, tuple([a for a in range(weight.ndim) if a not in axes]), self.epsilon)
+                others = tuple([a for a in range(weight.ndim) if a not in axes])
+                unit = _unit_over(weight, others, self.epsilon, at_top_level())
                 weight, scale = self.promote_dtype((weight, self._scale(path)), dtype=self.dtype)
                 shape = tuple([size if axis in axes else 1 for axis, size in enumerate(weight.shape)])
                 found.append((param, _scaled(unit, scale, shape, weight.dtype)))

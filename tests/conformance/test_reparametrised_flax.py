@@ -110,6 +110,24 @@ def test_weight_norm(kind, kwargs):
     check("WeightNorm", kind, kwargs)
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("SpectralNorm", {}),
+        ("SpectralNorm", {"n_steps": 5}),
+        pytest.param("WeightNorm", {}, marks=with_learned_scales),
+        pytest.param("WeightNorm", {"feature_axes": None}, marks=with_learned_scales),
+    ],
+)
+def test_eager_numbers_are_the_same_to_the_bit(kind, name, kwargs):
+    def run(lib):
+        layer, x = layers(lib, kind)
+        return getattr(lib, name)(layer, **kwargs, rngs=lib.Rngs(2))(x)
+
+    np.testing.assert_array_equal(run(nnx), run(flax))
+
+
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # there
 @pytest.mark.parametrize("name", ["SpectralNorm", pytest.param("WeightNorm", marks=with_learned_scales)])
 def test_low_precision(name):
