@@ -168,7 +168,7 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[str, Any]) -> A:
     >>> nnx.spmd.add_axis([v], 0, {nnx.PARTITION_NAME: 'layers'})[0].sharding_names
     ('layers', 'in', 'out')
     """
-    return _moved("add_axis", tree, index, transform_metadata)
+    return _moved(axis_name_in(transform_metadata).added_to, tree, index)
 
 
 def remove_axis(tree: A, index: int, transform_metadata: Mapping[str, Any]) -> A:
@@ -179,12 +179,11 @@ def remove_axis(tree: A, index: int, transform_metadata: Mapping[str, Any]) -> A
     >>> nnx.spmd.remove_axis([v], 0, {nnx.PARTITION_NAME: 'layers'})[0].sharding_names
     ('out',)
     """
-    return _moved("remove_axis", tree, index, transform_metadata)
+    return _moved(axis_name_in(transform_metadata).removed_from, tree, index)
 
 
-def _moved(method: str, tree: A, index: int, transform_metadata: Mapping[str, Any]) -> A:
-    name = axis_name_in(transform_metadata)
+def _moved(move: Callable[[Variable, int], None], tree: A, index: int) -> A:
     for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Variable)):
         if isinstance(x, Variable):
-            getattr(x, method)(index, name)
+            move(x, index)
     return tree

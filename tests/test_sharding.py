@@ -136,7 +136,7 @@ def test_axes_by_hand():
     assert tree["a"].sharding_names == ("in", "layers", "out")
     tree["a"].value = tree["a"].value[0]
     nnx.spmd.remove_axis(tree, 0, {})
-    assert tree["a"].sharding_names == ("in", "layers", "out")  # two names too many: not one that counted this axis
+    assert tree["a"].sharding_names == ("layers", "out")  # there was another name too many: one goes at a time
 
 
 def test_the_module_path_of_flax():

@@ -183,6 +183,27 @@ def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadat
     return with_metadata(initializer, out_sharding=sharding, **metadata)
 
 
+def name_axis(variable: Variable, key: str, index: int, name: Any) -> None:
+    """Insert the name of a new axis into the metadata ``key``, if that has names and not one for each axis already."""
+    names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
+    if isinstance(names, _NAMES) and 0 <= ndim != len(names) - 1:
+        wide = [*names, *[None] * (ndim - len(names))]
+        wide.insert(index % (len(wide) + 1), name)
+        variable.set_metadata(key, _same_kind(names, wide))
+
+
+def unname_axis(variable: Variable, key: str, index: int) -> None:
+    """Drop the name of an axis from the metadata ``key``, if that has more names than the value has axes."""
+    names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
+    if isinstance(names, _NAMES) and 0 <= ndim < len(names):
+        narrow = list(names)
+        del narrow[index % len(narrow)]
+        variable.set_metadata(key, _same_kind(names, narrow))
+
+
+_NAMES = (tuple, list, PartitionSpec)
+
+
 def _same_kind(names: Any, items: list[Any]) -> Any:
     return PartitionSpec(*items) if isinstance(names, PartitionSpec) else type(names)(items)
 
@@ -436,12 +457,7 @@ class Variable(Identified, Generic[A]):
 
         Names that are as many already as the stacked value has axes are left alone.
         """
-        names = self.sharding_names
-        ndim = getattr(self._value, "ndim", -1)
-        if isinstance(names, tuple | list | PartitionSpec) and len(names) <= ndim:
-            wide = [*names, *[None] * (ndim - len(names))]
-            wide.insert(axis_index % (ndim + 1), axis_name)
-            self.set_metadata("out_sharding", _same_kind(names, wide))
+        name_axis(self, "out_sharding", axis_index, axis_name)
         for hook in _as_hooks(self._metadata.get("on_add_axis", ())):
             hook(self, axis_index, axis_name)
 
@@ -450,12 +466,7 @@ class Variable(Identified, Generic[A]):
 
         Names that do not count that axis are left alone.
         """
-        names = self.sharding_names
-        ndim = getattr(self._value, "ndim", -1)
-        if isinstance(names, tuple | list | PartitionSpec) and len(names) == ndim + 1:
-            narrow = list(names)
-            del narrow[axis_index % len(narrow)]
-            self.set_metadata("out_sharding", _same_kind(names, narrow))
+        unname_axis(self, "out_sharding", axis_index)
         for hook in _as_hooks(self._metadata.get("on_remove_axis", ())):
             hook(self, axis_index, axis_name)
 

@@ -26,7 +26,7 @@ from ..core.ops import state as state_of
 from ..core.rngs import Rngs, RngStream
 from ..core.state import from_flat_state, to_flat_state
 from ..core.variables import Variable
-from ..transforms.axes import PARTITION_NAME, strip_axes
+from ..transforms.axes import PARTITION_NAME, AxisName, strip_axes
 from ..transforms.body_checks import BodyError
 from ..transforms.prefixes import StateAxes
 from ..transforms.remat_scan import check_lengths, remat_scan
@@ -195,7 +195,7 @@ class Stack(Module):
         if not isinstance(index, slice):
             i = self._position(index)
             leaves = [jax.tree.map(lambda x: x[i], leaf) for leaf in leaves]
-            return build(strip_axes(layout, leaves, [0] * len(leaves), self.partition), leaves)[0]
+            return build(strip_axes(layout, leaves, [0] * len(leaves), AxisName(self.partition)), leaves)[0]
         made = clone(self, variables=False)
         made.layers, _ = build(layout, [jax.tree.map(lambda x: x[index], leaf) for leaf in leaves])
         made.depth = len(range(self.depth)[index])

@@ -4,7 +4,7 @@ A Variable may name the axes of its value (``sharding=('in', 'out')``). A transf
 strips an axis, and stacks it again when it is done; the names go with it, so at every level they are as many as the
 value has axes. The name of the stacked axis is ``transform_metadata={nnx.PARTITION_NAME: name}`` of the transform, None
 by default. What a Variable does about it is up to it: :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their
-hooks.
+hooks. Other metadata may name the axes, too; what it calls this one stands in ``transform_metadata`` under its key.
 
 Both directions are changes of the static table: the function runs on the layout with axes stripped, and the rows that
 it changed or made get them back in its Delta.
@@ -12,52 +12,73 @@ it changed or made get them back in its Delta.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.calls import captured_types
-from ..core.errors import ArgumentError
 from ..core.graph import After, Delta, Layout, Row, VariableRow
 from ..core.static import Const
-from ..core.variables import Perturbation, make_variable
+from ..core.variables import Perturbation, Variable, make_variable, name_axis, unname_axis
 
 PARTITION_NAME = "partition_name"
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
-def axis_name_in(transform_metadata: Mapping[str, Any]) -> str | None:
+class AxisName(NamedTuple):
+    """What the axis that a transform stacks is called."""
+
+    partition: str | None = None  # in the sharding of a Variable
+    others: tuple[tuple[str, Any], ...] = ()  # in other metadata, by its key
+
+    def added_to(self, variable: Variable, index: int) -> None:
+        """Name the axis along which a Variable is about to be stacked."""
+        variable.add_axis(index, self.partition)
+        for key, name in self.others:
+            name_axis(variable, key, index, name)
+
+    def removed_from(self, variable: Variable, index: int) -> None:
+        """Drop the name of the axis along which a slice of a Variable was taken."""
+        variable.remove_axis(index, self.partition)
+        for key, _ in self.others:
+            unname_axis(variable, key, index)
+
+
+def axis_name_in(transform_metadata: Mapping[str, Any]) -> AxisName:
     """The name that a transform gives to the axis that it stacks."""
-    unknown = set(transform_metadata) - {PARTITION_NAME}
-    if unknown:
-        raise ArgumentError(f"transform_metadata has {sorted(unknown)}; it takes {{nnx.PARTITION_NAME: name}}.")
-    return transform_metadata.get(PARTITION_NAME)
+    others = {key: name for key, name in transform_metadata.items() if key != PARTITION_NAME}
+    return AxisName(transform_metadata.get(PARTITION_NAME), tuple(others.items()))
 
 
-def strip_axes(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], name: str | None) -> Layout:
+def strip_axes(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], name: AxisName) -> Layout:
     """The layout that the function sees, when it gets slices of the leaves that are labelled with an axis."""
     rows: list[Row] = list(layout.rows)
     for i, leaf, label in zip(layout.variables, leaves, labels, strict=False):
-        rows[i] = _moved(rows[i], leaf, label, "remove_axis", name)
+        rows[i] = _moved(rows[i], leaf, label, name.removed_from)
     return layout if rows == list(layout.rows) else Layout(tuple(rows), layout.root)
 
 
-def stack_axes(after: After, labels: Sequence[Any], name: str | None) -> Delta:
+def stack_axes(after: After, labels: Sequence[Any], name: AxisName) -> Delta:
     """The Delta of a function that ran on slices, once what it returned with an axis is stacked along it."""
     rows = dict(after.delta.rows)
     for (i, _), leaf, label in zip(after.owners, after.leaves, labels, strict=True):
         if i in rows:
-            rows[i] = _moved(rows[i], leaf, label, "add_axis", name)
+            rows[i] = _moved(rows[i], leaf, label, name.added_to)
     return after.delta._replace(rows=tuple(rows.items()))
 
 
-def _moved(row: Row, value: Any, label: Any, method: str, name: str | None) -> Row:
-    """The row of a Variable after its ``remove_axis`` or ``add_axis``, which see the slice."""
-    if not isinstance(label, int) or not isinstance(row, VariableRow) or not row.metadata.value:
+def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], None]) -> Row:
+    """The row of a Variable after its axis was named, or no longer; the slice is what it sees then."""
+    if not isinstance(label, int) or not isinstance(row, VariableRow):
+        return row
+    if not row.metadata.value and (row.type.add_axis, row.type.remove_axis) == _BY_METADATA:
         return row
     variable = make_variable(row.type, value, row.metadata.fresh())
-    getattr(variable, method)(label, name)
+    move(variable, label)
     return row._replace(metadata=Const.of_items(variable.get_metadata(), ("metadata",)))
+
+
+_BY_METADATA = (Variable.add_axis, Variable.remove_axis)  # which do nothing without
 
 
 def stack_recorded(labels: Sequence[Any], layout: Layout, after: After) -> Sequence[Any]:

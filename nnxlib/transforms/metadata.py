@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.filters import Filter
 from ..core.variables import MISSING
-from .axes import PARTITION_NAME, axis_name_in
+from .axes import PARTITION_NAME, AxisName, axis_name_in
 from .classes import lifts_classes
 from .prefixes import StateAxes
 from .scan import Carry
@@ -42,7 +42,8 @@ def transform_metadata(
     """
     if f is MISSING:
         return functools.partial(transform_metadata, in_axes=in_axes, out_axes=out_axes, partition=partition)
-    return mapped(f, lambda pure, lanes: pure, in_axes, out_axes, "transform_metadata", partition, others=(Carry,))
+    name = AxisName(partition)
+    return mapped(f, lambda pure, lanes: pure, in_axes, out_axes, "transform_metadata", name, others=(Carry,))
 
 
 @lifts_classes()
@@ -68,4 +69,4 @@ def add_metadata_axis(
     ('layers', 'in', 'out')
     """
     axes = StateAxes({**variable_axes, ...: None})
-    return transform_metadata(f, in_axes=axes, out_axes=axes, partition=axis_name_in(metadata_params))
+    return mapped(f, lambda pure, lanes: pure, axes, axes, "add_metadata_axis", axis_name_in(metadata_params))

@@ -83,7 +83,8 @@ def scan(
       in_axes: for each positional argument ``nnx.Carry`` (one at most), an axis, None, or for a Module
         :class:`StateAxes` of these. Keyword arguments that have no position are passed whole.
       out_axes: the same for the output, without None; has ``nnx.Carry`` if ``in_axes`` has.
-      transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one.
+      transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one. Other
+        metadata that names the axes gets a name under its own key.
       data_transform: ``data_transform(label, state)`` is called inside the body for each label (an axis, None or
         ``nnx.Carry``) with the State of the Variables that have it, as the body is to see them: slices, for an axis.
         It returns them with other values, say with ``jax.lax.with_sharding_constraint``. Paths begin with the number

@@ -13,7 +13,7 @@ from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
 from ..core.objects import is_node
 from ..core.variables import MISSING
-from .axes import NO_METADATA, axis_name_in
+from .axes import NO_METADATA, AxisName, axis_name_in
 from .classes import lifts_classes
 from .lift import Arguments, Observed, by_position, lift_lanes, resolve, static_arguments
 from .prefixes import broadcast_prefix, check_axes, mapped_size
@@ -41,7 +41,8 @@ def vmap(
       axis_name: a name for the axis, for collectives inside.
       axis_size: the size of the axis, when no argument has one.
       spmd_axis_name: as in ``jax.vmap``.
-      transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one.
+      transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one. Other
+        metadata that names the axes gets a name under its own key.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> make = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))
@@ -123,7 +124,7 @@ def mapped(
     in_axes: Any,
     out_axes: Any,
     what: str,
-    axis: str | None,
+    axis: AxisName,
     check: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     others: Sequence[Any] = (),
 ) -> Callable:

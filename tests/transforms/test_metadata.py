@@ -6,7 +6,6 @@ import optax
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.errors import ArgumentError
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 INIT = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("in", "out"))
@@ -181,9 +180,58 @@ def test_add_metadata_axis_is_for_the_kinds_it_names():
     assert (made.p.sharding_names, made.s.sharding_names) == (("layers", "a"), ("a",))
 
 
-def test_unknown_parameters_are_refused():
-    with pytest.raises(ArgumentError, match=r"transform_metadata has \['partition'\]; it takes {nnx.PARTITION_NAME"):
-        nnx.vmap(make, transform_metadata={"partition": "layers"})
+def test_other_metadata_names_the_axis_under_its_own_key():
+    """Beside the names that shard, or without them; where it is a tuple of names, and has the key."""
+    kinds = {nnx.PARTITION_NAME: "layers", "logical": "depth", "absent": "depth", "note": "depth"}
+
+    @nnx.vmap(out_axes=1, transform_metadata=kinds)
+    def make(key):
+        named = nnx.Param(jnp.ones((2, 3)), out_sharding=("in", "out"), logical=("embed", "mlp"), note="text")
+        return named, nnx.Param(jnp.ones(2), logical=("embed",))
+
+    both, other = make(KEYS)
+    assert both.get_metadata() == {
+        "out_sharding": ("in", "layers", "out"),
+        "logical": ("embed", "depth", "mlp"),
+        "note": "text",
+    }
+    assert other.get_metadata() == {"logical": ("embed", "depth")}
+
+    seen = []
+    nnx.vmap(lambda v: seen.append((v.sharding_names, v.logical)), in_axes=1, transform_metadata=kinds)(both)
+    assert seen == [(("in", "out"), ("embed", "mlp"))]
+    nnx.spmd.remove_axis([other], 1, {"logical": "depth"})  # a whole value, which has the axis still
+    assert other.logical == ("embed", "depth")
+
+
+def test_a_class_that_names_its_axes_itself():
+    """Its methods are called, also without any metadata; nothing is named for what a loop did not change."""
+    seen = []
+
+    class Named(nnx.Param):
+        def add_axis(self, axis_index, axis_name=None):
+            seen.append(("add", self.shape, axis_index, axis_name))
+
+        def remove_axis(self, axis_index, axis_name=None):
+            seen.append(("remove", self.shape, axis_index, axis_name))
+
+    made = nnx.vmap(lambda key: Named(jnp.ones(2)), transform_metadata=NAMED)(KEYS)
+    nnx.vmap(lambda v: v.sum(), transform_metadata=NAMED)(made)
+    assert seen == [("add", (2,), 0, "layers"), ("remove", (2,), 0, "layers")]
+
+
+def test_names_of_values_that_are_not_there():
+    """By hand, metadata can be moved for a value that has not the axes that it names."""
+    v = nnx.Param(jnp.array(0.0), out_sharding=("in", "out"))
+
+    @nnx.transform_metadata(in_axes=0, out_axes=1, partition="in")
+    def f(v):
+        assert v.sharding_names == ("out",)
+        v[...] += 1
+        return nnx.Param(jnp.array(1.0), out_sharding=("a", "b"))
+
+    assert f(v).sharding_names == ("a", "in", "b")
+    assert (v.sharding_names, v.value) == (("in", "out"), 1.0)
 
 
 def test_a_second_call_does_not_trace_again():
