@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from ..core.objects import dataclass as nnx_dataclass
 from ..core.ops import clone, iter_graph
 from ..core.rngs import Rngs, RngStream
 from ..core.traversals import sort_key
-from ..core.variables import Variable, make_variable
+from ..core.variables import MISSING, Variable, make_variable
 from .to_linen import leaves_of, values_of
 from .to_nnx import ToNNX, put
 from .variables import Path, from_collections, leaves_by_path, nested, to_linen_var, to_nnx_var, unboxed
@@ -59,10 +60,11 @@ class Scope(Pytree):
 
 @dataclasses.dataclass
 class ModuleStackEntry:
-    """A Module whose ``setup`` or compact method is running, and how many parts of each class it has named."""
+    """A Module that is run, or whose ``setup`` or compact method is; how many parts of each class it has named."""
 
     module: Module
     in_compact: bool
+    in_setup: bool = False
     type_counter: Counter = dataclasses.field(default_factory=Counter)
 
 
@@ -82,12 +84,12 @@ MODULE_CONTEXT = ModuleContext()
 
 
 def current_context() -> ModuleStackEntry | None:
-    """Return the entry of the Module whose ``setup`` or compact method is running."""
+    """Return the entry of the Module whose ``setup`` or compact method is running, or of the one that is run."""
     return _stack.get()[-1]
 
 
 def current_module() -> Module | None:
-    """Return the Module whose ``setup`` or compact method is running."""
+    """Return the Module whose ``setup`` or compact method is running, or the one that is run."""
     entry = current_context()
     return None if entry is None else entry.module
 
@@ -191,7 +193,7 @@ class Module(core.Module):
         found = attributes_of(self).get(name)
         if isinstance(found, Variable):
             return found
-        if self.scope is None or not any(e is not None and e.module is self for e in _stack.get()):
+        if self.scope is None:
             raise ValueError(_NOT_RUNNING.format(kind=type(self).__name__, what=f"make {name!r}"))
         scope = self.scope
         if col == "params" and not scope.initializing and not in_filter(scope.mutable, col):
@@ -223,7 +225,7 @@ class Module(core.Module):
         """Return the variables that a call makes, by collection.
 
         Args:
-          rngs: an :class:`Rngs`; a mapping from names to keys; a key or seed, for ``params``.
+          rngs: an :class:`Rngs`; a mapping from names to keys; a key or seed, for all names.
           *args: what the method takes.
           method: the method to call, by name or as a function of the class.
           **kwargs: what the method takes by keyword.
@@ -271,7 +273,8 @@ class Module(core.Module):
         _fill(module, {path: make_variable(*unboxed(*found)) for path, found in from_collections(variables).items()})
         _take_over(module, None, scope)
         function = getattr(type(module), method) if isinstance(method, str) else getattr(method, "__func__", method)
-        return function(module, *args, **kwargs), _collections(module)
+        with _running(ModuleStackEntry(module, in_compact=False)):
+            return function(module, *args, **kwargs), _collections(module)
 
 
 def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None = None) -> core.Module:
@@ -284,7 +287,10 @@ def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None =
     entry = _entry("nnx_in_bridge_mdl")
     scope: Any = entry.module.scope
     spare = {} if scope.initializing else {"default": RngStream(0, tag="default")}  # for what will be overwritten
-    return _attach(factory(Rngs({**spare, **dict(scope.rngs.items())})), name)
+    part = factory(Rngs({**spare, **dict(scope.rngs.items())}))
+    if entry.in_compact:
+        _attach(entry, part, name, type(part))
+    return part
 
 
 def linen_in_bridge_mdl(linen_module: flax.linen.Module, name: str | None = None) -> core.Module:
@@ -293,37 +299,46 @@ def linen_in_bridge_mdl(linen_module: flax.linen.Module, name: str | None = None
     scope: Any = entry.module.scope
     part = ToNNX(linen_module, rngs=scope.rngs)
     part.to_nnx__scope = scope
-    return _attach(part, name, type(linen_module))
+    if entry.in_compact:
+        _attach(entry, part, name, type(linen_module))
+    return part
 
 
 def _entry(function: str) -> ModuleStackEntry:
     entry = current_context()
-    if entry is None:
+    if entry is None or not (entry.in_compact or entry.in_setup):
         raise ValueError(f"{function} is called in `setup` or a compact method of a bridge.Module.")
     return entry
 
 
 def _attaching(init: Callable) -> Callable:
-    """A constructor that takes a name, and attaches the object to the Module whose compact method is running."""
+    """A constructor that attaches the object to the Module that is running, unless with ``parent=None``.
+
+    In a compact method every part is attached, elsewhere one that is given a name.
+    """
+    has_name = "name" in inspect.signature(init).parameters
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, name: str | None = None, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if type(self).__init__ is __init__:
-            _attach(self, name)
+    def __init__(self: Any, *args: Any, name: str | None = None, parent: None = MISSING, **kwargs: Any) -> None:
+        if parent is not MISSING and parent is not None:
+            raise ValueError(
+                f"parent is None, for a part that is not to be attached, or left out; got a {type(parent).__name__}."
+            )
+        init(self, *args, **kwargs, **({"name": name} if has_name and name is not None else {}))
+        entry = current_context()
+        wanted = entry is not None and (entry.in_compact or name is not None)
+        if wanted and parent is MISSING and type(self).__init__ is __init__:
+            _attach(entry, self, name, type(self))
 
     return __init__
 
 
-def _attach(part: Any, name: str | None, kind: type | None = None) -> Any:
-    entry = current_context()
-    if entry is not None and entry.in_compact:
-        kind = kind or type(part)
-        if name is None:
-            name = f"{kind.__name__}_{entry.type_counter[kind]}"
-            entry.type_counter[kind] += 1
-        setattr(entry.module, name, part)
-    return part
+def _attach(entry: Any, part: Any, name: str | None, kind: type) -> None:
+    if name is None:
+        name = f"{kind.__name__}_{entry.type_counter[kind]}"
+        entry.type_counter[kind] += 1
+    entry.module.set_attr_priority(name, AttrPriority.INIT_PARENT)
+    setattr(entry.module, name, part)
 
 
 def has_setup(x: Any) -> bool:
@@ -340,7 +355,7 @@ def _take_over(value: Any, waiting: Any, scope: Scope) -> None:
         if isinstance(part, Module) and part.scope is None:
             part.scope = scope
             if has_setup(part):
-                with _running(ModuleStackEntry(part, in_compact=False)):
+                with _running(ModuleStackEntry(part, in_compact=False, in_setup=True)):
                     part.setup()  # type: ignore[attr-defined]
 
 
@@ -379,7 +394,7 @@ def _rngs(rngs: Any) -> Rngs:
         return rngs or Rngs()
     if isinstance(rngs, Mapping):
         return Rngs({name: RngStream(key, tag=name) for name, key in rngs.items()})
-    return Rngs(params=rngs)
+    return Rngs(rngs)
 
 
 _NOT_RUNNING = """\

@@ -150,7 +150,8 @@ class ToNNX(Module):
         try:
             result = module.apply(collections, *args, rngs=keys, method=method, mutable=mutable, **kwargs)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError) as error:
-            raise errors.StateMismatchError(_MISSING.format(linen=_name_of(self), error=error)) from error
+            error.add_note(_MISSING.format(linen=_name_of(self)))
+            raise
         except flax.errors.ModifyScopeVariableError as error:
             error.add_note("Name the collection in the call, as of Linen's apply: model(x, mutable=['batch_stats']).")
             raise
@@ -238,8 +239,7 @@ def initializing(modules: Collection[ToNNX]) -> Iterator[None]:
 
 
 _MISSING = """\
-The Linen module {linen} lacks variables that this call needs: {error}
-They are made by a call with an example of the inputs:
+The Linen module {linen} lacks variables that this call needs. They are made by a call with an example of the inputs:
 
     model = nnx.bridge.lazy_init(model, x)    # or ToNNX(module, rngs=rngs).lazy_init(x)"""
 

@@ -117,13 +117,14 @@ class NNXMeta(meta.AxisMetadata):
 
 
 def with_partitioning(fn: Callable[..., Any], names: tuple[str | None, ...], mesh: Any = None) -> Callable[..., Any]:
-    """:func:`nnxlib.with_partitioning` under the signature that Linen has for it.
+    """:func:`nnxlib.with_partitioning`, for Variables that Linen is to see in its own box, ``nn.Partitioned``.
 
     >>> init = nnx.bridge.with_partitioning(nnx.initializers.ones, (None, 'model'))
-    >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding_names
-    (None, 'model')
+    >>> param = nnx.Param(init(jax.random.key(0), (2, 3)))
+    >>> param.sharding_names, type(nnx.bridge.variables.to_linen_var(param)).__name__
+    ((None, 'model'), 'Partitioned')
     """
-    return nnx_with_partitioning(fn, names, mesh)
+    return nnx_with_partitioning(fn, names, mesh, linen_meta_type=meta.Partitioned)
 
 
 # --- one variable -----------------------------------------------------------------------------------------------------

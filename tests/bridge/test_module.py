@@ -131,6 +131,109 @@ def test_constructors_of_the_users_own():
     assert Model().init(0, X)["params"].keys() == {"a", "Child_0"}
 
 
+class Names(bridge.Module):
+    """Parts with a name in `setup`, under other attributes, too."""
+
+    def setup(self):
+        self.layers = [Dense(3, name=f"layer_{i}") for i in range(2)]
+        self.first = Dense(3, name="zero")
+        self.linear = bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 3, rngs=rngs), name="unused")
+
+    def __call__(self, x):
+        assert self.first is self.zero
+        for layer in (*self.layers, self.zero, self.linear):
+            x = layer(x)
+        return x
+
+
+def test_a_name_in_setup_comes_before_that_of_the_attribute():
+    """The variables stand there, and are found there."""
+    y, variables = Names().init_with_output(0, X)
+    assert variables["params"].keys() == {"layer_0", "layer_1", "zero", "linear"}
+    assert jnp.array_equal(Names().apply(variables, X), y)
+    assert not jnp.array_equal(Names().apply(jax.tree.map(lambda x: 2 * x, variables), X), y)
+
+
+def test_a_name_may_be_a_field():
+    """It names the part, and the part knows it; a part without a parent stays by itself."""
+
+    class Named(bridge.Module):
+        name: str
+
+    class Model(bridge.Module):
+        @bridge.compact
+        def __call__(self):
+            named = Named(name="a")
+            assert (self.a is named, named.name) == (True, "a")
+            alone = Dense(parent=None)
+            assert (alone.scope, named.scope) == (None, self.scope)
+            with pytest.raises(ValueError, match="parent is None"):
+                Dense(parent=self)
+            self.later = alone
+            return alone(X)
+
+    assert Model().init(0)["params"].keys() == {"later"}
+    assert Named("b").name == "b"
+
+
+def test_a_seed_is_for_all_names():
+    """One stream serves whatever is drawn, as of Rngs(seed)."""
+
+    class Draws(bridge.Module):
+        @bridge.compact
+        def __call__(self):
+            return self.make_rng("params"), self.make_rng("dropout"), self.make_rng()
+
+    rngs = nnx.Rngs(3)
+    expected = rngs.params(), rngs.dropout(), rngs()
+    for seed in 3, jax.random.key(3):
+        assert Draws().apply({}, rngs=seed) == expected
+        assert Draws().init_with_output(seed)[0] == expected
+
+
+def test_partitioning_is_boxed_as_in_linen():
+    """The names of axes stand in Linen's own box, and come back from it."""
+    init = bridge.with_partitioning(nnx.initializers.ones, ("in", "out"))
+
+    class Model(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            w = self.param("w", init, (3, 2))
+            assert w.sharding_names == ("in", "out")
+            return x @ w
+
+    variables = Model().init(0, X)
+    assert isinstance(variables["params"]["w"], nn.Partitioned)
+    assert nn.get_partition_spec(variables)["params"]["w"] == jax.sharding.PartitionSpec("in", "out")
+    assert jnp.array_equal(Model().apply(variables, X), X @ jnp.ones((3, 2)))
+
+
+def test_a_plain_method_that_is_run_may_make_parameters():
+    """And is the current Module; parts of others are made in `setup` or a compact method."""
+
+    class Plain(bridge.Module):
+        def __call__(self):
+            assert bridge.current_module() is self
+            assert not bridge.current_context().in_compact
+            return self.param("w", nnx.initializers.ones, ())
+
+    class Outer(bridge.Module):
+        def setup(self):
+            self.part = Plain()
+
+        def __call__(self):
+            assert bridge.current_module() is self
+            return self.part.param("v", nnx.initializers.ones, ())
+
+        def lost(self):
+            return bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(2, 2, rngs=rngs))
+
+    assert Plain().init(0) == {"params": {"w": 1.0}}
+    assert Outer().init(0) == {"params": {"part": {"v": 1.0}}}
+    with pytest.raises(ValueError, match="nnx_in_bridge_mdl is called in `setup`"):
+        Outer().init(0, method="lost")
+
+
 def test_what_is_refused():
     """Calls outside a run, missing parameters, a parameter under two names, parts outside a Module."""
     with pytest.raises(ValueError, match=r"A Dense can make 'w' only in its `setup`"):
@@ -214,6 +317,6 @@ def test_the_stack_has_what_is_running():
     assert not bridge.module.has_setup(Dense())
     with pytest.raises(ArithmeticError):
         Failing().init(0, X)
-    assert seen == [[None, Failing], [None, True]]
+    assert seen == [[None, Failing], [None, False, True]]
     assert context.module_stack == (None,)
     assert bridge.current_context() is None

@@ -330,6 +330,37 @@ def test_priorities_of_attributes():
         assert here == there
 
 
+def test_names_in_setup():
+    """A part with a name has its variables there, whatever attribute it becomes; a seed serves all streams."""
+
+    def script(nnx):
+        bridge = nnx.bridge
+
+        class Dense(bridge.Module):
+            @bridge.compact
+            def __call__(self, x):
+                init = bridge.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+                return x @ self.param("w", init, (3, 3))[...]
+
+        class Model(bridge.Module):
+            def setup(self):
+                self.layers = [Dense(name="first"), Dense()]
+                self.a = self.z = Dense(name="m")
+                self.linear = bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 3, rngs=rngs), name="unused")
+
+            def __call__(self, x):
+                for layer in [*self.layers, self.first, self.m, self.a, self.linear]:
+                    x = layer(x)
+                entry = bridge.current_context()
+                return x, self.make_rng("dropout"), entry.module is self, entry.in_compact
+
+        with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
+            out, variables = Model().init_with_output(0, X)
+            return plain([out, variables, Model().apply(variables, X, rngs=1, mutable=True)])
+
+    same(script)
+
+
 def test_keys_of_the_running_linen_module():
     """One key from each stream, another at each time."""
 
