@@ -103,11 +103,12 @@ def tabulate(
     """Return a table of the calls of Modules in ``obj.method(*input_args, **input_kwargs)``.
 
     Nothing is computed and nothing changes. There is a row for each call, in order, with path, type, inputs, outputs,
-    and a column for each type of Variable: those of the Module itself by name, and how many elements and bytes it holds
-    with all below. Variables that an earlier row of the same Module has shown, or that belong to another Module first,
-    are left out. The last row has the totals. Layers that ``vmap`` or ``scan`` run over stacked Variables, and a layer
-    that they run again and again, such as the cell of an RNN, are one row, marked ``×n``, with the inputs and outputs
-    of one run, and the Variables and FLOPs of all.
+    and a column for each type of Variable: those of the Module itself by name, with their metadata, and how many
+    elements and bytes it holds with all below. The name of a method other than ``__call__`` ends the path. Variables
+    that an earlier row of the same Module has shown, or that belong to another Module first, are left out. The last row
+    has the totals. Layers that ``vmap`` or ``scan`` run over stacked Variables, and a layer that they run again and
+    again, such as the cell of an RNN, are one row, marked ``×n``, with the inputs and outputs of one run, and the
+    Variables and FLOPs of all.
 
     The table is a string, wrapped to the width of the terminal; a notebook shows it as HTML.
 
@@ -250,30 +251,26 @@ def _with_static(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, dict
 
 
 class _Follower:
-    """Makes a row of each call that enters a Module; a Module's calls of its own helpers are part of its call."""
+    """Makes a row of each call."""
 
     def __init__(self, flops: bool, vjp_flops: bool, stored: Mapping[tuple, Any]):
         self.rows: list[CallInfo] = []
-        self.running: list[tuple] = []
         self.stacked: list[int] = [1]  # of the calls that are running
         self.stored = stored
         self.flops, self.vjp_flops = flops, vjp_flops
 
     def on_call(self, module: Any, path: tuple, name: str, args: tuple, kwargs: dict) -> Callable[[Any], None]:
-        depth = len(self.running)
-        is_helper = name != "__call__" and self.running[-1:] == [path]
+        depth = len(self.stacked)
         row = CallInfo(path, type(module), name, *_shapes((args, kwargs)), call_order=len(self.rows))
         row.stacked = max(self.count_layers(module, path), runs())
-        if not is_helper:
-            self.rows.append(row)
-        self.running.append(path)
-        self.stacked = [*self.stacked[: depth + 1], row.stacked]
-        wanted = [] if is_helper else [_forward] * self.flops + [_forward_and_backward] * self.vjp_flops
+        self.rows.append(row)
+        self.stacked.append(row.stacked)
+        wanted = [_forward] * self.flops + [_forward_and_backward] * self.vjp_flops
         call, traced = _with_static(getattr(type(module), name), (module, *args), kwargs)
         packed = pack(Arguments((traced,), {})) if wanted else None
 
         def finish(out: Any) -> None:
-            del self.running[depth:], self.stacked[depth + 1 :]  # also calls that failed, where the caller went on
+            del self.stacked[depth:]  # also calls that failed, where the caller went on
             row.outputs = _shapes(out)
             if packed is not None:
                 with listening(None):
@@ -290,7 +287,7 @@ class _Follower:
             if getattr(here, "size", 0) and getattr(stored, "ndim", 0) > here.ndim:
                 return stored.size // here.size
             known = known or (stored is not None and not isinstance(variable, RngState))
-        return 1 if known else self.stacked[len(self.running)]
+        return 1 if known else self.stacked[-1]
 
 
 def _variables(node: Any) -> Iterator[tuple[tuple, Variable]]:
@@ -408,10 +405,16 @@ class _Variables:
         own = [(p[-1], x) for p, x in self.leaves if p[:-1] == path and not isinstance(x, RngState)]
         cells = {}
         for kind in self.kinds:
-            listed = [f"{name}: {_short(_shapes(x))}" for name, x in own if _kind(x) == kind]
+            listed = [line for name, x in own if _kind(x) == kind for line in _described(name, x)]
             size = self.size(path, kind)
             cells[kind] = "\n".join([*listed, "", str(size)] if listed else [str(size)]) if size[0] else ""
         return cells
+
+
+def _described(name: Any, x: Any) -> list[str]:
+    """The name of a Variable with its shape, and its metadata."""
+    metadata = x.get_metadata() if isinstance(x, Variable) else {}
+    return [f"{name}: {_short(_shapes(x))}", *(f"  {key}: {_short(value)}" for key, value in metadata.items())]
 
 
 def _kind(x: Any) -> str:
@@ -424,7 +427,7 @@ def _kind(x: Any) -> str:
 def _cells(row: CallInfo) -> dict[str, str]:
     path = "/".join(map(str, row.path))
     return {
-        "path": path if row.method == "__call__" else f"{path}.{row.method}".removeprefix("."),
+        "path": path if row.method == "__call__" else f"{path}/{row.method}".removeprefix("/"),
         "type": row.type.__name__ if row.stacked == 1 else f"{row.type.__name__} ×{row.stacked}",
         "inputs": row.inputs_repr,
         "outputs": _lines(row.outputs),
@@ -469,7 +472,7 @@ def _draw(table: list[list[str]], title: str, footer: str, width: int) -> str:
         [
             title.center(sum(widths) + frame).rstrip() + "\n",
             *(_rule("┏┳┓", "━", widths), _row(header, "┃"), _rule("┡╇┩", "━", widths)),
-            *(body, _rule("└┴┘", "─", widths)),
+            *(body, _rule("└┴┘", "─", widths), "\n"),
             footer.center(sum(widths) + frame).rstrip() + "\n",
         ]
     )

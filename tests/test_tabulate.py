@@ -82,9 +82,9 @@ def net():
 
 
 def test_a_row_for_each_call():
-    """In the order in which the calls begin, shared Modules under their first path; helpers have none."""
+    """In the order in which the calls begin, shared Modules under their first path; methods of its own, too."""
     block = ["again", "again/linear", "again/norm", "again/dropout"]
-    assert rows(net(), X) == ["", *block, *block, "heads/0"]
+    assert rows(net(), X) == ["", *block, *block, "encode", "scaled", "heads/0"]
     assert rows(net(), X, columns=("type",))[:3] == ["Net", "Block", "Linear"]
 
 
@@ -107,26 +107,26 @@ def test_inputs_and_outputs():
 
 def test_python_values_stay_what_they_are():
     """A flag may steer the forward; shapes may stand for arrays; a model may be abstract."""
-    assert rows(net(), X, flag=False) == ["", "heads/0"]
-    assert rows(net(), jax.ShapeDtypeStruct((3, 4), "float32"), flag=False) == ["", "heads/0"]
-    assert rows(nnx.eval_shape(net), np.ones((3, 4), "float32"), flag=False) == ["", "heads/0"]
+    assert rows(net(), X, flag=False) == ["", "encode", "scaled", "heads/0"]
+    assert rows(net(), jax.ShapeDtypeStruct((3, 4), "float32"), flag=False) == ["", "encode", "scaled", "heads/0"]
+    assert rows(nnx.eval_shape(net), np.ones((3, 4), "float32"), flag=False) == ["", "encode", "scaled", "heads/0"]
 
 
 def test_methods():
     """Another method than __call__, of the model or of what it calls, is named after its path."""
-    assert rows(net(), X, method="encode") == ["encode", "heads/0"]
+    assert rows(net(), X, method="encode") == ["encode", "scaled", "heads/0"]
     rnn = nnx.RNN(nnx.SimpleCell(4, 2, rngs=nnx.Rngs(0)))
-    assert rows(rnn, X) == ["", "cell.initialize_carry", "cell", "cell/dense_i", "cell/dense_h"]
+    assert rows(rnn, X) == ["", "cell/initialize_carry", "cell", "cell/dense_i", "cell/dense_h"]
 
 
 def test_depth_and_filter():
     """depth limits the length of paths, row_filter says which of the rest; the totals stay."""
-    assert rows(net(), X, depth=0) == [""]
-    assert rows(net(), X, depth=1) == ["", "again", "again"]
+    assert rows(net(), X, depth=0) == ["", "encode", "scaled"]
+    assert rows(net(), X, depth=1) == ["", "again", "again", "encode", "scaled"]
     assert rows(net(), X, row_filter=lambda row: row.type is nnx.Linear) == ["again/linear", "again/linear", "heads/0"]
     seen = []
     nnx.tabulate(net(), X, row_filter=lambda row: seen.append(row) or True)
-    assert [row.call_order for row in seen] == list(range(10))
+    assert [row.call_order for row in seen] == list(range(12))
     assert (seen[1].path, seen[1].type, seen[1].method) == (("again",), Block, "__call__")
     assert seen[1].inputs_repr == "- float32[3,4]\nscale: 2.0"
 
@@ -152,6 +152,19 @@ def test_variables():
         ("again/dropout", "", "", "2 (12 B)"),
     ]
     assert shown[5] == ("again", "", "", "")
+
+
+def test_metadata():
+    """Below the Variable that has it, in one line each."""
+
+    class Unknown:
+        def __repr__(self):
+            return "<unknown>"
+
+    block = Block(nnx.Rngs(0))
+    block.linear.kernel.set_metadata({"sharding": ("in", None), "what": Unknown(), "note": "a text " * 9})
+    kernel = "kernel: float32[4,4]|sharding: ('in', None)|what: <unknown>|note: str"
+    assert rows(block, X, columns=("Param",))[1] == f"bias: float32[4]|{kernel}||20 (80 B)"
 
 
 def test_totals():
@@ -197,7 +210,7 @@ def test_calls_inside_transforms():
     """Under scan, remat and jit, of functions and of methods, compiled before or not: the same rows."""
     model = Lifted(nnx.Rngs(0))
     model.block.eval()
-    expected = ["", "block", "block/linear", "block/norm", "block/dropout", "block/linear", "layers"]
+    expected = ["", "block", "block/linear", "block/norm", "block/dropout", "block/linear", "run", "layers"]
     assert rows(model, X) == expected
     model(X)
     assert rows(model, X) == expected
@@ -299,7 +312,8 @@ def test_the_text():
     text = nnx.tabulate(net(), X, console_kwargs={"width": 70}, table_kwargs={"title": "A title"}, column_kwargs={})
     lines = text.split("\n")
     assert lines[0].strip() == "A title"
-    assert {len(line) for line in lines[1:-2]} == {70}
+    assert {len(line) for line in lines[1:-3]} == {70}
+    assert lines[-3] == ""
     assert len(lines[-2]) <= 70
     wide = nnx.tabulate(net(), X, console_kwargs={"width": 500, "force_terminal": True})
     assert "│ kernel: float32[4,4] │" in wide

@@ -209,6 +209,56 @@ def test_tables(restored):
     same(lambda nnx: table(nnx, block(nnx), X, row_filter=lambda row: row.type is nnx.Linear))
 
 
+def test_rows_of_methods(restored):
+    """A method that is no __call__ ends the path, also one of its own that a Module calls."""
+
+    def nested(nnx):
+        class Net(nnx.Module):
+            def __init__(self):
+                self.block = block(nnx)
+
+            def __call__(self, x):
+                return self.head(self.block.encode(x)["a"])
+
+            def head(self, x):
+                return x * 2
+
+        return Net()
+
+    rows = same(lambda nnx: [row[:4] for row in table(nnx, nested(nnx), X)])
+    assert [row[0] for row in rows] == ["path", "", "block/encode", "block/linear", "head", ""]
+
+
+def test_axes_under_other_names():
+    """Metadata that names the axes gets the name that transform_metadata has for it, and loses it again."""
+
+    def script(nnx):
+        axes = {nnx.PARTITION_NAME: "layers", "logical": "depth", "absent": "depth"}
+        options = {"in_axes": 0, "out_axes": 0, "transform_metadata": axes}
+        names = {"out_sharding": ("a", "b"), "eager_sharding": False, "logical": ("c", "d"), "note": "text"}
+        made = nnx.vmap(lambda _: nnx.Param(jnp.ones((2, 3)), **names), **options)(jnp.arange(4))
+        seen = [(made.out_sharding, made.logical, made.note)]
+        nnx.vmap(lambda v: seen.append((v.out_sharding, v.logical)), **options)(made)
+        return seen
+
+    same(script)
+
+
+def test_moments_in_other_shards():
+    """The names of their axes are metadata of the parameter."""
+    optax = pytest.importorskip("optax")
+
+    def script(nnx):
+        with jax.set_mesh(MESH):
+            names = {"out_sharding": ("data", None), "optimizer_sharding": (None, "model")}
+            model = nnx.Linear(4, 4, kernel_metadata=names, rngs=nnx.Rngs(0))
+            moment = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param).opt_state[0].mu["kernel"]
+            found = [(v.get_metadata().get("optimizer_sharding"), v[...].sharding.spec) for v in (model.kernel, moment)]
+            return [*found, moment.out_sharding]
+
+    same(script)
+
+
 def test_estimates(restored):
     """The same numbers of operations; the last row is ours alone, and has their totals."""
     estimates = {"compute_flops": True, "compute_vjp_flops": True}
