@@ -1,12 +1,13 @@
 """Variables, under the name that flax.nnx has for them; and the kinds of Variables that it lets one choose.
 
-Of these, ``ref=True`` is a setting of any Variable here. ``hijax=True`` is kept as metadata and has no other effect.
+Of these, ``ref=True`` is a setting of any Variable here. ``hijax=True`` is kept as metadata, has no other effect, and is warned of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..core.variables import *  # noqa: F403
@@ -17,51 +18,62 @@ from ..sharding import using_eager_sharding as using_eager_sharding
 _KINDS = {"hijax": False, "ref": False}
 
 
-class VarDefaults(Mapping):
-    """What Variables that do not say otherwise are asked to be."""
+class var_defaults(Mapping):  # flax.nnx has a function of this name
+    """What Variables that do not say otherwise are asked to be.
 
-    hijax = property(lambda self: self["hijax"])
-    ref = property(lambda self: self["ref"])
-
-    def __init__(self, **asked: bool):
-        self._asked = {**_KINDS, **asked}
-
-    def __getitem__(self, kind: str) -> bool:
-        return self._asked[kind]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._asked)
-
-    def __len__(self) -> int:
-        return len(self._asked)
-
-    def __repr__(self) -> str:
-        return f"VarDefaults(hijax={self.hijax}, ref={self.ref})"
-
-
-def var_defaults(
-    *, hijax: bool | None = None, ref: bool | None = None
-) -> VarDefaults | AbstractContextManager[VarDefaults]:
-    """Return what Variables are asked to be; with arguments, set it in a ``with`` block or a decorated function.
+    With arguments, it is set: for good when called, within a ``with`` block, or within each call of the function that
+    it decorates.
 
     >>> with nnx.variablelib.var_defaults(ref=True):
     ...   variable = nnx.Variable(1)
     >>> variable.ref, nnx.variablelib.var_defaults()
-    (True, VarDefaults(hijax=False, ref=False))
+    (True, var_defaults(hijax=False, ref=False))
     """
-    asked = {kind: x for kind, x in {"hijax": hijax, "ref": ref}.items() if x is not None}
-    return _asking(asked) if asked else VarDefaults(**DEFAULTS)
 
+    hijax = property(lambda self: self["hijax"])
+    ref = property(lambda self: self["ref"])
 
-@contextmanager
-def _asking(asked: dict[str, bool]) -> Iterator[VarDefaults]:
-    before = dict(DEFAULTS)
-    DEFAULTS.update(asked)
-    try:
-        yield VarDefaults(**DEFAULTS)
-    finally:
+    def __init__(self, *, hijax: bool | None = None, ref: bool | None = None):
+        if hijax:
+            warnings.warn(_NO_HIJAX, stacklevel=2)
+        self._asked = {kind: x for kind, x in {"hijax": hijax, "ref": ref}.items() if x is not None}
+        self._before = dict(DEFAULTS)
+        DEFAULTS.update(self._asked)
+        self._now = {**_KINDS, **DEFAULTS}
+
+    def __enter__(self) -> var_defaults:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         DEFAULTS.clear()
-        DEFAULTS.update(before)
+        DEFAULTS.update(self._before)
+
+    def __call__(self, function: Callable) -> Callable:
+        self.__exit__()
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with var_defaults(**self._asked):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    def __getitem__(self, kind: str) -> bool:
+        return self._now[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now)
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def __repr__(self) -> str:
+        return f"var_defaults(hijax={self.hijax}, ref={self.ref})"
+
+
+_NO_HIJAX = """\
+hijax=True has no effect in nnxlib: changes come out of nnx.jit, nnx.grad and so on, and are lost in jax.jit, unless \
+Variables are kept in a jax.Ref (ref=True)."""
 
 
 class _Asked(type):

@@ -67,7 +67,7 @@ def test_the_mode_can_be_set_for_all_calls():
     with nnx.set_graph_mode(False):
         assert isinstance(nnx.grad(loss)(model, X), Net)
     assert isinstance(nnx.grad(loss)(model, X), nnx.State)
-    with nnx.set_graph_updates(False), nnx.var_defaults(hijax=True):
+    with nnx.set_graph_updates(False), nnx.var_defaults(ref=False):
         assert isinstance(nnx.grad()(loss)(model, X), Net)
     assert nnx.with_vars(model, ref=True).linear.kernel.ref
 
@@ -219,13 +219,17 @@ def test_what_variables_are_asked_to_be():
     with nnx.var_defaults(ref=True) as now:
         assert (now.ref, nnx.var_defaults().hijax, len(now)) == (True, False, 2)
         v, other = nnx.Param(1), nnx.Param(1, ref=False)
-        with nnx.var_defaults(hijax=True):
-            assert repr(nnx.var_defaults()) == "VarDefaults(hijax=True, ref=True)"
+        with pytest.warns(UserWarning, match="hijax=True has no effect"), nnx.var_defaults(hijax=True):
+            assert repr(nnx.var_defaults()) == "var_defaults(hijax=True, ref=True)"
             both = nnx.Param(1)
     assert (v.ref, other.ref, both.hijax, nnx.Param(1).ref, nnx.Param(1).hijax) == (True, False, True, False, False)
     assert [isinstance(x, nnx.variablelib.HijaxVariable) for x in (v, both)] == [False, True]
     assert nnx.var_defaults(ref=True)(lambda: nnx.Param(1).ref)()
     assert not nnx.var_defaults().ref
+    with nnx.var_defaults(ref=False):
+        nnx.var_defaults(ref=True)
+        assert nnx.Param(1).ref
+    assert not nnx.Param(1).ref
 
 
 def test_variables_are_copied_to_what_they_are_asked_to_be():
