@@ -1,6 +1,6 @@
 """Variables, under the name that flax.nnx has for them; and the kinds of Variables that it lets one choose.
 
-Of these, ``ref=True`` is a setting of any Variable here. ``hijax=True`` is kept as metadata, has no other effect, and is warned of.
+Of these, ``ref=True`` is a setting of any Variable here. ``hijax=True`` is kept as metadata and has no other effect.
 """
 
 from __future__ import annotations

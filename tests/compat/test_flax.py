@@ -219,7 +219,9 @@ def test_what_variables_are_asked_to_be():
     with nnx.var_defaults(ref=True) as now:
         assert (now.ref, nnx.var_defaults().hijax, len(now)) == (True, False, 2)
         v, other = nnx.Param(1), nnx.Param(1, ref=False)
-        with pytest.warns(UserWarning, match="hijax=True has no effect"), nnx.var_defaults(hijax=True):
+        with pytest.warns(UserWarning, match="hijax=True has no effect"):
+            hijax = nnx.var_defaults(hijax=True)
+        with hijax:
             assert repr(nnx.var_defaults()) == "var_defaults(hijax=True, ref=True)"
             both = nnx.Param(1)
     assert (v.ref, other.ref, both.hijax, nnx.Param(1).ref, nnx.Param(1).hijax) == (True, False, True, False, False)
