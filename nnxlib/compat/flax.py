@@ -183,13 +183,11 @@ def _in_a_copy(replace: Callable) -> Callable:
 split_rngs, fork_rngs = _in_a_copy(nnxlib.split_rngs), _in_a_copy(nnxlib.fork_rngs)
 
 
-def _with_switches(name: str, value: Any) -> Any:
+def _with_switches(value: Any) -> Any:
     """A function of nnxlib that takes the switches, or a module whose functions do; other values as they are."""
-    if inspect.ismodule(value):
-        return _Namespace(value)
-    if name in functional.TRANSFORMS:
-        return _transform(value)
-    return _without_switches(value) if inspect.isfunction(value) else value
+    if inspect.isfunction(value):
+        return _without_switches(value)
+    return _Namespace(value) if inspect.ismodule(value) else value
 
 
 class _Namespace(types.ModuleType):
@@ -205,7 +203,7 @@ class _Namespace(types.ModuleType):
         if value is getattr(nnxlib, name, MISSING):
             value = getattr(here, name)
         elif value is not getattr(here, name, MISSING):
-            value = _with_switches(name, value)
+            value = _with_switches(value)
         setattr(self, name, value)
         return value
 
@@ -215,7 +213,8 @@ class _Namespace(types.ModuleType):
 
 @functools.cache  # not in globals(), where `map` of nnxlib would take the place of Python's
 def __getattr__(name: str) -> Any:
-    return _with_switches(name, getattr(nnxlib, name))
+    value = getattr(nnxlib, name)
+    return _transform(value) if name in functional.TRANSFORMS else _with_switches(value)
 
 
 def __dir__() -> list[str]:

@@ -723,8 +723,7 @@ class InstanceNorm(Module):
         """Normalise ``x`` of shape ``[batch, *spatial, num_features]``; see :meth:`LayerNorm.__call__`.
 
         Raises:
-          LayerInputError: if the feature axis has another size, or there is no axis to normalise over, which would
-            give zeros.
+          LayerInputError: if the feature axis has another size.
           ValueError: if ``feature_axes`` includes the first axis.
         """
         affine = self.scale is not None or self.bias is not None
@@ -734,8 +733,6 @@ class InstanceNorm(Module):
                 "The channel axes cannot include the leading dimension as this is assumed to be the batch axis."
             )
         axes = tuple([a for a in range(1, x.ndim) if a not in feature_axes])
-        if not axes and self.axis_name is None:
-            raise input_error(self, f"inputs of shape [batch, *spatial, {self.num_features}]", x)
         x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
         mean, var = moments(
             x,
