@@ -9,7 +9,8 @@ are taken and have no effect, but for what a caller can see. In tree mode, and w
 - random streams are split and forked in a copy;
 - what cannot work there is refused: prefixes by filter, and a Variable that goes in, or comes out, by two ways.
 
-In either mode a ``scan`` may change what it passes whole.
+In either mode a ``scan`` may change what it passes whole, and a State is not a snapshot: it holds the very Variables of
+the model, and ``merge`` puts those of a State into the new one.
 
 Everything else is nnxlib's own; a name is looked up there when it is first asked for.
 """
@@ -27,7 +28,7 @@ import nnxlib
 
 from ..core.errors import format_path
 from ..core.variables import MISSING
-from . import functional
+from . import aliases, functional
 from .trees import OF_GRAPHS, check_tree
 from .variablelib import var_defaults as var_defaults
 
@@ -136,6 +137,10 @@ def _without_switches(function: Callable) -> Callable:
         return function(*args, **kwargs)
 
     return wrapper
+
+
+state, split, merge = map(_without_switches, (aliases.state, aliases.split, aliases.merge))
+variables = state
 
 
 def _transform(transform: Callable) -> Callable:

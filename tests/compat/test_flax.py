@@ -33,6 +33,48 @@ def test_the_names_are_those_of_nnxlib():
         nnx.no_such_name
 
 
+def test_a_state_holds_the_very_variables():
+    """Of the model; and a model that is merged holds those of the State, unless it is to have copies."""
+    model = Net(nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    assert params["linear"]["kernel"] is nnx.state(model)["linear"]["kernel"] is model.linear.kernel
+    assert nnx.variables(model, nnx.Param, ...)[0]["linear"]["kernel"] is model.linear.kernel
+    merged = nnx.merge(graphdef, params, rest)
+    assert merged.linear.kernel is model.linear.kernel
+    assert merged.linear is not model.linear
+    assert nnx.merge(graphdef, params, rest, copy=True).linear.kernel is not model.linear.kernel
+    assert nnx.state(model.linear.kernel) is model.linear.kernel
+    graphdef, kernel = nnx.split(model.linear.kernel)
+    assert nnx.merge(graphdef, kernel) is kernel is model.linear.kernel
+    cycle = nnx.Dict(a=nnx.Param(1))
+    cycle.itself = cycle
+    merged = nnx.merge(*nnx.split(cycle))
+    assert merged.itself is merged is not cycle
+    assert merged.a is cycle.a
+
+    def halve(state):
+        jax.tree.map(lambda x: x.set_value(x / 2), state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+    before = model.linear.kernel.value
+    halve(params)
+    nnx.jit(lambda model, state: halve(state))(model, params)
+    assert jnp.array_equal(model.linear.kernel.value, before / 4)
+
+
+def test_merge_makes_variables_of_the_running_trace():
+    """Those of a State from outside could not be written to."""
+    graphdef, state = nnx.split(nnx.Dict(n=nnx.Variable(jnp.array(1.0))))
+
+    @jax.jit
+    def count(x):
+        merged = nnx.merge(graphdef, state)
+        merged.n[...] += x
+        return merged.n.value
+
+    assert count(1.0) == 2.0
+    assert state["n"].value == 1.0
+
+
 def test_switches_are_taken_everywhere():
     model = Net(nnx.Rngs(0))
     graphdef, state = nnx.split(model, graph=True)

@@ -1,0 +1,67 @@
+"""States that are the live Variables, as flax.nnx has them.
+
+There, what ``state`` and ``split`` return holds the very Variables of the model, and ``merge`` puts the Variables of a
+State into the new model. Code for flax.nnx may write to a State and expect the model to change; where it must not, it
+passes ``copy=True``. In nnxlib a State is a snapshot, so here its Variables are exchanged for the live ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from ..core import ops
+from ..core.filters import Filter
+from ..core.graph import build, pack, trace_of
+from ..core.state import State, map_state, to_flat_state
+from ..core.tracing import current_trace
+from ..core.variables import Variable
+
+
+def state(node: Any, *filters: Filter) -> Any:
+    """:func:`nnxlib.state` with the Variables of ``node`` itself."""
+    found = ops.state(node, *filters)
+    if not isinstance(found, tuple):
+        return _with_variables(found, _variables(node))
+    live = _variables(node)
+    return tuple([_with_variables(each, live) for each in found])
+
+
+variables = state
+
+
+def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
+    """:func:`nnxlib.split` with the Variables of ``node`` itself."""
+    graphdef, *states = ops.split(node, *filters)
+    live = _variables(node)
+    return graphdef, *[_with_variables(each, live) for each in states]
+
+
+def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) -> Any:
+    """:func:`nnxlib.merge` with the Variables of the States themselves; with ``copy`` with new ones.
+
+    Variables of another trace are not put into a Module of this one, where nothing could be written to them.
+    """
+    made, trace = ops.merge(graphdef, *states, **options), current_trace()
+    leaves = itertools.chain(*map(_flat, () if copy else states))
+    given = {path: x for path, x in leaves if isinstance(x, Variable) and trace_of(x) is trace}
+    if not given:
+        return made
+    layout, values, _ = pack(made)
+    rows = {layout.variables[k]: given[path] for path, k in layout.positions.items() if path in given}
+    return build(layout, values, rows)[0]
+
+
+def _variables(node: Any) -> dict[tuple, Variable]:
+    return {path: x for path, x in ops.iter_graph(node) if isinstance(x, Variable)}
+
+
+def _with_variables(found: Any, live: dict[tuple, Variable]) -> Any:
+    if isinstance(found, State):
+        return map_state(lambda path, x: live.get(path, x), found)
+    return live.get((), found)
+
+
+def _flat(state: Any) -> list[tuple[tuple, Any]]:
+    return list(to_flat_state(state)) if isinstance(state, Mapping) else [((), state)]
