@@ -19,7 +19,7 @@ from .containers import Dict, List, holds_data
 from .filters import Filter, to_predicate
 from .objects import MISSING, HasAttributes, Node, Pytree, is_data
 from .ops import clone, iter_children, iter_graph
-from .recordings import record
+from .recordings import attribute_for, record
 from .variables import Perturbation, Variable, variable_type_from_name
 
 A = TypeVar("A")
@@ -146,6 +146,7 @@ class Module(Pytree):
         kind = _variable_type(variable_type)
         if not _records(kind, capture_noop):
             return False
+        name = attribute_for(self, name)
         found = self._recorded(name, kind)
         if found is None:
             record(self, name, kind(reduce_fn(init_fn(), value)), appends=reduce_fn is _append and init_fn is tuple)
@@ -168,7 +169,7 @@ class Module(Pytree):
         Raises:
           ValueError: when the attribute exists and is something else.
         """
-        kind = _variable_type(variable_type)
+        kind, name = _variable_type(variable_type), attribute_for(self, name)
         found = self._recorded(name, kind)
         if found is None and not _records(kind, capture_noop):
             return value

@@ -8,6 +8,7 @@ loop and in it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +27,31 @@ def record(node: Any, name: str, variable: Variable, appends: bool = False) -> N
     check_writable(node, f"record {name!r} in an attribute")
     setattr(node, name, variable)
     node._nnx_mark((name, _RECORDED), appends)
+
+
+def attribute_for(node: Any, name: str) -> str:
+    """The attribute to record under a name: within a capture another one, where this would hide a method of the class.
+
+    Raises:
+      ValueError: if it would hide a method, outside of a capture.
+    """
+    inherited = inspect.getattr_static(type(node), name, None)
+    if not (inspect.isroutine(inherited) or isinstance(inherited, property)):
+        return name
+    if captured_types() is None:
+        raise ValueError(
+            f"Expected the attribute {name!r} of {type(node).__name__} to be a Variable, got a "
+            f"{type(inherited).__name__} of the class; choose another name to record under."
+        )
+    return name + _ASIDE
+
+
+def recorded_name(attribute: str) -> str:
+    """The name that was recorded under: the inverse of :func:`attribute_for`."""
+    return attribute.removesuffix(_ASIDE)
+
+
+_ASIDE = "()"  # no attribute of a class can be called so
 
 
 def recorded_in(node: Node) -> list[str]:

@@ -21,15 +21,13 @@ from ..core.graph import build, commit, diff
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.ops import iter_graph, pop, update
-from ..core.recordings import put_back, record, recorded_in, take_out
+from ..core.recordings import attribute_for, put_back, record, recorded_in, recorded_name, take_out
 from ..core.records import pack_call
 from ..core.references import ways_from
 from ..core.state import State, from_flat_state
 from ..core.tracing import boundary
 from ..core.variables import Variable, new_cell
 from .lift import Arguments, resolve, rows_below
-
-_OUTPUT = "()"
 
 
 def capture(
@@ -47,7 +45,8 @@ def capture(
       *var_types: the types of Variables to record, such as ``nnx.Intermediate`` for what is sown, and
         ``nnx.Perturbation``; each recording is in the State of the first type that takes it. With types only, a
         decorator is returned.
-      init: a State to start from, such as perturbations to be differentiated.
+      init: a State to start from, such as perturbations to be differentiated. Without a type nothing is recorded, and
+        the output is returned by itself.
       method_outputs: a type of Variable in which to record what each method of each Module returns, under the name of
         the method; has a State of its own, the last, if it is not among ``var_types``.
       only: of which Modules, by type or path: ``nnx.Linear``, ``nnx.PathContains('encoder')``, or any other filter.
@@ -74,7 +73,7 @@ def capture(
     [(('layers', 0, '__call__'), (3,)), (('layers', 2, '__call__'), (1,))]
 
     Raises:
-      ArgumentError: if no type of Variable is given, or it is not clear which Module is meant.
+      ArgumentError: if neither a type of Variable nor ``init`` is given, or it is not clear which Module is meant.
       EmptySelectionError: if ``only`` takes none of the Modules that are called.
       PathError: if ``init`` has a Variable where the Module has nothing to hold it.
     """
@@ -82,7 +81,7 @@ def capture(
         types = var_types if fn is None else (fn, *var_types)
         return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs, only=only)
     kinds = tuple(dict.fromkeys((*var_types, *((method_outputs,) if method_outputs is not None else ()))))
-    if not kinds:
+    if not kinds and init is None:
         raise ArgumentError("nnx.capture needs a type of Variable to take out: nnx.capture(model, nnx.Intermediate).")
     function, bound, bound_kwargs = resolve(fn)
 
@@ -100,15 +99,15 @@ def capture(
             inner, objects = build(packed.layout, packed.leaves, loan)
             module: Any = _first_module(inner)
             earlier = take_out(inner, lambda owner, name, variable: type(variable) in kinds)
-            attached = [] if init is None else _attach(module, init)
             listener = inside(packed.layout, objects, [path[2:] for path in packed.layout.paths])
             listener.captured = kinds
             follower = None
             if method_outputs is not None:
                 follower = listener.on_call = _Recorder(method_outputs, only, listener.path_of(module))
             with listening(listener), follower or nullcontext():
+                attached = [] if init is None else _attach(module, init)
                 out = function(*inner.args, **inner.kwargs)
-                recorded = _pop_recorded(module, kinds)
+                recorded = _pop_recorded(module, kinds) if kinds else ()
             take_out(inner, lambda owner, name, variable: type(variable) in kinds)  # of other Modules than this one
             for owner, name in attached:
                 if name in recorded_in(owner):  # of a type that was not asked for
@@ -116,7 +115,7 @@ def capture(
             put_back(earlier)
             after = diff(packed.layout, packed.leaves, objects, out)
         out = commit(packed.layout, after.delta, after.leaves, packed.objects)
-        return out, *map(_renamed, recorded)
+        return (out, *map(_renamed, recorded)) if kinds else out
 
     return functools.update_wrapper(wrapped, fn, updated=())
 
@@ -160,15 +159,14 @@ class _Recorder:
             self.passed[f"{format_path(path)} ({type(module).__name__})"] = None
             return None
         self.recorded.append(module)
-        # Under the bare name of the method the recording would hide the method itself from the next call.
-        return lambda out: module.sow(self.kind, name + _OUTPUT, out)
+        return lambda out: module.sow(self.kind, name, out)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Remove what is left, in Modules that are no part of the one looked into; refuse to have recorded nothing."""
-        take_out(self.recorded, lambda owner, name, variable: name.endswith(_OUTPUT))
+        take_out(self.recorded, lambda owner, name, variable: name != recorded_name(name))
         if error is None and self.passed and not self.recorded:
             raise EmptySelectionError(listed(_NONE.format(only=self.only), list(self.passed)))
 
@@ -177,7 +175,7 @@ _NONE = "nnx.capture(only={only!r}) takes none of the Modules that were called:"
 
 
 def _renamed(recorded: Any) -> State:
-    flat = [((*path[:-1], path[-1].removesuffix(_OUTPUT)), leaf) for path, leaf in recorded.flat_state()]
+    flat = [((*path[:-1], recorded_name(path[-1])), leaf) for path, leaf in recorded.flat_state()]
     return from_flat_state(flat)
 
 
@@ -209,8 +207,9 @@ def _attach(module: Module, state: Any) -> list[tuple[Module, str]]:
             owner: Any = module
             for key in path[:-1]:
                 owner = getattr(owner, key) if isinstance(key, str) and not isinstance(owner, dict) else owner[key]
-            record(owner, path[-1], variable.copy())
-            attached.append((owner, path[-1]))
+            name = attribute_for(owner, path[-1])
+            record(owner, name, variable.copy())
+            attached.append((owner, name))
     return attached
 
 

@@ -574,3 +574,32 @@ def test_init_for_another_model():
     state = nnx.State({"head": {"delta": nnx.Perturbation(X)}})
     with pytest.raises(errors.PathError, match=r"has a Perturbation at head\.delta, and Net has no head"):
         nnx.capture(Net(), nnx.Perturbation, init=state)(X)
+
+
+class Named(nnx.Module):
+    """Records under the names of its methods."""
+
+    def features(self, x):
+        self.sow(nnx.Intermediate, "features", 2 * x)
+        return self.perturb("features_gradient", x)
+
+    def features_gradient(self):
+        return None
+
+    def __call__(self, x):
+        x = self.features(x)
+        return self.features(x)
+
+
+def test_a_recording_hides_no_method():
+    """Within a capture; outside of one it would, so that is an error."""
+    model = Named()
+    out, zeros, recorded = nnx.capture(model, nnx.Perturbation, nnx.Intermediate)(1.0)
+    assert (out, recorded["features"].value, zeros["features_gradient"].value) == (1.0, (2.0, 2.0), 0.0)
+    grad = jax.grad(lambda zeros: nnx.capture(model, init=zeros)(1.0))(zeros)
+    assert grad["features_gradient"].value == 2.0
+    assert vars(model) == {}
+    with pytest.raises(ValueError, match="Expected the attribute 'features' of Named to be a Variable, got a function"):
+        model(1.0)
+    out, both = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)(1.0)
+    assert both["features"].value == (2.0, 1.0, 2.0, 1.0)
