@@ -675,11 +675,14 @@ def pop(node: Any, *filters: Filter) -> Any:
     chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path
     places = []
     for path, x, holder in _places(node):
-        if isinstance(x, Node):
+        if isinstance(x, Variable):
+            identity: Any = id(x)
+        elif isinstance(x, Node):
             if Watch.count:
                 notice(x, x._nnx_trace)
             continue
-        identity = id(x) if isinstance(x, Variable) else path
+        else:
+            identity = path
         group = chosen.get(identity)
         if group is None:
             group = chosen[identity] = groups[first_to_take(path, x)]
@@ -791,7 +794,7 @@ def _places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
     stack: list[tuple[Path, Any, Any]] = [((), node, None)]
     while stack:
         path, value, _ = place = stack.pop()
-        if isinstance(value, Variable) or is_array(value):
+        if isinstance(value, Variable):
             yield place
             continue
         if isinstance(value, Node):
@@ -799,10 +802,16 @@ def _places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
             if id(value) in seen:
                 continue
             seen.add(id(value))
+        elif is_array(value):
+            yield place
+            continue
         elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
             plain.add(type(value))
-        below = [(path + key, x, _holder(value, key)) for key, x in _children(value) if type(x) not in plain]
-        stack += reversed(below)
+        stack += [
+            (path + key, x, value if len(key) == 1 else _holder(value, key))
+            for key, x in reversed(_children(value))
+            if type(x) not in plain
+        ]
 
 
 def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
