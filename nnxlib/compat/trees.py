@@ -30,8 +30,8 @@ def check_tree(node: Any) -> None:
         if isinstance(found[first], Variable) or any(path[: len(first)] == first for path in more):
             paths = ", ".join(map(format_path, (first, *more)))
             raise AliasingError(
-                f"{type(found[first]).__name__} found at paths {paths}: a tree has each Variable once, and no cycles. "
-                "Pass graph=True."
+                f"{type(found[first]).__name__} found at paths {paths}: a tree does not support shared references or "
+                "cycles. Pass graph=True."
             )
     paths_of_refs: dict[int, tuple] = {}
     for path, x in found.items():
