@@ -46,9 +46,9 @@ LAYERS = {
     "WeightNorm": Row(lambda rngs, **kw: nnx.WeightNorm(nnx.Linear(3, 3, rngs=rngs, **kw), rngs=rngs, **kw)),
     "Dropout": Row(lambda rngs: nnx.Dropout(0.5, rngs=rngs), low={}),
     "PReLU": Row(lambda rngs, **kw: nnx.PReLU(**kw)),
-    "MultiHeadAttention": Row(
+    "MultiHeadAttention": Row(  # 8 features in a head: normalised, 2 are always 1 and -1, and their gradient noise
         lambda rngs, **kw: nnx.MultiHeadAttention(
-            2, 4, decode=False, deterministic=False, normalize_qk=True, rngs=rngs, **kw
+            2, 4, 16, decode=False, deterministic=False, normalize_qk=True, rngs=rngs, **kw
         ),
         (2, 3, 4),
     ),
