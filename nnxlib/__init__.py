@@ -271,9 +271,20 @@ if _typing.TYPE_CHECKING:
     from . import bridge as bridge
     from .bridge import wrappers as wrappers
 else:
+    _LATER = {"bridge": ".bridge", "wrappers": ".bridge.wrappers"}
+    _OF_MODES = ("set_graph_mode", "set_graph_updates", "var_defaults", "vars_as", "with_vars")
+    _LIFTED = {name.title(): name for name in ("cond", "grad", "jit", "pmap", "remat", "scan", "vmap")}
+    _INSTEAD = {  # of names that flax.nnx has, or had in an earlier version
+        **dict.fromkeys(_OF_MODES, "nnxlib has one mode; code that sets others imports it from nnxlib.compat.flax"),
+        **{old: f"use nnx.{new}" for old, new in _LIFTED.items()},
+        "fork": "use nnx.fork_rngs or nnx.split_rngs",
+        "register_variable_name_type_pair": "use nnx.register_variable_name",
+        "with_sharding_constraint": "jax.lax.with_sharding_constraint takes a State",
+    }
 
     def __getattr__(name: str):
         """``nnxlib.bridge`` is imported when it is first asked for: it needs flax, and takes as long as flax takes."""
-        if name in ("bridge", "wrappers"):
-            return _importlib.import_module({"bridge": ".bridge", "wrappers": ".bridge.wrappers"}[name], __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _LATER:
+            return _importlib.import_module(_LATER[name], __name__)
+        remedy = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}", name=name)

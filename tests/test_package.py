@@ -44,6 +44,23 @@ def test_importing_nnxlib_loads_no_library_besides_jax_and_numpy():
     assert libraries - expected == {"nnxlib"}
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("set_graph_mode", "from nnxlib.compat.flax"),
+        ("with_vars", "from nnxlib.compat.flax"),
+        ("Scan", "use nnx.scan"),
+        ("fork", "use nnx.fork_rngs or nnx.split_rngs"),
+        ("register_variable_name_type_pair", "use nnx.register_variable_name"),
+        ("with_sharding_constraint", "jax.lax.with_sharding_constraint"),
+    ],
+)
+def test_a_name_of_another_version_of_nnx_says_what_to_use(name, remedy):
+    assert not hasattr(nnxlib, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{re.escape(remedy)}"):
+        getattr(nnxlib, name)
+
+
 def test_importing_nnxlib_starts_no_device():
     """`import nnxlib` computes nothing: it works where the only platform allowed does not exist."""
     run_python("import nnxlib", JAX_PLATFORMS="no_such_platform")
