@@ -10,9 +10,10 @@ traced with.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -199,6 +200,34 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
         place: Any = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
         return jax.device_put(value, Format(names.layout, place) if isinstance(names, Format) else place)
     return _constrained(value, mesh, spec)
+
+
+def settle(cells: Iterable[Any], shardings: Iterable[Any], mesh: Any = None) -> None:
+    """Move the arrays in the cells of Variables to these shardings, but for those that are there already.
+
+    None asks for nothing. A PartitionSpec is one of the mesh, by default that of the context.
+    """
+    mesh = mesh or current_mesh()
+    for cell, sharding in zip(cells, shardings, strict=True):
+        if isinstance(sharding, PartitionSpec) and isinstance(mesh, Mesh):
+            sharding = _named(mesh, sharding)
+        value = cell.value
+        if getattr(value, "sharding", None) != sharding and isinstance(sharding, PartitionSpec | jax.sharding.Sharding):
+            moved = jax.tree.map(functools.partial(_moved, sharding, mesh), value)
+            if cell.value is value:  # no other thread has assigned in between
+                cell.value = moved
+
+
+_named = functools.cache(NamedSharding)
+
+
+def _moved(sharding: Any, mesh: Any, x: Any) -> Any:
+    if not isinstance(x, jax.Array) or not getattr(sharding, "is_fully_addressable", True):
+        return x
+    own = x.sharding
+    if isinstance(own, NamedSharding) and own.spec == sharding and own.mesh.abstract_mesh == mesh:
+        return x
+    return jax.device_put(x, sharding)
 
 
 def _constrained(x: Any, mesh: Any, spec: PartitionSpec) -> Any:

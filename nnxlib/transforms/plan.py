@@ -32,7 +32,9 @@ from ..core.captures import lending
 from ..core.errors import ArgumentError, describe, format_path, listed
 from ..core.graph import Layout, Packed, commit, count_leaves
 from ..core.inputs import ABSENT, AbsentInput
+from ..core.placement import settle
 from ..core.tracing import at_top_level, jaxpr_as_fun
+from ..core.variables import Cell
 from .lift import Crossing, Outcome, name_of
 from .prefixes import join_lanes
 
@@ -173,7 +175,20 @@ class Plan:
     def finish(self, packed: Packed, compiled: Compiled, returned: Sequence[Any]) -> Any:
         """Commit what a compiled function returned to the objects that were packed; returns the user's output."""
         outcome = compiled.outcome_of(returned)
-        return commit(packed.layout, outcome.delta, compiled.leaves_of(returned), packed.objects)
+        out = commit(packed.layout, outcome.delta, compiled.leaves_of(returned), packed.objects)
+        if self.places and at_top_level():
+            self.settle([packed.objects[i]._cell for i in packed.layout.variables])
+        return out
+
+    @property
+    def places(self) -> bool:
+        """Whether the arguments have shardings, to which the Variables in them are to be moved."""
+        return self._in_shardings is not None
+
+    def settle(self, cells: Sequence[Cell]) -> None:
+        """Leave the Variables where the function takes them, so that the next call need not move them there again."""
+        assert self._in_shardings is not None
+        settle(cells, self._in_shardings[: len(cells)])
 
     def call(self, packed: Packed) -> Any:
         """Call the function on what was packed, of which a trace may borrow the objects that the function captures.

@@ -11,9 +11,12 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.errors import format_path
+from ..core.graph import Packed
 from ..core.objects import is_node
+from ..core.placement import settle
 from ..core.records import pack_call
-from ..core.variables import MISSING
+from ..core.tracing import at_top_level
+from ..core.variables import MISSING, Cell
 from .classes import lifts_classes
 from .lift import Arguments, Observed, lift_lanes, resolve
 from .prefixes import broadcast_prefix, label_arguments
@@ -36,7 +39,7 @@ def shard_map(
         is replicated.
       mesh: the mesh; that of the context if None.
       in_specs: a pytree prefix of the positional arguments with a ``PartitionSpec`` at each leaf, or
-        :class:`StateSharding` for a Module. What changes in an argument comes back with the spec it went in with.
+        :class:`StateSharding` for a Module. The Variables of an argument are left sharded as they went in.
       out_specs: the same for the output.
       axis_names: the axes of the mesh that are mapped over by hand; all by default.
       check_vma: whether to check that what is replicated does not vary over devices.
@@ -80,7 +83,16 @@ def shard_map(
 
             return run
 
-        return lift_lanes(over, function, arguments, contexts, out_specs)
+        where: dict[Cell, Any] = {}
+
+        def note(packed: Packed, labels: Sequence[Any]) -> None:
+            specs = [_REPLICATED if label is None else label for label in labels]
+            where.update(zip([packed.objects[i]._cell for i in packed.layout.variables], specs, strict=False))
+
+        out = lift_lanes(over, function, arguments, contexts, out_specs, note)
+        if at_top_level() and not axis_names:  # else a spec says nothing of the other axes
+            settle(where, where.values(), mesh)
+        return out
 
     return wrapped
 

@@ -241,7 +241,10 @@ class Site:
         outcome = compiled.outcome_of(returned)
         if type(returned) is tuple and self._can_be_short(records, outcome):
             self._shorten(forms.setdefault(key[0], Form()), leaves, records, reads, outcome)
-        return self.finish(leaves, records, compiled, returned)
+        out = self.finish(leaves, records, compiled, returned)
+        if self.plan.places:
+            self.plan.settle([records[k].cells[j] for k, j in self._places.cells])
+        return out
 
     def finish(
         self, arguments: Sequence[Any], records: Sequence[Record], compiled: Compiled, returned: Sequence[Any]

@@ -69,6 +69,52 @@ def test_uncommitted_inputs_are_placed():
     assert is_like(model.mean.value, ROWS)
 
 
+def placements(model):
+    return {path[-1]: variable.value.sharding for path, variable in nnx.state(model).flat_state()}
+
+
+ASKED = {"kernel": COLUMNS, "mean": ROWS, "bias": WHOLE}
+
+
+def test_what_is_only_read_stays_where_it_was_moved():
+    """So it is moved once: the next call takes the very arrays. What is not read is moved with it."""
+    read = nnx.jit(lambda m: m.kernel.sum(), in_shardings=(BY_FILTER,))
+    first, second = Net(), Net()
+    for model in (first, second):  # the second by the short way
+        assert read(model) == 64.0
+        assert placements(model) == ASKED
+        arrays = jax.tree.leaves(nnx.state(model))
+        read(model)
+        assert all(x is y for x, y in zip(arrays, jax.tree.leaves(nnx.state(model)), strict=True))
+    second.kernel.value = jnp.zeros((8, 8))
+    assert read(second) == 0.0
+    assert placements(second) == ASKED
+    np.testing.assert_array_equal(first.kernel.value, np.ones((8, 8)))
+
+
+def test_a_spec_is_of_the_mesh_around():
+    """A PartitionSpec in in_shardings moves Variables of any kind of value, under ``jax.set_mesh``."""
+    model = Net()
+    model.extra = nnx.Variable({"a": jnp.ones(8), "b": 2})
+    with jax.set_mesh(MESH):
+        nnx.jit(lambda m: None, in_shardings=(PartitionSpec(),))(model)
+    assert model.extra.value["a"].sharding == WHOLE
+    assert model.extra.value["b"] == 2
+    assert set(placements(nnx.List([model.kernel, model.bias])).values()) == {WHOLE}
+
+
+def test_a_call_that_fails_or_has_no_shardings_moves_nothing():
+    model = Net()
+    arrays = jax.tree.leaves(nnx.state(model))
+    with pytest.raises(ZeroDivisionError):
+        nnx.jit(lambda m: 1 // 0, in_shardings=(BY_FILTER,))(model)
+    nnx.jit(lambda m: m.kernel.sum(), in_shardings=(None,))(model)
+    nnx.jit(lambda m: m.kernel.sum(), out_shardings=WHOLE)(model)
+    assert all(x is y for x, y in zip(arrays, jax.tree.leaves(nnx.state(model)), strict=True))
+    jax.jit(lambda x: nnx.jit(lambda m: m.kernel.sum() + x, in_shardings=(BY_FILTER,))(model))(1.0)
+    assert all(x is y for x, y in zip(arrays, jax.tree.leaves(nnx.state(model)), strict=True))
+
+
 def test_one_sharding_for_all():
     """A single sharding stands for every leaf of an argument, or of all arguments."""
     model = Net()

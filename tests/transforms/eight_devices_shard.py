@@ -65,6 +65,22 @@ def test_state_goes_in_and_comes_out():
     assert y.sharding.spec == P("d")
 
 
+def test_what_is_only_read_stays_where_it_was_moved():
+    """Each Variable is left where its spec says, unless the specs speak of some axes of the mesh only."""
+    m = Net()
+    sharded(lambda m, x: m.w * x)(m, X)
+    assert [x.value.sharding for x in (m.w, m.total, m.calls)] == [
+        jax.sharding.NamedSharding(MESH, spec) for spec in (P("d"), P(), P())
+    ]
+    w = m.w.value
+    sharded(lambda m, x: m.w * x)(m, X)
+    assert m.w.value is w
+    m.w.value = w = jax.device_put(X, jax.sharding.NamedSharding(GRID, P("b")))
+    total = sharded(lambda w: jax.lax.psum(w.sum(), "a"), in_specs=P("a"), out_specs=P(), mesh=GRID, axis_names={"a"})
+    assert total(m.w) == X.sum()
+    assert m.w.value is w
+
+
 FORMS = {
     "call": lambda m: sharded(apply)(m, X),
     "decorator": lambda m: nnx.shard_map(mesh=MESH, in_specs=(SPEC, P("d")), out_specs=P("d"))(apply)(m, X),
