@@ -61,8 +61,8 @@ class _Paths:
         with stamping:
             for root in self._roots:
                 for path, node in reachable(root, seen, self.known):
-                    if hasattr(type(node), "_nnx_held"):  # a Variable would look for it in its value
-                        object.__setattr__(node, "_nnx_held", with_stamp(node._nnx_held, reference))
+                    if hasattr(type(node), "_nnx_stamps"):  # a Variable would look for it in its value
+                        object.__setattr__(node, "_nnx_stamps", with_stamp(node._nnx_stamps, reference))
                     if id(node) not in self.known:
                         self.known[id(node)] = path
                         self._held.append(node)

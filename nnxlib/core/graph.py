@@ -526,12 +526,12 @@ class Walk:
         self.paths[number] = path
         if isinstance(value, Variable):
             if self.stamp is not None:
-                object.__setattr__(value, "_held", with_stamp(value._held, self.stamp))
+                object.__setattr__(value, "_stamps", with_stamp(value._stamps, self.stamp))
             self.rows[number] = self._variable_row(value, path)
             self.cells[number] = value._cell
             return None
         if self.stamp is not None:
-            object.__setattr__(value, "_nnx_held", with_stamp(value._nnx_held, self.stamp))
+            object.__setattr__(value, "_nnx_stamps", with_stamp(value._nnx_stamps, self.stamp))
         self.exact = self.exact and value._nnx_guarded
         self.arrays[number] = []
         held, marks = value._nnx_contents(), _frozen_items(value._nnx_marks, path)
@@ -619,13 +619,13 @@ def build(
     """Make fresh objects of the running trace from a table; returns the pytree and the objects by row.
 
     Objects in ``given``, by row, are used as they are in place of new ones. ``cell`` makes the cells of the Variables.
-    ``stamp`` ends when the structure of one of the fresh objects changes.
+    A change of the structure of one of the fresh objects invalidates ``stamp``.
     """
     blueprint = layout.blueprint
-    held = () if stamp is None else (weakref.ref(stamp),)
-    made = make_variables(blueprint.variable_types, leaves, fresh(blueprint.metadata), cell, held)
+    stamps = () if stamp is None else (weakref.ref(stamp),)
+    made = make_variables(blueprint.variable_types, leaves, fresh(blueprint.metadata), cell, stamps)
     for owner, kinds in blueprint.node_types.items():
-        made += new_nodes(owner, kinds, held)
+        made += new_nodes(owner, kinds, stamps)
     for i, marks in blueprint.marks:
         object.__setattr__(made[i], "_nnx_marks", dict(marks))
     objects = [made[i] for i in blueprint.order]

@@ -5,7 +5,7 @@ containers :class:`~nnxlib.core.containers.List` and :class:`~nnxlib.core.contai
 slots:
 
 - ``_nnx_trace``: the trace it was made under; a write from another trace raises ``TraceContextError``.
-- ``_nnx_held``: the stamps of the cached layouts that describe the node; a structural change ends them (stamps.py).
+- ``_nnx_stamps``: the stamps of the cached layouts that describe the node; a structural change invalidates them.
 - ``_nnx_record``: the cached layout of the graph below this node, when it was the root of one.
 - ``_nnx_tree``: how the node flattens for raw JAX, if the graph below it was a tree when it was last looked at.
 - ``_nnx_marks``: what was said explicitly about attributes: ``nnx.data`` / ``nnx.static``, and the user's own setting
@@ -37,14 +37,14 @@ from . import errors
 from .captures import Watch, notice
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
-from .stamps import Stamps, end_stamps
+from .stamps import Stamps, invalidate
 from .tracing import current_trace
 from .variables import MISSING, Identified
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
 
-SLOTS = ("_nnx_held", "_nnx_marks", "_nnx_record", "_nnx_trace", "_nnx_tree")
+SLOTS = ("_nnx_marks", "_nnx_record", "_nnx_stamps", "_nnx_trace", "_nnx_tree")
 
 PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # what pytrees.py does with each class of nodes
 
@@ -56,7 +56,7 @@ class Node(Identified):
 
     __slots__ = ()
 
-    _nnx_held: Stamps
+    _nnx_stamps: Stamps
     _nnx_marks: dict[Any, Any] | None
     _nnx_record: Any
     _nnx_trace: Any
@@ -87,7 +87,7 @@ class Node(Identified):
 
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
-        _set(self, "_nnx_held", ())  # what is described inside has no part in what is described outside
+        _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
         _set(self, "_nnx_record", None)
         _set(self, "_nnx_tree", None)
 
@@ -96,10 +96,10 @@ class Node(Identified):
         if type(self) is not kind:
             _set(self, "__class__", kind)
         self._nnx_fill(items)
-        held = self._nnx_held  # left by another thread, which saw what the trace had made of it
+        seen_inside = self._nnx_stamps  # left by another thread, which described what the trace had made of the object
         for name, value in slots.items():
             _set(self, name, value)
-        end_stamps(held, self)
+        invalidate(seen_inside, self)
 
     def __repr__(self) -> str:
         return node_repr(self)
@@ -152,19 +152,19 @@ def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
 
 def init_slots(self: Any) -> None:
     _set(self, "_nnx_trace", current_trace())
-    _set(self, "_nnx_held", ())
+    _set(self, "_nnx_stamps", ())
     _set(self, "_nnx_record", None)
     _set(self, "_nnx_marks", None)
     _set(self, "_nnx_tree", None)
 
 
-def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], held: Stamps = ()) -> list[Any]:
+def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], stamps: Stamps = ()) -> list[Any]:
     """Make many empty nodes, of classes with one :func:`slot_owner`, as :func:`new_node` makes one.
 
-    ``held`` are the stamps that they are to end when they change.
+    A change of one of them invalidates ``stamps``.
     """
     made = list(map(_base(owner).__new__, kinds))
-    slots = {"trace": current_trace(), "held": held, "record": None, "marks": None, "tree": None}
+    slots = {"trace": current_trace(), "stamps": stamps, "record": None, "marks": None, "tree": None}
     for name, value in slots.items():
         deque(map(vars(owner)[f"_nnx_{name}"].__set__, made, repeat(value)), maxlen=0)
     return made
@@ -187,11 +187,11 @@ def _base(kind: type) -> Any:
 
 def structure_changed(node: Any) -> None:
     """Note that attributes were added, removed or replaced by something that is not just a new array value."""
-    held = node._nnx_held
-    if held:
-        end_stamps(held, node)
-        if node._nnx_held is held:  # else another thread has left a stamp, which has not ended
-            _set(node, "_nnx_held", ())
+    stamps = node._nnx_stamps
+    if stamps:
+        invalidate(stamps, node)
+        if node._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
+            _set(node, "_nnx_stamps", ())
 
 
 def check_writable(node: Any, what: str) -> None:

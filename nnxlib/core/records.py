@@ -283,7 +283,7 @@ def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Va
     before, contents = record.variant, {}
     stamp = weakref.ref(record.stamp)
     for x in changed:
-        object.__setattr__(x, "_nnx_held", with_stamp(x._nnx_held, stamp))
+        object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, stamp))
         held = x._nnx_contents()
         contents[record.index[id(x)]] = x._nnx_marks or NO_METADATA, (type(x), *held, *held.values())
     found = before.after(contents)

@@ -32,7 +32,7 @@ from . import errors
 from .captures import Watch, notice
 from .pickling import exportable
 from .placement import placed
-from .stamps import Stamps, end_stamps
+from .stamps import Stamps, invalidate
 from .static import freeze, same_items
 from .tracing import Tracer, TraceRef, current_trace
 
@@ -251,11 +251,11 @@ class Variable(Identified, Generic[A]):
       TraceContextError: when written under another trace than the one it was made under.
     """
 
-    __slots__ = ("__weakref__", "_cell", "_held", "_metadata")
+    __slots__ = ("__weakref__", "_cell", "_metadata", "_stamps")
     __array_priority__ = 200  # ndarray + Variable asks the Variable
 
     _cell: Cell
-    _held: Stamps  # of the cached layouts that describe this Variable
+    _stamps: Stamps  # of the cached layouts that describe this Variable
     _metadata: dict[str, Any]
 
     def __init__(self, value: A | VariableMetadata[A], **metadata: Any):
@@ -271,7 +271,7 @@ class Variable(Identified, Generic[A]):
             metadata = _canonical(metadata)
         cell = new_cell(None)
         _set(self, "_cell", cell)
-        _set(self, "_held", ())
+        _set(self, "_stamps", ())
         _set(self, "_metadata", metadata or NO_METADATA)
         for hook in _as_hooks(metadata.get("on_create_value", ())):
             value = hook(self, value)
@@ -367,8 +367,10 @@ class Variable(Identified, Generic[A]):
     _value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
     # Its cached layout, when it was the root of one. Few are, so there is no slot for it.
     _nnx_record = property(
-        lambda self: getattr(self._held, "record", None),
-        lambda self, record: _set(self, "_held", tuple(self._held) if record is None else _Rooted(self._held, record)),
+        lambda self: getattr(self._stamps, "record", None),
+        lambda self, record: _set(
+            self, "_stamps", tuple(self._stamps) if record is None else _StampsOfRoot(self._stamps, record)
+        ),
     )
 
     # --- on loan to a trace that captured it: see captures.py ---
@@ -378,16 +380,16 @@ class Variable(Identified, Generic[A]):
 
     def _nnx_join(self, trace: TraceRef) -> None:
         # Whoever borrows it gives it a cell of the trace; until then other threads read the one it has.
-        _set(self, "_held", ())  # what is described inside has no part in what is described outside
+        _set(self, "_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
 
     def _nnx_restore(self, state: tuple) -> None:
         kind, before = state
         if type(self) is not kind:
             _set(self, "__class__", kind)
-        held = self._held  # left by another thread, which saw what the trace had made of it
+        seen_inside = self._stamps  # left by another thread, which described what the trace had made of the object
         for name, value in before.items():
             _set(self, name, value)
-        end_stamps(held, self)
+        invalidate(seen_inside, self)
 
     def _where(self) -> str:
         path = errors.locate(self, skip=3)
@@ -442,10 +444,10 @@ class Variable(Identified, Generic[A]):
         self._structure_changed()
 
     def _structure_changed(self) -> None:
-        held = self._held
-        end_stamps(held, self)
-        if self._held is held:  # else another thread has left a stamp, which has not ended
-            _set(self, "_held", ())
+        stamps = self._stamps
+        invalidate(stamps, self)
+        if self._stamps is stamps:  # else another thread has added a stamp, which is still valid
+            _set(self, "_stamps", ())
 
     @property
     def sharding_names(self) -> Any:
@@ -620,22 +622,22 @@ class Variable(Identified, Generic[A]):
         )
 
 
-class _Rooted(tuple):
-    """The stamps of a Variable, and the record of which it is the root."""
+class _StampsOfRoot(tuple):
+    """The stamps of a Variable that is the root of a record, with that record."""
 
     record: Any
 
-    def __new__(cls, held: Stamps, record: Any):
-        self = super().__new__(cls, held)
+    def __new__(cls, stamps: Stamps, record: Any):
+        self = super().__new__(cls, stamps)
         self.record = record
         return self
 
 
 _set = object.__setattr__
-_LENT = ("_cell", "_held", "_metadata")
+_LENT = ("_cell", "_metadata", "_stamps")
 _set_content = Cell.value.__set__  # type: ignore[attr-defined]
 _set_cell_slot = Variable._cell.__set__  # type: ignore[attr-defined]
-_set_held_slot = Variable._held.__set__  # type: ignore[attr-defined]
+_set_stamps_slot = Variable._stamps.__set__  # type: ignore[attr-defined]
 _set_metadata_slot = Variable._metadata.__set__  # type: ignore[attr-defined]
 
 
@@ -643,7 +645,7 @@ def make_variable(kind: type[V], value: Any, metadata: dict[str, Any], cell: Cal
     """Make a Variable of the running trace directly, without hooks; ``metadata`` is shared, not copied."""
     self = object.__new__(kind)
     _set(self, "_cell", cell(value))
-    _set(self, "_held", ())
+    _set(self, "_stamps", ())
     _set(self, "_metadata", metadata)
     return self
 
@@ -653,12 +655,12 @@ def make_variables(
     values: Sequence[Any],
     metadata: Iterable[Any],
     cell: Callable[[Any], Cell] = new_cell,
-    held: Stamps = (),
+    stamps: Stamps = (),
     trace: Any = MISSING,
 ) -> list[Any]:
     """Make many Variables as :func:`make_variable` makes one, in a few C calls: 0.2 us for each instead of 0.5 us.
 
-    ``held`` are the stamps that they are to end when they change. They belong to ``trace``, by default the running one.
+    A change of one of them invalidates ``stamps``. They belong to ``trace``, by default the running one.
     """
     made = list(map(object.__new__, kinds))
     trace = current_trace() if trace is MISSING else trace
@@ -670,7 +672,7 @@ def make_variables(
         cells = list(map(object.__new__, itertools.repeat(Cell, len(made))))
         deque(map(_set_content, cells, values), maxlen=0)
     deque(map(_set_cell_slot, made, cells), maxlen=0)
-    deque(map(_set_held_slot, made, itertools.repeat(held)), maxlen=0)
+    deque(map(_set_stamps_slot, made, itertools.repeat(stamps)), maxlen=0)
     deque(map(_set_metadata_slot, made, metadata), maxlen=0)
     return made
 
