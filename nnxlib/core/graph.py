@@ -39,7 +39,7 @@ import jax.tree_util as jtu
 
 from . import errors
 from .calls import Rows, entering
-from .captures import Watch, notice
+from .closures import Watch, notice
 from .inputs import is_read, peek
 from .objects import (
     Node,

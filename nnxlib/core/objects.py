@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from . import errors
-from .captures import Watch, notice
+from .closures import Watch, notice
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
@@ -80,7 +80,7 @@ class Node(Identified):
         """Replace the whole contents, unchecked: for a node that no user has seen yet, and for commit."""
         raise TypeError(f"{type(self).__name__} does not say how to fill it.")
 
-    # --- on loan to a trace that captured it: see captures.py ---
+    # --- on loan to a trace that captured it: see closures.py ---
 
     def _nnx_save(self) -> tuple:
         return type(self), self._nnx_contents(), {name: getattr(self, name) for name in SLOTS}

@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from . import errors
-from .captures import Watch, notice
+from .closures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
 from .errors import describe, format_path
 from .filters import Filter, filters_to_predicates, first_of, to_predicate

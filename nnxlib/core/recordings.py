@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from .calls import captured_types
+from .calls import recorded_types
 from .errors import reachable
 from .objects import Node, check_writable, structure_changed
 from .tracing import current_trace
@@ -38,7 +38,7 @@ def attribute_for(node: Any, name: str) -> str:
     inherited = inspect.getattr_static(type(node), name, None)
     if not (inspect.isroutine(inherited) or isinstance(inherited, property)):
         return name
-    if captured_types() is None:
+    if recorded_types() is None:
         raise ValueError(
             f"Expected the attribute {name!r} of {type(node).__name__} to be a Variable, got a "
             f"{type(inherited).__name__} of the class; choose another name to record under."
@@ -126,7 +126,7 @@ def _refill(node: Node, items: dict[Any, Any], marks: dict[Any, Any]) -> None:
 @contextmanager
 def recorded_anew(root: Any) -> Iterator[None]:
     """Within a capture, let the block record anew what is appended below ``root``, to follow what was there before."""
-    kinds = captured_types() or ()
+    kinds = recorded_types() or ()
     aside = take_out(root, lambda x, name, v: type(v) in kinds and appends(x._nnx_marks, name)) if kinds else []
     try:
         yield

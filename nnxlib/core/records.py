@@ -34,7 +34,7 @@ import jax.tree_util as jtu
 
 from . import errors
 from .calls import Rows, entering
-from .captures import Watch, notice
+from .closures import Watch, notice
 from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Ref, Row, Walk, build, pack, trace_of
 from .graphdef import differences_listed
 from .objects import HasAttributes, Node, Pytree, attributes_of, is_bound_method, is_node

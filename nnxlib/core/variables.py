@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from . import errors
-from .captures import Watch, notice
+from .closures import Watch, notice
 from .pickling import exportable
 from .placement import placed
 from .stamps import Stamps, invalidate
@@ -373,7 +373,7 @@ class Variable(Identified, Generic[A]):
         ),
     )
 
-    # --- on loan to a trace that captured it: see captures.py ---
+    # --- on loan to a trace that captured it: see closures.py ---
 
     def _nnx_save(self) -> tuple:
         return type(self), {name: getattr(self, name) for name in _LENT}

@@ -82,7 +82,7 @@ def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list,
     entering(layout, live)
     stamp = Stamp()
     objects = build(layout, leaves, stamp=stamp)[1]  # no local variable holds the copy, by which an error would call it
-    with listening(inside(layout, objects, layout.paths)):
+    with listening(inside(layout, objects, depth=0)):
         out = call(objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
         after = diff(layout, leaves, objects, out)

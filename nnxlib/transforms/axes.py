@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..core.calls import captured_types
+from ..core.calls import recorded_types
 from ..core.graph import After, Delta, Layout, Row, VariableRow
 from ..core.static import Const
 from ..core.variables import Perturbation, Variable, make_variable, name_axis, unname_axis
@@ -86,7 +86,7 @@ def stack_recorded(labels: Sequence[Any], layout: Layout, after: After) -> Seque
 
     Not a perturbation: it would be added, stacked, in each slice.
     """
-    kinds = [kind for kind in captured_types() or () if not issubclass(kind, Perturbation)]
+    kinds = [kind for kind in recorded_types() or () if not issubclass(kind, Perturbation)]
     if not kinds:
         return labels
     new = [i >= len(layout.rows) and after.rows[i].type in kinds for i, _ in after.owners]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ..core.calls import captured_types
+from ..core.calls import recorded_types
 from ..core.errors import NnxError, format_path, listed
 from ..core.graph import (
     SAME,
@@ -54,9 +54,9 @@ class Change(NamedTuple):
     recorded: Recording | None = None  # what sow or perturb has attached
 
     @property
-    def is_captured(self) -> bool:
+    def is_taken_out(self) -> bool:
         """Whether it is a recording that the ``nnx.capture`` around takes out."""
-        return self.recorded is not None and self.recorded.kind in (captured_types() or ())
+        return self.recorded is not None and self.recorded.kind in (recorded_types() or ())
 
 
 class Recording(NamedTuple):
@@ -93,9 +93,9 @@ def _recordings(owner: int, row: NodeRow, new: Mapping[int, type]) -> dict[Any, 
     return {name: Recording(owner, name, new[i], appends(marks, name), i) for name, i in names.items() if i in new}
 
 
-def captured(layout: Layout, body: Body) -> list[Recording]:
+def recordings_taken_out(layout: Layout, body: Body) -> list[Recording]:
     """What a body has recorded for the ``nnx.capture`` around it."""
-    return [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_captured]
+    return [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_taken_out]
 
 
 _SET_UP = """\

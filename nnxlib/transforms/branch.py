@@ -18,7 +18,7 @@ from ..core.recordings import fill_up, recorded_anew
 from ..core.records import pack_call
 from ..core.tracing import boundary
 from .body import Body, Owner, delta_of, own_states, positions_of, structural_rows, trace_body, type_of, zeros
-from .body_checks import BodyError, captured, check_same_output, structural_changes, type_changes
+from .body_checks import BodyError, check_same_output, recordings_taken_out, structural_changes, type_changes
 from .lift import Arguments, resolve
 from .program import Program, Result, program_of, run_program
 
@@ -114,7 +114,7 @@ def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:
     found: list[dict[tuple, Any]] = []
     for body in bodies:
         types = dict(zip(body.owners, body.types, strict=True))
-        found.append({x[:-1]: types[x.row, 0] for x in captured(layout, body)})
+        found.append({x[:-1]: types[x.row, 0] for x in recordings_taken_out(layout, body)})
     longest: dict[tuple, Any] = {}
     for what, type_ in (item for recorded in found for item in recorded.items()):
         if what not in longest or _length(type_) > _length(longest[what]):

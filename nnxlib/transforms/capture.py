@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from ..core.calls import inside, listening
-from ..core.captures import borrowed
+from ..core.closures import borrowed
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed, reachable
 from ..core.filters import Filter, to_predicate
 from ..core.graph import build, commit, diff
@@ -99,8 +99,8 @@ def capture(
             inner, objects = build(packed.layout, packed.leaves, loan)
             module: Any = _first_module(inner)
             earlier = take_out(inner, lambda owner, name, variable: type(variable) in kinds)
-            listener = inside(packed.layout, objects, [path[2:] for path in packed.layout.paths])
-            listener.captured = kinds
+            listener = inside(packed.layout, objects)
+            listener.recorded = kinds
             follower = None
             if method_outputs is not None:
                 follower = listener.on_call = _Recorder(method_outputs, only, listener.path_of(module))

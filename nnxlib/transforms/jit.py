@@ -24,7 +24,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.calls import Followers, followed, observed
-from ..core.captures import CapturedObjects, Watch, all_borrowed, lending
+from ..core.closures import CapturedObjects, Watch, all_borrowed, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed, reachable
 from ..core.filters import looks_at_values
 from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ..core.calls import captured_types, inside, listening, repeated
-from ..core.captures import all_borrowed, borrowable, borrowed, watching
+from ..core.calls import inside, listening, recorded_types, repeated
+from ..core.closures import all_borrowed, borrowable, borrowed, watching
 from ..core.errors import ArgumentError, OutputError, format_path
 from ..core.escapes import check_contained
 from ..core.graph import (
@@ -69,7 +69,7 @@ class Arguments(NamedTuple):
 
     args: tuple
     kwargs: dict[str, Any]
-    captured: tuple = ()  # objects that the function refers to, see core/captures.py
+    captured: tuple = ()  # objects that the function refers to, see core/closures.py
 
 
 @jax.tree_util.register_static
@@ -125,7 +125,7 @@ def cross(
             if i in loan:
                 object.__setattr__(loan[i], "_cell", cell(leaf))
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
-        with listening(inside(layout, objects, [path[2:] for path in layout.paths])):
+        with listening(inside(layout, objects)):
             out = f(*args, **kwargs)
         direct, rest = (None, out) if take is None else take(out)
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
@@ -155,7 +155,7 @@ class Crossing:
       lane_of: the lane of each leaf of the layout; unused with a single lane.
       labels: those of the arguments, from which objects attached inside inherit; None with a single lane.
       out_prefix: the prefix of the output.
-      lender: who lends it the objects that the function captures (a jitted function, see core/captures.py). Then it
+      lender: who lends it the objects that the function captures (a jitted function, see core/closures.py). Then it
         looks out for those, and for the leaves that the function reads.
       axis_name: where labels are axes: the name of the axis in the metadata of Variables, see axes.py.
       stacks: whether each slice leaves a value, to be stacked.
@@ -427,7 +427,7 @@ def lift_lanes(
         labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
         function = repeated(function, check(packed, in_order))
         stacks = axis_name is not MISSING
-        recorded = [0] if stacks and captured_types() else []
+        recorded = [0] if stacks and recorded_types() else []
         lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(contexts)), *labels_in(out), *recorded]))
         crossing = Crossing(
             packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name, stacks=stacks

@@ -163,7 +163,7 @@ class _Loop:
     """A traced body as a step on what it carries: the leaves that it changes, and those of the value itself."""
 
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
-        refuse([change for change in structural_changes(layout, body) if not change.is_captured], what)
+        refuse([change for change in structural_changes(layout, body) if not change.is_taken_out], what)
         replaced = successors(layout, body, [(layout.root, body.delta.root)])
         if replaced is None:
             said = f"The {what} must return a value like the one it is given:"
@@ -212,7 +212,7 @@ def _refuse_changes(layout: Layout, check: Body) -> None:
     changes, structural = structural_changes(layout, check), structural_rows(layout, check)
     changed = [layout.paths[i] for i in check.delta.values]
     changed += [layout.paths[i] for i, _ in check.delta.rows if i < len(layout.paths) and i not in structural]
-    changed += [change.path for change in changes if not change.is_captured]
+    changed += [change.path for change in changes if not change.is_taken_out]
     if changed:
         raise BodyError(
             f"cond_fun of while_loop may not change anything, but it changes {', '.join(map(format_path, changed))}. "

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ..core.captures import lending
+from ..core.closures import lending
 from ..core.errors import ArgumentError, describe, format_path, listed
 from ..core.graph import Layout, Packed, commit, count_leaves
 from ..core.inputs import ABSENT, AbsentInput

@@ -15,7 +15,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.calls import followed
-from ..core.captures import CapturedObjects, watching
+from ..core.closures import CapturedObjects, watching
 from ..core.graph import Delta, Packed, commit
 from ..core.tracing import at_top_level
 
