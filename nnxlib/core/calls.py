@@ -140,8 +140,8 @@ class Listener:
         return None
 
 
-class Rows(list):
-    """The objects of a packed table; a list that can be referred to weakly."""
+class ObjectList(list):
+    """The objects of a packed table, by row: a list that can be referred to weakly."""
 
     __slots__ = ("__weakref__",)
 
@@ -151,7 +151,8 @@ class _Active(threading.local):
     runs: int = 1  # see runs()
 
     def __init__(self) -> None:
-        self.packed: weakref.WeakValueDictionary[Any, Rows] = weakref.WeakValueDictionary()  # by layout, in eager code
+        # By layout, what was last packed with it in eager code.
+        self.packed: weakref.WeakValueDictionary[Any, ObjectList] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> str:  # a class pickled by value brings its methods, and these refer to this object
         return "_active"
@@ -185,7 +186,7 @@ def entering(layout: Any, objects: Sequence[Any]) -> None:
     listener = _active.listener
     if listener is not None:
         listener.entered[layout] = list(map(listener.find, objects))
-    elif isinstance(objects, Rows):
+    elif isinstance(objects, ObjectList):
         _active.packed[layout] = objects
 
 

@@ -38,7 +38,7 @@ import jax
 import jax.tree_util as jtu
 
 from . import errors
-from .calls import Rows, entering
+from .calls import ObjectList, entering
 from .closures import Watch, notice
 from .inputs import is_read, peek
 from .objects import (
@@ -144,7 +144,7 @@ KEPT = 64  # what is remembered about things that may be gone: how many of them
 
 
 class _Key:
-    """Rows and root, hashed once: of a thousand rows that takes a while, and a tuple would do it at each look-up."""
+    """Rows and root, hashed once: a tuple would hash a thousand rows again at each look-up."""
 
     __slots__ = ("_hash", "_parts")
 
@@ -405,9 +405,9 @@ class Walk:
 
     def __init__(self, known: Iterable[Any] = (), stamp: Stamp | None = None, index: dict[int, int] | None = None):
         self.stamp = None if stamp is None else weakref.ref(stamp)  # left with each object before it is looked into
-        self.exact = True  # whether the stamp tells of every change of what was visited
+        self.reliable = True  # whether the stamp tells of every change of what was visited
         self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
-        self.objects: list[Any] = Rows(known)
+        self.objects: list[Any] = ObjectList(known)
         self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
         self.constants: dict[int, Const] = {}  # by id: those that are static wherever they are, and often many times
@@ -515,7 +515,7 @@ class Walk:
 
         def build(specs: list[Any]) -> None:
             frame.specs[place] = Tree(treedef, keys, tuple(specs))
-            self.exact = self.exact and _is_fixed(value, children) and LEAF not in specs
+            self.reliable = self.reliable and _is_fixed(value, children) and LEAF not in specs
 
         mark = mark if frame.owner == -1 else None
         items = ((key, child, mark) for key, child in zip(keys, children, strict=True))
@@ -532,10 +532,10 @@ class Walk:
             return None
         if self.stamp is not None:
             object.__setattr__(value, "_nnx_stamps", with_stamp(value._nnx_stamps, self.stamp))
-        self.exact = self.exact and value._nnx_guarded
+        self.reliable = self.reliable and value._nnx_guarded
         self.arrays[number] = []
         held, marks = value._nnx_contents(), _frozen_items(value._nnx_marks, path)
-        self.exact = self.exact and not marks.mutable
+        self.reliable = self.reliable and not marks.mutable
         names = tuple(held)
         order = names if isinstance(value, list) and len(names) == len(value) else sorted_keys(names)
 
@@ -552,7 +552,7 @@ class Walk:
         kind = type(variable)
         if variable._metadata:
             metadata = Const.of_items(variable._metadata, (*path, "metadata"))
-            self.exact = self.exact and not metadata.mutable
+            self.reliable = self.reliable and not metadata.mutable
             return VariableRow(kind, metadata)
         row = self.plain_rows.get(kind)
         if row is None:
@@ -679,7 +679,7 @@ class Blueprint:
         # Whether nothing in the objects but values of Variables can change in place.
         self.only_variables = not (mutable or self.trees or self.held > len(layout.variables))
         # Whether, then, a stamp that objects hold when they are made tells of every change.
-        self.exact = self.only_variables and all(
+        self.reliable = self.only_variables and all(
             rows[i].type._nnx_guarded and not rows[i].marks.mutable for i in numbers
         )
         count = len(rows) - len(layout.variables)  # that of the nodes

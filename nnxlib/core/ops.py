@@ -61,7 +61,7 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
         if Watch.count:
             notice(node, node._nnx_trace)
         record = record_of(node)
-        return record.layout, record.leaves(node), record.rows(node)
+        return record.layout, record.leaves(node), record.objects_with(node)
     if isinstance(node, GraphDef):
         raise TypeError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
     return pack(node)

@@ -159,11 +159,11 @@ def _level(node: Any) -> Level | None:
     record = record_of(node)
     if not record.layout.is_tree:
         return None
-    lasting = record.exact and not record.mutable
+    lasting = record.reliable and not record.mutable
     for x in record.nodes:
         _set(x, "_nnx_tree", Level(x, record.stamp, lasting))
     level = Level(node, record.stamp, lasting)
-    _set(node, "_nnx_tree", level if record.exact else None)
+    _set(node, "_nnx_tree", level if record.reliable else None)
     return level
 
 
@@ -185,7 +185,7 @@ def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape 
 def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
     record = record_of(node)
     layout = record.layout
-    variables = [x for x in record.rows(node) if isinstance(x, Variable)]
+    variables = [x for x in record.objects_with(node) if isinstance(x, Variable)]
     leaves = [*variables, *record.leaves(node)[len(variables) :]]
     return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import all_leaves
 
-from ..core.calls import Rows, entering, inside, listened, listening
+from ..core.calls import ObjectList, entering, inside, listened, listening
 from ..core.containers import Dict
 from ..core.errors import EmptySelectionError, describe, format_path
 from ..core.escapes import check_contained
@@ -65,7 +65,7 @@ class _Reparametrised(Module):
         if at_top_level() and not listened() and not _holds_objects((args, kwargs)):
             record = record_of(self)
             leaves = record.leaves(self)
-            if record.exact and not record.mutable and not record.arrays and all_leaves(leaves):
+            if record.reliable and not record.mutable and not record.arrays and all_leaves(leaves):
                 return _call_eagerly(call, self, record, leaves, args, kwargs)
         packed = pack_call(Arguments((self, *args), kwargs))
         _, after = cross(call, packed.layout, packed.leaves, (), lambda out: (None, out))
@@ -78,7 +78,7 @@ def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list,
     Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the structure
     of one of them has changed, or the output may hold one; else what changed are values of Variables.
     """
-    layout, live = record.layout, Rows(record.rows(wrapper))
+    layout, live = record.layout, ObjectList(record.objects_with(wrapper))
     entering(layout, live)
     stamp = Stamp()
     objects = build(layout, leaves, stamp=stamp)[1]  # no local variable holds the copy, by which an error would call it

@@ -30,7 +30,7 @@ import numpy as np
 from ..core.graph import LEAF, Layout, Spec, StaticArgument, Tree, commit, value_of
 from ..core.inputs import AbsentInput
 from ..core.objects import is_node
-from ..core.records import KEPT, Numbers, Record, record_of, turned
+from ..core.records import KEPT, CellNumbers, Record, record_of, refreshed
 from ..core.variables import Cell, reader, write_cells, writer
 from .lift import Outcome
 from .plan import Compiled, Plan
@@ -82,7 +82,7 @@ def look(leaves: Sequence[Any], form: Hashable) -> Found | None:
             plain.append(x)
         elif is_node(x):
             record = x._nnx_record
-            if record is None or record.mutable or not record.is_quiet():
+            if record is None or record.mutable or not record.try_use():
                 record = record_of(x)
                 if record.snapshot is not None:
                     return None
@@ -107,7 +107,7 @@ def _is_leaf(x: Any) -> bool:
 
 def objects_in(leaves: Sequence[Any]) -> list[Any]:
     """All objects in the leaves, by row."""
-    found = [y for x in leaves if is_node(x) for y in record_of(x).rows(x)]
+    found = [y for x in leaves if is_node(x) for y in record_of(x).objects_with(x)]
     return list({id(y): y for y in found}.values())
 
 
@@ -117,11 +117,11 @@ def _sharing(leaves: Sequence[Any], records: list[Record]) -> tuple:
     """
     first = records[0]
     serials = tuple([record.serial for record in records])
-    found = first.pairs.get(serials)
+    found = first.sharing.get(serials)
     if found is None:
-        if len(first.pairs) >= KEPT:  # entries of objects that are gone
-            first.pairs.clear()
-        found = first.pairs[serials] = _find_sharing([x for x in leaves if is_node(x)], records)
+        if len(first.sharing) >= KEPT:  # entries of objects that are gone
+            first.sharing.clear()
+        found = first.sharing[serials] = _find_sharing([x for x in leaves if is_node(x)], records)
     return found
 
 
@@ -130,7 +130,7 @@ def _find_sharing(roots: Sequence[Any], records: Sequence[Record]) -> tuple:
     entries, any_shared = [], False
     for k, (x, record) in enumerate(zip(roots, records, strict=True)):
         shared = {}
-        for row, y in enumerate(record.rows(x)):
+        for row, y in enumerate(record.objects_with(x)):
             first = place.setdefault(id(y), (k, row))
             if first != (k, row):
                 shared[row] = first
@@ -143,7 +143,7 @@ def _find_sharing(roots: Sequence[Any], records: Sequence[Record]) -> tuple:
 
 # --- what a compiled function reads and writes ----------------------------------------------------------------------
 
-Picks = list[tuple[int, Numbers | None]]  # which cells of which record; None for all
+Picks = list[tuple[int, CellNumbers | None]]  # which cells of which record; None for all
 
 
 def _cells(picks: Picks, records: Sequence[Record]) -> list[list[Cell]]:
@@ -168,7 +168,7 @@ class _Places:
             k, j = self.cells[position]
             chosen[k].append(j)
         return [
-            (k, None if len(found) == n else Numbers(found))
+            (k, None if len(found) == n else CellNumbers(found))
             for k, (found, n) in enumerate(zip(chosen, self.sizes, strict=True))
             if found
         ]
@@ -331,7 +331,7 @@ class Form:
         place = self.place
         try:
             record = leaves[place]._nnx_record
-            if not record.stamp.valid and not turned(record):
+            if not record.stamp.valid and not refreshed(record):
                 return ELSEWHERE
             part = record.shortcuts.get(self)
         except AttributeError:  # no object, or nothing is kept about it
@@ -351,7 +351,7 @@ class Form:
             inputs, others = [cell.value for cell in part.inputs], []
             for place in shortcut.others:
                 other = getattr(leaves[place], "_nnx_record", None)
-                if other is None or other.unchecked == 1 or not (other.stamp.valid or turned(other)):
+                if other is None or other.unchecked == 1 or not (other.stamp.valid or refreshed(other)):
                     return ELSEWHERE
                 part = other.shortcuts.get(self)
                 if part is None or part.shortcut is not shortcut or part.place != place:
