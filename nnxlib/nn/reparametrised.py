@@ -68,7 +68,7 @@ class _Reparametrised(Module):
             if record.reliable and not record.mutable and not record.arrays and all_leaves(leaves):
                 return _call_eagerly(call, self, record, leaves, args, kwargs)
         packed = pack_call(Arguments((self, *args), kwargs))
-        _, after = cross(call, packed.layout, packed.leaves, (), lambda out: (None, out))
+        _, after = cross(call, packed.layout, packed.leaves)
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
 
 

@@ -21,7 +21,8 @@ from ..core.references import ways_from
 from ..core.stamps import Stamp
 from ..core.tracing import boundary
 from ..core.variables import Variable, new_cell
-from .lift import Arguments, Outcome, check_returned, resolve
+from .callables import resolve
+from .lift import Arguments, Outcome, check_returned
 
 
 @boundary

@@ -83,7 +83,7 @@ def trace_body(
 
     def pure(leaves: Sequence[Any]) -> tuple[list[Any], _Traced]:
         seen = leaves if enter is None else enter(leaves)
-        out, after = cross(function, layout, seen, (), lambda out: (out, out))
+        out, after = cross(function, layout, seen)
         labels = () if label is None else tuple(label(after, out))
         return after.leaves, _Traced(delta(after, labels), tuple(after.owners), after.paths, labels)
 

@@ -19,7 +19,8 @@ from ..core.records import pack_call
 from ..core.tracing import boundary
 from .body import Body, Owner, delta_of, own_states, positions_of, structural_rows, trace_body, type_of, zeros
 from .body_checks import BodyError, check_same_output, recordings_taken_out, structural_changes, type_changes
-from .lift import Arguments, resolve
+from .callables import resolve
+from .lift import Arguments
 from .program import Program, Result, program_of, run_program
 
 R = TypeVar("R")

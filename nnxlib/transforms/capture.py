@@ -27,7 +27,8 @@ from ..core.references import ways_from
 from ..core.state import State, from_flat_state
 from ..core.tracing import boundary
 from ..core.variables import Variable, new_cell
-from .lift import Arguments, resolve, rows_below
+from .callables import resolve
+from .lift import Arguments, captured_rows
 
 
 def capture(
@@ -91,7 +92,7 @@ def capture(
         if _first_module(arguments) is None:
             arguments = arguments._replace(captured=(_referred(function),))
         packed = pack_call(arguments)
-        loan = {i: packed.objects[i] for i in rows_below(packed.layout, "captured")}
+        loan = {i: packed.objects[i] for i in captured_rows(packed.layout)}
         with borrowed(list(loan.values())):
             for k, i in enumerate(packed.layout.variables):
                 if i in loan:

@@ -12,8 +12,9 @@ from ..core.errors import ArgumentError, describe
 from ..core.graph import commit
 from ..core.records import pack_call
 from ..core.variables import MISSING, Variable
+from .callables import by_position, resolve
 from .classes import lifts_classes
-from .lift import Arguments, Outcome, by_position, cross, resolve
+from .lift import Arguments, Outcome, cross
 from .prefixes import join_lanes, refuse_nodes, split_lanes
 from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
 
@@ -105,8 +106,9 @@ def value_and_grad(
 
         def pure(differentiated: list[Any], rest: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
             leaves = join_lanes((differentiated, rest), lane_of)
-            take = split_aux if has_aux else lambda out: (out, None)
-            loss, after = cross(function, packed.layout, leaves, take=take)
+            aux_of = lambda out: split_aux(out)[1] if has_aux else None
+            out, after = cross(function, packed.layout, leaves, part=aux_of)
+            loss = out[0] if has_aux else out
             loss = loss.get_value() if isinstance(loss, Variable) else loss
             return loss, (after.leaves, Outcome(after.delta, ()))
 

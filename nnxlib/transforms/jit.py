@@ -36,9 +36,10 @@ from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, runn
 from ..core.variables import MISSING
 from .abstract import eval_packed
 from .body_checks import type_changes
+from .callables import resolve
 from .classes import lifts_classes
 from .general import name_nan
-from .lift import Arguments, Crossing, cross, resolve
+from .lift import Arguments, Crossing, cross
 from .plan import Compiled, Plan, check_traceable
 from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers, refuse_nodes
 from .sites import ELSEWHERE, FLATTEN, Form, Found, Site, in_order, look, unfold, with_names
@@ -387,7 +388,7 @@ class JitWrapped:
     def _new_plan(self, layout: Layout, contexts: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
-        new_crossing = functools.partial(Crossing, layout, lender=self._traces)
+        new_crossing = functools.partial(Crossing, layout, traces=self._traces)
         options, in_shardings = self._options, None
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(new_crossing(), self._function, options, donated)

@@ -29,7 +29,8 @@ from .body_checks import (
     successors,
     widened,
 )
-from .lift import Arguments, resolve
+from .callables import resolve
+from .lift import Arguments
 from .program import Program, Result, program_of, run_program
 
 

@@ -33,7 +33,8 @@ from ..core.errors import ArgumentError, describe, format_path, listed
 from ..core.graph import Layout, Packed, commit, count_leaves
 from ..core.inputs import ABSENT, AbsentInput
 from ..core.tracing import at_top_level, jaxpr_as_fun
-from .lift import Crossing, Outcome, name_of
+from .callables import name_of
+from .lift import Crossing, Outcome
 from .prefixes import join_lanes
 
 
@@ -181,7 +182,7 @@ class Plan:
         Raises:
           ArgumentError: for a leaf that JAX cannot trace.
         """
-        with lending(self.crossing.lender, lambda: packed.objects):
+        with lending(self.crossing.traces, lambda: packed.objects):
             try:
                 compiled, returned = self._call(packed.leaves)
             except TypeError as error:

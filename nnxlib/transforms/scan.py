@@ -35,9 +35,10 @@ from .body_checks import (
     successors,
     widened,
 )
+from .callables import by_position, resolve
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
-from .lift import Arguments, by_position, place_of, resolve
+from .lift import Arguments, place_of
 from .prefixes import (
     PrefixMapping,
     broadcast_prefix,

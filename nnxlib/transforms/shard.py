@@ -14,8 +14,9 @@ from ..core.errors import format_path
 from ..core.objects import is_node
 from ..core.records import pack_call
 from ..core.variables import MISSING
+from .callables import Observed, resolve
 from .classes import lifts_classes
-from .lift import Arguments, Observed, lift_lanes, resolve
+from .lift import Arguments, lift_lanes
 from .prefixes import broadcast_prefix, label_arguments
 
 

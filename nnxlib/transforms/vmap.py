@@ -14,8 +14,9 @@ from ..core.graph import Packed
 from ..core.objects import is_node
 from ..core.variables import MISSING
 from .axes import NO_METADATA, AxisName, axis_name_in
+from .callables import Observed, by_position, resolve, static_arguments
 from .classes import lifts_classes
-from .lift import Arguments, Observed, by_position, lift_lanes, resolve, static_arguments
+from .lift import Arguments, lift_lanes
 from .prefixes import broadcast_prefix, check_axes, mapped_size
 
 
