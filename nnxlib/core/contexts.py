@@ -82,8 +82,8 @@ class LinkedGraphDef(GraphDef[A]):
     @property
     def own_paths(self) -> list[Path]:
         """The paths of the leaves that its State has."""
-        owned = zip(self.layout.leaf_paths, leaf_rows(self.layout), strict=True)
-        return [path for path, row in owned if row not in self.elsewhere]
+        owned = zip(self.layout.leaf_paths, self.layout.owners, strict=True)
+        return [path for path, (row, _) in owned if row not in self.elsewhere]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LinkedGraphDef) and self._key == other._key
@@ -97,15 +97,6 @@ class LinkedGraphDef(GraphDef[A]):
 
     def __reduce__(self) -> tuple:
         return LinkedGraphDef, (self.layout, self.avals, self.numbers, self.elsewhere)
-
-
-def leaf_rows(layout: Layout) -> list[int]:
-    """The row that each leaf belongs to; -1 for those of the pytree itself."""
-    rows = list(layout.variables)
-    for i, row in enumerate(layout.rows):
-        if type(row) is NodeRow:
-            rows += [i] * sum(count_leaves(spec) for _, spec in row.fields)
-    return rows + [-1] * (len(layout.leaf_paths) - len(rows))
 
 
 # --- the two halves -------------------------------------------------------------------------------------------------
@@ -156,9 +147,9 @@ class SplitContext:
         avals = [aval_of(x) if whole else None for x in leaves]
         variables = [objects[i] for i in layout.variables]
         copies: list[Any] = [make_variable(type(v), v._value, v._metadata) for v in variables]
-        found = zip(layout.leaf_paths, copies + leaves[len(copies) :], leaf_rows(layout), strict=True)
+        found = zip(layout.leaf_paths, copies + leaves[len(copies) :], layout.owners, strict=True)
         graphdef = LinkedGraphDef(layout, avals, numbers, elsewhere)
-        return graphdef, [(path, leaf) for path, leaf, row in found if row not in elsewhere]
+        return graphdef, [(path, leaf) for path, leaf, (row, _) in found if row not in elsewhere]
 
     def _number(self, x: Any) -> int:
         if id(x) not in self._numbers:
@@ -193,8 +184,11 @@ class MergeContext:
                 raise StateMismatchError(_BEFORE.format(kind=kind, path=path))
         if isinstance(layout.root, Ref) and layout.root.index in elsewhere:
             return known[layout.root.index]
-        leaves = zip(layout.leaf_paths, graphdef.avals, leaf_rows(layout), strict=True)
-        placeholders = [(path, aval and jax.ShapeDtypeStruct(*aval)) for path, aval, row in leaves if row in elsewhere]
+        placeholders = [
+            (path, aval and jax.ShapeDtypeStruct(*aval))
+            for path, aval, (row, _) in zip(layout.leaf_paths, graphdef.avals, layout.owners, strict=True)
+            if row in elsewhere
+        ]
         if placeholders:
             states = *states, FlatState(placeholders, sort=False)
         made = merge(GraphDef(layout, graphdef.avals), state, *states)
@@ -226,7 +220,7 @@ def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -
     """
     layout = packed.layout
     own: list[list[Any]] = [[] for _ in range(len(layout.rows) + 1)]  # the leaves by row; the last: of the pytree
-    for row, leaf in zip(leaf_rows(layout), packed.leaves, strict=True):
+    for (row, _), leaf in zip(layout.owners, packed.leaves, strict=True):
         own[row].append(leaf)
     now = Walk(objects)
     for i, path in enumerate(layout.paths):

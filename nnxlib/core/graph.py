@@ -34,13 +34,13 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
-import jax
 import jax.tree_util as jtu
 
 from . import errors
 from .calls import ObjectList, entering
 from .closures import Watch, notice
 from .inputs import is_read, peek
+from .nesting import Nesting
 from .objects import (
     Node,
     Pytree,
@@ -59,7 +59,6 @@ from .objects import (
 from .stamps import Stamp, with_stamp
 from .static import ATOMS, Const
 from .tracing import current_trace
-from .traversals import build as nested
 from .traversals import path_key, sorted_keys
 from .variables import NO_METADATA, Cell, Variable, as_stored, make_variable, make_variables, new_cell, write_cells
 
@@ -139,8 +138,9 @@ class NodeRow(NamedTuple):
 
 Row = VariableRow | NodeRow
 
+Owner = tuple[int, int]  # of a leaf: the row that holds it, -1 for the pytree itself, and which leaf of that row it is
 
-KEPT = 64  # what is remembered about things that may be gone: how many of them
+KEPT = 64  # how many entries a cache keeps whose keys may belong to functions or objects that are gone
 
 
 class _Key:
@@ -187,12 +187,6 @@ class Layout:
     def blueprint(self) -> Blueprint:
         """How to build objects of this layout."""
         return Blueprint(self)
-
-    @functools.cached_property
-    def held_by(self) -> dict[int, int]:
-        """How many leaves each of the nodes holds that hold any themselves."""
-        counts = {i: sum(count_leaves(s) for _, s in r.fields) for i, r in enumerate(self.rows) if type(r) is NodeRow}
-        return {i: count for i, count in counts.items() if count}
 
     @functools.cached_property
     def is_tree(self) -> bool:
@@ -253,13 +247,22 @@ class Layout:
         return self._found[1]
 
     @functools.cached_property
-    def leaf_path_set(self) -> frozenset[tuple]:
-        return frozenset(self.leaf_paths)
+    def positions(self) -> dict[tuple, int]:
+        """The position of each leaf, by its path."""
+        return {path: k for k, path in enumerate(self.leaf_paths)}
 
     @functools.cached_property
-    def positions(self) -> dict[tuple, int]:
-        """Which leaf is at each path."""
-        return {path: k for k, path in enumerate(self.leaf_paths)}
+    def owners(self) -> tuple[Owner, ...]:
+        """The owner of each leaf."""
+        nodes = [(i, row.fields) for i, row in enumerate(self.rows) if type(row) is NodeRow]
+        counts = [(i, sum(count_leaves(spec) for _, spec in fields)) for i, fields in nodes]
+        counts.append((-1, count_leaves(self.root)))
+        return *[(i, 0) for i in self.variables], *[(i, k) for i, count in counts for k in range(count)]
+
+    @functools.cached_property
+    def owner_positions(self) -> dict[Owner, int]:
+        """The position of each leaf, by its owner."""
+        return {owner: k for k, owner in enumerate(self.owners)}
 
     @functools.cached_property
     def nesting(self) -> Nesting | None:
@@ -302,44 +305,6 @@ class Layout:
     @functools.cached_property
     def _found(self) -> tuple[tuple, tuple]:
         return _find_paths(self)
-
-
-class Nesting:
-    """How leaves stand in nested dicts: as a JAX treedef, which nests and flattens them in C++.
-
-    Args:
-      paths: of all leaves of a layout, in its order.
-      numbers: which of the leaves; all by default.
-
-    Attributes: ``paths`` of these, sorted as a State is; ``numbers`` of these, ascending.
-    """
-
-    paths: tuple[tuple[Any, ...], ...]
-    numbers: list[int]
-
-    def __init__(self, paths: Sequence[tuple], numbers: Sequence[int] | None = None):
-        chosen = range(len(paths)) if numbers is None else numbers
-        order: list[int]
-        order, self._treedef = jax.tree.flatten(nested((paths[k], k) for k in chosen))
-        self.paths, self.numbers = tuple([paths[k] for k in order]), sorted(order)
-        self._order = None if order == list(range(len(paths))) else order
-        self._position = sorted(range(len(order)), key=order.__getitem__)
-
-    def sort(self, leaves: list[Any]) -> list[Any]:
-        """Take the leaves in the order of ``paths`` out of all, which are in the order of the layout."""
-        return leaves if self._order is None else [leaves[k] for k in self._order]
-
-    def nest(self, leaves: list[Any]) -> dict:
-        """Put leaves, sorted, into nested dicts."""
-        return self._treedef.unflatten(leaves)
-
-    def flatten(self, levels: Any) -> list[Any] | None:
-        """Take the leaves out of nested dicts, in the order of the layout; None if the dicts have other keys."""
-        try:
-            found = self._treedef.flatten_up_to(levels)
-        except ValueError:
-            return None
-        return found if self._order is None else [found[k] for k in self._position]
 
 
 _DEEPEST_TREE = 100  # JAX flattens by recursion, which Python limits to about 1,000 calls
@@ -785,7 +750,7 @@ class After(NamedTuple):
     root: Spec  # of the output
     delta: Delta
     leaves: list[Any]  # of the Delta, in the order that ``commit`` takes them
-    owners: list[tuple[int, int]]  # of each of these leaves: its row, -1 for the output, and which leaf of it
+    owners: list[Owner]  # of each of these leaves, -1 for the output
     walk: Walk
 
     def values_of(self, row: int) -> Sequence[Any]:

@@ -26,7 +26,6 @@ from .graph import (
     SAME,
     Delta,
     Layout,
-    Nesting,
     NodeRow,
     Row,
     VariableRow,
@@ -38,6 +37,7 @@ from .graph import (
     pack,
 )
 from .graphdef import Avals, GraphDef, avals_of
+from .nesting import Nesting
 from .objects import HasAttributes, Node, check_writable, is_array, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
 from .records import build_described, record_of

@@ -21,6 +21,7 @@ from ..core.graph import (
     Delta,
     Layout,
     NodeRow,
+    Owner,
     Row,
     Spec,
     VariableRow,
@@ -31,15 +32,13 @@ from ..core.state import State
 from ..core.tracing import jaxpr_as_fun
 from .lift import cross
 
-Owner = tuple[int, int]
-
 
 class Body(NamedTuple):
     """A traced function: ``run(leaves)`` gives the leaves of ``delta``, in the order that ``commit`` takes them."""
 
     run: Callable[[Sequence[Any]], list[Any]]
     delta: Delta
-    owners: tuple[Owner, ...]  # of each leaf: its row (-1: the output) and which leaf of that row
+    owners: tuple[Owner, ...]  # of each leaf
     paths: tuple[tuple, ...]  # of each leaf
     labels: tuple[Any, ...]  # of each leaf, if asked for
     types: list[Any]  # of each leaf: its jax.ShapeDtypeStruct, or a pytree of them
@@ -107,19 +106,7 @@ def own_states(out: Any) -> Any:
     return jax.tree.map(copied, out, is_leaf=lambda x: isinstance(x, State) or is_node(x))
 
 
-# --- positions: the leaves of a layout, by row ----------------------------------------------------------------------
-
-
-def positions_of(layout: Layout) -> dict[Owner, int]:
-    """(row, which leaf of it) -> position among the leaves; row -1 has those of the pytree itself."""
-    found = {(i, 0): k for k, i in enumerate(layout.variables)}
-    for i, row in enumerate(layout.rows):
-        if isinstance(row, NodeRow):
-            for k in range(sum(count_leaves(spec) for _, spec in row.fields)):
-                found[i, k] = len(found)
-    for k in range(count_leaves(layout.root)):
-        found[-1, k] = len(found)
-    return found
+# --- what a body changed --------------------------------------------------------------------------------------------
 
 
 def delta_of(layout: Layout, touched: Collection[Owner], body: Body | None, root: Spec) -> tuple[Delta, list[Owner]]:

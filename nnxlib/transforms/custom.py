@@ -330,7 +330,7 @@ class _Call:
                 found[after] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
         arguments, of_output = table.fold(table.as_variables(list(found.values())))
-        return self.diff_of(arguments.args), of_output, changed.layout.leaf_path_set
+        return self.diff_of(arguments.args), of_output, changed.layout.positions.keys()
 
     # --- what rules return ---
 

@@ -21,7 +21,6 @@ from types import MethodType
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 
 from ..core.calls import Followers, followed, observed
 from ..core.closures import CapturedObjects, Watch, all_borrowed, lending
@@ -30,7 +29,7 @@ from ..core.filters import looks_at_values
 from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of
 from ..core.graphdef import differences_listed
 from ..core.inputs import AbsentInput
-from ..core.objects import Node, is_node
+from ..core.objects import Node
 from ..core.references import LookUp, named_in, ways_from
 from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, running_trace
 from ..core.variables import MISSING
@@ -41,7 +40,16 @@ from .classes import lifts_classes
 from .general import name_nan
 from .lift import Arguments, Crossing, cross
 from .plan import Compiled, Plan, check_traceable
-from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers, refuse_nodes
+from .prefixes import (
+    Labels,
+    PrefixMapping,
+    broadcast_prefix,
+    label_arguments,
+    labels_in,
+    lane_numbers,
+    refuse_nodes,
+    same_entries,
+)
 from .sites import ELSEWHERE, FLATTEN, Form, Found, Site, in_order, look, unfold, with_names
 from .traces import Traces
 
@@ -373,19 +381,19 @@ class JitWrapped:
     def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> Plan:
         """The plan for a layout; donation only matters at top level."""
         layout, labels = packed.layout, None
-        contexts: list[Any] = []
+        entries: list[Any] = []
         in_order: Sequence[Any] = ()
         if not self._one_lane:
-            contexts = self._contexts(arguments, donate)
-            labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
+            entries = self._entries(arguments, donate)
+            labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
         key = layout, tuple(in_order)
         plan = self._plans.get(key)
         if plan is None:
             check_traceable(layout, packed.leaves)
-            plan = self._plans[key] = self._new_plan(layout, contexts, labels, in_order)
+            plan = self._plans[key] = self._new_plan(layout, entries, labels, in_order)
         return plan
 
-    def _new_plan(self, layout: Layout, contexts: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
+    def _new_plan(self, layout: Layout, entries: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
         new_crossing = functools.partial(Crossing, layout, traces=self._traces)
@@ -393,31 +401,30 @@ class JitWrapped:
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(new_crossing(), self._function, options, donated)
         out = jax.tree.map(lambda x: _to_lane(x, False), self._out_shardings, is_leaf=_is_label)
-        lanes = tuple(dict.fromkeys([*in_order, *_lanes_in(contexts), *_lanes_in(out)]))
+        lanes: tuple[Any, ...] = tuple(dict.fromkeys([*in_order, *labels_in(entries), *labels_in(out)]))
         crossing = new_crossing(lanes, lane_numbers(in_order, lanes), labels, out)
         options = {**options, "out_shardings": [*[lane.sharding for lane in lanes], None]}
         if self._in_shardings is not None:
             in_shardings = [label.sharding for label in in_order]
         return Plan(crossing, self._function, options, donated, in_shardings)
 
-    def _contexts(self, arguments: Arguments, donate: bool) -> list[Any]:
-        """The lane, or the mapping to lanes, of each node and leaf in the arguments."""
+    def _entries(self, arguments: Arguments, donate: bool) -> list[Any]:
+        """For each node and leaf of the arguments its lane, or a mapping to lanes."""
         args, kwargs, captured = arguments
         count, bound = len(args), len(self._args)
         has_prefix = [i >= bound and type(x) is not StaticArgument for i, x in enumerate(args)]
         prefix = tuple(self._in_shardings) if isinstance(self._in_shardings, list) else self._in_shardings
         shardings = iter(broadcast_prefix(prefix, tuple(itertools.compress(args, has_prefix)), "in_shardings"))
-        contexts = []
+        entries = []
         for i, x in enumerate(args):
             donated = donate and self._donated.has(i, count)
-            contexts += [_to_lane(next(shardings) if has_prefix[i] else None, donated) for _ in _leaves(x)]
+            own: Any = same_entries(None, x)
+            if has_prefix[i]:
+                own = itertools.islice(shardings, len(own))
+            entries += [_to_lane(sharding, donated) for sharding in own]
         for name in sorted(kwargs):
-            contexts += [_Lane(None, donate and self._donated.has(name))] * len(_leaves(kwargs[name]))
-        return contexts + [_Lane()] * len(captured)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jtu.tree_leaves(tree, is_leaf=is_node)
+            entries += same_entries(_Lane(None, donate and self._donated.has(name)), kwargs[name])
+        return entries + [_Lane()] * len(captured)
 
 
 def _as_static(x: Any, argument: int | str) -> StaticArgument:
@@ -492,11 +499,6 @@ def _to_lane(sharding: Any, donated: bool) -> Any:
     if isinstance(sharding, PrefixMapping):
         return sharding.relabelled(lambda label: _Lane(label, donated))
     return _Lane(sharding, donated)
-
-
-def _lanes_in(prefix: Any) -> list[Any]:
-    found = jax.tree.leaves(prefix, is_leaf=lambda x: isinstance(x, PrefixMapping))
-    return [lane for x in found for lane in (x.labels if isinstance(x, PrefixMapping) else (x,))]
 
 
 # --- checks and stages ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..core.graph import Layout, count_leaves
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
 from ..core.tracing import at_top_level, boundary
-from .body import Body, delta_of, positions_of, structural_rows, trace_body, zeros
+from .body import Body, delta_of, structural_rows, trace_body, zeros
 from .body_checks import (
     BodyError,
     check_same_output,
@@ -174,7 +174,7 @@ class _Loop:
         touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
         self.delta, owners = delta_of(layout, touched, body, body.delta.root)
         owners += [(-1, k) for k in range(count_leaves(layout.root))]
-        positions, place = positions_of(layout), {owner: k for k, owner in enumerate(body.owners)}
+        positions, place = layout.owner_positions, {owner: k for k, owner in enumerate(body.owners)}
         self.body, self.constant = body, leaves
         self.positions = [positions.get((replaced.get(i, i), k)) for i, k in owners]  # None for what the body records
         self.order = [place[owner] for owner in owners]

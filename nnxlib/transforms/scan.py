@@ -20,12 +20,11 @@ import jax.tree_util as jtu
 from ..core.calls import repeated
 from ..core.errors import PrefixError, format_path, listed
 from ..core.graph import Layout, Spec, Tree
-from ..core.objects import is_node
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
 from ..core.variables import MISSING, RngCount
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
-from .body import Body, delta_of, own_states, positions_of, structural_rows, trace_body
+from .body import Body, delta_of, own_states, structural_rows, trace_body
 from .body_checks import (
     BodyError,
     check_types,
@@ -48,6 +47,7 @@ from .prefixes import (
     labels_in,
     mapped_size,
     prefix_key,
+    same_entries,
 )
 from .program import Program, Result, program_of, run_program
 
@@ -164,16 +164,15 @@ def looped(
         args, kwargs = by_position(f, args, kwargs)
         kwargs = {**bound_kwargs, **kwargs}
         axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-        contexts = [None] * len(jtu.tree_leaves(bound, is_leaf=is_node)) + broadcast_prefix(axes, args, "in_axes")
-        contexts += [None] * len(jtu.tree_leaves(kwargs, is_leaf=is_node))
+        entries = same_entries(None, bound) + broadcast_prefix(axes, args, "in_axes") + same_entries(None, kwargs)
         arguments = Arguments((*bound, *args), kwargs)
         with recorded_anew(arguments):
-            return loop_over(arguments, axes, contexts)
+            return loop_over(arguments, axes, entries)
 
-    def loop_over(arguments: Arguments, axes: Any, contexts: list[Any]) -> Any:
+    def loop_over(arguments: Arguments, axes: Any, entries: list[Any]) -> Any:
         packed = pack_call(arguments)
         layout = packed.layout
-        labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
+        labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
         size = _length(layout, packed.leaves, in_order, length)
         carried = None if place is None else ("args", *(p + shift for p in place))
 
@@ -288,7 +287,7 @@ def _recurring(
     layout: Layout, body: Body, labels: list[Any], replaced: Mapping[int, int]
 ) -> tuple[list[int], list[Any]]:
     """Of each leaf that is handed on: its position among the arguments' leaves; its type coming out."""
-    handed_on, positions = _handed_on(body), positions_of(layout)
+    handed_on, positions = _handed_on(body), layout.owner_positions
     first_plain = positions.get((-1, 0), len(labels))
     plain = iter([k for k in range(first_plain, len(labels)) if labels[k] is Carry])
     owners = [body.owners[k] for k in handed_on]

@@ -8,16 +8,14 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 
 from ..core.errors import format_path
-from ..core.objects import is_node
 from ..core.records import pack_call
 from ..core.variables import MISSING
 from .callables import Observed, resolve
 from .classes import lifts_classes
 from .lift import Arguments, lift_lanes
-from .prefixes import broadcast_prefix, label_arguments
+from .prefixes import broadcast_prefix, label_arguments, same_entries
 
 
 @lifts_classes()
@@ -61,9 +59,9 @@ def shard_map(
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any) -> Any:
-        contexts = [_REPLICATED] * len(_leaves(bound))
-        contexts += broadcast_prefix(tuple(in_specs) if isinstance(in_specs, list) else in_specs, args, "in_specs")
-        contexts += [_REPLICATED] * len(_leaves(bound_kwargs))
+        entries = same_entries(_REPLICATED, bound)
+        entries += broadcast_prefix(tuple(in_specs) if isinstance(in_specs, list) else in_specs, args, "in_specs")
+        entries += same_entries(_REPLICATED, bound_kwargs)
         arguments = Arguments((*bound, *args), bound_kwargs)
 
         def over(pure: Callable, lanes: tuple) -> Callable:
@@ -76,21 +74,17 @@ def shard_map(
                 except ValueError as error:
                     if function.has_raised(error):
                         raise
-                    named = map(_by_name, _names(arguments, contexts, lanes), groups)
+                    named = map(_by_name, _names(arguments, entries, lanes), groups)
                     raise ValueError(_explain(pure, specs, options, tuple(named)) or str(error)) from None
 
             return run
 
-        return lift_lanes(over, function, arguments, contexts, out_specs)
+        return lift_lanes(over, function, arguments, entries, out_specs)
 
     return wrapped
 
 
 _REPLICATED = jax.sharding.PartitionSpec()
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jtu.tree_leaves(tree, is_leaf=is_node)
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -109,9 +103,9 @@ def _explain(pure: Callable, specs: tuple, options: dict[str, Any], groups: tupl
     return None
 
 
-def _names(arguments: Arguments, contexts: Sequence[Any], lanes: tuple) -> list[list[str]]:
+def _names(arguments: Arguments, entries: Sequence[Any], lanes: tuple) -> list[list[str]]:
     layout, leaves, objects = pack_call(arguments)
-    _, in_order = label_arguments(layout, leaves, objects, contexts)
+    _, in_order = label_arguments(layout, leaves, objects, entries)
     named = [(format_path(path), label) for path, label in zip(layout.leaf_paths, in_order, strict=True)]
     return [[name for name, label in named if label == lane] for lane in lanes]
 

@@ -11,13 +11,12 @@ import jax.tree_util as jtu
 
 from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
-from ..core.objects import is_node
 from ..core.variables import MISSING
 from .axes import NO_METADATA, AxisName, axis_name_in
 from .callables import Observed, by_position, resolve, static_arguments
 from .classes import lifts_classes
 from .lift import Arguments, lift_lanes
-from .prefixes import broadcast_prefix, check_axes, mapped_size
+from .prefixes import broadcast_prefix, check_axes, mapped_size, same_entries
 
 
 @lifts_classes()
@@ -142,12 +141,12 @@ def mapped(
         axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
         if isinstance(axes, tuple) and len(axes) > len(args):  # some of them are meant for arguments passed by name
             args, kwargs = by_position(f, args, kwargs)
-        contexts = [None] * len(_leaves(bound))  # what was bound to f is passed whole
-        contexts += broadcast_prefix(axes, args, "in_axes")
+        entries = same_entries(None, bound)  # what was bound to f is passed whole
+        entries += broadcast_prefix(axes, args, "in_axes")
         named = {**bound_kwargs, **kwargs}
         for name in sorted(named):
-            contexts += [0 if name in kwargs else None] * len(_leaves(named[name]))
-        return lift_lanes(over, function, Arguments((*bound, *args), named), contexts, out_axes, check, axis)
+            entries += same_entries(0 if name in kwargs else None, named[name])
+        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, check, axis)
 
     return wrapped
 
@@ -155,10 +154,6 @@ def mapped(
 def _check_sizes(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> int | None:
     given = {} if axis_size is None else {axis_size: "axis_size"}
     return mapped_size(packed.layout, packed.leaves, labels, given, what)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jtu.tree_leaves(tree, is_leaf=is_node)
 
 
 def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
