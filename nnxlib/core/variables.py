@@ -1,15 +1,15 @@
 """Variables: typed, mutable boxes around a value, the leaves of the object graph.
 
-A Variable holds one *value* (an array, or any pytree; nnxlib never looks inside), its *metadata* (static: part of
-the program, replaced and never edited in place), and the trace it was made under. Its class says what the value is
-for: ``Param``, ``BatchStat``, ``Cache``... and is what filters select by.
+A Variable holds one *value* (an array, or any pytree; nnxlib never looks inside) and *metadata* (static: part of the
+program, replaced and never edited in place). It remembers the trace under which it was made. Its class tells what the
+value is for (``Param``, ``BatchStat``, ``Cache``...), and filters select by it.
 
 Contract:
 
-- A Variable behaves like the array it holds wherever an array is expected. Its hash is its identity.
-- Reading is legal everywhere. Writing is legal only under the trace that made the Variable; anything else raises
-  :class:`~nnxlib.core.errors.TraceContextError`, which names the path, and writes nothing.
-- Hooks run at the user's own reads and writes, never when a transform carries values in and out.
+- A Variable behaves like the array it holds wherever an array is expected. It is hashed by identity.
+- It may be read everywhere. It may be written only under the trace that made it; any other write raises
+  :class:`~nnxlib.core.errors.TraceContextError`, which names the path, and has no effect.
+- Hooks run at the user's own reads and writes, never when a transform moves values in and out.
 - As a JAX pytree a Variable has one child, its value, under the key ``value``.
 """
 
@@ -46,21 +46,21 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slo
 
 
 class Cell:
-    """Where a Variable keeps its value. The same for the whole life of the Variable, but while a trace borrows it.
+    """Where a Variable keeps its value. A Variable has the same cell all its life, except while a trace borrows it.
 
-    A compiled step reads and writes a thousand cells in two loops of a few nanoseconds a turn, which Variables, with
-    attributes of their own making, would not allow.
+    A compiled step reads and writes its cells in two loops, at some nanoseconds per cell. With Variables, whose
+    attributes are computed, that would take much longer.
     """
 
     __slots__ = ("value",)
-    trace: TraceRef = None  # of the Variable: the one it was made under, or that borrows it; only there it is written
+    trace: TraceRef = None  # the one that made, or has borrowed, the Variable: only under this one it may be written
 
     def __init__(self, value: Any):
         self.value = value
 
 
 class TracedCell(Cell):
-    """The cell of a Variable that belongs to a trace."""
+    """The cell of a Variable that was made, or borrowed, by a trace."""
 
     __slots__ = ("trace",)
 
@@ -69,13 +69,13 @@ class TracedCell(Cell):
 
 
 def new_cell(value: Any) -> Cell:
-    """Make a cell of the running trace."""
+    """Make a cell, as of the running trace."""
     trace = current_trace()
     return Cell(value) if trace is None else TracedCell(value, trace)
 
 
 def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
-    """Give cells the first of these values: all of them, also when an interrupt arrives."""
+    """Write the first of these values to the cells; to all of them, even if interrupted."""
     try:
         for cell, cell.value in zip(cells, values):  # noqa: B007  (the assignment is the loop; `strict` costs 0.2 us)
             pass
@@ -85,23 +85,22 @@ def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
         raise
 
 
-# For a few cells the code is written out: that takes a third of the time of a loop, which is slow to begin.
-_WRITTEN_OUT = 128
+_UNROLLED = 128  # up to so many cells the loop is unrolled, which takes a third of the time
 
 
 def reader(cells: Sequence[Cell]) -> Callable[[Callable[..., Any]], Any]:
     """A function that calls another with the values of these cells: ``f(c0.value, c1.value, ...)``."""
-    if len(cells) > _WRITTEN_OUT:
+    if len(cells) > _UNROLLED:
         return lambda f: f(*[cell.value for cell in cells])
     return _new_reader(len(cells))(*cells)
 
 
 def writer(cells: Sequence[Cell]) -> Callable[[Sequence[Any]], None]:
-    """A function that gives these cells the first of some values: ``c0.value = v[0]; c1.value = v[1]; ...``.
+    """A function that writes the first of some values to these cells: ``c0.value = v[0]; c1.value = v[1]; ...``.
 
-    All of them: within such code Python looks out for no interrupt.
+    It writes all of them: Python handles no interrupt within such straight-line code.
     """
-    if len(cells) > _WRITTEN_OUT:
+    if len(cells) > _UNROLLED:
         return lambda values: write_cells(cells, values)
     return _new_writer(len(cells))(*cells)
 
@@ -123,12 +122,12 @@ def _new_writer(count: int) -> Callable[..., Callable[[Sequence[Any]], None]]:
 
 
 NO_METADATA: dict[str, Any] = {}
-DEFAULTS: dict[str, Any] = {}  # metadata of Variables that do not say otherwise
+DEFAULTS: dict[str, Any] = {}  # metadata that every new Variable gets unless it is given
 HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
 
 
 class VariableMetadata(Generic[A]):
-    """A value on its way into a Variable, with the metadata and hooks that an initializer attached to it."""
+    """A value for a Variable, with the metadata and hooks that an initializer has attached to it."""
 
     __slots__ = (*HOOKS, "metadata", "raw_value")
 
@@ -161,7 +160,7 @@ def with_metadata(initializer: F, **metadata: Any) -> F:
     def wrapped(*args: Any, **kwargs: Any) -> VariableMetadata:
         return VariableMetadata(initializer(*args, **kwargs), metadata=metadata, **hooks)
 
-    return wrapped  # type: ignore[return-value]  # an initializer still, of a boxed value
+    return wrapped  # type: ignore[return-value]  # still an initializer, but of a VariableMetadata
 
 
 def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadata: Any) -> F:
@@ -170,7 +169,7 @@ def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadat
     Args:
       initializer: makes the value.
       sharding: for each axis the name of a mesh axis, a logical name, a tuple of names, or None.
-      mesh: the mesh that the names are of, where it is not the one of the context.
+      mesh: the mesh that has these names; that of the context by default.
       **metadata: more metadata.
 
     >>> import nnxlib as nnx, jax
@@ -184,7 +183,7 @@ def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadat
 
 
 def name_axis(variable: Variable, key: str, index: int, name: Any) -> None:
-    """Insert the name of a new axis into the metadata ``key``, if that has names and not one for each axis already."""
+    """Insert the name of a new axis into the metadata ``key``, unless that has a name for each axis already."""
     names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
     if isinstance(names, _NAMES) and 0 <= ndim != len(names) - 1:
         wide = [*names, *[None] * (ndim - len(names))]
@@ -225,7 +224,7 @@ def _unwrap(x: Any) -> Any:
 
 
 class Identified:
-    """What has an identity in the object graph: Variables and nodes."""
+    """Base class of what has an identity in the object graph: Variables and nodes."""
 
     __slots__ = ()
 
@@ -238,7 +237,7 @@ class Variable(Identified, Generic[A]):
       **metadata: static values, readable as attributes; ``on_get_value(variable, value)``, ``on_set_value``,
         ``on_create_value``, ``on_add_axis(variable, index, name)`` and ``on_remove_axis`` are hooks (a function or a
         sequence of them), which a subclass may also define as methods. With ``ref=True`` the array is kept in a
-        :class:`jax.Ref`, into which every write goes: JAX carries those out of its own transformations.
+        :class:`jax.Ref`, and every write goes there: JAX carries such writes out of its own transformations.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> v = nnx.Param(jnp.zeros(3), layer='first')
@@ -248,7 +247,7 @@ class Variable(Identified, Generic[A]):
     ('first', 5.0, (3,))
 
     Raises:
-      TraceContextError: when written under another trace than the one it was made under.
+      TraceContextError: when written under another trace than that which made it.
     """
 
     __slots__ = ("__weakref__", "_cell", "_metadata", "_stamps")
@@ -312,7 +311,7 @@ class Variable(Identified, Generic[A]):
         With an index the array keeps its shape and dtype, as in NumPy, and the hooks see only what is assigned.
 
         Raises:
-          TraceContextError: under another trace than the one this Variable was made under.
+          TraceContextError: under another trace than that which made this Variable.
         """
         self.check_writable()
         new: Any = _unwrap(value)
@@ -338,13 +337,13 @@ class Variable(Identified, Generic[A]):
         """Replace the value without hooks.
 
         Raises:
-          TraceContextError: under another trace than the one this Variable was made under.
+          TraceContextError: under another trace than that which made this Variable.
         """
         self.check_writable()
         self._store(value._value if isinstance(value, Variable) else value)
 
     def _store(self, value: Any) -> None:
-        """Put a value where the present one is: into the Ref, if it is kept in one."""
+        """Write a value without checks; into the Ref, if the present one is kept in one."""
         cell: Any = self._cell
         if "ref" in self._metadata and isinstance(cell.value, jax.Ref):
             cell.value[...] = as_stored(value, NO_METADATA)
@@ -363,9 +362,9 @@ class Variable(Identified, Generic[A]):
                 return
             raise errors.TraceContextError(_CROSS_TRACE.format(where=self._where(), kind=type(self).__name__))
 
-    # As stored, without hooks and unnoticed: what the library itself uses.
+    # The value as stored, without hooks or checks, for the library itself.
     _value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
-    # Its cached layout, when it was the root of one. Few are, so there is no slot for it.
+    # The record of a Variable that was packed as a root. That is rare, so there is no slot for it.
     _nnx_record = property(
         lambda self: getattr(self._stamps, "record", None),
         lambda self, record: _set(
@@ -373,13 +372,13 @@ class Variable(Identified, Generic[A]):
         ),
     )
 
-    # --- on loan to a trace that captured it: see closures.py ---
+    # --- borrowed by a trace that captured it: see closures.py ---
 
     def _nnx_save(self) -> tuple:
-        return type(self), {name: getattr(self, name) for name in _LENT}
+        return type(self), {name: getattr(self, name) for name in _SAVED}
 
     def _nnx_join(self, trace: TraceRef) -> None:
-        # Whoever borrows it gives it a cell of the trace; until then other threads read the one it has.
+        # The borrower gives it a cell of the trace; until then other threads read the present one.
         _set(self, "_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
 
     def _nnx_restore(self, state: tuple) -> None:
@@ -405,7 +404,7 @@ class Variable(Identified, Generic[A]):
 
     @property
     def hijax(self) -> bool:
-        """Whether that was asked for: a setting of flax.nnx, without effect here."""
+        """Whether ``hijax=True`` was given: a setting of flax.nnx that has no effect here."""
         return bool(self._metadata.get("hijax"))
 
     @property
@@ -416,7 +415,7 @@ class Variable(Identified, Generic[A]):
     var_type = type
 
     def get_metadata(self, name: str | None = None, default: Any = MISSING) -> Any:
-        """Return a copy of all metadata, or the entry ``name`` (``default`` when there is none, else KeyError)."""
+        """Return a copy of all metadata; or the entry ``name``, or ``default`` if there is none (else KeyError)."""
         if name is None:
             return dict(self._metadata)
         if name in self._metadata or default is MISSING:
@@ -424,7 +423,7 @@ class Variable(Identified, Generic[A]):
         return default
 
     def set_metadata(self, *args: Any, **metadata: Any) -> None:
-        """Set metadata: ``set_metadata(name, value)`` or by keyword; with one mapping, replace all of it."""
+        """Set metadata: ``set_metadata(name, value)``, or by keyword. A single mapping replaces all metadata."""
         if len(args) == 2:
             metadata = {args[0]: args[1], **metadata}
         replace = len(args) == 1
@@ -457,7 +456,7 @@ class Variable(Identified, Generic[A]):
     def add_axis(self, axis_index: int, axis_name: str | None = None) -> None:
         """Name the new axis along which a transform is about to stack the value; then run the ``on_add_axis`` hooks.
 
-        Names that are as many already as the stacked value has axes are left alone.
+        If there already is a name for each axis of the stacked value, the names stay as they are.
         """
         name_axis(self, "out_sharding", axis_index, axis_name)
         for hook in _as_hooks(self._metadata.get("on_add_axis", ())):
@@ -466,7 +465,7 @@ class Variable(Identified, Generic[A]):
     def remove_axis(self, axis_index: int, axis_name: str | None = None) -> None:
         """Drop the name of the axis along which a transform took this slice; then run the ``on_remove_axis`` hooks.
 
-        Names that do not count that axis are left alone.
+        If there is no name for that axis, the names stay as they are.
         """
         unname_axis(self, "out_sharding", axis_index)
         for hook in _as_hooks(self._metadata.get("on_remove_axis", ())):
@@ -486,13 +485,13 @@ class Variable(Identified, Generic[A]):
     to_state = copy
 
     def copy_from(self, other: Variable[A]) -> None:
-        """Take value and metadata of another Variable of the same class."""
+        """Take over the value and metadata of another Variable of the same class."""
         if type(other) is not type(self):
             raise ValueError(f"Cannot copy a {type(other).__name__} into a {type(self).__name__}: the types differ.")
         self.update_from_state(other)
 
     def update_from_state(self, variable_state: Variable[A]) -> None:
-        """Take the value and metadata of ``variable_state``, without hooks."""
+        """Take over the value and metadata of ``variable_state``, without hooks."""
         self.check_writable()
         self._store(unshared(variable_state._value))
         if not same_items(variable_state._metadata, self._metadata):
@@ -526,7 +525,7 @@ class Variable(Identified, Generic[A]):
     # --- attributes: metadata first, then those of the value ---
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in Variable.__slots__:  # protocols are asked of the class, slots may be unset
+        if name.startswith("__") or name in Variable.__slots__:  # not the value's own; a slot that is not set yet
             raise AttributeError(name)
         metadata = self._metadata
         if name in metadata:
@@ -634,7 +633,7 @@ class _StampsOfRoot(tuple):
 
 
 _set = object.__setattr__
-_LENT = ("_cell", "_metadata", "_stamps")
+_SAVED = ("_cell", "_metadata", "_stamps")
 _set_content = Cell.value.__set__  # type: ignore[attr-defined]
 _set_cell_slot = Variable._cell.__set__  # type: ignore[attr-defined]
 _set_stamps_slot = Variable._stamps.__set__  # type: ignore[attr-defined]
@@ -642,7 +641,7 @@ _set_metadata_slot = Variable._metadata.__set__  # type: ignore[attr-defined]
 
 
 def make_variable(kind: type[V], value: Any, metadata: dict[str, Any], cell: Callable[[Any], Cell] = new_cell) -> V:
-    """Make a Variable of the running trace directly, without hooks; ``metadata`` is shared, not copied."""
+    """Make a Variable, as of the running trace, without hooks; ``metadata`` is shared, not copied."""
     self = object.__new__(kind)
     _set(self, "_cell", cell(value))
     _set(self, "_stamps", ())
@@ -658,9 +657,9 @@ def make_variables(
     stamps: Stamps = (),
     trace: Any = MISSING,
 ) -> list[Any]:
-    """Make many Variables as :func:`make_variable` makes one, in a few C calls: 0.2 us for each instead of 0.5 us.
+    """Make many Variables at once, in a few C calls: 0.2 us for each, where :func:`make_variable` takes 0.5 us.
 
-    A change of one of them invalidates ``stamps``. They belong to ``trace``, by default the running one.
+    ``stamps`` are attached to each. They belong to ``trace``, by default the running one.
     """
     made = list(map(object.__new__, kinds))
     trace = current_trace() if trace is MISSING else trace
@@ -678,12 +677,12 @@ def make_variables(
 
 
 def all_unshared(values: list[Any]) -> list[Any]:
-    """Values as :func:`unshared` makes each."""
+    """:func:`unshared` of each value."""
     return values if jax.tree_util.all_leaves(values) else list(map(unshared, values))
 
 
 def unshared(value: Any) -> Any:
-    """A value with dicts and lists of its own, so that editing it in place is seen by one Variable only."""
+    """A value with copies of the dicts and lists in it, so that editing these in place changes one Variable only."""
     kind = type(value)
     if kind is dict:
         return {key: unshared(item) for key, item in value.items()}
@@ -691,13 +690,13 @@ def unshared(value: Any) -> Any:
 
 
 def as_stored(value: Any, metadata: Mapping[str, Any]) -> Any:
-    """A value that is no :class:`jax.Ref`, or is in one of its own if the metadata ask for that."""
+    """A value as a Variable with this metadata stores it: in a new :class:`jax.Ref` if ``ref`` is set, else in none."""
     value = value[...] if isinstance(value, jax.Ref) else value
     return jax.new_ref(value) if metadata.get("ref") and not isinstance(value, jax.ShapeDtypeStruct) else value
 
 
 def raw_value(x: Any) -> Any:
-    """The value of a Variable as stored, but read where it is kept in a Ref; anything else as it is."""
+    """The value of a Variable without hooks, read from its Ref if it is kept in one; anything else as it is."""
     if not isinstance(x, Variable):
         return x
     return as_stored(x.get_raw_value(), NO_METADATA) if x.ref else x.get_raw_value()
@@ -779,7 +778,7 @@ _VALUE_KEY = jax.tree_util.GetAttrKey("value")
 
 
 class _Metadata:
-    """The static half of a Variable as a pytree node: compared by value, computed only when compared."""
+    """The metadata of a Variable, as the static half of a pytree node; frozen only when it is compared."""
 
     __slots__ = ("key", "metadata")
 
@@ -825,7 +824,7 @@ _register(Variable)
 # --- the types ------------------------------------------------------------------------------------------------------
 
 
-VariableState = Variable  # the older name of what a State holds
+VariableState = Variable  # the older name of what is in a State
 
 
 class Param(Variable[A]):
@@ -841,7 +840,7 @@ class Cache(Variable[A]):
 
 
 class Intermediate(Variable[A]):
-    """A value recorded on the way by :meth:`Module.sow`."""
+    """A value recorded by :meth:`Module.sow`."""
 
 
 class Perturbation(Intermediate[A]):
