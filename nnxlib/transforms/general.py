@@ -51,9 +51,8 @@ def make_jaxpr(
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         layout, leaves, _ = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
-        jaxpr, (groups, outcome) = jax.make_jaxpr(Crossing(layout).purify(function), return_shape=True, **options)(
-            leaves
-        )
+        pure = Crossing(layout).purify(function)
+        jaxpr, (groups, outcome) = jax.make_jaxpr(pure, return_shape=True, **options)(leaves)
         if not return_shape:
             return jaxpr
         _, shells = build(layout, [jax.eval_shape(lambda x: x, leaf) for leaf in leaves])
