@@ -1,9 +1,8 @@
-"""The body of control flow: a function of Modules, traced once, as a function of leaves.
+"""Bodies: what control flow needs to know of a function before it can build an operation from it.
 
-``cond``, ``while_loop`` and ``scan`` need to know what a function changes *before* they can build the operation: which
-Variables have to be carried, which rows every branch must return. So a body is traced to a jaxpr first, on the shapes
-of the leaves; its Delta is read off, checked (``body_checks.py``), and the operation is built from the jaxpr
-(``program.py``). User code runs once.
+``cond``, ``while_loop`` and ``scan`` must know which Variables have to be carried, and which rows every branch must
+return. So a body is first traced to a jaxpr, on the shapes of the leaves. Its Delta is taken from the trace and checked
+(body_checks.py), and the operation is built from the jaxpr (program.py). User code runs once.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from .lift import cross
 
 
 class Body(NamedTuple):
-    """A traced function: ``run(leaves)`` gives the leaves of ``delta``, in the order that ``commit`` takes them."""
+    """A traced function: ``run(leaves)`` gives the leaves of ``delta``, in the order in which ``commit`` takes them."""
 
     run: Callable[[Sequence[Any]], list[Any]]
     delta: Delta
     owners: tuple[Owner, ...]  # of each leaf
     paths: tuple[tuple, ...]  # of each leaf
-    labels: tuple[Any, ...]  # of each leaf, if asked for
+    labels: tuple[Any, ...]  # of each leaf; empty if there are none
     types: list[Any]  # of each leaf: its jax.ShapeDtypeStruct, or a pytree of them
 
 
@@ -60,7 +59,7 @@ def zeros(type_: Any) -> Any:
 
 @jtu.register_static
 class _Traced:
-    """What tracing found, on its way out of ``jax.make_jaxpr``."""
+    """What a trace has found; static, to be returned through ``jax.make_jaxpr``."""
 
     def __init__(self, *found: Any):
         self.found = found
@@ -74,10 +73,15 @@ def trace_body(
     delta: Callable[[After, Sequence[Any]], Delta] = lambda after, labels: after.delta,
     enter: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Body:
-    """Trace a function of the objects of a layout; ``leaves`` are arrays or their shapes.
+    """Trace a function of the objects of a layout.
 
-    ``label(after, output)`` gives the labels of the leaves that come back, ``delta(after, labels)`` the Delta.
-    ``enter(leaves)`` are what the function sees in place of the leaves.
+    Args:
+      function: the user's function.
+      layout: of its arguments.
+      leaves: of the same; arrays, or their shapes and dtypes.
+      label: ``label(after, output)`` gives the labels of the leaves that come back.
+      delta: ``delta(after, labels)`` gives the Delta, if it is not that of the trace.
+      enter: ``enter(leaves)`` gives the leaves that the function sees in place of these.
     """
 
     def pure(leaves: Sequence[Any]) -> tuple[list[Any], _Traced]:
@@ -98,7 +102,7 @@ def trace_body(
 
 
 def own_states(out: Any) -> Any:
-    """An output with States of its own: a State is a value, and may be one that came in, or be returned twice."""
+    """An output with copies of the States in it: a State is a value, which may have come in, or be returned twice."""
 
     def copied(x: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf, x) if isinstance(x, State) else x
@@ -110,7 +114,7 @@ def own_states(out: Any) -> Any:
 
 
 def delta_of(layout: Layout, touched: Collection[Owner], body: Body | None, root: Spec) -> tuple[Delta, list[Owner]]:
-    """The Delta that replaces the touched leaves and makes the structural changes of a body; and whose leaves it takes.
+    """A Delta that replaces the touched leaves and makes a body's structural changes; and the owners of its leaves.
 
     The owners are in the order in which ``commit`` takes the leaves, without those of the output.
     """
@@ -139,7 +143,7 @@ def delta_of(layout: Layout, touched: Collection[Owner], body: Body | None, root
 
 
 def structural_rows(layout: Layout, body: Body) -> dict[int, Row]:
-    """The rows of a body's Delta that are new, or change more than the arrays that a node holds."""
+    """The rows of a body's Delta that are new, or differ from the old ones by more than the arrays in a node."""
     found = {}
     for i, row in body.delta.rows:
         old = layout.rows[i] if i < len(layout.rows) else None
