@@ -316,7 +316,7 @@ def _shapes(tree: Any) -> Any:
 
 
 def _forward(f: Callable, layout: Any) -> Callable:
-    return lambda leaves: _arrays(cross(f, layout, leaves, take=lambda out: (out, None))[0])
+    return lambda leaves: _arrays(cross(f, layout, leaves, part=lambda out: None)[0])
 
 
 def _forward_and_backward(f: Callable, layout: Any) -> Callable:

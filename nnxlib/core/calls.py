@@ -1,20 +1,20 @@
-"""The calls of Modules that are running: one thin wrapper around each method, asleep unless something listens.
+"""Calls of Modules: which methods are running, and under which paths.
 
-Every public method of a Module class, and ``__call__``, is wrapped once when the class is made. The wrapper looks at
-one thread-local field. It is ``None`` in eager code, and the method is called directly. While a transform traces, the
-field holds a :class:`Listener`, which knows the paths of the objects inside the trace, and the wrapper
+Every public method of a Module class, and ``__call__``, is wrapped once, when the class is defined. In eager code the
+wrapper finds that a thread-local field is ``None``, and calls the method directly. While a transform traces, the field
+holds a :class:`Listener`, which knows the paths of the objects inside the trace. Then the wrapper
 
 - puts the operations of the call under a name scope, the path of the Module, which shows in jaxprs, HLO and profiles;
 - tells whoever follows the calls (``nnx.capture(..., method_outputs=...)``, ``nnx.tabulate``).
 
-An exception that leaves the call gets one note per level, in eager code too: path, layer, sizes and inputs.
+An exception gets a note from each call that it leaves, in eager code too: path, layer, sizes and inputs.
 
-Eager calls leave no record, and need none: they are frames on the stack of Python. Whoever asks for a path (an error, a
-trace that begins, ``nnx.current_path``) finds the Modules that are running in the frames of the wrappers
-(:func:`_from_frames`). So an eager call pays nothing for its path.
+Eager calls are not recorded anywhere, since they are frames on Python's stack. Whoever needs a path (an error, a trace
+that begins, ``nnx.current_path``) finds the running Modules in the frames of the wrappers (:func:`_from_frames`). So
+paths cost an eager call nothing.
 
-A path starts at the outermost Module that is running or, inside a transform that no Module has called, at the argument
-of the transform; it is the first path there, as in ``nnx.state``.
+A path starts at the outermost Module that is running or, inside a transform that was not called by a Module, at the
+argument of the transform. An object that can be reached by several paths has the first of them, as in ``nnx.state``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 
-from .captures import Watch, notice
+from .closures import Watch, notice
 from .errors import describe, describe_nested, format_path, reachable
 from .stamps import Stamp, stamping, with_stamp
 from .tracing import at_top_level, hide_frames
@@ -38,14 +38,14 @@ Path = tuple[Any, ...]
 
 
 class _Paths:
-    """The first paths of all that is below some roots; looked for again when something has been attached there."""
+    """The first path to each object below some roots; found again when something has been attached there."""
 
-    __slots__ = ("_held", "_roots", "_stamp", "known")
+    __slots__ = ("_attached", "_roots", "_stamp", "known")
 
     def __init__(self, roots: Sequence[Any], paths: Sequence[Path]):
         self._roots = roots
         self.known = {id(x): path for x, path in zip(roots, paths, strict=True)}
-        self._held: list[Any] = []  # what was attached, so that no id is used again
+        self._attached: list[Any] = []  # kept alive, so that no id is reused
         self._stamp: Stamp | None = None
 
     def find(self, x: Any) -> Path | None:
@@ -61,49 +61,51 @@ class _Paths:
         with stamping:
             for root in self._roots:
                 for path, node in reachable(root, seen, self.known):
-                    if hasattr(type(node), "_nnx_held"):  # a Variable would look for it in its value
-                        object.__setattr__(node, "_nnx_held", with_stamp(node._nnx_held, reference))
+                    if hasattr(type(node), "_nnx_stamps"):  # of the type: a Variable would ask its value
+                        object.__setattr__(node, "_nnx_stamps", with_stamp(node._nnx_stamps, reference))
                     if id(node) not in self.known:
                         self.known[id(node)] = path
-                        self._held.append(node)
+                        self._attached.append(node)
 
 
 class Listener:
-    """Who is called in one trace: paths by object, and the stack of the calls that are running.
+    """The calls of Modules in one trace: the paths of the objects, and the stack of running calls.
 
-    A transform inside of a transform has a listener of its own, whose objects are known by their paths outside: what
-    is packed while a listener is active is noted in ``entered``, and :func:`inside` looks there.
+    A transform inside of a transform has a listener of its own. Its objects keep the paths that they have outside: what
+    is packed while a listener is active is noted in ``entered``, where :func:`inside` finds it.
 
     Args:
-      objects: those of the trace; they outlive the listener.
-      paths: of these, or what finds them when first asked for.
-      on_call: takes module, path, method, args, kwargs; may return what takes the output.
+      objects: of the trace; they outlive the listener.
+      paths: of these, or a function that finds them, called when a path is first asked for.
+      on_call: called with module, path, method name, args and kwargs of each call; may return a function, which is
+        then called with the output.
+      recorded: the types of Variables that an enclosing ``nnx.capture`` takes out; None outside of one.
     """
 
-    __slots__ = ("_fresh", "_own", "base", "captured", "entered", "on_call", "outer", "stack")
+    __slots__ = ("_new", "_own", "base", "entered", "on_call", "outer", "recorded", "stack")
 
     def __init__(
         self,
         objects: Sequence[Any],
         paths: Sequence[Path] | Callable[[], Sequence[Path]],
         on_call: Callable[[Any, Path, str, tuple, dict], Callable[[Any], object] | None] | None = None,
-        captured: tuple[type, ...] | None = None,
+        recorded: tuple[type, ...] | None = None,
     ):
         self._own: _Paths | Callable[[], _Paths] = lambda: _Paths(objects, paths() if callable(paths) else paths)
-        self._fresh: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, and where it is called
+        self._new: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, its path, those below it
         self.stack: list[tuple[Any, str]] = []
         self.on_call = on_call
         self.entered: dict[Any, Sequence[Path | None]] = {}  # layout -> the paths of what was last packed with it
-        self.outer: Listener | None = None  # of the trace around this one: it knows what this one captures
-        self.base: Callable[[], Path] | None = None  # the path of the call outside that this trace is part of
-        self.captured = captured  # the types of Variables that an enclosing nnx.capture takes out, if there is one
+        self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
+        self.base: Callable[[], Path] | None = None  # the path of the Module, outside, in whose call this trace began
+        self.recorded = recorded
 
     def current(self) -> Path | None:
-        """The path of the Module whose method is running; None if there is none."""
+        """The path of the Module whose method is running; None if none is."""
         return self.path_of(self.stack[-1][0]) if self.stack else self.base() if self.base is not None else None
 
     def path_of(self, module: Any) -> Path:
-        """The path of a Module; of one that is nobody's part, the name of its class below whoever calls it."""
+        """The path of a Module; if it is part of nothing known here, its class name below the path of its caller."""
         path = self.find(module)
         if path is not None:
             return path
@@ -113,45 +115,46 @@ class Listener:
 
     def find(self, x: Any) -> Path | None:
         """The path of a node, if it is part of something that is known here."""
-        path = self._attached(x)
+        path = self._find_known(x)
         if path is None and self.stack:
-            path = self._below_fresh(x)
+            path = self._find_below_new(x)
         return path
 
-    def _attached(self, x: Any) -> Path | None:
+    def _find_known(self, x: Any) -> Path | None:
         if not isinstance(self._own, _Paths):
             self._own = self._own()
         path = self._own.find(x)
         return self.outer.find(x) if path is None and self.outer is not None else path
 
-    def _below_fresh(self, x: Any) -> Path | None:
-        """Below the outermost caller that is nobody's part: a model that was made, or merged, in this trace."""
+    def _find_below_new(self, x: Any) -> Path | None:
+        """Look below the outermost caller that is part of nothing known here: a model made or merged in this trace."""
         outside = self.base() if self.base is not None else None
         for caller, _ in self.stack:
-            path = self._attached(caller)
+            path = self._find_known(caller)
             if path is None:
                 start = () if outside is None else (*outside, type(caller).__name__)
-                if self._fresh is None or self._fresh[0] is not caller or self._fresh[1] != start:
-                    self._fresh = caller, start, _Paths([caller], [start])
-                return self._fresh[2].find(x)
+                if self._new is None or self._new[0] is not caller or self._new[1] != start:
+                    self._new = caller, start, _Paths([caller], [start])
+                return self._new[2].find(x)
             outside = path
         return None
 
 
-class Rows(list):
-    """The objects of a packed table; a list that can be referred to weakly."""
+class ObjectList(list):
+    """The objects of a packed table, by row: a list that can be referred to weakly."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Active(threading.local):
     listener: Listener | None = None
-    runs: int = 1  # for how many runs what is traced now stands
+    runs: int = 1  # see runs()
 
     def __init__(self) -> None:
-        self.packed: weakref.WeakValueDictionary[Any, Rows] = weakref.WeakValueDictionary()  # by layout, in eager code
+        # By layout, what was last packed with it in eager code.
+        self.packed: weakref.WeakValueDictionary[Any, ObjectList] = weakref.WeakValueDictionary()
 
-    def __reduce__(self) -> str:  # classes that are pickled by value bring their methods, and those this
+    def __reduce__(self) -> str:  # a class pickled by value brings its methods, and these refer to this object
         return "_active"
 
 
@@ -159,7 +162,7 @@ _active = _Active()
 
 
 def _from_frames() -> Listener | None:
-    """A listener that has heard of the eager calls that are running in this thread; None if there are none."""
+    """A listener with the eager calls that are running in this thread; None if there are none."""
     stack = []
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -174,24 +177,31 @@ def _from_frames() -> Listener | None:
 
 
 def running() -> Listener | None:
-    """The listener that knows the Module whose method is running, if there is one."""
+    """The listener that knows which method of which Module is running, if any is."""
     return _active.listener or _from_frames()
 
 
 def entering(layout: Any, objects: Sequence[Any]) -> None:
-    """Note the paths of objects that have been packed, and may be on their way into a transform."""
+    """Note the paths of objects that have been packed: they may be about to enter a transform."""
     listener = _active.listener
     if listener is not None:
         listener.entered[layout] = list(map(listener.find, objects))
-    elif isinstance(objects, Rows):
+    elif isinstance(objects, ObjectList):
         _active.packed[layout] = objects
 
 
-def inside(layout: Any, objects: Sequence[Any], paths: Sequence[Path]) -> Listener:
-    """A listener for objects made from a layout; ``paths`` are used for those that have none outside."""
+def inside(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listener:
+    """A listener for the objects that a transform built from a layout; their paths are those that they have outside.
+
+    An object without one has its path in the layout, less the first ``depth`` keys (``args[0]``).
+    """
+
+    def own() -> Sequence[Path]:
+        return [path[depth:] for path in layout.paths]
+
     outer = running()
     if outer is None:
-        return Listener(objects, paths)
+        return Listener(objects, own)
     found: Callable[[], Sequence[Path | None] | None] = functools.partial(outer.entered.get, layout)
     if _active.listener is None:
         packed = _active.packed.get(layout)
@@ -203,7 +213,7 @@ def inside(layout: Any, objects: Sequence[Any], paths: Sequence[Path]) -> Listen
 
     def known() -> Sequence[Path]:
         there = found()
-        return paths if there is None else [q if p is None else p for p, q in zip(there, paths, strict=True)]
+        return own() if there is None else [q if p is None else p for p, q in zip(there, own(), strict=True)]
 
     listener = Listener(objects, known)
     listener.outer = outer
@@ -215,10 +225,10 @@ def inside(layout: Any, objects: Sequence[Any], paths: Sequence[Path]) -> Listen
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Let ``listener`` follow the calls made in this thread within the block."""
+    """Make ``listener`` the active one of this thread within the block."""
     outer = _active.listener
-    if listener is not None and outer is not None and listener.captured is None:
-        listener.on_call, listener.captured = outer.on_call, outer.captured
+    if listener is not None and outer is not None and listener.recorded is None:
+        listener.on_call, listener.recorded = outer.on_call, outer.recorded
     _active.listener = listener
     is_followed = followed()
     Followers.add(is_followed)
@@ -230,7 +240,7 @@ def listening(listener: Listener | None) -> Iterator[None]:
 
 
 def repeated(f: Callable, times: int | None) -> Callable:
-    """``f``, whose one trace stands for so many runs."""
+    """``f``, for a transform that traces it once and runs it ``times`` times."""
 
     @functools.wraps(f, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -245,12 +255,12 @@ def repeated(f: Callable, times: int | None) -> Callable:
 
 
 def runs() -> int:
-    """For how many runs what is traced now stands: more than 1 in the body of a ``scan``, or of what is mapped."""
+    """How often the code that is being traced will run: more than once in the body of a ``scan`` or ``vmap``."""
     return _active.runs
 
 
 class Followers:
-    """How many there are, in all threads; while it is 0, nobody need ask :func:`followed`."""
+    """The number of followers in all threads; while ``count`` is 0, :func:`followed` need not be asked."""
 
     count = 0
     _lock = threading.Lock()
@@ -261,21 +271,21 @@ class Followers:
             cls.count += number
 
 
-def captured_types() -> tuple[type, ...] | None:
-    """The types of Variables that the ``nnx.capture`` around this call takes out; None outside of one."""
+def recorded_types() -> tuple[type, ...] | None:
+    """The types of Variables that the enclosing ``nnx.capture`` takes out; None outside of one."""
     listener = _active.listener
-    return None if listener is None else listener.captured
+    return None if listener is None else listener.recorded
 
 
 def listened() -> bool:
-    """Whether there is a listener in this thread: something is being traced, or somebody follows the calls."""
+    """Whether this thread has an active listener: a transform is tracing, or the calls are being followed."""
     return _active.listener is not None
 
 
 def followed() -> bool:
-    """Whether somebody in this thread follows the calls, or records what they sow: compiled, they would not run."""
+    """Whether the calls in this thread are followed, or what they sow is recorded: then they must not be cached."""
     listener = _active.listener
-    return listener is not None and (listener.on_call is not None or listener.captured is not None)
+    return listener is not None and (listener.on_call is not None or listener.recorded is not None)
 
 
 def observed(method: Callable, name: str) -> Callable:
@@ -288,8 +298,8 @@ def observed(method: Callable, name: str) -> Callable:
             return _follow(listener, method, name, self, args, kwargs)
         try:
             return method(self, *args, **kwargs)
-        except Exception as error:  # costs nothing as long as there is none
-            _add_note_once_found(error, self, name, args, kwargs)
+        except Exception as error:  # costs nothing unless raised
+            _add_note_eagerly(error, self, name, args, kwargs)
             hide_frames(error)
             raise
 
@@ -337,11 +347,11 @@ _names = _Names()
 class use_name_scopes:
     """Set whether operations carry the path of the Module that makes them; as a context manager, for a block.
 
-    The names are in jaxprs, in lowered and compiled programs, and so in profiles. They are given while a function is
-    traced, and change neither results nor what is compiled again: a function keeps the names it was traced with.
+    The names appear in jaxprs, in lowered and compiled programs, and so in profiles. They are given while a function is
+    traced, and change neither results nor the need to compile: a function keeps the names it was traced with.
 
     Args:
-      value: whether they do; True by default, in each thread.
+      value: whether they do, in this thread; initially True.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> model, x = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), jnp.ones((1, 2))
@@ -365,7 +375,7 @@ class use_name_scopes:
 
 
 def _scope(listener: Listener, module: Any, name: str) -> str:
-    """What a call adds to the scope that it is made in."""
+    """What a call adds to the name scope around it."""
     stack = listener.stack
     if stack and stack[-1][0] is module:  # super().__call__, or another method of the same Module: the same path
         return ""
@@ -378,11 +388,11 @@ def _scope(listener: Listener, module: Any, name: str) -> str:
 # --- notes on errors ------------------------------------------------------------------------------------------------
 
 
-_CALLS = "_nnx_calls"  # an error on its way through eager calls has a listener with those that it has not left yet
+_CALLS = "_nnx_calls"  # the attribute of an error that keeps a listener with the eager calls that it has yet to leave
 
 
-def _add_note_once_found(error: Exception, module: Any, name: str, args: tuple, kwargs: dict) -> None:
-    """Say that an error leaves an eager call; the frames and the model are looked through once for all levels."""
+def _add_note_eagerly(error: Exception, module: Any, name: str, args: tuple, kwargs: dict) -> None:
+    """Note that an error leaves an eager call; the frames and the model are searched once for all levels."""
     listener: Listener | None = vars(error).pop(_CALLS, None)
     if listener is None or listener.stack[-1][0] is not module or listener.stack[-1][1] != name:  # raised elsewhere
         listener = _from_frames()
@@ -393,32 +403,32 @@ def _add_note_once_found(error: Exception, module: Any, name: str, args: tuple, 
 
 
 def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: dict) -> None:
-    """Say that an error leaves the innermost of the running calls."""
+    """Note that an error leaves the innermost of the running calls."""
     if listener is None:
         return
     module, name = listener.stack[-1]
-    if listener.stack[-2:-1] == [(module, name)]:  # of super(): its caller says the same
+    if listener.stack[-2:-1] == [(module, name)]:  # called by super(): the caller adds the same note
         return
     method = "" if name == "__call__" else f".{name}"
     named = [f"{key}={describe_nested(value)}" for key, value in kwargs.items()]
     inputs = ", ".join([*map(describe_nested, args), *named])
     where = f"{format_path(listener.path_of(module))}{method} ({_sized(module)})"
     error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
-    if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_held(x), jax.ShapeDtypeStruct)]:
+    if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_value(x), jax.ShapeDtypeStruct)]:
         error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
 
 
-def _held(x: Any) -> Any:
+def _value(x: Any) -> Any:
     return x._value if hasattr(type(x), "get_raw_value") else x
 
 
 _ABSTRACT = """\
-it has shapes without values ({names}), as nnx.eval_shape makes them: give them values by nnx.update(model, state), or \
+it has shapes without values ({names}), as made by nnx.eval_shape: give them values by nnx.update(model, state), or \
 ask for shapes only by nnx.eval_shape(function, model, ...)"""
 
 
 def _sized(module: Any) -> str:
-    """A layer with its sizes, as it tells them: ``Linear 4->2``; another Module with the Variables that it holds."""
+    """A layer with its sizes: ``Linear 4->2``; any other Module with the Variables that it holds."""
     name, sizes = type(module).__name__, getattr(type(module), "_nnx_sizes", None)
     if sizes is not None:
         return f"{name} {sizes(module)}"
@@ -426,4 +436,4 @@ def _sized(module: Any) -> str:
     return ", ".join([name, *(f"{key} {describe(x._value)}" for key, x in held[:_MOST])])
 
 
-_MOST = 4  # Variables that are listed
+_MOST = 4  # names to list

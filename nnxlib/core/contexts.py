@@ -1,24 +1,25 @@
-"""Several splits and merges that belong together, and carrying changes back by hand.
+"""Contexts: splits and merges that belong together, and changes carried back by hand.
 
-``nnx.split`` numbers the objects of one graph. A *context* numbers those of all that is split in it: an object that two
-of them share has one number, and its leaves are in the State of the first only. What a split gives there is a
-:class:`LinkedGraphDef`: the layout of the graph beside the number of each of its rows. A merge context keeps the object
-of each number, so what was shared is shared again::
+``nnx.split`` numbers the objects of one graph. A *context* numbers the objects of all graphs that are split in it: an
+object that two of them share has one number, and its leaves are in the State of the first only. A split in a context
+gives a :class:`LinkedGraphDef`: the layout of the graph, with the number of each of its rows. A merge context keeps the
+object for each number, so what was shared is shared again::
 
     a, b share row 2             ctx.split(a) -> numbers 0 1 2      leaves of 1, 2
                                  ctx.split(b) -> numbers 3 4 2      leaves of 4
 
-An *update context* is the crossing of transforms/lift.py taken apart, for a JAX transformation that one calls oneself::
+An *update context* is the crossing of transforms/lift.py in separate steps, for users who call the JAX transformation
+themselves::
 
                  (2) merge, inner=True  ->  change the objects  ->  (3) split                 inside
     (1) split  --------------------------------------------------------------- (4) merge, inner=False
 
-The context remembers what (1) has split, by number; (2) gives its objects the same numbers, which are never given to
-another one; so (3) says of each object whose stand-in it is, and (4) writes into the very objects of (1). Objects that
-are new have negative numbers, and are made by (4).
+The context remembers the objects of (1) by number. (2) makes objects with the same numbers, and a number is never given
+to another object. So (3) can tell which object of (1) each of them stands for, and (4) writes to those of (1). New
+objects have negative numbers, and are made by (4).
 
 Nothing about the live objects is in a GraphDef or State, so a compiled inner function can be called with other objects
-of the same structure. Contexts are found by tag, innermost first, in a stack of each thread.
+of the same structure. Contexts are found by tag, innermost first, in a stack per thread.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class LinkedGraphDef(GraphDef[A]):
     @property
     def own_paths(self) -> list[Path]:
         """The paths of the leaves that its State has."""
-        owned = zip(self.layout.leaf_paths, leaf_rows(self.layout), strict=True)
-        return [path for path, row in owned if row not in self.elsewhere]
+        owned = zip(self.layout.leaf_paths, self.layout.owners, strict=True)
+        return [path for path, (row, _) in owned if row not in self.elsewhere]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LinkedGraphDef) and self._key == other._key
@@ -99,29 +100,20 @@ class LinkedGraphDef(GraphDef[A]):
         return LinkedGraphDef, (self.layout, self.avals, self.numbers, self.elsewhere)
 
 
-def leaf_rows(layout: Layout) -> list[int]:
-    """The row that each leaf belongs to; -1 for those of the pytree itself."""
-    rows = list(layout.variables)
-    for i, row in enumerate(layout.rows):
-        if type(row) is NodeRow:
-            rows += [i] * sum(count_leaves(spec) for _, spec in row.fields)
-    return rows + [-1] * (len(layout.leaf_paths) - len(rows))
-
-
 # --- the two halves -------------------------------------------------------------------------------------------------
 
 
 class SplitContext:
-    """What :func:`split_context` gives; ``numbers`` are those that objects have already, ``new`` the next to give."""
+    """What :func:`split_context` yields. ``objects`` have numbers already; new objects get those of ``new``."""
 
     def __init__(self, objects: Mapping[int, Any], new: Iterator[int]):
         self._objects = dict(objects)
         self._numbers = {id(x): number for number, x in objects.items()}
         self._new = new
-        self._done: set[int] = set()  # the numbers whose leaves have been given out
+        self._done: set[int] = set()  # the numbers of objects whose leaves are in an earlier State
 
     def split(self, node: Any, *filters: Filter) -> tuple[Any, ...]:
-        """Split a node like :func:`nnxlib.split`; leaves of an object that was split here before are left out."""
+        """Split a node like :func:`nnxlib.split`, without the leaves of objects that were split here before."""
         graphdef, items = self._items(node)
         state = items[0][1] if items and items[0][0] == () else from_flat_state(items)
         if not filters:
@@ -147,18 +139,18 @@ class SplitContext:
         return graphdef, *(groups if len(filters) > 1 else (groups,))
 
     def _items(self, node: Any) -> tuple[LinkedGraphDef, list[tuple[Path, Any]]]:
-        """The GraphDef, and the leaves with their paths; Variables as new ones."""
+        """The GraphDef, and (path, leaf) pairs with new Variables."""
         layout, leaves, objects = pack(node)
         numbers = [self._number(x) for x in objects]
         elsewhere = {row for row, number in enumerate(numbers) if number in self._done}
         self._done.update(numbers)
-        whole = at_top_level()  # under a transformation a shape may be that of one example, or of a shard
+        whole = at_top_level()  # in a transformation a shape may be that of one example or shard
         avals = [aval_of(x) if whole else None for x in leaves]
         variables = [objects[i] for i in layout.variables]
         copies: list[Any] = [make_variable(type(v), v._value, v._metadata) for v in variables]
-        found = zip(layout.leaf_paths, copies + leaves[len(copies) :], leaf_rows(layout), strict=True)
+        found = zip(layout.leaf_paths, copies + leaves[len(copies) :], layout.owners, strict=True)
         graphdef = LinkedGraphDef(layout, avals, numbers, elsewhere)
-        return graphdef, [(path, leaf) for path, leaf, row in found if row not in elsewhere]
+        return graphdef, [(path, leaf) for path, leaf, (row, _) in found if row not in elsewhere]
 
     def _number(self, x: Any) -> int:
         if id(x) not in self._numbers:
@@ -168,7 +160,7 @@ class SplitContext:
 
 
 class MergeContext:
-    """What :func:`merge_context` gives; ``objects``, by number, are written into instead of being made anew."""
+    """What :func:`merge_context` yields; ``objects``, by number, are written to instead of made anew."""
 
     def __init__(self, objects: Mapping[int, Any]):
         self._objects = dict(objects)
@@ -176,12 +168,12 @@ class MergeContext:
     def merge(self, graphdef: GraphDef[A], state: Any, /, *states: Any) -> A:
         """Merge what a split context has split, like :func:`nnxlib.merge`.
 
-        Outside of an update (``inner=False``) the result is the object that was split, with its changes. One call
-        writes all or nothing. A GraphDef that comes from :func:`nnxlib.split` gives new objects.
+        At the end of an update (``inner=False``) the result is the object that was split, with its changes. One call
+        writes all of them or none. A GraphDef that comes from :func:`nnxlib.split` gives new objects.
 
         Raises:
-          StateMismatchError: if the States do not fit, or leaves are in a State that is to be merged before.
-          TraceContextError: if an object that changed belongs to another trace.
+          StateMismatchError: if the States do not fit, or leaves are in another State, which must be merged first.
+          TraceContextError: if an object that has changed belongs to another trace.
         """
         if not isinstance(graphdef, LinkedGraphDef):
             return merge(graphdef, state, *states)
@@ -193,8 +185,11 @@ class MergeContext:
                 raise StateMismatchError(_BEFORE.format(kind=kind, path=path))
         if isinstance(layout.root, Ref) and layout.root.index in elsewhere:
             return known[layout.root.index]
-        leaves = zip(layout.leaf_paths, graphdef.avals, leaf_rows(layout), strict=True)
-        placeholders = [(path, aval and jax.ShapeDtypeStruct(*aval)) for path, aval, row in leaves if row in elsewhere]
+        placeholders = [
+            (path, aval and jax.ShapeDtypeStruct(*aval))
+            for path, aval, (row, _) in zip(layout.leaf_paths, graphdef.avals, layout.owners, strict=True)
+            if row in elsewhere
+        ]
         if placeholders:
             states = *states, FlatState(placeholders, sort=False)
         made = merge(GraphDef(layout, graphdef.avals), state, *states)
@@ -216,17 +211,17 @@ class MergeContext:
 
 _BEFORE = """\
 The leaves of the {kind} at {path} are in the State of an object that was split before in the same context. Merge that \
-one first, in the same `with nnx.merge_context(...)` block."""
+object first, in the same `with nnx.merge_context(...)` block."""
 
 
 def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -> Any:
-    """Make ``objects``, by row, what a packed table says, except for the rows that are ``unchanged``: a commit.
+    """Change ``objects``, by row, to what a packed table says, except for ``unchanged`` rows, by a commit.
 
-    Returns the pytree that was packed, with the objects in it.
+    Returns the packed pytree, with these objects in it.
     """
     layout = packed.layout
     own: list[list[Any]] = [[] for _ in range(len(layout.rows) + 1)]  # the leaves by row; the last: of the pytree
-    for row, leaf in zip(leaf_rows(layout), packed.leaves, strict=True):
+    for (row, _), leaf in zip(layout.owners, packed.leaves, strict=True):
         own[row].append(leaf)
     now = Walk(objects)
     for i, path in enumerate(layout.paths):
@@ -246,7 +241,7 @@ def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -
             rows[i] = _keeping_statics(row, present)
     order = [*values, *sorted(rows, key=lambda i: (isinstance(rows[i], NodeRow), i)), -1]
     delta = Delta(tuple(values), tuple(sorted(rows.items())), layout.root)
-    check_commit(layout, delta, objects)  # here, for its message: in the table below, not every row has a path
+    check_commit(layout, delta, objects)  # for its message: in the table below, not every row has a path
     before = Layout(tuple([now.rows[i] for i in range(len(now.objects))]), layout.root)
     return commit(before, delta, [leaf for i in order for leaf in own[i]], objects)
 
@@ -262,7 +257,7 @@ def _keeping_statics(row: NodeRow, present: Row) -> NodeRow:
 
 
 class UpdateContext:
-    """What the steps of an update know of each other: the objects of step 1, and from step 2 to 3 their stand-ins."""
+    """The objects of an update: those of step 1 (``outer``); and those of step 2 (``inner``), until step 3."""
 
     __slots__ = ("inner", "inner_trace", "outer", "outer_trace", "tag")
 
@@ -289,9 +284,9 @@ _thread = _Thread()
 def update_context(tag: Hashable) -> Iterator[UpdateContext]:
     """Open an update: within the block, or the decorated function, splits and merges with this tag belong together.
 
-    An update carries every change of a function (values, attributes, structure) back to the objects that it was called
-    for, through any JAX transformation: split outside, merge with ``inner=True`` inside, split again inside, merge with
-    ``inner=False`` outside. :func:`nnxlib.lift` does all four.
+    An update carries every change that a function makes (values, attributes, structure) back to the live objects,
+    through any JAX transformation: split outside, merge with ``inner=True`` inside, split again inside, merge with
+    ``inner=False`` outside. :func:`nnxlib.lift` does all of this.
 
     >>> import nnxlib as nnx, jax
     >>> @jax.jit
@@ -341,7 +336,7 @@ def current_update_context(tag: Hashable) -> UpdateContext:
 def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
     """Split several objects that may share parts: ``ctx.split(node, *filters)`` for each of them.
 
-    With the tag of an update, this is its first step, or inside of the transformation its third.
+    With the tag of an update, this is its first step; inside of the transformation, its third.
 
     >>> import nnxlib as nnx
     >>> shared = nnx.Param(1.0)

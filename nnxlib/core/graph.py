@@ -1,27 +1,27 @@
-"""The graph as a flat table: pack, build, diff, commit.
+"""The object graph as a flat table: pack, build, diff, commit.
 
-A pytree of arguments is *packed* into a table with one *row* for each Variable and each node (Module, List, Dict)
-found in it, numbered in the order of the first visit, depth first. Edges are row numbers, so sharing and cycles need
-no special case::
+``pack`` turns a pytree of arguments into a table with one *row* for each Variable and each node (Module, List, Dict)
+found in it. Rows are numbered in the order of the first visit, depth first. Edges are row numbers, so sharing and
+cycles need no special case::
 
     model = Net(); model.tied = model.embed          row 0  Net    embed -> 1, scale = 0.5, tied -> 1
                                                      row 1  Embed  kernel -> 2
                                                      row 2  Param
 
-The static half of the table is a :class:`Layout`; the other half is a list of *leaves*: the values of the Variables
-in row order, then the arrays held directly by nodes, then the leaves of the pytree itself. ``build`` makes fresh
-objects from the two.
+The static half of the table is a :class:`Layout`. The other half is a list of *leaves*: the values of the Variables in
+row order, then the arrays held directly by nodes, then the leaves of the pytree itself. ``build`` makes fresh objects
+from the two.
 
-After a function has run on those objects, ``diff`` packs them again **without reassigning numbers**: whatever existed
-before keeps its row, new objects get higher numbers. So "row < n" means "an object the caller owns", and the
-difference between the tables, a :class:`Delta`, says everything that happened: which Variables hold another value (by
-identity), which rows are new or have other fields, and where the objects are in what the function returned.
+After a function has run on those objects, ``diff`` packs them again **without renumbering**: an object that existed
+before keeps its row, new objects get higher numbers. So "row < n" means "an object that the caller owns". The
+difference between the two tables, a :class:`Delta`, says everything that happened: which Variables hold another value
+(by identity), which rows are new or have other fields, and where objects are in the output of the function.
 
-``commit`` replays a Delta on the live objects. It is the only place where live objects are written on behalf of a
-transform, and it checks everything that can fail before the first write.
+``commit`` replays a Delta on the *live* objects, those of the caller. It is the only place where a transform writes to
+live objects, and it checks everything that can fail before the first write.
 
-What stands in a field of a row is a *spec*: ``LEAF`` (the next leaf), ``Ref(i)`` (the object of row i), a ``Const``
-(a static value) or a ``Tree`` (a pytree with specs for leaves).
+The content of a field in a row is a *spec*: ``LEAF`` (the next leaf), ``Ref(i)`` (the object of row i), a ``Const`` (a
+static value) or a ``Tree`` (a pytree whose children are specs).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
-import jax
 import jax.tree_util as jtu
 
 from . import errors
-from .calls import Rows, entering
-from .captures import Watch, notice
+from .calls import ObjectList, entering
+from .closures import Watch, notice
 from .inputs import is_read, peek
+from .nesting import Nesting
 from .objects import (
     Node,
     Pytree,
@@ -59,7 +59,6 @@ from .objects import (
 from .stamps import Stamp, with_stamp
 from .static import ATOMS, Const
 from .tracing import current_trace
-from .traversals import build as nested
 from .traversals import path_key, sorted_keys
 from .variables import NO_METADATA, Cell, Variable, as_stored, make_variable, make_variables, new_cell, write_cells
 
@@ -67,7 +66,7 @@ from .variables import NO_METADATA, Cell, Variable, as_stored, make_variable, ma
 
 
 class _Leaf:
-    """The spec of a leaf: take the next one."""
+    """The spec of a leaf: the next one in the list."""
 
     __slots__ = ()
 
@@ -82,7 +81,7 @@ LEAF = _Leaf()
 
 
 class _Same:
-    """In a row of a Delta: the field was not touched, the live node keeps what it has."""
+    """In a row of a Delta: the field has not changed, so the live node keeps what it holds there."""
 
     __slots__ = ()
 
@@ -104,15 +103,15 @@ class Ref(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """The spec of a pytree that holds data: how to put it together from the values of ``children``."""
+    """The spec of a pytree that holds data."""
 
     treedef: Any
-    paths: tuple[tuple, ...]
-    children: tuple[Any, ...]
+    paths: tuple[tuple, ...]  # of the children, within the pytree
+    children: tuple[Any, ...]  # specs
 
 
 class BoundMethod(NamedTuple):
-    """In place of a treedef: a method bound to the node that is its only child."""
+    """In place of a treedef: a method that is bound to its only child, a node."""
 
     function: Callable
 
@@ -125,26 +124,31 @@ Spec = _Leaf | _Same | Ref | Const | Tree
 
 @final
 class VariableRow(NamedTuple):
+    """What is static about a Variable."""
+
     type: type
     metadata: Const
 
 
 @final
 class NodeRow(NamedTuple):
+    """What is static about a node: its fields are its attributes, or the items of a List or Dict."""
+
     type: type
-    names: tuple  # in insertion order, which a user can see
-    fields: tuple[tuple[Any, Spec], ...]  # in visiting order, which is the order of paths and leaves
-    marks: Const
+    names: tuple  # of the fields, in the order of insertion, which users can see
+    fields: tuple[tuple[Any, Spec], ...]  # (name, spec) in the order of visiting, which is that of paths and leaves
+    marks: Const  # what was declared about fields, see objects.py
 
 
 Row = VariableRow | NodeRow
 
+Owner = tuple[int, int]  # of a leaf: the row that holds it, -1 for the pytree itself, and which leaf of that row it is
 
-KEPT = 64  # what is remembered about things that may be gone: how many of them
+KEPT = 64  # how many entries a cache keeps whose keys may belong to functions or objects that are gone
 
 
 class _Key:
-    """Rows and root, hashed once: of a thousand rows that takes a while, and a tuple would do it at each look-up."""
+    """Rows and root, hashed once: a tuple would hash a thousand rows again at each look-up."""
 
     __slots__ = ("_hash", "_parts")
 
@@ -159,14 +163,14 @@ class _Key:
 
 
 class Layout:
-    """The static half of a packed pytree. Interned: equal tables are the same object, so ``is`` compares them."""
+    """The static half of a packed pytree. Interned: equal layouts are the same object, so they compare by ``is``."""
 
     __slots__ = ("__dict__", "__weakref__", "avals", "key", "root", "rows", "variables")
 
     rows: tuple[Row, ...]
-    root: Spec
-    variables: tuple[int, ...]
-    avals: Any  # of the last model with this layout that was split, for its GraphDefs to share
+    root: Spec  # of the pytree
+    variables: tuple[int, ...]  # the rows of the Variables
+    avals: Any  # of the leaves of the last model with this layout that was split; shared by its GraphDefs
 
     _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
@@ -189,15 +193,9 @@ class Layout:
         return Blueprint(self)
 
     @functools.cached_property
-    def held_by(self) -> dict[int, int]:
-        """How many leaves each of the nodes holds that hold any themselves."""
-        counts = {i: sum(count_leaves(s) for _, s in r.fields) for i, r in enumerate(self.rows) if type(r) is NodeRow}
-        return {i: count for i, count in counts.items() if count}
-
-    @functools.cached_property
     def is_tree(self) -> bool:
-        """Whether JAX can flatten it level by level: nothing is shared or cyclic, it is not very deep, and the pytrees
-        in it hold data only.
+        """Whether JAX can flatten it level by level: nothing is shared or cyclic, it is not too deep, and the pytrees
+        in it hold nothing but data.
         """
         specs = [self.root, *(spec for row in self.rows if type(row) is NodeRow for _, spec in row.fields)]
         trees = [spec for spec in specs if type(spec) is Tree]
@@ -209,7 +207,7 @@ class Layout:
         )
 
     def _holds_data_only(self, tree: Tree) -> bool:
-        """Whether a pytree has no static value, and no List or Dict, in which there may be some."""
+        """Whether there is no static value in a pytree, nor a List or Dict, which may hold some."""
         return type(tree.treedef) is not BoundMethod and all(
             child is LEAF or (type(child) is Ref and not issubclass(self.rows[child.index].type, list | dict))
             for child in tree.children
@@ -217,11 +215,11 @@ class Layout:
 
     @functools.cached_property
     def variants(self) -> weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]:
-        """The layouts that :meth:`with_rows` has made of this one."""
+        """The layouts that :meth:`with_rows` has made."""
         return weakref.WeakValueDictionary()
 
     def with_rows(self, rows: tuple[tuple[int, Row], ...]) -> Layout:
-        """The layout with other rows at these numbers; quick for those that were asked for before."""
+        """The layout with some rows replaced, given as (number, row); cached."""
         found = self.variants.get(rows)
         if found is None:
             replaced = dict(rows)
@@ -230,7 +228,7 @@ class Layout:
         return found
 
     def within(self, root: Spec) -> Layout:
-        """The layout of a pytree with the very object that this is the layout of; kept for the next time."""
+        """The layout of a pytree around the object that this is the layout of; cached."""
         found = self._around.get(root)
         if found is None:
             if len(self._around) >= KEPT:
@@ -253,27 +251,36 @@ class Layout:
         return self._found[1]
 
     @functools.cached_property
-    def leaf_path_set(self) -> frozenset[tuple]:
-        return frozenset(self.leaf_paths)
-
-    @functools.cached_property
     def positions(self) -> dict[tuple, int]:
-        """Which leaf is at each path."""
+        """The position of each leaf, by its path."""
         return {path: k for k, path in enumerate(self.leaf_paths)}
 
     @functools.cached_property
+    def owners(self) -> tuple[Owner, ...]:
+        """The owner of each leaf."""
+        nodes = [(i, row.fields) for i, row in enumerate(self.rows) if type(row) is NodeRow]
+        counts = [(i, sum(count_leaves(spec) for _, spec in fields)) for i, fields in nodes]
+        counts.append((-1, count_leaves(self.root)))
+        return *[(i, 0) for i in self.variables], *[(i, k) for i, count in counts for k in range(count)]
+
+    @functools.cached_property
+    def owner_positions(self) -> dict[Owner, int]:
+        """The position of each leaf, by its owner."""
+        return {owner: k for k, owner in enumerate(self.owners)}
+
+    @functools.cached_property
     def nesting(self) -> Nesting | None:
-        """How the leaves stand in nested dicts; None where that is nothing for JAX."""
+        """How the leaves stand in nested dicts; None if JAX cannot flatten these."""
         lengths = set(map(len, self.leaf_paths))
         if 0 in lengths or max(lengths, default=0) >= _DEEPEST_TREE:
             return None
         try:
             return Nesting(self.leaf_paths)
-        except ValueError:  # keys that JAX cannot sort
+        except ValueError:  # JAX cannot sort the keys
             return None
 
     def grouped(self, filters: Hashable, groups: Callable[[], Iterable[Sequence[tuple]]]) -> list[Nesting]:
-        """How the leaves that filters take stand, given their paths; quick for filters that were asked for before."""
+        """How the leaves of each group stand in nested dicts; ``groups`` gives their paths. Cached by the filters."""
         found = self._grouped.get(filters)
         if found is None:
             found = [Nesting(self.leaf_paths, [self.positions[path] for path in paths]) for paths in groups()]
@@ -283,7 +290,7 @@ class Layout:
         return found
 
     def numbered(self, levels: Any) -> dict[int, Any] | None:
-        """The leaves in nested dicts by number, if they stand as all leaves do, or as those that filters took."""
+        """The leaves of nested dicts by position, if the dicts are nested like all leaves or like a known group."""
         for nesting in (self.nesting, *itertools.chain(*self._grouped.values())):
             if nesting is not None and (leaves := nesting.flatten(levels)) is not None:
                 return dict(zip(nesting.numbers, leaves, strict=True))
@@ -291,7 +298,7 @@ class Layout:
 
     @functools.cached_property
     def in_refs(self) -> frozenset[int]:
-        """The positions of the leaves that are kept in a :class:`jax.Ref`."""
+        """The positions of the Variables that keep their value in a :class:`jax.Ref`."""
         metadata = [cast(VariableRow, self.rows[i]).metadata.value for i in self.variables]
         return frozenset(k for k, found in enumerate(metadata) if found.get("ref"))
 
@@ -304,45 +311,7 @@ class Layout:
         return _find_paths(self)
 
 
-class Nesting:
-    """How leaves stand in nested dicts: as a JAX treedef, which nests and flattens them in C++.
-
-    Args:
-      paths: of all leaves of a layout, in its order.
-      numbers: which of the leaves; all by default.
-
-    Attributes: ``paths`` of these, sorted as a State is; ``numbers`` of these, ascending.
-    """
-
-    paths: tuple[tuple[Any, ...], ...]
-    numbers: list[int]
-
-    def __init__(self, paths: Sequence[tuple], numbers: Sequence[int] | None = None):
-        chosen = range(len(paths)) if numbers is None else numbers
-        order: list[int]
-        order, self._treedef = jax.tree.flatten(nested((paths[k], k) for k in chosen))
-        self.paths, self.numbers = tuple([paths[k] for k in order]), sorted(order)
-        self._order = None if order == list(range(len(paths))) else order
-        self._position = sorted(range(len(order)), key=order.__getitem__)
-
-    def sort(self, leaves: list[Any]) -> list[Any]:
-        """Take the leaves in the order of ``paths`` out of all, which are in the order of the layout."""
-        return leaves if self._order is None else [leaves[k] for k in self._order]
-
-    def nest(self, leaves: list[Any]) -> dict:
-        """Put leaves, sorted, into nested dicts."""
-        return self._treedef.unflatten(leaves)
-
-    def flatten(self, levels: Any) -> list[Any] | None:
-        """Take the leaves out of nested dicts, in the order of the layout; None if the dicts have other keys."""
-        try:
-            found = self._treedef.flatten_up_to(levels)
-        except ValueError:
-            return None
-        return found if self._order is None else [found[k] for k in self._position]
-
-
-_DEEPEST_TREE = 100  # JAX flattens by recursion, which Python limits to about 1,000 calls
+_DEEPEST_TREE = 100  # JAX flattens recursively, and Python allows about 1,000 nested calls
 
 
 def _find_paths(layout: Layout) -> tuple[tuple, tuple]:
@@ -370,13 +339,15 @@ def _find_paths(layout: Layout) -> tuple[tuple, tuple]:
 
 
 class Packed(NamedTuple):
+    """What :func:`pack` returns."""
+
     layout: Layout
     leaves: list[Any]
-    objects: list[Any]
+    objects: list[Any]  # by row
 
 
 def pack(tree: Any) -> Packed:
-    """Number every object in a pytree, write a row for each, and collect the leaves."""
+    """Number the objects in a pytree, describe each by a row, and collect the leaves."""
     walk = Walk()
     root = walk.run(tree, None if is_node(tree) else True)
     if Watch.count:
@@ -388,48 +359,53 @@ def pack(tree: Any) -> Packed:
 
 
 class _Frame:
-    """A node or a pytree whose children are being visited; becomes a row or a Tree when all have a spec."""
+    """A node or a pytree whose children are being visited; ``build(specs)`` is called when all of them have a spec.
 
-    __slots__ = ("build", "items", "owner", "parent", "path", "specs")
+    ``items`` are (key path, child, mark); ``owner`` is the row that holds the leaves in it, -1 for the whole pytree.
+    """
 
-    def __init__(self, items: Iterator, owner: int, path: tuple, parent: _Frame | None, build: Callable):
-        self.items, self.owner, self.path, self.parent, self.build = items, owner, path, parent, build
+    __slots__ = ("build", "items", "owner", "path", "specs")
+
+    def __init__(self, items: Iterator, owner: int, path: tuple, build: Callable):
+        self.items, self.owner, self.path, self.build = items, owner, path, build
         self.specs: list[Any] = []
 
 
 class Walk:
-    """Visits objects depth first, with its own stack: a chain of 10,000 nodes is as good as one.
+    """Visits objects depth first, with a stack of its own, so that a graph may be of any depth.
 
-    ``known`` objects keep their numbers, and are not entered when they are met but by :meth:`revisit`.
+    Args:
+      known: objects that have rows already. When one is met it is not visited, only by :meth:`revisit`.
+      stamp: attached to each object before it is looked into, see stamps.py.
+      index: the row of each known object, by its id; computed if not given.
     """
 
     def __init__(self, known: Iterable[Any] = (), stamp: Stamp | None = None, index: dict[int, int] | None = None):
-        self.stamp = None if stamp is None else weakref.ref(stamp)  # left with each object before it is looked into
-        self.exact = True  # whether the stamp tells of every change of what was visited
+        self.stamp = None if stamp is None else weakref.ref(stamp)
+        self.reliable = True  # whether the stamp and `mutable` reveal every later change of what was visited
         self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
-        self.objects: list[Any] = Rows(known)
+        self.objects: list[Any] = ObjectList(known)
         self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
-        self.constants: dict[int, Const] = {}  # by id: those that are static wherever they are, and often many times
+        self.constants: dict[int, Const] = {}  # by id, of values that are static wherever they occur, often many times
         self.plain_rows: dict[type, VariableRow] = {}  # of Variables without metadata, which are many and all alike
-        self.paths: dict[int, tuple] = {}  # of each row, where it was met
-        self.cells: dict[int, Cell] = {}  # row of a Variable -> where its value is
-        self.arrays: dict[int, list] = {}  # row of a node, or -1 for the pytree -> the leaves it holds directly
+        self.paths: dict[int, tuple] = {}  # the first path to each row
+        self.cells: dict[int, Cell] = {}  # of each Variable, by row
+        self.arrays: dict[int, list] = {}  # the leaves that each node holds directly, by row; -1 for the whole pytree
 
     def run(self, tree: Any, mark: bool | None, path: tuple = ()) -> Spec:
         """Visit a pytree and everything below it, and return its spec; ``mark`` as of :func:`explicit_mark`."""
-        top = _Frame(iter(()), -1, path, None, lambda specs: None)
+        top = _Frame(iter(()), -1, path, lambda specs: None)
         self.arrays.setdefault(-1, [])
         self._drain(self._spec(tree, mark, top, ()))
         return top.specs[0]
 
     def revisit(self, number: int, path: tuple) -> None:
-        """Write the row of a known object as it is now; objects that it holds and that are not known are visited."""
-        top = _Frame(iter(()), -1, (), None, lambda specs: None)
-        self._drain(self._enter(number, path, top))
+        """Describe a known object as it is now; objects in it that are not known are visited, too."""
+        self._drain(self._enter(number, path))
 
     def keep(self, layout: Layout) -> None:
-        """In place of :meth:`revisit`: the known objects are as the layout says, and the nodes hold no arrays."""
+        """In place of :meth:`revisit`, if the known objects are as the layout says, and the nodes hold no arrays."""
         self.rows, self.paths = dict(enumerate(layout.rows)), dict(enumerate(layout.paths))
         self.cells = {i: self.objects[i]._cell for i in layout.variables}
         self.arrays = {i: [] for i in self.rows.keys() - self.cells.keys()}
@@ -443,6 +419,7 @@ class Walk:
         return found
 
     def _drain(self, frame: _Frame | None) -> None:
+        """Visit everything below a frame."""
         stack = [] if frame is None else [frame]
         while stack:
             frame = stack[-1]
@@ -459,7 +436,7 @@ class Walk:
                 frame.build(frame.specs)
 
     def _spec(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
-        """Append the spec of ``value`` to ``frame.specs``; return a frame when there is more below it to visit."""
+        """Append the spec of ``value`` to ``frame.specs``; return a frame if there is more to visit below it."""
         if is_node(value):
             number = self.index.get(id(value))
             if number is not None:
@@ -468,7 +445,7 @@ class Walk:
             number = self.index[id(value)] = len(self.objects)
             self.objects.append(value)
             frame.specs.append(Ref(number))
-            return self._enter(number, (*frame.path, *suffix), frame)
+            return self._enter(number, (*frame.path, *suffix))
         if type(value) in ATOMS and mark is not True:
             constant = self.constants[id(value)] = Const(value, (type(value), value))
             frame.specs.append(constant)
@@ -490,14 +467,13 @@ class Walk:
         frame.specs.append(constant)
         if constant.mutable:
             self.mutable[id(value)] = value, constant
-        elif mark is None or isinstance(value, _NO_DATA):  # not for the mark alone
+        elif mark is None or isinstance(value, _NO_DATA):  # it is not static because of its mark alone
             self.constants[id(value)] = constant
 
     def _tree(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> _Frame | None:
-        """A pytree becomes a Tree if it holds data or is marked as data, and is static otherwise.
+        """A pytree becomes a Tree if it holds data or is marked as data, and a Const otherwise.
 
-        What is marked is the attribute: of the parts of its value those are leaves that are arrays. All parts of the
-        pytree that is visited itself, the arguments of a function, are leaves.
+        In an attribute that is marked as data only arrays are leaves. In the pytree of arguments everything is a leaf.
         """
         if jtu.all_leaves([value]) and not is_bound_method(value):  # not a pytree
             if mark is True:
@@ -515,27 +491,28 @@ class Walk:
 
         def build(specs: list[Any]) -> None:
             frame.specs[place] = Tree(treedef, keys, tuple(specs))
-            self.exact = self.exact and _is_fixed(value, children) and LEAF not in specs
+            self.reliable = self.reliable and _is_fixed(value, children) and LEAF not in specs
 
         mark = mark if frame.owner == -1 else None
         items = ((key, child, mark) for key, child in zip(keys, children, strict=True))
-        return _Frame(items, frame.owner, (*frame.path, *suffix), frame, build)
+        return _Frame(items, frame.owner, (*frame.path, *suffix), build)
 
-    def _enter(self, number: int, path: tuple, parent: _Frame) -> _Frame | None:
+    def _enter(self, number: int, path: tuple) -> _Frame | None:
+        """Write the row of a Variable; of a node, return the frame that will write it."""
         value = self.objects[number]
         self.paths[number] = path
         if isinstance(value, Variable):
             if self.stamp is not None:
-                object.__setattr__(value, "_held", with_stamp(value._held, self.stamp))
+                object.__setattr__(value, "_stamps", with_stamp(value._stamps, self.stamp))
             self.rows[number] = self._variable_row(value, path)
             self.cells[number] = value._cell
             return None
         if self.stamp is not None:
-            object.__setattr__(value, "_nnx_held", with_stamp(value._nnx_held, self.stamp))
-        self.exact = self.exact and value._nnx_guarded
+            object.__setattr__(value, "_nnx_stamps", with_stamp(value._nnx_stamps, self.stamp))
+        self.reliable = self.reliable and value._nnx_guarded
         self.arrays[number] = []
         held, marks = value._nnx_contents(), _frozen_items(value._nnx_marks, path)
-        self.exact = self.exact and not marks.mutable
+        self.reliable = self.reliable and not marks.mutable
         names = tuple(held)
         order = names if isinstance(value, list) and len(names) == len(value) else sorted_keys(names)
 
@@ -546,13 +523,13 @@ class Walk:
             items = (((name,), held[name], explicit_mark(value, name)) for name in order)
         else:
             items = (((name,), held[name], None) for name in order)
-        return _Frame(items, number, path, parent, build)
+        return _Frame(items, number, path, build)
 
     def _variable_row(self, variable: Variable, path: tuple) -> VariableRow:
         kind = type(variable)
         if variable._metadata:
             metadata = Const.of_items(variable._metadata, (*path, "metadata"))
-            self.exact = self.exact and not metadata.mutable
+            self.reliable = self.reliable and not metadata.mutable
             return VariableRow(kind, metadata)
         row = self.plain_rows.get(kind)
         if row is None:
@@ -561,7 +538,7 @@ class Walk:
 
 
 def flatten_once(value: Any) -> tuple[tuple[tuple, ...], list[Any], Any]:
-    """The leaves and nodes in a pytree with their keys, and how to put it together."""
+    """The paths of the leaves and nodes in a pytree, these themselves, and its treedef or :class:`BoundMethod`."""
     if is_bound_method(value):
         return ((),), [value.__self__], BoundMethod(value.__func__)
     keyed, treedef = jtu.tree_flatten_with_path(value, is_leaf=is_node)
@@ -569,7 +546,7 @@ def flatten_once(value: Any) -> tuple[tuple[tuple, ...], list[Any], Any]:
 
 
 def _is_fixed(value: Any, children: list[Any]) -> bool:
-    """Whether the children of a pytree cannot change in place: a bound method, or tuples (named ones) in tuples."""
+    """Whether a pytree can never get other children in place: a bound method, or nested tuples, also named ones."""
     if type(value) is types.MethodType:
         return True
     items = list(_tuple_items(value)) if isinstance(value, tuple) else []
@@ -591,7 +568,7 @@ def _frozen_items(items: dict[Any, Any] | None, path: tuple) -> Const:
     return Const.of_items(items, path) if items else _NO_ITEMS
 
 
-_NO_ITEMS = Const.of_items(NO_METADATA, ())  # of the very same dict: what is not set is known by identity
+_NO_ITEMS = Const.of_items(NO_METADATA, ())  # its value is NO_METADATA itself, so that ``is`` tells that it is empty
 
 
 class StaticArgument:
@@ -616,25 +593,29 @@ def build(
     cell: Callable[[Any], Cell] = new_cell,
     stamp: Stamp | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Make fresh objects of the running trace from a table; returns the pytree and the objects by row.
+    """Make fresh objects from a table, as of the running trace; returns the pytree, and the objects by row.
 
-    Objects in ``given``, by row, are used as they are in place of new ones. ``cell`` makes the cells of the Variables.
-    ``stamp`` ends when the structure of one of the fresh objects changes.
+    Args:
+      layout: the static half of the table.
+      leaves: the other half.
+      given: objects to be used in place of fresh ones, by row; a node among them is filled anew.
+      cell: makes the cells of the Variables.
+      stamp: attached to the fresh objects: a change of their structure invalidates it.
     """
     blueprint = layout.blueprint
-    held = () if stamp is None else (weakref.ref(stamp),)
-    made = make_variables(blueprint.variable_types, leaves, fresh(blueprint.metadata), cell, held)
+    stamps = () if stamp is None else (weakref.ref(stamp),)
+    made = make_variables(blueprint.variable_types, leaves, fresh(blueprint.metadata), cell, stamps)
     for owner, kinds in blueprint.node_types.items():
-        made += new_nodes(owner, kinds, held)
+        made += new_nodes(owner, kinds, stamps)
     for i, marks in blueprint.marks:
         object.__setattr__(made[i], "_nnx_marks", dict(marks))
     objects = [made[i] for i in blueprint.order]
-    del made  # lists as long as the model are most of what is held for a moment
+    del made  # saves memory: it is as long as the model
     for i, x in (given or {}).items():
         objects[i] = x
         if isinstance(x, Node):
             x._nnx_fill({})
-    pool = objects  # for now: another list would be as long
+    pool = objects  # extended for now, and cut back below: a copy would be as long as the model
     pool += [*leaves[len(layout.variables) :], *fresh(blueprint.constants)]
     pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in blueprint.trees]
     for rows, names, positions in blueprint.attributes:
@@ -648,14 +629,19 @@ def build(
 
 
 class Blueprint:
-    """How to make the objects of a layout in few steps.
+    """How to make the objects of a layout with few Python calls.
 
-    What the fields of nodes hold is taken from one list, the *pool*: the objects by row, the leaves that are in nodes
-    and not in Variables, the constants, the pytrees. ``attributes`` is for nodes whose attributes have the same names:
-    their rows, the names, and where in the pool the values of the first node are, then those of the second, and so on.
-    ``lists`` have items alone, and ``others`` are filled one by one.
+    The values of all fields are taken from one list, the *pool*: the objects by row, the arrays held directly by nodes,
+    the constants, the pytrees.
 
-    ``contents`` is for looking at nodes afterwards: the row, the names of the fields, and where their values are.
+    Attributes:
+      attributes: for nodes whose attributes have the same names: their rows, the names, and the places in the pool of
+        the values, those of the first node, then of the second, and so on.
+      lists: for Lists without attributes: the row, and the places of the items.
+      others: for each other node: the row, the names of the fields, and the places of their values.
+      contents: the same for every node, to see later whether it has changed.
+      only_variables: whether nothing in the objects can change in place but the values of Variables.
+      reliable: whether, besides, a stamp attached to the fresh objects reveals every change of their structure.
     """
 
     def __init__(self, layout: Layout):
@@ -670,19 +656,17 @@ class Blueprint:
         self.order = [made[i] for i in range(len(rows))]
         self.metadata: list[Const] = [rows[i].metadata for i in layout.variables]
         self.marks = [(made[i], rows[i].marks.value) for i in numbers if rows[i].marks.value]
-        self.held = len(layout.variables)  # how many of the leaves are in objects
-        self.constants: list[Const] = []  # each value that cannot change in place once
+        self.held = len(layout.variables)  # the number of leaves in objects, as opposed to the pytree itself
+        self.constants: list[Const] = []  # an immutable value once, a mutable one for each use
         self.trees: list[tuple[Tree, int, int]] = []  # with the range of their leaves
-        self._constants: dict[int, int] = {}  # where a value is among them, by id
+        self._constants: dict[int, int] = {}  # id of an immutable value -> its place in `constants`
         sources = [{name: self._source(spec) for name, spec in rows[i].fields} for i in numbers]
         mutable = any(const.mutable for const in (*self.constants, *self.metadata))
-        # Whether nothing in the objects but values of Variables can change in place.
         self.only_variables = not (mutable or self.trees or self.held > len(layout.variables))
-        # Whether, then, a stamp that objects hold when they are made tells of every change.
-        self.exact = self.only_variables and all(
+        self.reliable = self.only_variables and all(
             rows[i].type._nnx_guarded and not rows[i].marks.mutable for i in numbers
         )
-        count = len(rows) - len(layout.variables)  # that of the nodes
+        count = len(rows) - len(layout.variables)  # leaf k is at count + k: the values of Variables are not in the pool
         starts = {Ref: 0, _Leaf: count, Const: count + len(layout.leaf_paths)}
         starts[Tree] = starts[Const] + len(self.constants)
         groups: dict[tuple, tuple[list[int], list[int]]] = {}
@@ -704,7 +688,7 @@ class Blueprint:
         self.attributes = [(found, names, positions) for names, (found, positions) in groups.items()]
 
     def _source(self, spec: Spec) -> tuple[type, int]:
-        """What a spec asks for: the how-manieth object, leaf, constant or pytree."""
+        """The kind of a spec, and the number of its object, leaf, constant or pytree."""
         if type(spec) is Ref:
             return Ref, spec.index
         if type(spec) is Const:
@@ -722,14 +706,14 @@ class Blueprint:
 
 
 def fresh(constants: list[Const]) -> list[Any]:
-    """The values of constants, each its own where it can change in place."""
+    """The values of constants; those that can change in place are copies."""
     return [const.value if const.parts is None else const.fresh() for const in constants]
 
 
 def _is_as_built(layout: Layout, leaves: Sequence[Any], objects: Sequence[Any]) -> bool:
-    """Whether objects that ``build`` made hold, but for the values of Variables, the very things they were given.
+    """Whether objects made by ``build`` still hold, except for values of Variables, the very things they were given.
 
-    Quicker than to describe them again. False also where there is something that could have changed in place.
+    This is faster than describing them again. False also if there is anything that could have changed in place.
     """
     blueprint, rows = layout.blueprint, layout.rows
     if not blueprint.only_variables or list(map(type, objects)) != [row.type for row in rows]:
@@ -750,13 +734,14 @@ def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
 
 
 def _shell(row: Row) -> Any:
+    """An empty object for a row."""
     if type(row) is VariableRow:
         return make_variable(row.type, None, row.metadata.fresh())
     return new_node(row.type, row.marks.value)
 
 
 def value_of(spec: Spec, objects: Sequence[Any], leaves: Iterator[Any]) -> Any:
-    """The value that a spec stands for, given the objects by row and the leaves still to be used."""
+    """The value of a spec, given the objects by row, and the leaves that have not been used yet."""
     if spec is LEAF:
         return next(leaves)
     if type(spec) is Ref:
@@ -771,30 +756,30 @@ def value_of(spec: Spec, objects: Sequence[Any], leaves: Iterator[Any]) -> Any:
 
 
 class Delta(NamedTuple):
-    """What a function did to the objects of a layout, and where they are in its output. Static."""
+    """What a function did to the objects of a layout, and what it returned. Static."""
 
-    values: tuple[int, ...]  # rows of Variables that were given another value
-    rows: tuple[tuple[int, Row], ...]  # new rows, and rows that hold something else than before
-    root: Spec  # the output
+    values: tuple[int, ...]  # the rows of Variables that got another value
+    rows: tuple[tuple[int, Row], ...]  # new rows, and rows that have changed otherwise
+    root: Spec  # of the output
 
 
 class After(NamedTuple):
-    """The table after a call, and what is different in it from the one before."""
+    """The table after a call, and the difference to the table before."""
 
     rows: list[Row]  # of every object, old and new
     root: Spec  # of the output
     delta: Delta
-    leaves: list[Any]  # of the Delta, in the order that ``commit`` takes them
-    owners: list[tuple[int, int]]  # of each of these leaves: its row, -1 for the output, and which leaf of it
+    leaves: list[Any]  # of the Delta, in the order in which ``commit`` takes them
+    owners: list[Owner]  # of each of these leaves, -1 for the output
     walk: Walk
 
     def values_of(self, row: int) -> Sequence[Any]:
-        """What filters see of a row: the Variable itself, or the arrays that a node holds."""
+        """What filters see of a row: the Variable itself, or the arrays that the node holds."""
         return (self.walk.objects[row],) if row in self.walk.cells else self.walk.arrays[row]
 
     @property
     def paths(self) -> tuple[tuple, ...]:
-        """The path of each of the leaves."""
+        """The path of each leaf of the Delta."""
         return tuple([self.walk.paths[i] if i >= 0 else ("<output>",) for i, _ in self.owners])
 
     @property
@@ -808,8 +793,8 @@ def diff(
 ) -> After:
     """Compare ``objects``, built from ``layout`` and the leaves ``before``, with what they are now.
 
-    ``out`` is the value that the function returned. A leaf counts as changed when another object is in its place than
-    the one that went in; that of a Variable also when its position in the layout is in ``forced`` and it was read.
+    ``out`` is what the function returned. A leaf counts as changed if another object is now in its place. The value of
+    a Variable also does if its position is in ``forced`` and it was read.
     """
     walk = Walk(objects)
     restructured = not _is_as_built(layout, before, objects)
@@ -819,11 +804,11 @@ def diff(
     else:
         walk.keep(layout)
     root = walk.run(out, None if is_node(out) else True, ("<output>",))
-    if Watch.count:  # objects from outside of the trace that the function returned or attached
+    if Watch.count:  # the function may have returned or attached objects from outside of the trace
         for x in walk.objects[len(objects) :]:
             notice(x, trace_of(x))
     n, positions = len(layout.rows), iter(range(len(before)))
-    values, rows, kept = [], {}, {}  # kept: which of the arrays that a node holds are returned
+    values, rows, returned = [], {}, {}  # returned: which of the arrays that a node holds are leaves of the Delta
     for i, position in zip(layout.variables, positions, strict=False):
         if walk.rows[i] != layout.rows[i]:
             rows[i] = walk.rows[i]
@@ -833,28 +818,30 @@ def diff(
         if type(row) is NodeRow:
             changed = _changed_fields(row, walk.rows[i], before, positions, walk.arrays[i])
             if changed is not None:
-                rows[i], kept[i] = changed
+                rows[i], returned[i] = changed
     rows |= {i: walk.rows[i] for i in range(n, len(walk.objects))}
     numbers = [*values, *sorted(rows)]
     owners = [(i, 0) for i in numbers if i in walk.cells]
-    owners += [(i, k) for i in (*numbers, -1) for k in kept.get(i, range(len(walk.arrays.get(i, ()))))]
+    owners += [(i, k) for i in (*numbers, -1) for k in returned.get(i, range(len(walk.arrays.get(i, ()))))]
     leaves = [_leaving(walk.cells[i].value, walk.rows[i]) if i in walk.cells else walk.arrays[i][k] for i, k in owners]
     delta = Delta(tuple(values), tuple(sorted(rows.items())), root)
     return After([walk.rows[i] for i in range(len(walk.objects))], root, delta, leaves, owners, walk)
 
 
 def _leaving(value: Any, row: Row) -> Any:
-    """The value of a Variable as JAX returns it: no Ref, of which commit makes another."""
+    """The value of a Variable in a form that JAX can return: not a Ref, but what is in it."""
     return as_stored(value, NO_METADATA) if "ref" in cast(VariableRow, row).metadata.value else value
 
 
 def _changed_fields(
     old: NodeRow, new: Row, before: Sequence[Any], positions: Iterator[int], arrays: list
 ) -> tuple[NodeRow, list[int]] | None:
-    """The row with ``SAME`` in the fields that did not change, and which arrays the others hold; None if none did."""
+    """The new row of a node with ``SAME`` in unchanged fields, and which of its arrays the others hold; None if no
+    field has changed. The next ``positions`` are those of the arrays that the node held before.
+    """
     assert isinstance(new, NodeRow)
     was = {name: (spec, [next(positions) for _ in range(count_leaves(spec))]) for name, spec in old.fields}
-    fields, kept, used = [], [], 0
+    fields, held, used = [], [], 0
     for name, spec in new.fields:
         now = range(used, used + count_leaves(spec))
         used = now.stop
@@ -863,10 +850,10 @@ def _changed_fields(
             fields.append((name, SAME))
         else:
             fields.append((name, spec))
-            kept += now
+            held += now
     if new[:2] == old[:2] and new.marks == old.marks and all(spec is SAME for _, spec in fields):
         return None
-    return NodeRow(new.type, new.names, tuple(fields), new.marks), kept
+    return NodeRow(new.type, new.names, tuple(fields), new.marks), held
 
 
 def has_refs(spec: Spec) -> bool:
@@ -883,12 +870,12 @@ def count_leaves(spec: Spec) -> int:
 
 
 def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[Any]) -> Any:
-    """Write a Delta into the live objects and return the output of the function.
+    """Write a Delta to the live objects, and return the output of the function.
 
     ``leaves`` are those of ``delta.values``, then of ``delta.rows`` (Variables first), then of the output.
 
     Raises:
-      TraceContextError: if a live object that changed belongs to another trace; nothing has been written then.
+      TraceContextError: if a live object that is to change belongs to another trace; then nothing has been written.
     """
     check_commit(layout, delta, live)
     n = len(layout.rows)
@@ -919,15 +906,15 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
                 _restructure_node(objects[i], layout.rows[i] if i < n else None, row, contents)
 
     try:
-        write()  # from here on nothing can fail
-    except BaseException:  # but an interrupt can arrive
+        write()  # which cannot fail
+    except BaseException:  # but may be interrupted
         write()
         raise
     return out
 
 
 def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
-    """Raise :class:`TraceContextError` if any live object that ``delta`` changes belongs to another trace."""
+    """Raise :class:`TraceContextError` if a live object that ``delta`` changes belongs to another trace."""
     trace, n = current_trace(), len(layout.rows)
     for i in delta.values:
         if live[i]._cell.trace is not trace:
@@ -938,7 +925,7 @@ def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
 
 
 def trace_of(x: Any) -> Any:
-    """The trace that a node or Variable was made under."""
+    """The trace under which a node or Variable was made."""
     return x._cell.trace if isinstance(x, Variable) else x._nnx_trace
 
 
@@ -963,7 +950,7 @@ def _what_changed(row: Row) -> str:
 
 
 def _contents(node: Any, row: NodeRow, objects: Sequence[Any], leaves: Iterator[Any]) -> dict[Any, Any]:
-    """What a node is to hold; a field that did not change keeps the very object that the live node has."""
+    """The new contents of a live node; an unchanged field keeps the very object that it holds."""
     held = node._nnx_contents()
     values = {name: held[name] if spec is SAME else value_of(spec, objects, leaves) for name, spec in row.fields}
     return {name: values[name] for name in row.names}
@@ -979,7 +966,7 @@ def _restructure_node(node: Any, before: Row | None, row: NodeRow, contents: dic
 
 
 def _same_structure(before: Row | None, row: NodeRow) -> bool:
-    """Whether a node with the row ``before`` gets nothing but other arrays where it held arrays."""
+    """Whether a node with the row ``before`` gets nothing new but arrays where it held arrays."""
     if not isinstance(before, NodeRow) or row._replace(fields=before.fields) != before:
         return False
     specs = dict(before.fields)

@@ -1,8 +1,8 @@
 """GraphDef: the static half of a model, as a value that can be compared, hashed, printed, pickled and diffed.
 
-It wraps an interned :class:`~nnxlib.core.graph.Layout`. Beside it stand the shapes and dtypes that the leaves had when
-the model was split; they are no part of its identity (a model cast to bfloat16 has an equal GraphDef), and only serve
-to refuse a State that does not fit.
+It wraps an interned :class:`~nnxlib.core.graph.Layout`. It also has the avals (shapes and dtypes) that the leaves had
+when the model was split. These do not count when GraphDefs are compared (a model cast to bfloat16 has an equal one);
+they only serve to refuse a State that does not fit.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GraphDef(Generic[A]):
 
 
 def values_of(value: Any) -> np.ndarray | None:
-    """The values of an array, or of a number, as NumPy has them; None if they are not at hand."""
+    """The values of an array or a number as a NumPy array; None if they are not available."""
     if isinstance(value, Tracer | jax.ShapeDtypeStruct) or (aval_of(value) is None and not np.isscalar(value)):
         return None
     value = value[...] if isinstance(value, jax.Ref) else value
@@ -97,13 +97,13 @@ def values_of(value: Any) -> np.ndarray | None:
 def avals_of(values: Sequence[Any]) -> list[Aval]:
     """What :func:`aval_of` says of each."""
     try:
-        return list(map(_shape_and_dtype, values))  # four times as fast, where all are arrays
+        return list(map(_shape_and_dtype, values))  # four times as fast, if all are arrays
     except AttributeError:
         return list(map(aval_of, values))
 
 
 class Avals(list[Aval]):
-    """What :func:`aval_of` says of each leaf, and a quick way to see that other leaves have the same."""
+    """The avals of leaves, with a fast test whether other leaves have the same."""
 
     __slots__ = ("_types",)
 
@@ -115,7 +115,7 @@ class Avals(list[Aval]):
             self._types = None
 
     def fit(self, leaves: Sequence[Any]) -> bool:
-        """Whether JAX describes these leaves by the same objects; if not, they may still have the same avals."""
+        """Whether JAX gives these leaves the very same type objects; if not, their avals may still be equal."""
         try:
             same = self._types is not None and all(map(operator.is_, map(_type_of, leaves), self._types))
         except AttributeError:
@@ -131,7 +131,7 @@ _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 def render(layout: Layout) -> str:
-    """Write a layout as the object that it describes, with its values left out."""
+    """The text for a layout: the object that it describes, without values."""
     return write(layout.root, _expander(layout))
 
 
@@ -188,7 +188,7 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
     """Yield each place where two layouts differ, parents first.
 
     The kinds: ``added``, ``removed``, ``type`` (another class, or a value of another nature), ``static``, ``metadata``,
-    ``sharing`` (what is one object there are two here), ``declaration`` (data or static) and ``order`` of attributes.
+    ``sharing`` (one object became two, or two one), ``declaration`` (data or static) and ``order`` of attributes.
     """
     seen: set[tuple[int, int]] = set()
     stack: list[tuple[tuple, Any, Any]] = [((), a.root, b.root)]
@@ -248,5 +248,5 @@ def _describe(spec: Spec, layout: Layout | None) -> str:
 
 
 def _another(spec: Spec) -> str:
-    """What is written like the value that it differs from."""
+    """The text for a value that differs from another one with the same text."""
     return f"another {type(spec.value).__name__ if isinstance(spec, Const) else 'structure'}"

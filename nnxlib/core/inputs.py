@@ -1,9 +1,9 @@
-"""Inputs: the values that a trace is given, and which of them it asked for.
+"""Inputs: which of the values that a trace is given it reads.
 
-A jitted function is traced once and called often, and JAX charges each call for each array that is passed, read or not.
-So while a function is traced its Variables keep their values in :class:`Input` s instead of plain cells. An Input whose
-value was never asked for cannot have influenced the trace: neither the value nor its shape or dtype. Such a Variable
-need not be passed to the compiled function; a later trace that does ask for it finds it *absent*, and is given up.
+A jitted function is traced once and called often, and each call takes time for each array that is passed, read or not.
+So while the function is traced, its Variables keep their values in :class:`Input` cells instead of plain ones. If the
+value of an Input was never read, neither that value nor its shape or dtype can have influenced the trace. Then the
+compiled function need not take it. A later trace that does read it finds it *absent*, and is abandoned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .variables import Cell, TracedCell
 
 
 class AbsentInput(BaseException):
-    """Raised through JAX to end a trace that asks for a value it was not given; never reaches the user."""
+    """Raised through JAX to end a trace that reads a value it was not given; never reaches the user."""
 
 
 class _Absent:
@@ -31,7 +31,7 @@ ABSENT: Any = _Absent()
 
 
 class Input(TracedCell):
-    """A cell that knows what it was given, and notes whether that was read."""
+    """A cell that remembers the value it was given, and notes whether that was read."""
 
     __slots__ = ("content", "given", "read")
 
@@ -41,7 +41,7 @@ class Input(TracedCell):
 
     @property
     def value(self) -> Any:  # type: ignore[override]
-        """What the cell holds now; reading it is noted."""
+        """The present value; reading the given one is noted."""
         if self.content is self.given:
             if self.given is ABSENT:
                 raise AbsentInput
@@ -54,10 +54,10 @@ class Input(TracedCell):
 
 
 def peek(cell: Cell) -> Any:
-    """What a cell holds, without reading it."""
+    """The value of a cell, without noting that it is read."""
     return cell.content if type(cell) is Input else cell.value
 
 
 def is_read(cell: Cell) -> bool:
-    """Whether the value that a cell was given was asked for; of a plain cell, it is to be supposed."""
+    """Whether the value that a cell was given has been read; a plain cell does not know, and counts as read."""
     return type(cell) is not Input or cell.read

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .calls import captured_types, observed
+from .calls import observed, recorded_types
 from .containers import Dict, List, holds_data
 from .filters import Filter, to_predicate
 from .objects import MISSING, HasAttributes, Node, Pytree, is_data
@@ -205,10 +205,10 @@ def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:
     return name_or_type
 
 
-def _records(kind: type[Variable], only_captured: bool | None) -> bool:
+def _records(kind: type[Variable], only_in_capture: bool | None) -> bool:
     """Whether to record a Variable of this very type, given what the ``nnx.capture`` around the call takes out."""
-    captured = captured_types()
-    return not only_captured if captured is None else kind in captured
+    recorded = recorded_types()
+    return not only_in_capture if recorded is None else kind in recorded
 
 
 def _has_attribute(module: Any, name: str) -> bool:

@@ -1,20 +1,20 @@
-"""Nodes: the plain mutable Python objects of the graph.
+"""Nodes: the mutable Python objects of the graph.
 
-A *node* is an object whose attributes (or items) nnxlib can see: a :class:`Pytree` (and so every Module), and the
-containers :class:`~nnxlib.core.containers.List` and :class:`~nnxlib.core.containers.Dict`. Each node carries hidden
-slots:
+A *node* is an object whose attributes or items nnxlib tracks: a :class:`Pytree` (and so every Module), and the
+containers :class:`~nnxlib.core.containers.List` and :class:`~nnxlib.core.containers.Dict`. Each node has hidden slots:
 
-- ``_nnx_trace``: the trace it was made under; a write from another trace raises ``TraceContextError``.
-- ``_nnx_held``: the stamps of the cached layouts that describe the node; a structural change ends them (stamps.py).
-- ``_nnx_record``: the cached layout of the graph below this node, when it was the root of one.
-- ``_nnx_tree``: how the node flattens for raw JAX, if the graph below it was a tree when it was last looked at.
-- ``_nnx_marks``: what was said explicitly about attributes: ``nnx.data`` / ``nnx.static``, and the user's own setting
-  of an attribute that ``train()`` / ``eval()`` has overridden. Replaced and never edited: layouts refer to it.
+- ``_nnx_trace``: the trace under which it was made; a write under another trace raises ``TraceContextError``.
+- ``_nnx_stamps``: the stamps of the cached layouts that describe the node; a structural change invalidates them.
+- ``_nnx_record``: the record of the graph below this node, if it was packed as a root (records.py).
+- ``_nnx_tree``: how the node flattens for raw JAX, if the graph below it is a tree (pytrees.py).
+- ``_nnx_marks``: notes about attributes: under ``name``, whether it was declared ``nnx.data`` or ``nnx.static``; under
+  ``(name,)``, the user's own setting that ``eval()`` has overridden; under ``(name, "recorded")``, that ``sow`` or
+  ``perturb`` made it. The dict is replaced and never edited, since layouts refer to it.
 
-Which attributes are *data* (traced) and which *static* (part of the program) is decided by value: arrays, Variables,
-nodes, and pytrees that hold any of them are data. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` /
-``nnx.static(x)`` at assignment or as a dataclass field, overrules the value. A plain list or dict becomes a List or
-Dict on assignment, so that a later ``append`` is seen.
+An attribute is *data* (traced) or *static* (part of the program) by its value: arrays, Variables, nodes, and pytrees
+that hold any of these are data. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` / ``nnx.static(x)`` at
+assignment or as a dataclass field, overrides that. A plain list or dict becomes a List or Dict on assignment, so that
+a later ``append`` is noticed.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ import jax
 import numpy as np
 
 from . import errors
-from .captures import Watch, notice
+from .closures import Watch, notice
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
-from .stamps import Stamps, end_stamps
+from .stamps import Stamps, invalidate
 from .tracing import current_trace
 from .variables import MISSING, Identified
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
 
-SLOTS = ("_nnx_held", "_nnx_marks", "_nnx_record", "_nnx_trace", "_nnx_tree")
+SLOTS = ("_nnx_marks", "_nnx_record", "_nnx_stamps", "_nnx_trace", "_nnx_tree")
 
-PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # what pytrees.py does with each class of nodes
+PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # called with each new class of nodes; filled by pytrees.py
 
 _set = object.__setattr__
 
 
 class Node(Identified):
-    """What Pytree, List and Dict share; the slots themselves are declared by each, as ``SLOTS``."""
+    """Base class of Pytree, List and Dict; each of them declares the slots itself, as ``SLOTS``."""
 
     __slots__ = ()
 
-    _nnx_held: Stamps
+    _nnx_stamps: Stamps
     _nnx_marks: dict[Any, Any] | None
     _nnx_record: Any
     _nnx_trace: Any
     _nnx_tree: Any
-    _nnx_guarded: bool = True  # False for a class whose instances can be changed unseen
+    _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -69,25 +69,25 @@ class Node(Identified):
             register(cls)
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each (key, value) this node holds, static ones too, in insertion order."""
+        """Yield each (key, value) that this node holds, static ones too, in insertion order."""
         raise TypeError(f"{type(self).__name__} does not say what it holds.")
 
     def _nnx_contents(self) -> dict[Any, Any]:
-        """What :meth:`_nnx_children` yields, in a new dict."""
+        """A new dict of what :meth:`_nnx_children` yields."""
         return dict(self._nnx_children())
 
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
-        """Replace the whole contents, unchecked: for a node that no user has seen yet, and for commit."""
+        """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
         raise TypeError(f"{type(self).__name__} does not say how to fill it.")
 
-    # --- on loan to a trace that captured it: see captures.py ---
+    # --- borrowed by a trace that captured it: see closures.py ---
 
     def _nnx_save(self) -> tuple:
         return type(self), self._nnx_contents(), {name: getattr(self, name) for name in SLOTS}
 
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
-        _set(self, "_nnx_held", ())  # what is described inside has no part in what is described outside
+        _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
         _set(self, "_nnx_record", None)
         _set(self, "_nnx_tree", None)
 
@@ -96,10 +96,10 @@ class Node(Identified):
         if type(self) is not kind:
             _set(self, "__class__", kind)
         self._nnx_fill(items)
-        held = self._nnx_held  # left by another thread, which saw what the trace had made of it
+        seen_inside = self._nnx_stamps  # left by another thread, which described what the trace had made of the object
         for name, value in slots.items():
             _set(self, name, value)
-        end_stamps(held, self)
+        invalidate(seen_inside, self)
 
     def __repr__(self) -> str:
         return node_repr(self)
@@ -110,7 +110,7 @@ class Node(Identified):
         return render_node(self, path, subtree_renderer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Iterative, so that a chain of 10,000 nodes is no deeper than one: all shells first, then their contents.
+        # Not recursive, so a graph may be of any depth: first empty nodes for all, then their contents.
         originals: list[Node] = []
         stack: list[Node] = [self]
         while stack:
@@ -125,7 +125,7 @@ class Node(Identified):
         return memo[id(self)]
 
     def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
-        """Give a shell deep copies of what this node holds."""
+        """Fill an empty node with deep copies of what this node holds."""
         held = self._nnx_contents()
         memo |= {id(value): value for value in held.values() if isinstance(value, FUNCTION_TYPES)}
         shell._nnx_fill({key: copy.deepcopy(value, memo) for key, value in held.items()})
@@ -142,7 +142,7 @@ def _nodes_in(values: Any) -> Iterator[Node]:
 
 
 def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
-    """Make an empty node of the running trace without calling its ``__init__``."""
+    """Make an empty node, as of the running trace, without calling its ``__init__``."""
     self = _base(kind).__new__(kind)
     init_slots(self)
     if marks:
@@ -152,19 +152,16 @@ def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
 
 def init_slots(self: Any) -> None:
     _set(self, "_nnx_trace", current_trace())
-    _set(self, "_nnx_held", ())
+    _set(self, "_nnx_stamps", ())
     _set(self, "_nnx_record", None)
     _set(self, "_nnx_marks", None)
     _set(self, "_nnx_tree", None)
 
 
-def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], held: Stamps = ()) -> list[Any]:
-    """Make many empty nodes, of classes with one :func:`slot_owner`, as :func:`new_node` makes one.
-
-    ``held`` are the stamps that they are to end when they change.
-    """
+def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], stamps: Stamps = ()) -> list[Any]:
+    """Make many empty nodes at once, of classes with the same :func:`slot_owner`; ``stamps`` are attached to each."""
     made = list(map(_base(owner).__new__, kinds))
-    slots = {"trace": current_trace(), "held": held, "record": None, "marks": None, "tree": None}
+    slots = {"trace": current_trace(), "stamps": stamps, "record": None, "marks": None, "tree": None}
     for name, value in slots.items():
         deque(map(vars(owner)[f"_nnx_{name}"].__set__, made, repeat(value)), maxlen=0)
     return made
@@ -176,7 +173,7 @@ def slot_owner(kind: type[Node]) -> type[Node]:
 
 
 def fill_all(nodes: Iterable[Pytree], names: tuple[str, ...], values: Iterable[Any]) -> None:
-    """Give fresh nodes their attributes, in a few calls of C; ``values`` are those of the first, then the second..."""
+    """Give fresh nodes their attributes, in a few C calls; ``values`` are those of the first, then of the second..."""
     rows = zip(*[iter(values)] * len(names), strict=True)
     deque(map(_set_attributes, nodes, map(dict, map(zip, repeat(names), rows))), maxlen=0)
 
@@ -186,12 +183,12 @@ def _base(kind: type) -> Any:
 
 
 def structure_changed(node: Any) -> None:
-    """Note that attributes were added, removed or replaced by something that is not just a new array value."""
-    held = node._nnx_held
-    if held:
-        end_stamps(held, node)
-        if node._nnx_held is held:  # else another thread has left a stamp, which has not ended
-            _set(node, "_nnx_held", ())
+    """Note that a node has changed by more than another array in place of an array."""
+    stamps = node._nnx_stamps
+    if stamps:
+        invalidate(stamps, node)
+        if node._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
+            _set(node, "_nnx_stamps", ())
 
 
 def check_writable(node: Any, what: str) -> None:
@@ -222,7 +219,7 @@ _DATA_TYPES: set[type] = set()
 
 
 def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
-    """Declare an attribute, or a dataclass field, to be data whatever its value.
+    """Declare an attribute or a dataclass field to be data, whatever its value is.
 
     >>> import nnxlib as nnx
     >>> class Counter(nnx.Module):
@@ -237,7 +234,7 @@ def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
 
 
 def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
-    """Declare an attribute, or a dataclass field, to be static whatever its value; see :func:`data`."""
+    """Declare an attribute or a dataclass field to be static, whatever its value is; see :func:`data`."""
     return _field(False, value, kwargs)
 
 
@@ -249,9 +246,9 @@ def _field(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def register_data_type(type_: T, /) -> T:
-    """Declare that values of a class are data wherever they are found; usable as a decorator.
+    """Declare that instances of a class are data wherever they occur; can be used as a decorator.
 
-    Values of a class that JAX flattens are seen part by part, as any pytree is; others are leaves.
+    If JAX flattens the class, its instances are pytrees like others; if not, they are leaves.
     """
     _DATA_TYPES.add(type_)
     return type_
@@ -267,13 +264,13 @@ def is_array(value: Any) -> bool:
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, jax.Ref)
 
 
-# Whether a value is a node or a Variable, something that has an identity in the graph. Not a function of ours around
-# it: JAX asks this of each part of a pytree.
+# Whether a value is a node or a Variable, which have an identity in the graph. Not wrapped in a Python function, since
+# JAX calls it for each part of a pytree.
 is_node: Callable[[Any], bool] = Identified.__instancecheck__
 
 
 def is_data(value: Any, /) -> bool:
-    """Whether an attribute with this value is data: an array, Variable, node, registered data type, or holds one.
+    """Whether an attribute with this value is data: an array, Variable, node or registered type, or a pytree with one.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> nnx.is_data(jnp.zeros(2)), nnx.is_data((nnx.Param(1), 2)), nnx.is_data([1, 2]), nnx.is_data('relu')
@@ -288,7 +285,7 @@ _PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, co
 
 
 def is_data_part(value: Any) -> bool:
-    """Whether a leaf of a pytree makes it data; a method bound to a node does, for it holds the node."""
+    """Whether a leaf of a pytree makes it data; a method bound to a node does, since it holds the node."""
     return is_data_leaf(value) or is_bound_method(value)
 
 
@@ -324,7 +321,7 @@ def check_pytree(pytree: Any) -> None:
 
 
 def explicit_mark(node: Any, name: Any) -> bool | None:
-    """Whether the attribute was declared data (True), static (False), or left to its value (None)."""
+    """Whether an attribute was declared data (True), static (False), or neither (None)."""
     marks = node._nnx_marks
     if marks is not None and name in marks:
         return marks[name]
@@ -332,7 +329,7 @@ def explicit_mark(node: Any, name: Any) -> bool | None:
 
 
 def class_marks(cls: type) -> dict[str, bool]:
-    """What the annotations and dataclass fields of a class declare; computed once per class."""
+    """What the annotations and dataclass fields of a class declare, by attribute; computed once per class."""
     marks = cls.__dict__.get("_nnx_class_marks")
     if marks is None:
         marks = {}
@@ -360,7 +357,7 @@ CONTAINERS: dict[type, Callable[[], Any]] = {}  # list -> List, dict -> Dict; fi
 
 
 def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Turn plain lists and dicts, also inside tuples, into List and Dict, which report their changes."""
+    """Turn plain lists and dicts, also inside tuples, into List and Dict, whose changes are noticed."""
     kind = type(value)
     if kind is tuple:
         items = tuple([adopt(x, memo) for x in value])
@@ -384,7 +381,7 @@ def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | None = None) -> None:
-    """Fill a List or Dict that no user has seen yet with items as :func:`adopt` makes them, declared ones too."""
+    """Fill a new List or Dict with adopted items, and note which of them were declared data or static."""
     marks = {k: mark_of(x) for k, x in items.items() if declares(x)}
     node._nnx_fill({k: adopt(undeclared(x), memo) for k, x in items.items()})
     if marks:
@@ -410,7 +407,7 @@ def undeclared(value: Any) -> Any:
 
 
 class _HasDict:
-    """Owns the real ``__dict__``, so that HasAttributes can put a checked view over it under that name."""
+    """Owns the real ``__dict__``, so that HasAttributes can have a checked view of it under that name."""
 
     __slots__ = ("__dict__", "__weakref__")
 
@@ -420,7 +417,7 @@ _set_attributes: Any = vars(_HasDict)["__dict__"].__set__  # (node, its attribut
 
 
 class AttributeView(MutableMapping):
-    """What ``vars(module)`` returns: reads go to the attributes, writes through ``setattr``, so they are seen."""
+    """What ``vars(module)`` returns: a view of the attributes that writes by ``setattr``, so writes are noticed."""
 
     __slots__ = ("_node",)
 
@@ -462,14 +459,14 @@ def _lookup(cls: type, name: str) -> Any:
 
 
 def _abstract_methods(cls: type) -> frozenset[str]:
-    """The methods marked by :func:`abc.abstractmethod` that a class leaves open, as for a subclass of `abc.ABC`."""
+    """The methods marked by :func:`abc.abstractmethod` that a class does not implement, as in a subclass of abc.ABC."""
     inherited = {name for base in cls.__bases__ for name in getattr(base, "__abstractmethods__", ())}
     named = {*vars(cls), *inherited}
     return frozenset(name for name in named if getattr(getattr(cls, name, None), "__isabstractmethod__", False))
 
 
 def _watched(method: Callable, name: str) -> Callable:
-    """A user's ``__setattr__`` / ``__delattr__`` with the check before it, and its change noted after it."""
+    """A user's ``__setattr__`` or ``__delattr__``, with the check before it and the note after it."""
 
     def wrapper(self: Any, attribute: str, *value: Any) -> None:
         check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
@@ -481,7 +478,7 @@ def _watched(method: Callable, name: str) -> Callable:
 
 
 class HasAttributes(Node, _HasDict):
-    """A node with attributes, each change of which is checked and noted: what Pytree and List share."""
+    """A node whose attributes are checked and noted when they change: the base class of Pytree and List."""
 
     __slots__ = ()
 
@@ -490,7 +487,7 @@ class HasAttributes(Node, _HasDict):
         for name in ("__setattr__", "__delattr__"):
             if name in vars(cls):
                 setattr(cls, name, _watched(vars(cls)[name], name))
-        # A plain class before Module or List among the bases has a `__dict__` of its own, which hides the checked view.
+        # A plain class in front of Module or List among the bases has its own `__dict__`, which hides the checked one.
         cls._nnx_guarded = _lookup(cls, "__dict__") is vars(HasAttributes)["__dict__"]
         if abstract := _abstract_methods(cls):
             cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
@@ -511,7 +508,7 @@ class HasAttributes(Node, _HasDict):
         old = attributes_of(self).get(name, MISSING)
         _set(self, name, value)
         if self._nnx_marks is not None and (name,) in self._nnx_marks:
-            self._nnx_unmark((name,))  # the user's own choice ends what eval() remembers
+            self._nnx_unmark((name,))  # the user has chosen anew: train() need not restore the old choice
         if old is not value and not (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
             structure_changed(self)
 
@@ -519,7 +516,7 @@ class HasAttributes(Node, _HasDict):
         if self._nnx_trace is not current_trace():
             check_writable(self, f"delete attribute {name!r}")
         object.__delattr__(self, name)
-        if self._nnx_marks:  # what was said about an attribute goes with it
+        if self._nnx_marks:  # with an attribute go its marks
             kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
             _set(self, "_nnx_marks", kept or None)
         structure_changed(self)
@@ -532,7 +529,7 @@ class HasAttributes(Node, _HasDict):
 
     def _nnx_join(self, trace: Any) -> None:
         super()._nnx_join(trace)
-        _set_attributes(self, attributes_of(self).copy())  # records read arrays from the dict that is saved
+        _set_attributes(self, attributes_of(self).copy())  # records refer to the dict itself, which is saved
 
     def _nnx_restore(self, state: tuple) -> None:
         saved, attributes = state
@@ -549,9 +546,10 @@ class HasAttributes(Node, _HasDict):
 
 
 class Pytree(HasAttributes):
-    """Base class of objects that live in the graph: mutable, traced through their attributes, JAX pytrees.
+    """Base class of the objects of the graph: mutable, with attributes that transforms trace; also a JAX pytree.
 
-    ``class Config(nnx.Pytree, pytree=False)`` makes a class that nnxlib transforms carry but raw JAX does not flatten.
+    A class with ``pytree=False`` (``class Config(nnx.Pytree, pytree=False)``) works in nnxlib's transforms, but raw JAX
+    does not flatten it.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> class Point(nnx.Pytree):
@@ -609,7 +607,7 @@ class Pytree(HasAttributes):
         return self._nnx_contents(), self._nnx_marks
 
     def __setstate__(self, state: Any) -> None:
-        items, marks = state if type(state) is tuple else (state, None)  # a subclass may have a __getstate__ of its own
+        items, marks = state if type(state) is tuple else (state, None)  # a subclass may have its own __getstate__
         self._nnx_fill(items)
         _set(self, "_nnx_marks", dict(marks) if marks else None)
         structure_changed(self)
@@ -629,13 +627,13 @@ def _slot_names(cls: type) -> tuple[str, ...]:
 
 
 def _mangled(name: str, cls: type) -> str:
-    """The name under which an attribute that a class calls ``name`` is known outside of it."""
+    """The name by which an attribute that a class calls ``name`` is known outside of the class (name mangling)."""
     private = name.startswith("__") and not name.endswith("__")
     return f"_{cls.__name__.lstrip('_')}{name}" if private else name
 
 
 def dataclass(cls: Any = None, /, **options: Any) -> Any:
-    """Make a dataclass of a Pytree or Module; options as :func:`dataclasses.dataclass`. The hash stays the identity.
+    """Make a dataclass of a Pytree or Module, with the options of :func:`dataclasses.dataclass`, hashed by identity.
 
     >>> import nnxlib as nnx
     >>> @nnx.dataclass

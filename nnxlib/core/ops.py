@@ -1,7 +1,8 @@
-"""The functions on graphs: split, merge, state, update, clone, pop, and ways to look at and map over a graph.
+"""Operations on graphs: split, merge, state, update, clone, pop, and functions to inspect and map a graph.
 
-All take a *node* in the wide sense: a Module, a List or Dict, a Variable, or any pytree of these. Leaves are known by
-their path, the first path in the order of the walk; a State never aliases the live model, it holds new Variables.
+A *node* is here anything that can be packed: a Module, a List or Dict, a Variable, or any pytree of these. A leaf is
+identified by its path, the first one in the order of the walk. A State never shares Variables with the live model: it
+holds new ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from . import errors
-from .captures import Watch, notice
+from .closures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
 from .errors import describe, format_path
 from .filters import Filter, filters_to_predicates, first_of, to_predicate
@@ -26,7 +27,6 @@ from .graph import (
     SAME,
     Delta,
     Layout,
-    Nesting,
     NodeRow,
     Row,
     VariableRow,
@@ -38,6 +38,7 @@ from .graph import (
     pack,
 )
 from .graphdef import Avals, GraphDef, avals_of
+from .nesting import Nesting
 from .objects import HasAttributes, Node, check_writable, is_array, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
 from .records import build_described, record_of
@@ -61,18 +62,18 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
         if Watch.count:
             notice(node, node._nnx_trace)
         record = record_of(node)
-        return record.layout, record.leaves(node), record.rows(node)
+        return record.layout, record.leaves(node), record.objects_with(node)
     if isinstance(node, GraphDef):
         raise TypeError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
     return pack(node)
 
 
 class _Snapshot:
-    """What leaves of a layout hold at one moment: Variables, and the arrays beside them, are made when asked for.
+    """The values of some leaves at one moment; a State makes Variables of them when it is first looked into.
 
     Args:
-      layout: says what the leaves are of.
-      leaves: all, in its order; or those of the group, in the order of that, which are all of Variables.
+      layout: of the leaves.
+      leaves: all leaves of the layout; or those of the group, in its order, which must all be values of Variables.
       group: some of the leaves.
     """
 
@@ -101,17 +102,17 @@ def _copied(variables: list[Variable]) -> list[Any]:
 
 
 def _unshared(values: list[Any], count: int) -> list[Any]:
-    """Leaves; the first of them, values of Variables, with dicts and lists of their own."""
+    """Leaves of which the first ``count``, the values of Variables, have copies of the dicts and lists in them."""
     return all_unshared(values) if len(values) == count else all_unshared(values[:count]) + values[count:]
 
 
 def _copies(layout: Layout, leaves: list[Any]) -> list[Any]:
-    """The leaves; Variables as new ones."""
+    """The leaves, with new Variables around values."""
     return _Snapshot(layout, leaves).leaves()
 
 
 def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
-    """With the shapes of the leaves at top level; under a trace they are views, of one example or one shard."""
+    """A GraphDef; at top level with the avals of the leaves (in a trace they may be those of one example or shard)."""
     if not at_top_level():
         return GraphDef(layout, [None] * len(leaves))
     avals = layout.avals
@@ -123,7 +124,7 @@ def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
 def _states(
     layout: Layout, leaves: list[Any], objects: list[Any], filters: Sequence[Filter], *, exhaustive: bool
 ) -> tuple[Any, ...]:
-    """Copies of the leaves as a State, or as one for each filter; a leaf by itself is its own State."""
+    """Copies of the leaves as a State, or one for each filter; the State of a single leaf is the leaf itself."""
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
 
     def divided(flat: FlatState) -> tuple[FlatState, ...]:
@@ -146,7 +147,7 @@ def _states(
 
 
 def _as_tuple(groups: Any, filters: Sequence[Filter]) -> tuple[Any, ...]:
-    """What State.split and its like return, without the exception that they make of a single filter."""
+    """What ``State.split`` returns, as a tuple also for a single filter."""
     return groups if len(filters) > 1 else (groups,)
 
 
@@ -158,15 +159,15 @@ def _to_state(items: list[tuple[Path, Any]]) -> Any:
 
 @boundary
 def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
-    """Split a node into its structure and its State, or one State for each filter.
+    """Split a node into its structure and its State, or into one State for each filter.
 
     Args:
       node: a Module, or a pytree of Modules and arrays.
-      *filters: groups of leaves, by type, tag or path; the first that fits takes the leaf. Use ``...`` last for the
-        rest.
+      *filters: groups of leaves, by type, tag or path. A leaf belongs to the first that fits; ``...``, as the last one,
+        takes the rest.
 
     Returns:
-      ``(graphdef, state, *states)``; the States hold new Variables with the present values.
+      ``(graphdef, state, *states)``. The States hold new Variables with the present values.
 
     >>> import nnxlib as nnx
     >>> graphdef, params, rest = nnx.split(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Param, ...)
@@ -186,28 +187,27 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     """Make a new object from a GraphDef and the States it was split into; the inverse of :func:`split`.
 
     Args:
-      graphdef: the structure; or a :class:`GraphState`, then without states.
-      *states: States, FlatStates or nested dicts with a leaf for each path, in any order. Keys of ints may be strings.
-        A leaf is a Variable, its bare value, or ``{'value': array}``, as checkpoints have it. A single list of leaves,
-        such as ``jax.tree.leaves(state)``, has those of all States together, in the order of a State.
-      copy: accepted for compatibility: the object always has Variables of its own.
-      strict: with False, values of another type, shape or kind of dtype are taken as they are instead of refused.
+      graphdef: the structure; or a :class:`GraphState`, which needs no states.
+      *states: States, FlatStates or nested dicts, which together have a leaf for each path. Int keys may be strings. A
+        leaf is a Variable, its bare value, or ``{'value': array}``, as in checkpoints. In place of all States, a single
+        list of leaves in the order of a State, such as ``jax.tree.leaves(state)``.
+      copy: accepted for compatibility: the object always has its own Variables.
+      strict: with False, values of another type, shape or kind of dtype are accepted instead of refused.
 
     >>> import nnxlib as nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     >>> nnx.merge(*nnx.split(model)).kernel.shape
     (2, 3)
 
-    States of a model may be stacked, and merged to one whose arrays have axes more; and the other way round, for one
-    of the models that ``vmap`` has made: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``.
+    States of several models may be stacked, and merged to one model whose arrays have an axis more. Conversely, one of
+    the models that ``vmap`` has made can be taken out: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``.
 
     Raises:
       TypeError: without a State.
       StateMismatchError: for GraphStates of different structures, missing and unexpected paths, a list of another
-        length, and where type, shape or kind of dtype is not what it was when the model was split. Axes more or less
-        are none, if all leaves of a type have
-        them, and something else than an array is none, if no leaf is one. (Traced values are views, per example or per
-        shard, and not compared.)
+        length, and a type, shape or kind of dtype that differs from that at the split. Additional or missing axes are
+        accepted if all leaves of a type have them alike, and values other than arrays if no leaf is an array. (Traced
+        values are not compared: they may be those of one example or shard.)
     """
     if isinstance(graphdef, GraphState):
         graphdef, states = graphdef._graphdef, (graphdef, *states)
@@ -244,11 +244,11 @@ def _of_graphdef(graphdef: GraphDef, state: Any) -> Any:
     return state._state
 
 
-_Values = tuple[list[Any], dict[int, Any]]  # values of the leaves, and metadata that differ from the layout's
+_Values = tuple[list[Any], dict[int, Any]]  # of the leaves; and by position, metadata that differs from the layout's
 
 
 def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> _Values | None:
-    """The values in a State of all leaves that nobody has looked into, if they are those of the GraphDef."""
+    """The values in a State that was split off with this GraphDef, and has not been looked into; else None."""
     source = getattr(states[0], "_source", None) if len(states) == 1 and isinstance(states[0], State) else None
     if not isinstance(source, _Snapshot) or source.group is not None or source.layout is not graphdef.layout:
         return None
@@ -258,10 +258,10 @@ def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> _Values | N
 
 
 def _by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The States; of a list of leaves, which has no paths, the one that it is of.
+    """The States; in place of a list of leaves, a FlatState with their paths.
 
     Raises:
-      StateMismatchError: if the list has more leaves or less.
+      StateMismatchError: if the list has another number of leaves.
     """
     leaves = states[0] if len(states) == 1 else None
     if type(leaves) is not list or not leaves or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
@@ -276,7 +276,7 @@ def _by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _in_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
-    """All leaves of States that have the keys of the layout, together; None if they are others."""
+    """The leaves of States in the order of the layout; None if together they have other paths."""
     if layout.nesting is None or not states or not all(isinstance(state, State) for state in states):
         return None
     levels = states[0].raw_mapping if len(states) == 1 else _overlaid([state.raw_mapping for state in states])
@@ -284,7 +284,7 @@ def _in_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
 
 
 def _overlaid(states: list[dict]) -> dict:
-    """Nested dicts with the leaves of all; of two things at one path the later, unless both are levels."""
+    """Nested dicts with the leaves of all; if several have the same path, that of the last."""
     root: dict = {}
     stack = [(root, state) for state in reversed(states)]
     while stack:
@@ -301,7 +301,7 @@ def _overlaid(states: list[dict]) -> dict:
 
 
 def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
-    """What the leaves hold, if they are what they were when the model was split; None where one has to look closer."""
+    """The values of leaves, if their types and avals are those at the split; None if they need a closer look."""
     layout, n = graphdef.layout, len(graphdef.layout.variables)
     variables = leaves[:n]
     if [type(x) for x in variables] != layout.blueprint.variable_types:
@@ -326,7 +326,7 @@ def _have_avals(values: list[Any], avals: list[Aval]) -> bool:
 
 
 def _values_looked_at(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> _Values:
-    """What the leaves hold, compared one by one with what they were when the model was split.
+    """The values of leaves, which are compared one by one with those at the split.
 
     Raises:
       StateMismatchError: naming the paths, and what was expected there.
@@ -349,9 +349,9 @@ Pass every State that nnx.split returned, of a model built alike; nnx.update wri
 
 
 def _remapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
-    """What the leaves are to be if a function was mapped over them: as before, but for what it did to all alike.
+    """The avals that leaves must have if a function may have been mapped over them.
 
-    It has stacked them, or none is an array.
+    It may have stacked all of a kind; or none of its results may be an array.
     """
     after = avals_of(values)
     if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
@@ -360,7 +360,7 @@ def _remapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any
 
 
 def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
-    """What leaves are to be if models were stacked, or taken out: all of a kind have the same axes more, or less."""
+    """The avals that leaves must have if all leaves of a kind may have got, or lost, the same axes."""
     changes: dict[Any, set] = {}
     for kind, old, new in zip(kinds, before, after, strict=True):
         if old is not None and new is not None:
@@ -374,7 +374,7 @@ def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]
 
 
 def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, tuple[int, ...]]]:
-    """How one shape is the other with axes more, side by side: which is longer, where these may be, their sizes."""
+    """The ways in which adjacent axes were added to, or taken from, a shape: (whether taken, where, their sizes)."""
     long, short = (old, new) if len(old) > len(new) else (new, old)
     n = len(long) - len(short)
     places = [k for k in range(len(short) + 1) if n and long[:k] + long[k + n :] == short]
@@ -382,10 +382,10 @@ def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int
 
 
 def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:
-    """Path -> leaf of several States, for an object with arrays of shapes and dtypes ``known``.
+    """Path -> leaf of several States, for an object whose leaves have the paths and avals ``known``.
 
-    Two ways of writing a path that checkpoints have are understood where they lead to a known one: ``'0'`` for ``0``,
-    and a level ``'value'`` between an array and its Variable, which is what JAX calls it.
+    Two variants of known paths, as in checkpoints, are understood: ``'0'`` for ``0``, and a further key ``'value'``,
+    which is what JAX calls the value of a Variable.
     """
     by_string: dict[Path, Path] | None = None
     flat: dict[Path, Any] = {}
@@ -402,7 +402,7 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
 
 
 def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a State; a mapping at a known path is a value and no level, unless an array was there."""
+    """The leaves of a State; a mapping at the known path of a leaf is its value, unless it was an array."""
     if isinstance(state, State) and not state:
         return
     if isinstance(state, FlatState):
@@ -428,7 +428,7 @@ def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tupl
 
 
 def _placed(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
-    """The leaves of States by position, and by path those that have none."""
+    """The leaves of States by position; and by path those that are unexpected."""
     flat, position = _flat_leaves(states, dict(zip(layout.leaf_paths, avals, strict=True))), layout.positions
     unexpected = {path: leaf for path, leaf in flat.items() if path not in position}
     return {position[path]: leaf for path, leaf in flat.items() if path in position}, unexpected
@@ -437,9 +437,9 @@ def _placed(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> t
 def _misfits(
     layout: Layout, avals: Mapping[int, Aval], new: Mapping[int, Any], unexpected: dict[Path, Any]
 ) -> list[Difference]:
-    """How leaves differ from what they are to be, by position, as far as it counts in :func:`merge` and :func:`update`.
+    """The differences between leaves and what they must be, by position, as :func:`merge` and :func:`update` see them.
 
-    What certainly fits is left out first: that is quick, and nearly all of them.
+    Nearly all leaves certainly fit; these are left out first, which is fast.
     """
     kinds = _kinds(layout)
     now = dict(zip(new, avals_of(_plain(new.values())), strict=True))
@@ -461,18 +461,18 @@ def _kinds(layout: Layout) -> list[type | None]:
 
 
 def _leaf(kind: type | None, aval: Aval) -> Any:
-    """A leaf as a GraphDef knows it: a Variable, or a bare value."""
+    """A leaf as it was at the split: a Variable, or a bare value, with this aval."""
     value = ANY_VALUE if aval is None else jax.ShapeDtypeStruct(*aval)
     return value if kind is None else make_variable(kind, value, {})
 
 
 def _fits(new: Aval, old: Aval) -> bool:
-    """Whether :func:`_compare` finds nothing, by shapes and dtypes alone."""
+    """Whether avals alone tell that :func:`_compare` finds no difference."""
     return old is None or (new is not None and new[0] == old[0] and _kind(new[1]) is _kind(old[1]))
 
 
 def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
-    """What is traced is a view, and casting within a kind (float32 to bfloat16) is how precision is changed."""
+    """The differences of two leaves; none if one is traced, or was cast within a kind (float32 to bfloat16)."""
     found = [] if isinstance(given, Tracer) else misfits(path, expected, given)
     return [x for x in found if x.kind != "dtype" or _kind(expected.dtype) is not _kind(given.dtype)]
 
@@ -490,7 +490,7 @@ def _kind(dtype: Any) -> Any:
 
 @boundary
 def state(node: Any, *filters: Filter) -> Any:
-    """Return the State of a node, or of those leaves that each filter takes.
+    """Return the State of a node, or for each filter that of the leaves it takes.
 
     >>> import nnxlib as nnx
     >>> list(nnx.state(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.BatchStat))
@@ -512,7 +512,7 @@ def variables(node: Any, *filters: Filter) -> Any:
 
 @boundary
 def graphdef(node: A, /) -> GraphDef[A]:
-    """Return the structure of a node, the first of what :func:`split` returns."""
+    """Return the structure of a node, as :func:`split` does."""
     layout, leaves, _ = _packed(node)
     return _graphdef(layout, leaves)
 
@@ -523,11 +523,11 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
 
     Args:
       node: a Module, or a pytree of Modules.
-      state: a State, FlatState or nested dict, of all or some of the leaves. Keys of ints may be strings. A leaf is a
-        Variable, whose metadata is taken over too, a bare value, or ``{'value': array}``, as checkpoints have it.
+      state: a State, FlatState or nested dict, of all or some of the leaves. Int keys may be strings. A leaf is a
+        Variable, whose metadata is taken over too, a bare value, or ``{'value': array}``, as in checkpoints.
       *states: more of these.
       strict: with False, leaves that do not fit are skipped instead of refused. All Variables of a type together may
-        have the same axes more, or less: a stack of models, or one of a stack.
+        have additional axes, or lack some: those of a stack of models, or of one model of a stack.
 
     >>> import nnxlib as nnx
     >>> model, other = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
@@ -571,10 +571,10 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
 
 
 def _settable(tree: Any, path: Path) -> tuple[Any, Any]:
-    """What holds a leaf of a pytree, and its key there.
+    """The container that holds a leaf of a pytree, and its key there.
 
     Raises:
-      ValueError: unless an item of what holds it can be set.
+      ValueError: if its items cannot be set.
     """
     holder = _holder(tree, path) if path else None
     if not isinstance(holder, MutableMapping | list):
@@ -586,7 +586,7 @@ def _settable(tree: Any, path: Path) -> tuple[Any, Any]:
 
 
 def _holder(tree: Any, path: Path) -> Any:
-    """What the last key of a path in a pytree is a key of."""
+    """The container that the last key of a path belongs to."""
     for key in path[:-1]:
         is_item = isinstance(tree, Mapping | list) or (isinstance(tree, tuple) and isinstance(key, int))
         tree = tree[key] if is_item else getattr(tree, str(key), None)
@@ -594,7 +594,7 @@ def _holder(tree: Any, path: Path) -> Any:
 
 
 def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
-    """:func:`_stacked` for the kinds of which every leaf is new."""
+    """:func:`_stacked` for those kinds of which every leaf is given."""
     kinds = _kinds(layout)
     missing = {kind for k, kind in enumerate(kinds) if k not in new}
     stacked = _stacked([kinds[k] for k in new], [*before.values()], avals_of(_plain(new.values())))
@@ -602,7 +602,7 @@ def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: M
 
 
 def _by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
-    """The leaves of States, each nested as all leaves of the layout or as those that some filters take; else None."""
+    """The leaves of States by position, if each is nested like all leaves of the layout or a known group; else None."""
     new: dict[int, Any] = {}
     for state in states:
         found = layout.numbered(state.raw_mapping) if isinstance(state, State) else None
@@ -613,7 +613,7 @@ def _by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | No
 
 
 def _contents(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-    """What leaves, by position, hold, and the metadata of those Variables where these are others than the layout's."""
+    """By position, the values of leaves; and the metadata of Variables, if it differs from the layout's."""
     same, n = layout.blueprint.metadata, len(layout.variables)
     held = zip(new, _plain(new.values()), strict=True)
     boxed = {k: x._metadata for k, x in new.items() if k < n and isinstance(x, Variable)}
@@ -624,7 +624,7 @@ def _contents(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict
 def _write(
     layout: Layout, leaves: list[Any], objects: list[Any], new: dict[int, Any], metadata: dict[int, Any]
 ) -> None:
-    """Write values and metadata, by the positions of leaves, into the live objects: a commit of what they change."""
+    """Write values and metadata, by position, to the live objects, as a commit."""
     n, variables = len(layout.variables), layout.variables
     rows: dict[int, Row] = {
         variables[k]: VariableRow(type(objects[variables[k]]), Const.of_items(found)) for k, found in metadata.items()
@@ -747,7 +747,7 @@ def _copy_array(x: Any) -> Any:
 
 
 def _children(value: Any) -> list[tuple[Path, Any]]:
-    """What stands directly below a value, by key: the attributes of a node, the items of a pytree that is one."""
+    """What is directly below a value, by path: the attributes or items of a node, the leaves and nodes of a pytree."""
     if isinstance(value, Node):
         held = value._nnx_contents()
         is_plain_list = isinstance(value, list) and len(held) == len(value)
@@ -765,8 +765,8 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
     >>> [path for path, x in nnx.iter_graph(nnx.Linear(1, 1, rngs=nnx.Rngs(0))) if isinstance(x, nnx.Variable)]
     [('bias',), ('kernel',)]
     """
-    seen: dict[int, Any] = {}  # by id; holds the objects, so that no id is used again
-    plain = {type(None)}  # classes of which JAX and we take each value for a leaf
+    seen: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
+    plain = {type(None)}  # classes whose instances are always leaves
     stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
     while stack:
         remaining, above, parent = stack[-1]
@@ -789,7 +789,7 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
 
 
 def _places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield each place of a node, Variable or array in a graph: its path, and what holds it; parents first."""
+    """Yield each place of a node, Variable or array in a graph: its path, the value, what holds it; parents first."""
     seen, plain = set(), {type(None)}  # plain: as in iter_graph
     stack: list[tuple[Path, Any, Any]] = [((), node, None)]
     while stack:
@@ -828,7 +828,7 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     >>> nnx.find_duplicates(nnx.Dict(a=shared, b=shared))
     [[('a',), ('b',)]]
     """
-    predicate, places = to_predicate(only), list(_places(node))  # a list holds the objects: no id is used again
+    predicate, places = to_predicate(only), list(_places(node))  # a list keeps the objects alive: no id is reused
     paths: dict[int, list[Path]] = {}
     for path, value, _ in places:
         if not is_node(value):
@@ -847,9 +847,9 @@ def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
 def map(f: Callable[[Path, Any], Any], node: A, /, *, recreate_variables: bool = True) -> A:  # the name of the field
     """Return a copy of a node with ``f(path, leaf)`` for each leaf; leaves are Variables and arrays.
 
-    What ``f`` returns for a Variable is the new Variable, or else its value; without ``recreate_variables`` it takes
-    the place of the Variable, whatever it is. ``f`` gets the Variables of ``node`` itself, so what it writes to one is
-    written; where it returns that very Variable the copy has one of its own.
+    For a Variable ``f`` returns a new Variable, or the value of one; without ``recreate_variables``, what it returns
+    takes the place of the Variable, whatever it is. ``f`` gets the Variables of ``node`` itself, so a write to one of
+    them is not undone. If ``f`` returns that very Variable, the copy has a new one.
 
     >>> import nnxlib as nnx
     >>> nnx.map(lambda path, v: v * 2, nnx.Dict(a=nnx.Param(1.0))).a
@@ -870,9 +870,9 @@ def _result(leaf: Any, new: Any) -> Any:
 
 @boundary
 def recursive_map(f: Callable[[Path, Any], Any], node: Any, /) -> Any:
-    """Return a copy of a graph in which each leaf and then each node has been replaced by ``f(path, it)``.
+    """Return a copy of a graph in which each leaf, and then each node, is replaced by ``f(path, x)``.
 
-    Children come before their parents; an object that is reached twice is mapped once, at its first path.
+    Children come before their parents. An object with several paths is mapped once, at its first path.
     """
     copies: dict[int, Any] = {}
     for path, value in iter_graph(node):
@@ -969,7 +969,7 @@ class GraphState(MutableMapping, Generic[A]):
 
 
 def _flatten_graph_state(x: GraphState) -> tuple[Sequence[tuple[Any, Any]], tuple[GraphDef, Any]]:
-    """The children of the State, so that the paths of leaves are the same."""
+    """The children of the State, so that leaves have the same paths as in a State."""
     if isinstance(x._state, State):
         children, keys = flatten_with_keys(x._state)
         return children, (x._graphdef, keys)
@@ -994,7 +994,7 @@ def unpack(node: Any, *filters: Filter) -> Any:
 
 
 class CallProxy:
-    """Reaches a method by attributes and items; calling it returns ``(output, (graphdef, state))``."""
+    """Leads to a method by attributes and items; a call of it returns ``(output, (graphdef, state))``."""
 
     __slots__ = ("_make", "_path")
 

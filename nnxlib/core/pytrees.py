@@ -1,14 +1,14 @@
-"""Nodes as JAX pytrees: so that a Module can be an argument of plain ``jax.jit``, ``jax.grad``, ``jax.tree.map``.
+"""Nodes as JAX pytrees, so that a Module can be an argument of plain ``jax.jit``, ``jax.grad``, ``jax.tree.map``.
 
-A node without sharing below it is a tree, and flattens as one: one level of JAX's tree for each node, with the names
-of attributes and the indices of items for keys, static values in the treedef. A node whose graph has sharing or
-cycles (or is very deep, or mixes arrays and static values in a tuple) flattens at once into its table, with the
-Variables and arrays for children, each once, keyed by their whole path. So tied weights stay tied in ``jax.grad``, and
-a cycle ends.
+There are two ways to flatten a node. If nothing below it is shared, it flattens as a tree: one level of the pytree for
+each node, with the names of attributes and the indices of items as keys, and static values in the treedef. If its graph
+has sharing or cycles (or is very deep, or mixes arrays and static values in a tuple), it flattens at once into its
+table: the children are the Variables and arrays, each once, with their whole path as key. So tied weights stay tied
+under ``jax.grad``, and cycles do no harm.
 
-Which of the two it is, is known from the layout of the outermost node. How each node below it flattens is then noted
-on the node (``_nnx_tree``, a :class:`Level`), for as long as nothing structural changes: flattening a model is linear
-in its size, and takes from each node its children and nothing else.
+The layout of the outermost node decides. How each node below it flattens is then cached on the node (``_nnx_tree``, a
+:class:`Level`) until its structure changes. So flattening a model takes time linear in its size, and only looks at the
+children of each node.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PathKey:
 
 
 class NodeShape:
-    """The static half of a tree-like node: its class, its static values, and where its children go."""
+    """The static half of a node that flattens as a tree: its class, its static values, the names of its children."""
 
     __slots__ = ("_key", "children", "kind", "marks", "names", "statics")
 
@@ -87,7 +87,7 @@ class NodeShape:
 
 
 class GraphShape:
-    """The static half of a node whose graph has sharing: its layout."""
+    """The static half of a node that flattens into its table: its layout."""
 
     __slots__ = ("layout",)
 
@@ -111,17 +111,17 @@ class GraphShape:
 
 
 class Level:
-    """How one node flattens: its shape, the keys of its children, and how these are taken from what the node holds."""
+    """How a node flattens as a tree: its shape, the keys of its children, and how to take these out of the node."""
 
     __slots__ = ("keys", "lasting", "mended", "open", "shape", "stamp", "take")
 
     def __init__(self, node: Any, stamp: Stamp, lasting: bool):
-        self.stamp, self.mended = stamp, stamp.mended  # of the walk by which the graph below was seen to be a tree
-        self.lasting = lasting  # whether the stamp tells of every change; else static values may change unseen
+        self.stamp, self.mended = stamp, stamp.mended  # of the record that showed that the graph is a tree
+        self.lasting = lasting  # whether the stamp reveals every change; if not, static values may change unnoticed
         held = node._nnx_contents()
         is_list = issubclass(type(node), list)
         is_plain_list = is_list and len(held) == len(node)
-        only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it is like a plain list or dict
+        only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it flattens like a list or dict
         names = tuple(held) if is_plain_list else sorted_keys(held)
         items = () if not only_static else range(len(node)) if is_list else held
         marks = {name: explicit_mark(node, name) for name in names}
@@ -135,7 +135,7 @@ class Level:
         self.open, self.take = _takers(node, chosen)
 
     def holds(self) -> bool:
-        """Whether nothing has changed since the walk."""
+        """Whether nothing has changed since this was made."""
         return self.stamp.valid and self.stamp.mended == self.mended
 
     def children(self, node: Any) -> Iterable[Any]:
@@ -143,7 +143,7 @@ class Level:
 
 
 def _takers(node: Any, names: tuple) -> tuple[Callable[[Any], Any], Callable[[Any], Iterable[Any]]]:
-    """A function from a node to what it holds, and one from that to the children of these names; in C for most."""
+    """A function from a node to its contents, and one from these to the named children; both in C for most nodes."""
     if isinstance(node, list) and names == tuple(range(len(node))):
         return list.copy, iter
     if isinstance(node, Pytree) and len(names) > 1 and attributes_of(node).keys() >= set(names):
@@ -152,18 +152,18 @@ def _takers(node: Any, names: tuple) -> tuple[Callable[[Any], Any], Callable[[An
 
 
 def _level(node: Any) -> Level | None:
-    """How a node flattens by itself; None if the graph below it is no tree."""
+    """How a node flattens as a tree; None if the graph below it is not one."""
     level = node._nnx_tree
     if level is not None and level.holds():
         return level if level.lasting else Level(node, level.stamp, False)
     record = record_of(node)
     if not record.layout.is_tree:
         return None
-    lasting = record.exact and not record.mutable
+    lasting = record.reliable and not record.mutable
     for x in record.nodes:
         _set(x, "_nnx_tree", Level(x, record.stamp, lasting))
     level = Level(node, record.stamp, lasting)
-    _set(node, "_nnx_tree", level if record.exact else None)
+    _set(node, "_nnx_tree", level if record.reliable else None)
     return level
 
 
@@ -185,7 +185,7 @@ def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape 
 def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
     record = record_of(node)
     layout = record.layout
-    variables = [x for x in record.rows(node) if isinstance(x, Variable)]
+    variables = [x for x in record.objects_with(node) if isinstance(x, Variable)]
     leaves = [*variables, *record.leaves(node)[len(variables) :]]
     return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
 

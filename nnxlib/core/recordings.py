@@ -1,9 +1,9 @@
-"""Recordings: the Variables that ``sow`` and ``perturb`` make, as attributes that can be told from the user's own.
+"""Recordings: the Variables that ``sow`` and ``perturb`` make, in attributes that are marked as recordings.
 
-A mark of the node says that an attribute is a recording, and whether values are appended to it, as ``sow`` does by
-default. Within a ``capture``, what is appended is never an input of a transform: its body records anew, with the axes
-of the body, and that follows what was recorded before (:func:`recorded_anew`). So a Module may be called outside of a
-loop and in it.
+The mark also tells whether values are appended, as ``sow`` does by default. Within an ``nnx.capture``, a recording to
+which values are appended is never an input of a transform: the body of the transform starts a new one, with the axes of
+the body, and afterwards its values follow the earlier ones (:func:`recorded_anew`). So a Module may be called both
+outside of a loop and in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from .calls import captured_types
+from .calls import recorded_types
 from .errors import reachable
 from .objects import Node, check_writable, structure_changed
 from .tracing import current_trace
@@ -23,22 +23,22 @@ _RECORDED = "recorded"  # the mark of an attribute has the key (name, _RECORDED)
 
 
 def record(node: Any, name: str, variable: Variable, appends: bool = False) -> None:
-    """Set an attribute as sow and perturb do."""
+    """Set an attribute, and mark it as a recording."""
     check_writable(node, f"record {name!r} in an attribute")
     setattr(node, name, variable)
     node._nnx_mark((name, _RECORDED), appends)
 
 
 def attribute_for(node: Any, name: str) -> str:
-    """The attribute to record under a name: within a capture another one, where this would hide a method of the class.
+    """The attribute to record under a name; if that is a method of the class, another attribute within a capture.
 
     Raises:
-      ValueError: if it would hide a method, outside of a capture.
+      ValueError: if it is a method, outside of a capture.
     """
     inherited = inspect.getattr_static(type(node), name, None)
     if not (inspect.isroutine(inherited) or isinstance(inherited, property)):
         return name
-    if captured_types() is None:
+    if recorded_types() is None:
         raise ValueError(
             f"Expected the attribute {name!r} of {type(node).__name__} to be a Variable, got a "
             f"{type(inherited).__name__} of the class; choose another name to record under."
@@ -47,30 +47,30 @@ def attribute_for(node: Any, name: str) -> str:
 
 
 def recorded_name(attribute: str) -> str:
-    """The name that was recorded under: the inverse of :func:`attribute_for`."""
+    """The name under which an attribute was recorded: the inverse of :func:`attribute_for`."""
     return attribute.removesuffix(_ASIDE)
 
 
-_ASIDE = "()"  # no attribute of a class can be called so
+_ASIDE = "()"  # no method can have a name that ends so
 
 
 def recorded_in(node: Node) -> list[str]:
-    """The attributes of a node that sow or perturb has made."""
+    """The attributes of a node that are recordings."""
     return [name for name, _ in node._nnx_children() if is_recorded(node._nnx_marks, name)]
 
 
 def is_recorded(marks: Any, name: Any) -> bool:
-    """Whether the marks of a node say that this attribute is a recording."""
+    """Whether an attribute is a recording, by the marks of its node."""
     return (name, _RECORDED) in (marks or {})
 
 
 def appends(marks: Any, name: Any) -> bool:
-    """Whether they say that values are appended to it."""
+    """Whether values are appended to a recording, by the marks of its node."""
     return bool((marks or {}).get((name, _RECORDED)))
 
 
 class Aside(NamedTuple):
-    """A node whose recordings were taken out, and what it held."""
+    """A node from which recordings were taken out, and what it held before."""
 
     node: Node
     items: dict[Any, Any]
@@ -78,7 +78,7 @@ class Aside(NamedTuple):
 
 
 def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[Aside]:
-    """Remove the chosen recordings from all nodes below ``root`` that belong to the running trace."""
+    """Remove the chosen recordings from all nodes below ``root`` that were made by the running trace."""
     found, trace = [], current_trace()
     for _, x in reachable(root, set()):
         if isinstance(x, Node) and x._nnx_trace is trace:
@@ -97,7 +97,7 @@ def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[A
 
 
 def put_back(aside: list[Aside]) -> None:
-    """Put recordings back; what has been appended meanwhile follows what was there."""
+    """Put recordings back; values that have been appended in the meantime follow the earlier ones."""
     for node, before, marks in aside:
         now = node._nnx_contents()
         for name in now.keys() & before.keys():
@@ -108,7 +108,7 @@ def put_back(aside: list[Aside]) -> None:
 
 
 def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: bool) -> None:
-    """Make ``name`` the last recording of a node, with ``values`` where it lacks some of them."""
+    """Make ``name`` the last recording of a node; ``values`` complete it, or are all of it if there is none yet."""
     found = node._nnx_contents().get(name)
     if found is not None:
         had: Any = found.get_raw_value()
@@ -125,8 +125,8 @@ def _refill(node: Node, items: dict[Any, Any], marks: dict[Any, Any]) -> None:
 
 @contextmanager
 def recorded_anew(root: Any) -> Iterator[None]:
-    """Within a capture, let the block record anew what is appended below ``root``, to follow what was there before."""
-    kinds = captured_types() or ()
+    """Within a capture, start new recordings below ``root`` in the block; afterwards they follow the earlier ones."""
+    kinds = recorded_types() or ()
     aside = take_out(root, lambda x, name, v: type(v) in kinds and appends(x._nnx_marks, name)) if kinds else []
     try:
         yield

@@ -1,24 +1,24 @@
-"""The layout of a live object, kept on the object: what makes a call cheap.
+"""Records: the layout of a live object, cached on the object, which makes repeated calls cheap.
 
-Packing a model walks all of it; a training loop packs the same model at every step. So the root of each packed graph
-keeps a :class:`Record`: its interned layout, and the Variables and arrays to gather the leaves from. A record is
-reused only when nothing structural can have changed since it was made:
+Packing a model walks all of it, and a training loop packs the same model at every step. So the root of each packed
+graph keeps a :class:`Record`: its interned layout, and where to gather the leaves from. A record is used again only if
+it is certain that no structure has changed since it was made:
 
-1. ``record.stamp.valid``: nothing structural that the record describes has changed (stamps.py), a single test.
+1. ``record.stamp.valid`` is true: no object that the record describes has changed its structure (stamps.py).
 2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
-   compared once, however many Modules refer to it.
-3. If only static values of some nodes have changed, only these nodes are looked at again, and the record is mended.
-   Layouts are interned, so a flag that was toggled and toggled back leads to the same layout, and so to the same
-   compiled functions. What led from one layout to another is remembered (:class:`Variant`): nodes that hold the very
-   same things once more need not be described again.
+   compared once per call, however many Modules refer to it.
+3. If the stamp is invalid because static values of some nodes have changed, only these nodes are described again, and
+   the record is *mended*. Layouts are interned, so toggling a flag and toggling it back leads to the first layout, and
+   so to the first compiled function. Such transitions are remembered (:class:`Variant`): when the nodes hold the very
+   same values as after an earlier transition, nothing is described.
 4. Otherwise the object is walked again.
 
-A graph with parts that can change unseen (an array inside a tuple or a foreign pytree) is walked at every call. As a
-guard against writes that go around every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a
-record, and all of them when the environment variable ``NNXLIB_CHECK`` is set, walk anyway and raise
-:class:`~nnxlib.core.errors.StaleLayoutError` if the record does not describe the object any more.
+A graph with parts that can change unnoticed (an array inside a tuple or a foreign pytree) is walked at every call. As a
+guard against writes that bypass every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a record
+walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the record no longer describes the object. With
+the environment variable ``NNXLIB_CHECK`` set, every use does.
 
-A record does not refer to its root, so a dropped model is freed at once; copies and pickles of a model have none.
+A record does not refer to its root, so a dropped model is freed at once. Copies and pickles of a model have no record.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any
 import jax.tree_util as jtu
 
 from . import errors
-from .calls import Rows, entering
-from .captures import Watch, notice
+from .calls import ObjectList, entering
+from .closures import Watch, notice
 from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Ref, Row, Walk, build, pack, trace_of
 from .graphdef import differences_listed
 from .objects import HasAttributes, Node, Pytree, attributes_of, is_bound_method, is_node
@@ -49,89 +49,88 @@ _serials = itertools.count()
 
 
 class Record:
-    """A layout, and where the leaves of one live object with this layout are."""
+    """The layout of one live object, the *root*, and where its leaves are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "exact", "index", "layout", "mutable", "nodes", "objects", "pairs", "picked",
-        "serial", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables", "variant", "variants",
+        "array_rows", "arrays", "cells", "index", "layout", "mutable", "nodes", "objects", "picked", "reliable",
+        "serial", "sharing", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
     stamp: Stamp
     mutable: list[tuple[Any, Const]]  # the static values that can be changed in place, and what they were
-    exact: bool  # whether stamp and mutable values tell of every change
+    reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the record is used once
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
-    nodes: list[Node]  # those of the objects that are nodes
-    variables: list[Variable]  # but for the root
-    cells: list[Cell]  # of the variables, as long as none is on loan to a trace
-    arrays: list[tuple[Any, Any]]  # (container, key) of each array held by a node
-    array_rows: list[int]  # the row of that node
-    snapshot: list[Any] | None  # the leaves, of a record that is not exact and so used once
-    used: int  # how often, when it is next compared with what it describes
-    unchecked: int  # how many more uses there are till then
-    serial: int  # never reused
-    pairs: dict[tuple[int, ...], Any]  # what was found out about this record together with others, by their serials
-    picked: dict[Numbers | None, list[Cell]]  # some of the cells, by their numbers; under None all
+    nodes: list[Node]  # without the root
+    variables: list[Variable]  # without the root
+    cells: list[Cell]  # of all Variables, in row order
+    arrays: list[tuple[Any, Any]]  # (container, key) of each array held directly by a node
+    array_rows: list[int]  # the rows of these nodes
+    snapshot: list[Any] | None  # the leaves, if the record is not reliable
+    used: int  # how often, up to the next use at which the record is compared with the object
+    unchecked: int  # how many uses are left until that one
+    serial: int  # unique, never reused
+    sharing: dict[tuple[int, ...], Any]  # by the serials of several records: what these share, see transforms/sites.py
+    picked: dict[CellNumbers | None, list[Cell]]  # selections of cells; under None all
     shortcuts: dict[Any, Any]  # by the form of a call: the cells that it reads and writes, see transforms/sites.py
-    variant: Variant | None  # of the layout, once the record has been mended
-    variants: list[Variant]
+    variant: Variant | None  # the present one, once the record has been mended
+    variants: list[Variant]  # all of them
 
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
         self.objects = [None, *objects[1:]]
         self.nodes = [x for x in self.objects[1:] if isinstance(x, Node)]
         self.variables = [objects[i] for i in layout.variables if i]
-        self.exact, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
+        self.reliable, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
         self.used = self.unchecked = 1
-        self.serial, self.pairs, self.picked, self.shortcuts = next(_serials), {}, {None: cells}, {}
+        self.serial, self.sharing, self.picked, self.shortcuts = next(_serials), {}, {None: cells}, {}
         self.variant, self.variants = None, []
 
-    def is_quiet(self) -> bool:
-        """Count a use; False if it is time to check, or something may have changed."""
+    def try_use(self) -> bool:
+        """Count a use, if the record can be used as it is: the stamp is valid, and it is not time for a check."""
         if self.unchecked == 1 or not self.stamp.valid:
             return False
         self.unchecked -= 1
         return True
 
     def leaves(self, root: Any) -> list[Any]:
-        """The leaves of the object, as ``pack`` would collect them."""
+        """The leaves of the root, as ``pack`` would collect them."""
         if self.snapshot is not None:
             return self.snapshot
         values = [x._cell.value for x in ([root] if isinstance(root, Variable) else self.variables)]
         return values + [container[key] for container, key in self.arrays] if self.arrays else values
 
-    def pick(self, numbers: Numbers | None) -> list[Cell]:
-        """The cells with these numbers, in this order; all without numbers. What was picked is in ``picked``."""
+    def pick(self, numbers: CellNumbers | None) -> list[Cell]:
+        """The cells with these numbers, or all of them for None; kept in ``picked`` for the next time."""
         if numbers is None:
             return self.cells
-        if len(self.picked) >= KEPT:  # of functions that are gone
+        if len(self.picked) >= KEPT:  # probably for functions that are gone
             self.picked = {None: self.cells}
         found = self.picked[numbers] = [self.cells[k] for k in numbers.numbers]
         return found
 
-    def rows(self, root: Any) -> list[Any]:
+    def objects_with(self, root: Any) -> list[Any]:
         """The objects by row."""
         return [root, *self.objects[1:]]
 
 
 class Variant:
-    """A layout that a record has had, its shortcuts, and what changes of static values led to which others.
+    """A layout that a record has had, its shortcuts, and the transitions from it to other variants.
 
-    The layout is held weakly: it goes with the functions that were compiled for it. So are the other variants, which
-    the record has: a flag that is toggled there and back makes no cycle, in which a dropped model would stay.
+    It refers to the layout weakly, which lives as long as the functions compiled for it. It refers to other variants
+    weakly too, so that toggling a flag back and forth makes no reference cycle, which would keep a dropped model alive.
     """
 
-    __slots__ = ("__weakref__", "layout", "shortcuts", "turns")
+    __slots__ = ("__weakref__", "layout", "shortcuts", "transitions")
 
     def __init__(self, layout: Layout, shortcuts: dict[Any, Any]):
         self.layout, self.shortcuts = weakref.ref(layout), shortcuts
-        # What the nodes that changed held afterwards.
-        self.turns: list[tuple[Contents, weakref.ref[Variant]]] = []
+        self.transitions: list[tuple[Contents, weakref.ref[Variant]]] = []  # what the changed nodes held afterwards
 
     def after(self, contents: Contents) -> tuple[Variant, Layout] | None:
-        """What the change led to that left nodes with the same contents as now, and its layout."""
-        for known, reference in self.turns:
+        """The variant, and its layout, that an earlier transition to the very same contents led to."""
+        for known, reference in self.transitions:
             if known.keys() == contents.keys() and all(_are_same(known[i], contents[i]) for i in known):
                 variant = reference()
                 layout = variant and variant.layout()
@@ -139,16 +138,15 @@ class Variant:
         return None
 
 
-# By row: the marks of a node; its class, the names of its attributes, the values.
-Contents = dict[int, tuple[dict, tuple]]
+Contents = dict[int, tuple[dict, tuple]]  # row of a node -> its marks, (its class, *attribute names, *values)
 
 
 def _are_same(a: tuple[dict, tuple], b: tuple[dict, tuple]) -> bool:
     return len(a[1]) == len(b[1]) and all(map(operator.is_, a[1], b[1])) and same_items(a[0], b[0])
 
 
-class Numbers:
-    """Some of the cells of a record; compared by identity, which is quick."""
+class CellNumbers:
+    """The numbers of some cells of a record; compared by identity, which is fast."""
 
     __slots__ = ("numbers",)
 
@@ -156,36 +154,36 @@ class Numbers:
         self.numbers = numbers
 
 
-class Fresh:
-    """In place of the record of an object that was just built: what it takes to make one without a walk."""
+class PendingRecord:
+    """What it takes to make the record of an object that was just built without walking it."""
 
     __slots__ = ("layout", "objects", "stamp")
 
     mutable = ()
-    unchecked = 1  # never to be relied upon as it is
+    unchecked = 1  # so that no shortcut uses it
 
     def __init__(self, layout: Layout, objects: list[Any], stamp: Stamp):
         self.layout, self.objects, self.stamp = layout, objects, stamp
 
-    def is_quiet(self) -> bool:
+    def try_use(self) -> bool:
         return False
 
 
 def build_described(layout: Layout, leaves: Sequence[Any]) -> Any:
-    """:func:`~nnxlib.core.graph.build` an object that need not be walked to be described."""
+    """:func:`~nnxlib.core.graph.build` an object whose first record needs no walk."""
     stamp = Stamp()
     root, objects = build(layout, leaves, stamp=stamp)
-    if is_node(root) and layout.blueprint.exact:
+    if is_node(root) and layout.blueprint.reliable:
         objects[0] = None
-        object.__setattr__(root, "_nnx_record", Fresh(layout, objects, stamp))
+        object.__setattr__(root, "_nnx_record", PendingRecord(layout, objects, stamp))
     return root
 
 
 def record_of(root: Any) -> Record:
     """Return a record that describes a live node or Variable as it is now."""
     record = root._nnx_record
-    if type(record) is Fresh:
-        return _describe(root, record)
+    if type(record) is PendingRecord:
+        return _complete(root, record)
     if record is None or (record.mutable and _has_changed(record)):
         return _make(root)
     if not record.stamp.valid and not _mend(record, root):
@@ -196,20 +194,20 @@ def record_of(root: Any) -> Record:
     return record
 
 
-def _describe(root: Any, fresh: Fresh) -> Record:
+def _complete(root: Any, pending: PendingRecord) -> Record:
     with stamping:
-        if root._nnx_record is not fresh:  # another thread was quicker
+        if root._nnx_record is not pending:  # another thread was first
             return record_of(root)
-        if not fresh.stamp.valid:
+        if not pending.stamp.valid:
             return _make(root)
-        objects = [root, *fresh.objects[1:]]
-        cells = [objects[i]._cell for i in fresh.layout.variables]
+        objects = [root, *pending.objects[1:]]
+        cells = [objects[i]._cell for i in pending.layout.variables]
         index = dict(zip(map(id, objects), range(len(objects)), strict=True))
-        return _kept(Record(fresh.layout, fresh.stamp, objects, index, cells), root)
+        return _kept(Record(pending.layout, pending.stamp, objects, index, cells), root)
 
 
 def pack_call(arguments: tuple) -> Packed:
-    """Pack what a function is called with; without a walk where that is one object, plain values and containers."""
+    """Pack the arguments of a call; without a walk if there is a single object among them, from its record."""
     leaves = jtu.tree_leaves(arguments, is_leaf=is_node)
     roots = [x for x in leaves if is_node(x)]
     if len(roots) != 1 or any(map(is_bound_method, leaves)):
@@ -221,7 +219,7 @@ def pack_call(arguments: tuple) -> Packed:
     if record.snapshot is not None:
         return pack(arguments)
     walk = Walk(index=record.index)
-    walk.objects = Rows(record.rows(root))
+    walk.objects = ObjectList(record.objects_with(root))
     layout = record.layout.within(walk.run(arguments, True))
     if Watch.count:
         notice(root, trace_of(root))
@@ -241,29 +239,29 @@ def _has_changed(record: Record) -> bool:
         return True
 
 
-def turned(record: Record | Fresh) -> bool:
-    """Bring a record up to date after a change of static values, if it has met that change before."""
+def refreshed(record: Record | PendingRecord) -> bool:
+    """Mend a record that has an invalid stamp, if it has met the same change before; whether that succeeded."""
     return isinstance(record, Record) and record.variant is not None and _mend(record, None)
 
 
 def _mend(record: Record, root: Any) -> bool:
     """Bring a record up to date after a change of static values; False if something else has changed.
 
-    Without a root only if the record has met the change before.
+    Without a root, only if the record has met the same change before.
     """
     stamp = record.stamp
     with stamping:
-        if stamp.valid:  # another thread was quicker
+        if stamp.valid:  # another thread was first
             return True
         changed, stamp.changed = stamp.changed, []
         objects = {id(x): x for x in [reference() for reference in changed]}
         nodes = [x for x in objects.values() if isinstance(x, Node)]
         found = None
         try:
-            if len(nodes) == len(objects):  # what is gone was taken out of the graph, and no Variable is static
+            if len(nodes) == len(objects):  # else a Variable has changed, or an object was removed and is gone
                 found = _variant_now(record, root, nodes)
         finally:
-            if found is None:  # also where a static value cannot be compared
+            if found is None:  # also if a static value cannot be compared
                 stamp.changed += changed
         if found is None:
             return False
@@ -271,19 +269,19 @@ def _mend(record: Record, root: Any) -> bool:
         record.shortcuts = record.variant.shortcuts
         stamp.mended += 1
         stamp.valid = True
-        if stamp.changed:  # meanwhile, by another thread; a later change ends the stamp again
+        if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
             stamp.valid = False
         return stamp.valid
 
 
 def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Variant, Layout] | None:
-    """What a record describes once some nodes have changed; None if more than static values is different in them."""
+    """The variant and layout of a record once some nodes have changed; None if not only static values have."""
     if record.variant is None:
         record.variant = _variant_of(record, record.layout, record.shortcuts)
     before, contents = record.variant, {}
     stamp = weakref.ref(record.stamp)
     for x in changed:
-        object.__setattr__(x, "_nnx_held", with_stamp(x._nnx_held, stamp))
+        object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, stamp))
         held = x._nnx_contents()
         contents[record.index[id(x)]] = x._nnx_marks or NO_METADATA, (type(x), *held, *held.values())
     found = before.after(contents)
@@ -295,16 +293,16 @@ def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Va
     layout = record.layout.with_rows(rows)
     variant = _variant_of(record, layout, {})
     specs = [spec for _, row in rows if isinstance(row, NodeRow) for _, spec in row.fields]
-    if not record.stamp.changed and all(type(spec) in (Ref, Const) for spec in specs):  # arrays are not to be kept
-        before.turns = [*before.turns[-_TURNS:], (contents, weakref.ref(variant))]
+    if not record.stamp.changed and all(type(spec) in (Ref, Const) for spec in specs):  # not to keep arrays alive
+        before.transitions = [*before.transitions[-_TRANSITIONS:], (contents, weakref.ref(variant))]
     return variant, layout
 
 
-_TURNS = 7  # what is remembered of each variant, but for the last
+_TRANSITIONS = 7  # how many each variant remembers, besides the last
 
 
 def _variant_of(record: Record, layout: Layout, shortcuts: dict[Any, Any]) -> Variant:
-    """The variant with this layout; a new one, with these shortcuts, where the record has not had it."""
+    """The variant with this layout; a new one, with these shortcuts, if the record has not had it."""
     record.variants = [variant for variant in record.variants[-KEPT:] if variant.layout() is not None]
     found = next((variant for variant in record.variants if variant.layout() is layout), None)
     if found is None:
@@ -314,10 +312,10 @@ def _variant_of(record: Record, layout: Layout, shortcuts: dict[Any, Any]) -> Va
 
 
 def _rows_with_other_statics(record: Record, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:
-    """The rows of some nodes as they are now; None if more than static values is different in them."""
+    """The rows of some nodes as they are now; None if not only static values differ in them."""
     known = record.layout.rows
     walk = Walk((), record.stamp, record.index)
-    walk.objects = record.rows(root)
+    walk.objects = record.objects_with(root)
     try:
         for x in nodes:
             walk.revisit(record.index[id(x)], ())
@@ -326,7 +324,7 @@ def _rows_with_other_statics(record: Record, root: Any, nodes: Iterable[Any]) ->
             del record.index[id(x)]
     rows = tuple(sorted(walk.rows.items()))
     same = len(walk.objects) == len(known) and all(_same_but_statics(known[i], row) for i, row in rows)
-    return rows if same and not walk.mutable and walk.exact else None
+    return rows if same and not walk.mutable and walk.reliable else None
 
 
 def _same_but_statics(old: Row, new: Row) -> bool:
@@ -347,28 +345,28 @@ def _make(root: Any) -> Record:
     rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
     layout = Layout(rows, spec)
     record = Record(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
-    record.exact, record.mutable = walk.exact, list(walk.mutable.values())
+    record.reliable, record.mutable = walk.reliable, list(walk.mutable.values())
     for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
         if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
             names = [name for name, field in row.fields if field is LEAF]
             attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
             record.arrays += [(attributes if name in attributes else x, name) for name in names]
             record.array_rows += [i] * len(names)
-            elsewhere = not attributes.keys() >= set(names)  # among items, or in slots
-            record.exact = record.exact and not (elsewhere and (isinstance(x, Pytree) or x is root))
-    record.snapshot = None if record.exact else walk.leaves(range(len(rows)))
+            elsewhere = not attributes.keys() >= set(names)  # some are items, or in slots
+            record.reliable = record.reliable and not (elsewhere and (isinstance(x, Pytree) or x is root))
+    record.snapshot = None if record.reliable else walk.leaves(range(len(rows)))
     return _kept(record, root)
 
 
 def _kept(record: Record, root: Any) -> Record:
-    """The record, with its object for the next time if it can be used again."""
-    lent = at_top_level() and not {Cell}.issuperset(map(type, record.cells))  # to a trace of another thread
-    object.__setattr__(root, "_nnx_record", record if record.exact and not lent else None)
+    """The record, kept on its root if it can be used again."""
+    borrowed = at_top_level() and not {Cell}.issuperset(map(type, record.cells))  # by a trace of another thread
+    object.__setattr__(root, "_nnx_record", record if record.reliable and not borrowed else None)
     return record
 
 
 def _check(record: Record, root: Any) -> None:
-    """Walk anyway, and compare.
+    """Walk the object anyway, and compare.
 
     Raises:
       StaleLayoutError: if the object was changed in a way that its record has not noticed.

@@ -1,8 +1,9 @@
-"""What a function refers to: its closure, its defaults, the globals that it names, and what these hold.
+"""References: what a function refers to by its closure, its defaults and its globals, and what these hold in turn.
 
-A jitted function finds out what it captures while it is traced. Whether it would capture the same objects today it must
-know without being traced. So the ways that lead from the function to an object are kept and followed again at each
-call: through closures, plain containers, plain objects and functions of the same file, each step one look-up.
+A jitted function finds out which objects it captures while it is traced. At later calls it must know, without a trace,
+whether it would still capture the same ones. So it keeps the *ways* that lead from the function to these objects, and
+follows them at each call: through closures, plain containers, plain objects and functions of the same file. Each step
+of a way is one look-up.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from .variables import Variable
 
 LookUp = Callable[[], Any]
 
-_MOST = 1000  # things that are looked at: a function may lead to half of a program
+_MOST = 1000  # values to visit: a function may refer to half of a program
 
 
 class Way(NamedTuple):
-    """The last step of a way from a function to a value, and the way to what the value is looked up in."""
+    """A way from a function to a value: how the value is looked up, and the way to what it is looked up in."""
 
     value: Any
     look_up: LookUp
     before: Way | None
 
     def steps(self) -> Iterator[tuple[LookUp, LookUp]]:
-        """What each step looks up, and what it found; containers on the way are to be as long as they were."""
+        """For each step its look-up, and a reference to what that has found. A container must also keep its length."""
         way: Way = self
         while way.before is not None:
             holder = way.before.value
@@ -53,7 +54,7 @@ def _true() -> bool:
 
 
 def _reference(value: Any) -> LookUp:
-    """A weak reference: no way keeps a model alive. Containers know none, and are held by the function anyway."""
+    """A weak reference, so that no way keeps a model alive; containers do not allow one, so they are held."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -61,7 +62,7 @@ def _reference(value: Any) -> LookUp:
 
 
 def named_in(function: Callable) -> list[Any]:
-    """What a function names itself: in its closure, as a default, as a global."""
+    """What a function refers to directly: by its closure, its defaults, its globals."""
     function = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType):
         return []
@@ -70,8 +71,8 @@ def named_in(function: Callable) -> list[Any]:
 
 
 def ways_from(function: Callable) -> list[Way]:
-    """Ways to what a function refers to: the shortest to each value, then the others to each Module."""
-    start = inspect.unwrap(function, stop=is_bound_method)  # the Module is bound to what would be unwrapped
+    """The ways from a function: the shortest one to each value, then all others to Modules."""
+    start = inspect.unwrap(function, stop=is_bound_method)  # unwrapping a bound method would lose its Module
     inner = inspect.unwrap(start)
     namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
     queue, found, others = deque([Way(start, lambda: start, None)]), dict[int, Way](), list[Way]()
@@ -86,7 +87,7 @@ def ways_from(function: Callable) -> list[Way]:
 
 
 def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
-    """How to look up what is in ``x``; nodes are looked into elsewhere, and arrays have nothing in them."""
+    """How to look up what is in ``x``; nothing for nodes, which are looked into elsewhere, and for arrays."""
     if isinstance(x, types.FunctionType):
         defaults = [functools.partial(getattr, x, name) for name in ("__defaults__", "__kwdefaults__")]
         return [*defaults, *_names_of(x)] if x.__globals__ is namespace else ()
@@ -107,9 +108,9 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
 
 
 def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
-    """How to look up what stands in the closure of a function, and the globals that its code names.
+    """How to look up what is in the closure of a function, and the globals that its code names.
 
-    Of a module or class among them, what stands in it under a name that the code has too.
+    Of a module or class among these globals also the attributes that the code names.
     """
     for cell in function.__closure__ or ():
         yield functools.partial(getattr, cell, "cell_contents", None)  # None: it is empty

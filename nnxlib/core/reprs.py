@@ -330,7 +330,7 @@ def is_graph_node(value: Any) -> bool:
 
 def is_made(value: Any) -> bool:
     """Whether a value is a node, and no Variable, whose ``__new__`` has run."""
-    return is_graph_node(value) and hasattr(value, "_nnx_held") and not isinstance(value, Variable)
+    return is_graph_node(value) and hasattr(value, "_nnx_stamps") and not isinstance(value, Variable)
 
 
 def node_group(kind: type, items: Iterable[tuple[Any, Any]], identity: int) -> Group:

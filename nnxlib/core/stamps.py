@@ -1,12 +1,12 @@
-"""Stamps: how a cached layout learns that what it describes has changed.
+"""Stamps: how a cached layout learns that the objects it describes have changed.
 
-Whoever walks a graph to describe it makes a :class:`Stamp`, and leaves it with every node and Variable *before* looking
-into them. A structural change of any of these ends the stamp: a single test of ``stamp.valid`` then tells whether a
-description still holds, however large the graph is, and whatever else the program changes. Values that are written end
-nothing; they are no part of a layout.
+Whoever walks a graph to describe it makes one :class:`Stamp`, and attaches it to each node and Variable *before*
+looking into it. A structural change of any of these objects invalidates the stamp. So a single test, ``stamp.valid``,
+tells whether the description still holds, however large the graph is and whatever else the program changes. Writing the
+value of a Variable invalidates nothing: values are no part of a layout.
 
-Objects hold stamps weakly, so that those of descriptions that are gone do not pile up. What has changed holds none, so
-that a stamp learns of each object once.
+Objects refer to stamps weakly, so stamps of dropped descriptions do not pile up. An object that changes loses its
+stamps, so each stamp is told of an object once.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 
 
 class Stamp:
-    """Whether what was seen in a walk is unchanged since the walk began, and what has changed in it."""
+    """Whether the objects seen in one walk are unchanged since the walk began, and which have changed."""
 
     __slots__ = ("__weakref__", "changed", "mended", "valid")
 
     def __init__(self) -> None:
         self.valid = True
-        self.mended = 0  # how often it was made valid again, because a description was mended
+        self.mended = 0  # how often it became valid again, because the description was brought up to date
         self.changed: list[weakref.ref[Any]] = []  # the objects whose structure has changed
 
 
 Stamps = tuple[weakref.ref[Stamp], ...]
 
-stamping = threading.RLock()  # held while stamps are left: two walks over one object must not lose each other's
+stamping = threading.RLock()  # held while stamps are attached: walks of two threads must not lose each other's stamps
 
 
-def with_stamp(held: Stamps, stamp: weakref.ref[Stamp]) -> Stamps:
-    """The stamps of an object and a further one, without those that are gone."""
-    return (*[s for s in held if s is not stamp and s() is not None], stamp)
+def with_stamp(stamps: Stamps, stamp: weakref.ref[Stamp]) -> Stamps:
+    """The stamps of an object with one more, without those that are gone."""
+    return (*[s for s in stamps if s is not stamp and s() is not None], stamp)
 
 
-def end_stamps(held: Iterable[weakref.ref[Stamp]], x: Any) -> None:
-    """Note that the object ``x``, with these stamps, has changed."""
+def invalidate(stamps: Iterable[weakref.ref[Stamp]], x: Any) -> None:
+    """Note in its stamps that the object ``x`` has changed."""
     changed = weakref.ref(x)
-    for reference in held:
+    for reference in stamps:
         stamp = reference()
         if stamp is not None:
-            stamp.changed.append(changed)  # in one step: another thread that mends a description takes the list away
+            stamp.changed.append(changed)  # atomic: another thread that mends the description takes the list away
             stamp.valid = False

@@ -1,14 +1,14 @@
 """State: the leaves of a model as a nested mapping, and the same as a flat sequence.
 
-A :class:`State` maps ``str`` and ``int`` keys to further levels and to leaves: Variables, or whatever a function put
-in their place. It is a snapshot of structure: making one, or assigning a mapping into one, copies the levels and keeps
-the leaves. Inside, the levels are plain dicts that hold each other, so JAX flattens all but the first in C++; asking
-for a level gives a State that is a view of it, and writes through. A State that was split off a model has no levels
-until somebody looks into it; then they are made, and the Variables in them.
+A :class:`State` maps ``str`` and ``int`` keys to levels, which are further mappings, and to leaves: Variables, or
+whatever a function has put in their place. Making a State of a mapping, or assigning a mapping to a key, copies the
+levels, not the leaves. Inside, the levels are plain nested dicts, so JAX flattens all but the first in C++. Indexing
+gives a State that is a view of a level, so writes go through. A State that was split off a model makes its levels, and
+the Variables in them, when it is first looked into.
 
-A :class:`FlatState` is the same as a sequence of ``(path, leaf)``, sorted by path. What selects or combines leaves goes
-through pairs ``(path, leaf)`` in a loop, so the depth of a State is not limited by Python's recursion limit. Empty
-levels have no pair: they survive ``jax.tree.map``, copies and pickling, and vanish in the rest.
+A :class:`FlatState` is the same as a sequence of ``(path, leaf)``, sorted by path. Functions that select or combine
+leaves loop over such pairs, so Python's recursion limit does not limit the depth of a State. Empty levels have no pair:
+they survive ``jax.tree.map``, copies and pickling, but nothing else.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class State(MutableMapping[K, V]):
 
     __slots__ = ("__weakref__", "_mapping", "_source")
     _mapping: dict[K, Any]
-    _source: Any  # of a State that nobody has looked into, in place of the mapping: what has a method to ``nest`` it
+    _source: Any  # until the State is first looked into, in place of the mapping: has a method ``nest`` to make it
 
     def __init__(self, mapping: Mapping[K, Any] | Iterable[tuple[K, Any]], /):
         _set_mapping(self, _copy_levels(mapping if isinstance(mapping, Mapping) else dict(mapping)))
@@ -76,7 +76,7 @@ class State(MutableMapping[K, V]):
 
     def _make_levels(self) -> dict[K, Any]:
         with _making:
-            if self._source is not None:  # no other thread was quicker
+            if self._source is not None:  # else another thread was first
                 _set_mapping(self, self._source.nest())
                 _set_source(self, None)
         return self._mapping

@@ -1,14 +1,13 @@
-"""Static values: what is part of the program rather than of the data, compared by value.
+"""Static values: what is part of the program and not of the data; compared by value.
 
-Two models share a compiled function when their static values are equal, so equality must mean "JAX would trace the
-same program". Python's ``==`` is too coarse for that (``1 == True == 1.0``, ``0.0 == -0.0``) and too fine (two
-lambdas from the same line differ, a list has no hash). :func:`freeze` maps a value to a hashable *key* that has the
-right equality: exact types, containers item by item, functions without closures by their code.
+Two models share a compiled function if their static values are equal, so equality must mean "JAX would trace the same
+program". Python's ``==`` is too coarse for that (``1 == True == 1.0``, ``0.0 == -0.0``) and too fine (two lambdas from
+the same line differ, a list has no hash). :func:`freeze` maps a value to a hashable *key* with the right equality:
+exact types, containers item by item, functions without closures by their code.
 
-A :class:`Const` is a value with its key. If anything in the value can be changed in place, the Const holds a copy of
-its own, so that it goes on being what its key says, gives every trace another copy, and is compared again at every
-call. A copy has the very same hashable parts (functions, meshes, Modules): only what is compared item by item is
-copied.
+A :class:`Const` is a value with its key. If anything in the value can be changed in place, the Const holds a copy, so
+that it always agrees with its key. It gives each trace another copy, and the value itself is compared with it at each
+call. Only what is compared item by item is copied; the hashable parts (functions, meshes, Modules) are the very same.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ import numpy as np
 
 from .errors import StaticValueError, describe, format_path
 
-# The types of values that are their own key, and refer to nothing.
+# The types of values that are their own key and refer to nothing else.
 ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
 
 
 class _Identity:
-    """Holds an object and compares by its identity; holding it keeps the identity from being reused."""
+    """Compares by the identity of an object; keeps it alive, so that its id is not reused."""
 
     __slots__ = ("value",)
 
@@ -50,14 +49,14 @@ class _Identity:
 
 
 class Const:
-    """A static value and its key; equal to another one when both would trace to the same program."""
+    """A static value and its key; equal to another one if JAX would trace the same program for both."""
 
     __slots__ = ("__weakref__", "_hash", "_remake", "key", "parts", "value")
 
     def __init__(self, value: Any, key: Hashable, parts: tuple[Any, ...] | None = None, remake: Callable | None = None):
         self.value, self.key, self._hash = value, key, hash(key)
-        self.parts = parts  # of a value that can be changed in place: what its copies have in common
-        self._remake = remake
+        self.parts = parts  # of a mutable value: what its copies have in common; None of an immutable one
+        self._remake = remake  # how to make the same Const from the value, when unpickled
 
     @property
     def mutable(self) -> bool:
@@ -75,12 +74,12 @@ class Const:
 
     @classmethod
     def of_items(cls, items: Mapping[Any, Any], path: tuple = ()) -> Const:
-        """Freeze a mapping that is itself replaced and never edited, such as metadata; its values may be mutable."""
+        """Freeze a mapping that is never edited itself, such as metadata; its values may be mutable."""
         freezer = _Freezer(path)
         return freezer.const(items, freezer.named_items, cls.of_items)
 
     def fresh(self) -> Any:
-        """Return the value, or a copy of it when it could be changed in place."""
+        """Return the value; of a mutable one, a copy."""
         return self.value if self.parts is None else _copy(self.value, self.parts)
 
     def __hash__(self) -> int:
@@ -96,7 +95,7 @@ class Const:
         return repr(self.value)
 
 
-_EDITABLE: weakref.WeakValueDictionary[Hashable, Const] = weakref.WeakValueDictionary()  # mutable ones, by key
+_MUTABLE: weakref.WeakValueDictionary[Hashable, Const] = weakref.WeakValueDictionary()  # the mutable Consts, by key
 
 
 def _copy(value: Any, parts: tuple[Any, ...]) -> Any:
@@ -104,7 +103,7 @@ def _copy(value: Any, parts: tuple[Any, ...]) -> Any:
 
 
 def freeze(value: Any, path: tuple = ()) -> Hashable:
-    """Return a hashable key that is equal for values that trace to the same program.
+    """Return a hashable key, which is equal for values for which JAX would trace the same program.
 
     >>> from nnxlib.core.static import freeze
     >>> freeze([1, {'a': 2}]) == freeze([1, {'a': 2}]), freeze(1) == freeze(True)
@@ -117,12 +116,12 @@ def freeze(value: Any, path: tuple = ()) -> Hashable:
 
 
 def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
-    """Whether two mappings, such as metadata, are equal as static values (``==`` would fail on an array in them)."""
+    """Whether two mappings, such as metadata, are equal as static values; ``==`` would fail for arrays in them."""
     return a is b or not (a or b) or Const.of_items(a) == Const.of_items(b)
 
 
 class _Freezer:
-    """One walk over a static value; notes on the way whether anything in it is mutable, and its hashable parts."""
+    """One walk over a static value, which also notes whether anything in it is mutable, and its hashable parts."""
 
     def __init__(self, path: tuple):
         self.path, self.mutable = path, False
@@ -135,10 +134,10 @@ class _Freezer:
             raise StaticValueError(f"The static value at {format_path(self.path)} contains itself.") from None
         if not self.mutable:
             return Const(value, key, None, remake)
-        const = _EDITABLE.get(key)
+        const = _MUTABLE.get(key)
         if const is None:
             parts = tuple(self.parts)
-            const = _EDITABLE[key] = Const(_copy(value, parts), key, parts, remake)
+            const = _MUTABLE[key] = Const(_copy(value, parts), key, parts, remake)
         return const
 
     def freeze(self, value: Any) -> Hashable:
@@ -161,7 +160,7 @@ class _Freezer:
             return kind, self.items(value)
         if _hash_can_change(kind):
             return kind, self.attributes(value)
-        for base in _EDITABLE_ITEMS:
+        for base in _MUTABLE_CONTAINERS:
             if isinstance(value, base):
                 return kind, (_RULES[base](self, value), self.mapping(getattr(value, "__dict__", {})))
         if isinstance(value, dict) or (isinstance(value, Mapping) and kind.__hash__ is None):
@@ -214,7 +213,7 @@ class _Freezer:
         return self.content(value, (value.func, value.args, tuple(value.keywords.items())))
 
     def content(self, value: Any, parts: tuple[Any, ...]) -> Hashable:
-        """A function or partial by what it is made of, or by identity if that cannot be compared (an array in it)."""
+        """A function or partial by its parts, or by identity if these cannot be compared (if one is an array)."""
         inner = _Freezer(self.path)
         try:
             key = inner.items(parts)
@@ -229,13 +228,13 @@ class _Freezer:
         return _Identity(value)
 
     def hashable(self, value: Any) -> Hashable:
-        if hasattr(type(value), "_nnx_children"):  # a node or Variable in a container that nnxlib cannot see into
+        if hasattr(type(value), "_nnx_children"):  # a node or Variable in a container that is opaque to nnxlib
             return self.identity(value)
         self.parts.append(value)
         if not dataclasses.is_dataclass(value):
             return value
         inner = _Freezer(self.path)
-        try:  # its own == takes 1 for True and 0.0 for -0.0
+        try:  # for its own ==, 1 is True and 0.0 is -0.0
             return value, inner.items([getattr(value, f.name) for f in dataclasses.fields(value) if f.compare])
         except (StaticValueError, AttributeError):
             return value
@@ -256,11 +255,11 @@ class _Freezer:
         return self.mapping(fields)
 
 
-_EDITABLE_ITEMS = list, set, deque, bytearray  # those of an instance of a subclass are compared, and its attributes
+_MUTABLE_CONTAINERS = list, set, deque, bytearray  # instances of a subclass are compared by items and attributes
 
 
 def _hash_can_change(kind: type) -> bool:
-    """Whether values of a class are hashed by fields that can be set, ``@dataclass(unsafe_hash=True)``."""
+    """Whether a class has a hash of fields that can be set: ``@dataclass(unsafe_hash=True)``."""
     options = getattr(kind, "__dataclass_params__", None)
     return options is not None and options.unsafe_hash and not options.frozen
 

@@ -1,8 +1,10 @@
-"""Which trace is running: the one file that touches what differs between JAX versions.
+"""Traces of JAX: which one is running; and everything else that depends on JAX's internals or its version.
 
-A *trace* is JAX's record of a function while it runs on tracers. An object remembers the trace it was made under
-(``None`` at top level, else a weak reference, so that no live object keeps a trace alive), and may only be written
-while that very trace is current: anything else would let a tracer outlive its trace.
+A *trace* is JAX's record of a function while it runs on tracers. An object remembers the trace under which it was made:
+``None`` at top level, else a weak reference, so that no live object keeps a trace alive. It may only be written while
+that very trace is running, since otherwise a tracer could outlive its trace.
+
+The other sections hold the name scopes of equations, and the frames that tracebacks show.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ TraceRef = weakref.ref | None
 P = ParamSpec("P")
 R = TypeVar("R")
 
-EAGER = _core.eval_trace  # what runs where nothing is traced
+EAGER = _core.eval_trace  # the one that runs while nothing is traced
 _name, _holder = "trace", _core.trace_ctx
 if hasattr(_core, "trace_state_strong_ref"):  # since JAX 0.12, where ``trace_ctx.trace`` is a function of Python
     _name, _holder = "value", _core.trace_state_strong_ref
@@ -48,7 +50,7 @@ if isinstance(_property, property) and _property.fget is not None:  # the same, 
 
 
 def current_trace() -> TraceRef:
-    """Return a weak reference to the running trace, ``None`` at top level; the same object for the same trace."""
+    """Return a weak reference to the running trace, always the same one; ``None`` at top level."""
     trace = running_trace()
     return None if trace is EAGER or trace is None else trace._weakref
 
@@ -60,7 +62,7 @@ def at_top_level() -> bool:
 
 
 def in_current_trace(value: object) -> bool:
-    """Whether ``value`` is a tracer of the running trace itself, not of one around it."""
+    """Whether ``value`` is a tracer of the running trace itself, not of an enclosing one."""
     return isinstance(value, Tracer) and value._trace is running_trace()
 
 
@@ -74,13 +76,13 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
 
 # --- scopes ---------------------------------------------------------------------------------------------------------
 
-_SCOPE = "<name scope>"  # the file of the only frame of a traceback that says the scope of an equation
+_SCOPE = "<name scope>"  # the file name in a traceback that tells the name scope of an equation
 
 
 def named_equations(closed: Any, change: Callable[[dict[str, Any], Any], dict[str, Any]]) -> Any:
-    """A closed jaxpr in which the traceback of each equation says its name scope, and the line of the user's code.
+    """A closed jaxpr in which the traceback of each equation tells its name scope, and the line of the user's code.
 
-    ``change(params, traceback)`` are the parameters of an equation.
+    ``change(params, traceback)`` gives the new parameters of an equation.
     """
 
     def in_jaxpr(jaxpr: Any, outer: tuple[str, ...]) -> Any:
@@ -88,10 +90,10 @@ def named_equations(closed: Any, change: Callable[[dict[str, Any], Any], dict[st
         for eqn in jaxpr.eqns:
             scope = (*outer, *filter(None, [str(eqn.source_info.name_stack)]))
             line = _source_info.summarize(eqn.source_info)
-            said = _traceback_saying(", ".join(filter(None, ["/".join(scope), line])) if scope else "")
+            told = _traceback_telling(", ".join(filter(None, ["/".join(scope), line])) if scope else "")
             params = {name: in_value(value, scope) for name, value in eqn.params.items()}
-            info = eqn.source_info.replace(traceback=said)
-            equations.append(eqn.replace(params=change(params, said), source_info=info))
+            info = eqn.source_info.replace(traceback=told)
+            equations.append(eqn.replace(params=change(params, told), source_info=info))
         return jaxpr.replace(eqns=equations)
 
     def in_value(value: Any, scope: tuple[str, ...]) -> Any:
@@ -103,7 +105,7 @@ def named_equations(closed: Any, change: Callable[[dict[str, Any], Any], dict[st
     return in_value(closed, ())
 
 
-def _traceback_saying(text: str) -> Any:
+def _traceback_telling(text: str) -> Any:
     code = _traceback_here.__code__.replace(co_name=text, co_qualname=text, co_filename=_SCOPE)
     return types.FunctionType(code, globals())()
 
@@ -114,7 +116,7 @@ def _traceback_here() -> Any:
 
 
 def scope_of(traceback_info: Any) -> str | None:
-    """What the traceback of an equation says, if it is one of :func:`named_equations`."""
+    """What the traceback of an equation tells, if it was made by :func:`named_equations`."""
     frames = getattr(traceback_info, "frames", ())
     return next((frame.function_name for frame in frames if frame.file_name == _SCOPE), None)
 
@@ -126,21 +128,21 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _NAME = __name__.partition(".")[0] + "."
 
 _frames.register_exclusion(_PACKAGE)
-_source_info.register_exclusion(_PACKAGE)  # an operation of a layer has the line of the user's code that calls it
+_source_info.register_exclusion(_PACKAGE)  # so the operations of a layer show the line of the user's code that calls it
 
 _JAX = os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), "")
 
 
-@functools.cache  # for JAX looks for each frame anew
+@functools.cache  # JAX searches its list for each frame
 def is_users(file: str) -> bool:
-    """Whether a file is neither nnxlib's nor JAX's, of which JAX takes some, such as its operators, for the user's."""
+    """Whether a file belongs neither to nnxlib nor to JAX, which shows some of its own, such as that of operators."""
     return _frames.include_filename(file) and not file.startswith(_JAX)
 
 
 def hide_frames(error: BaseException) -> None:
-    """Take the frames of nnxlib and JAX out of the traceback of an error on its way to the user.
+    """Remove the frames of nnxlib and JAX from the traceback of an error that is about to reach the user.
 
-    As JAX does with its own, and by its switch: ``jax_traceback_filtering`` set to ``off`` shows all.
+    JAX's own switch decides: with ``jax_traceback_filtering`` set to ``off``, all frames stay.
     """
     mode = _frames._filtering_mode()
     if mode == "off":
@@ -159,12 +161,12 @@ def hide_frames(error: BaseException) -> None:
         if mode != "tracebackhide":
             found.__traceback__ = kept
         if type(found.__context__).__module__.startswith(_NAME) and not isinstance(found.__context__, Exception):
-            found.__context__ = None  # what ended one trace of the engine, so that another could begin
+            found.__context__ = None  # it ended a trace, to begin another one (CapturedObjects, AbsentInput)
         found = found.__cause__ or found.__context__
 
 
 def boundary(f: Callable[P, R]) -> Callable[P, R]:
-    """``f`` with the frames of nnxlib hidden from the errors that leave it."""
+    """``f``, with the frames of nnxlib hidden in errors that leave it."""
 
     @functools.wraps(f)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import all_leaves
 
-from ..core.calls import Rows, entering, inside, listened, listening
+from ..core.calls import ObjectList, entering, inside, listened, listening
 from ..core.containers import Dict
 from ..core.errors import EmptySelectionError, describe, format_path
 from ..core.escapes import check_contained
@@ -65,10 +65,10 @@ class _Reparametrised(Module):
         if at_top_level() and not listened() and not _holds_objects((args, kwargs)):
             record = record_of(self)
             leaves = record.leaves(self)
-            if record.exact and not record.mutable and not record.arrays and all_leaves(leaves):
+            if record.reliable and not record.mutable and not record.arrays and all_leaves(leaves):
                 return _call_eagerly(call, self, record, leaves, args, kwargs)
         packed = pack_call(Arguments((self, *args), kwargs))
-        _, after = cross(call, packed.layout, packed.leaves, (), lambda out: (None, out))
+        _, after = cross(call, packed.layout, packed.leaves)
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
 
 
@@ -78,11 +78,11 @@ def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list,
     Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the structure
     of one of them has changed, or the output may hold one; else what changed are values of Variables.
     """
-    layout, live = record.layout, Rows(record.rows(wrapper))
+    layout, live = record.layout, ObjectList(record.objects_with(wrapper))
     entering(layout, live)
     stamp = Stamp()
     objects = build(layout, leaves, stamp=stamp)[1]  # no local variable holds the copy, by which an error would call it
-    with listening(inside(layout, objects, layout.paths)):
+    with listening(inside(layout, objects, depth=0)):
         out = call(objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
         after = diff(layout, leaves, objects, out)

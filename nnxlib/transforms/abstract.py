@@ -9,7 +9,7 @@ import jax
 from jax.tree_util import all_leaves
 
 from ..core.calls import inside, listening
-from ..core.captures import all_borrowed, borrowed
+from ..core.closures import all_borrowed, borrowed
 from ..core.errors import TraceContextError, reachable
 from ..core.escapes import check_contained
 from ..core.graph import After, Packed, build, commit, diff, pack
@@ -21,7 +21,8 @@ from ..core.references import ways_from
 from ..core.stamps import Stamp
 from ..core.tracing import boundary
 from ..core.variables import Variable, new_cell
-from .lift import Arguments, Outcome, check_returned, resolve
+from .callables import resolve
+from .lift import Arguments, Outcome, check_returned
 
 
 @boundary
@@ -73,7 +74,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     def run(leaves: list[Any]) -> tuple[list[Any], Outcome]:
         stamp = Stamp()
         (args, kwargs, _), objects = build(layout, leaves, stamp=stamp)
-        with listening(inside(layout, objects, [path[2:] for path in layout.paths])):
+        with listening(inside(layout, objects)):
             out = f(*args, **kwargs)
         unchanged = stamp.valid and layout.blueprint.only_variables and all_leaves(leaves)
         if not unchanged or any(objects[i]._cell.value is not x for i, x in zip(layout.variables, leaves)):

@@ -1,13 +1,13 @@
-"""Axis names: metadata that follows the axes which transforms strip and stack.
+"""Axis names: metadata that follows the axes that transforms strip and stack.
 
-A Variable may name the axes of its value (``sharding=('in', 'out')``). A transform that hands slices to a function
-strips an axis, and stacks it again when it is done; the names go with it, so at every level they are as many as the
-value has axes. The name of the stacked axis is ``transform_metadata={nnx.PARTITION_NAME: name}`` of the transform, None
-by default. What a Variable does about it is up to it: :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their
-hooks. Other metadata may name the axes, too; what it calls this one stands in ``transform_metadata`` under its key.
+A Variable may have names for the axes of its value (``sharding=('in', 'out')``). ``vmap`` and ``scan`` pass slices to a
+function, which have one axis less, and stack what comes back. The names follow: at every level there is one for each
+axis of the value. The name of the stacked axis is given by ``transform_metadata={nnx.PARTITION_NAME: name}``; it is
+None by default. Other metadata with names of axes gets its name for this one from ``transform_metadata`` too, under its
+own key. The changes are made by :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their hooks.
 
-Both directions are changes of the static table: the function runs on the layout with axes stripped, and the rows that
-it changed or made get them back in its Delta.
+Both are changes of static tables: the function runs on a layout without the axes (:func:`strip_axes`), and the rows in
+its Delta get them back (:func:`stack_axes`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..core.calls import captured_types
+from ..core.calls import recorded_types
 from ..core.graph import After, Delta, Layout, Row, VariableRow
 from ..core.static import Const
 from ..core.variables import Perturbation, Variable, make_variable, name_axis, unname_axis
@@ -26,10 +26,10 @@ NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 class AxisName(NamedTuple):
-    """What the axis that a transform stacks is called."""
+    """The name of the axis that a transform stacks."""
 
     partition: str | None = None  # in the sharding of a Variable
-    others: tuple[tuple[str, Any], ...] = ()  # in other metadata, by its key
+    others: tuple[tuple[str, Any], ...] = ()  # in other metadata: (key, name)
 
     def added_to(self, variable: Variable, index: int) -> None:
         """Name the axis along which a Variable is about to be stacked."""
@@ -45,13 +45,13 @@ class AxisName(NamedTuple):
 
 
 def axis_name_in(transform_metadata: Mapping[str, Any]) -> AxisName:
-    """The name that a transform gives to the axis that it stacks."""
+    """The name of the stacked axis, as given by ``transform_metadata``."""
     others = {key: name for key, name in transform_metadata.items() if key != PARTITION_NAME}
     return AxisName(transform_metadata.get(PARTITION_NAME), tuple(others.items()))
 
 
 def strip_axes(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], name: AxisName) -> Layout:
-    """The layout that the function sees, when it gets slices of the leaves that are labelled with an axis."""
+    """The layout that the function sees when it gets slices of the leaves whose label is an axis."""
     rows: list[Row] = list(layout.rows)
     for i, leaf, label in zip(layout.variables, leaves, labels, strict=False):
         rows[i] = _moved(rows[i], leaf, label, name.removed_from)
@@ -59,7 +59,7 @@ def strip_axes(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], nam
 
 
 def stack_axes(after: After, labels: Sequence[Any], name: AxisName) -> Delta:
-    """The Delta of a function that ran on slices, once what it returned with an axis is stacked along it."""
+    """The Delta of a function that ran on slices, once the leaves whose label is an axis have been stacked."""
     rows = dict(after.delta.rows)
     for (i, _), leaf, label in zip(after.owners, after.leaves, labels, strict=True):
         if i in rows:
@@ -68,7 +68,7 @@ def stack_axes(after: After, labels: Sequence[Any], name: AxisName) -> Delta:
 
 
 def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], None]) -> Row:
-    """The row of a Variable after its axis was named, or no longer; the slice is what it sees then."""
+    """The row of a Variable after ``move`` has added or removed the name of an axis; its value is the slice."""
     if not isinstance(label, int) or not isinstance(row, VariableRow):
         return row
     if not row.metadata.value and (row.type.add_axis, row.type.remove_axis) == _BY_METADATA:
@@ -78,15 +78,15 @@ def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], Non
     return row._replace(metadata=Const.of_items(variable.get_metadata(), ("metadata",)))
 
 
-_BY_METADATA = (Variable.add_axis, Variable.remove_axis)  # which do nothing without
+_BY_METADATA = (Variable.add_axis, Variable.remove_axis)  # these do nothing to a Variable without metadata
 
 
 def stack_recorded(labels: Sequence[Any], layout: Layout, after: After) -> Sequence[Any]:
-    """Within ``nnx.capture``: what each slice has recorded in an object that is passed whole is stacked, on axis 0.
+    """The labels, with axis 0 for what slices have recorded in objects that are passed whole, within ``nnx.capture``.
 
-    Not a perturbation: it would be added, stacked, in each slice.
+    Not for a perturbation: the stacked one would be added in each slice.
     """
-    kinds = [kind for kind in captured_types() or () if not issubclass(kind, Perturbation)]
+    kinds = [kind for kind in recorded_types() or () if not issubclass(kind, Perturbation)]
     if not kinds:
         return labels
     new = [i >= len(layout.rows) and after.rows[i].type in kinds for i, _ in after.owners]

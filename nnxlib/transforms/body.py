@@ -1,9 +1,8 @@
-"""The body of control flow: a function of Modules, traced once, as a function of leaves.
+"""Bodies: what control flow needs to know of a function before it can build an operation from it.
 
-``cond``, ``while_loop`` and ``scan`` need to know what a function changes *before* they can build the operation: which
-Variables have to be carried, which rows every branch must return. So a body is traced to a jaxpr first, on the shapes
-of the leaves; its Delta is read off, checked (``body_checks.py``), and the operation is built from the jaxpr
-(``program.py``). User code runs once.
+``cond``, ``while_loop`` and ``scan`` must know which Variables have to be carried, and which rows every branch must
+return. So a body is first traced to a jaxpr, on the shapes of the leaves. Its Delta is taken from the trace and checked
+(body_checks.py), and the operation is built from the jaxpr (program.py). User code runs once.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from ..core.graph import (
     Delta,
     Layout,
     NodeRow,
+    Owner,
     Row,
     Spec,
     VariableRow,
@@ -31,17 +31,15 @@ from ..core.state import State
 from ..core.tracing import jaxpr_as_fun
 from .lift import cross
 
-Owner = tuple[int, int]
-
 
 class Body(NamedTuple):
-    """A traced function: ``run(leaves)`` gives the leaves of ``delta``, in the order that ``commit`` takes them."""
+    """A traced function: ``run(leaves)`` gives the leaves of ``delta``, in the order in which ``commit`` takes them."""
 
     run: Callable[[Sequence[Any]], list[Any]]
     delta: Delta
-    owners: tuple[Owner, ...]  # of each leaf: its row (-1: the output) and which leaf of that row
+    owners: tuple[Owner, ...]  # of each leaf
     paths: tuple[tuple, ...]  # of each leaf
-    labels: tuple[Any, ...]  # of each leaf, if asked for
+    labels: tuple[Any, ...]  # of each leaf; empty if there are none
     types: list[Any]  # of each leaf: its jax.ShapeDtypeStruct, or a pytree of them
 
 
@@ -61,7 +59,7 @@ def zeros(type_: Any) -> Any:
 
 @jtu.register_static
 class _Traced:
-    """What tracing found, on its way out of ``jax.make_jaxpr``."""
+    """What a trace has found; static, to be returned through ``jax.make_jaxpr``."""
 
     def __init__(self, *found: Any):
         self.found = found
@@ -75,15 +73,20 @@ def trace_body(
     delta: Callable[[After, Sequence[Any]], Delta] = lambda after, labels: after.delta,
     enter: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Body:
-    """Trace a function of the objects of a layout; ``leaves`` are arrays or their shapes.
+    """Trace a function of the objects of a layout.
 
-    ``label(after, output)`` gives the labels of the leaves that come back, ``delta(after, labels)`` the Delta.
-    ``enter(leaves)`` are what the function sees in place of the leaves.
+    Args:
+      function: the user's function.
+      layout: of its arguments.
+      leaves: of the same; arrays, or their shapes and dtypes.
+      label: ``label(after, output)`` gives the labels of the leaves that come back.
+      delta: ``delta(after, labels)`` gives the Delta, if it is not that of the trace.
+      enter: ``enter(leaves)`` gives the leaves that the function sees in place of these.
     """
 
     def pure(leaves: Sequence[Any]) -> tuple[list[Any], _Traced]:
         seen = leaves if enter is None else enter(leaves)
-        out, after = cross(function, layout, seen, (), lambda out: (out, out))
+        out, after = cross(function, layout, seen)
         labels = () if label is None else tuple(label(after, out))
         return after.leaves, _Traced(delta(after, labels), tuple(after.owners), after.paths, labels)
 
@@ -99,7 +102,7 @@ def trace_body(
 
 
 def own_states(out: Any) -> Any:
-    """An output with States of its own: a State is a value, and may be one that came in, or be returned twice."""
+    """An output with copies of the States in it: a State is a value, which may have come in, or be returned twice."""
 
     def copied(x: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf, x) if isinstance(x, State) else x
@@ -107,23 +110,11 @@ def own_states(out: Any) -> Any:
     return jax.tree.map(copied, out, is_leaf=lambda x: isinstance(x, State) or is_node(x))
 
 
-# --- positions: the leaves of a layout, by row ----------------------------------------------------------------------
-
-
-def positions_of(layout: Layout) -> dict[Owner, int]:
-    """(row, which leaf of it) -> position among the leaves; row -1 has those of the pytree itself."""
-    found = {(i, 0): k for k, i in enumerate(layout.variables)}
-    for i, row in enumerate(layout.rows):
-        if isinstance(row, NodeRow):
-            for k in range(sum(count_leaves(spec) for _, spec in row.fields)):
-                found[i, k] = len(found)
-    for k in range(count_leaves(layout.root)):
-        found[-1, k] = len(found)
-    return found
+# --- what a body changed --------------------------------------------------------------------------------------------
 
 
 def delta_of(layout: Layout, touched: Collection[Owner], body: Body | None, root: Spec) -> tuple[Delta, list[Owner]]:
-    """The Delta that replaces the touched leaves and makes the structural changes of a body; and whose leaves it takes.
+    """A Delta that replaces the touched leaves and makes a body's structural changes; and the owners of its leaves.
 
     The owners are in the order in which ``commit`` takes the leaves, without those of the output.
     """
@@ -152,7 +143,7 @@ def delta_of(layout: Layout, touched: Collection[Owner], body: Body | None, root
 
 
 def structural_rows(layout: Layout, body: Body) -> dict[int, Row]:
-    """The rows of a body's Delta that are new, or change more than the arrays that a node holds."""
+    """The rows of a body's Delta that are new, or differ from the old ones by more than the arrays in a node."""
     found = {}
     for i, row in body.delta.rows:
         old = layout.rows[i] if i < len(layout.rows) else None

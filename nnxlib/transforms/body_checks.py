@@ -1,7 +1,7 @@
-"""What a body may not do, and what is said then: a loop keeps the structure and the types of what it carries.
+"""Checks of bodies: what the body of a loop or a branch may not change, and the messages.
 
-A branch may change structure if all branches change it alike; a loop may only change values. Each message names the
-attribute of the path that was changed, and what it was and became.
+All branches must make the same changes of structure. The body of a loop may only change values, and must keep the
+types of what it carries. Each message names the path of the attribute, and what it was and became.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ..core.calls import captured_types
+from ..core.calls import recorded_types
 from ..core.errors import NnxError, format_path, listed
 from ..core.graph import (
     SAME,
@@ -46,31 +46,31 @@ def refuse(changes: Sequence[Change], what: str) -> None:
 
 
 class Change(NamedTuple):
-    """What a body did to the structure of an object, and whether it only added something."""
+    """A change that a body made to the structure of an object."""
 
     path: tuple
-    said: str
-    added: bool
-    recorded: Recording | None = None  # what sow or perturb has attached
+    said: str  # in the message
+    added: bool  # whether it only added an attribute
+    recorded: Recording | None = None  # if that is a recording
 
     @property
-    def is_captured(self) -> bool:
-        """Whether it is a recording that the ``nnx.capture`` around takes out."""
-        return self.recorded is not None and self.recorded.kind in (captured_types() or ())
+    def is_taken_out(self) -> bool:
+        """Whether it is a recording that the enclosing ``nnx.capture`` takes out."""
+        return self.recorded is not None and self.recorded.kind in (recorded_types() or ())
 
 
 class Recording(NamedTuple):
-    """Where a body has recorded something, in a Variable of which type; the number of the Variable is ``row``."""
+    """A recording that a body has made."""
 
-    owner: int
-    name: str
-    kind: type
+    owner: int  # the row of the node
+    name: str  # of the attribute
+    kind: type  # of the Variable
     appends: bool
-    row: int
+    row: int  # of the Variable
 
 
 def structural_changes(layout: Layout, body: Body) -> list[Change]:
-    """What a body changed in the objects it was given, but for values."""
+    """The changes that a body made to the objects it was given, except for values."""
     changes: list[Change] = []
     new = {i: row.type for i, row in body.delta.rows if i >= len(layout.rows)}
     for i, row in structural_rows(layout, body).items():
@@ -87,15 +87,15 @@ def structural_changes(layout: Layout, body: Body) -> list[Change]:
 
 
 def _recordings(owner: int, row: NodeRow, new: Mapping[int, type]) -> dict[Any, Recording]:
-    """What has been recorded anew in a node, by name."""
+    """The new recordings in a node, by name."""
     marks = row.marks.value
     names = {name: spec.index for name, spec in row.fields if isinstance(spec, Ref) and is_recorded(marks, name)}
     return {name: Recording(owner, name, new[i], appends(marks, name), i) for name, i in names.items() if i in new}
 
 
-def captured(layout: Layout, body: Body) -> list[Recording]:
-    """What a body has recorded for the ``nnx.capture`` around it."""
-    return [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_captured]
+def recordings_taken_out(layout: Layout, body: Body) -> list[Recording]:
+    """The recordings of a body that the enclosing ``nnx.capture`` takes out."""
+    return [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_taken_out]
 
 
 _SET_UP = """\
@@ -131,18 +131,18 @@ def _field_changes(path: tuple, old: NodeRow, row: NodeRow, describe: Callable[[
 def successors(
     layout: Layout, body: Body, pairs: Sequence[tuple[Spec, Spec]], kept: Sequence[Spec] = ()
 ) -> dict[int, int] | None:
-    """The new objects that a body returns in place of those it was given: row of the new -> row of the old.
+    """The new objects that a body returns in place of those it was given: row of the new one -> row of the old one.
 
-    A loop can go on with new objects if they are built like the old ones, and none of the old ones is used any longer.
+    A loop can go on with new objects if they have the structure of the old ones, and no old one is used any longer.
 
     Args:
       layout: of what the body is given.
-      body: traced on it.
-      pairs: what went in and what came out, of each part that is to be the same.
-      kept: what else the next iteration is given, as it went in.
+      body: traced on this layout.
+      pairs: the specs that went in and came out, of each part that must keep its structure.
+      kept: the specs of what else each iteration is given, unchanged.
 
     Returns:
-      None if the structure is another one, or an object is both replaced and kept.
+      None if the structure differs, or if an object is both replaced and kept.
     """
     new, n = dict(body.delta.rows), len(layout.rows)
     found: dict[int, int] = {}
@@ -176,7 +176,7 @@ def successors(
 
 
 def refuse_written(layout: Layout, body: Body, replaced: Mapping[int, int], what: str) -> None:
-    """Raise :class:`BodyError` if a body also changed objects that it replaced: what it wrote would be lost."""
+    """Raise :class:`BodyError` if a body has changed objects that it replaces: the changes would be lost."""
     written = {owner[0] for owner in body.owners}.intersection(replaced.values())
     if written:
         paths = ", ".join(format_path(layout.paths[i]) for i in sorted(written))
@@ -208,7 +208,7 @@ def check_same_output(layout: Layout, expected: Spec, found: Spec, what: str, hi
 
 
 def widened(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:
-    """``leaves`` with the weakly typed ones at ``positions`` cast to the dtype that comes out; None if all have it.
+    """``leaves`` with weakly typed ones at ``positions`` cast to the dtype that comes out; None if nothing is to do.
 
     As in ``jax.lax``: a loop that adds floats may start from the Python number 0.
     """
@@ -239,7 +239,7 @@ def check_types(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tup
 
 
 def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple]) -> list[str]:
-    """A line for each value that has another type than expected."""
+    """A line for each value whose type has changed."""
     return [
         f"{place_of(path)}: {_types(value)} became {_types(type_)}"
         for value, type_, path in zip(values, types, paths, strict=True)

@@ -17,9 +17,10 @@ from ..core.graph import Delta, Layout
 from ..core.recordings import fill_up, recorded_anew
 from ..core.records import pack_call
 from ..core.tracing import boundary
-from .body import Body, Owner, delta_of, own_states, positions_of, structural_rows, trace_body, type_of, zeros
-from .body_checks import BodyError, captured, check_same_output, structural_changes, type_changes
-from .lift import Arguments, resolve
+from .body import Body, Owner, delta_of, own_states, structural_rows, trace_body, type_of, zeros
+from .body_checks import BodyError, check_same_output, recordings_taken_out, structural_changes, type_changes
+from .callables import resolve
+from .lift import Arguments
 from .program import Program, Result, program_of, run_program
 
 R = TypeVar("R")
@@ -114,7 +115,7 @@ def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:
     found: list[dict[tuple, Any]] = []
     for body in bodies:
         types = dict(zip(body.owners, body.types, strict=True))
-        found.append({x[:-1]: types[x.row, 0] for x in captured(layout, body)})
+        found.append({x[:-1]: types[x.row, 0] for x in recordings_taken_out(layout, body)})
     longest: dict[tuple, Any] = {}
     for what, type_ in (item for recorded in found for item in recorded.items()):
         if what not in longest or _length(type_) > _length(longest[what]):
@@ -149,7 +150,7 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
     touched = {owner for body in bodies for owner in body.owners if 0 <= owner[0] < n}
     delta, owners = delta_of(layout, touched, first, first.delta.root)
     owners += [owner for owner in first.owners if owner[0] < 0]
-    positions = positions_of(layout)
+    positions = layout.owner_positions
     sources = [_sources(body, owners, positions) for body in bodies]
     types = [
         [body.types[k] if own else type_of(inputs[k]) for own, k in source]

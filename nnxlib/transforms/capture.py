@@ -1,8 +1,8 @@
-"""``capture``: run a function of a Module and take out what it recorded, leaving the Module as it was.
+"""``capture``: run a function of a Module and take out what it has recorded.
 
-It is the engine with no transformation in the middle: the function runs on fresh objects, the recorded Variables are
-popped from those, and the other changes are committed. So it works wherever the Module can be read, also under raw
-``jax.grad``, and a Module is never left with recordings by a call that fails.
+It is a crossing without a JAX transformation: the function runs on fresh objects, the recorded Variables are removed
+from these, and the other changes are committed. So it works wherever the Module can be read, also under raw
+``jax.grad``, and a call that fails leaves no recordings in the Module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from ..core.calls import inside, listening
-from ..core.captures import borrowed
+from ..core.closures import borrowed
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed, reachable
 from ..core.filters import Filter, to_predicate
 from ..core.graph import build, commit, diff
@@ -27,7 +27,8 @@ from ..core.references import ways_from
 from ..core.state import State, from_flat_state
 from ..core.tracing import boundary
 from ..core.variables import Variable, new_cell
-from .lift import Arguments, resolve, rows_below
+from .callables import resolve
+from .lift import Arguments, captured_rows
 
 
 def capture(
@@ -91,7 +92,7 @@ def capture(
         if _first_module(arguments) is None:
             arguments = arguments._replace(captured=(_referred(function),))
         packed = pack_call(arguments)
-        loan = {i: packed.objects[i] for i in rows_below(packed.layout, "captured")}
+        loan = {i: packed.objects[i] for i in captured_rows(packed.layout)}
         with borrowed(list(loan.values())):
             for k, i in enumerate(packed.layout.variables):
                 if i in loan:
@@ -99,8 +100,8 @@ def capture(
             inner, objects = build(packed.layout, packed.leaves, loan)
             module: Any = _first_module(inner)
             earlier = take_out(inner, lambda owner, name, variable: type(variable) in kinds)
-            listener = inside(packed.layout, objects, [path[2:] for path in packed.layout.paths])
-            listener.captured = kinds
+            listener = inside(packed.layout, objects)
+            listener.recorded = kinds
             follower = None
             if method_outputs is not None:
                 follower = listener.on_call = _Recorder(method_outputs, only, listener.path_of(module))
@@ -126,7 +127,7 @@ def _first_module(arguments: Arguments) -> Module | None:
 
 
 def _referred(function: Callable) -> Module:
-    """The Module that a function refers to without being passed it: ``nnx.jit(model)``, or a closure."""
+    """The Module that a function captures: ``nnx.jit(model)``, or a closure."""
     roots, covered = list[Module](), set[int]()
     for way in ways_from(function):
         if isinstance(way.value, Module) and id(way.value) not in covered:
@@ -145,7 +146,7 @@ be looked into: nnx.capture(lambda model, x: ..., nnx.Intermediate)(model, x).""
 
 
 class _Recorder:
-    """Records the outputs of the chosen Modules; their paths are told from that of the ``root`` down."""
+    """Records the outputs of the chosen Modules, which are chosen by their paths from ``root`` down."""
 
     def __init__(self, kind: type[Variable], only: Filter, root: tuple):
         self.kind, self.only, self.root = kind, only, root
@@ -165,7 +166,7 @@ class _Recorder:
         pass
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        """Remove what is left, in Modules that are no part of the one looked into; refuse to have recorded nothing."""
+        """Remove recordings from Modules outside of the captured one; raise an error if nothing was recorded."""
         take_out(self.recorded, lambda owner, name, variable: name != recorded_name(name))
         if error is None and self.passed and not self.recorded:
             raise EmptySelectionError(listed(_NONE.format(only=self.only), list(self.passed)))
@@ -180,7 +181,7 @@ def _renamed(recorded: Any) -> State:
 
 
 def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[State, ...]:
-    """Remove what was recorded in Variables of these very types, and return it, grouped by the first type that fits."""
+    """Remove and return the recordings in Variables of exactly these types, grouped by the first type that fits."""
     paths = {(*path, name) for path, x in iter_graph(module) if isinstance(x, Node) for name in recorded_in(x)}
 
     def of(kind: type[Variable]) -> Filter:
@@ -191,7 +192,7 @@ def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[St
 
 
 def _attach(module: Module, state: Any) -> list[tuple[Module, str]]:
-    """Write a State into a Module, with attributes for the Variables that it does not have; returns those."""
+    """Write a State into a Module; returns the attributes that were made, for Variables that it did not have."""
     attached = []
     present = {path for path, _ in iter_graph(module)}
     for path, variable in state.flat_state():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -23,8 +24,9 @@ from ..core.objects import is_data
 from ..core.records import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
+from .callables import resolve
 from .jit import check_traceable
-from .lift import Arguments, Outcome, check_returned, cross, finish, resolve
+from .lift import Arguments, Outcome, check_returned, cross, finish
 from .tangents import (
     INEXACT,
     OUTPUT,
@@ -164,7 +166,7 @@ class CustomVjp(_Custom):
                 out, residuals = _pair(forward(*args), "forward", "output, residuals")
                 return pack((call.kept(args), residuals)), out
 
-            packed, after = call.cross(run, leaves, lambda pair: pair)
+            (packed, _), after = cross(run, call.layout, leaves, part=operator.itemgetter(1))
             return call.outputs(after), (packed.leaves, Tangents(packed.layout, ()))
 
         def bwd(saved: tuple, gradients: tuple[list[Any], Outcome, Tangents]) -> tuple[list[Any]]:
@@ -211,9 +213,9 @@ class CustomJvp(_Custom):
             along = call.tangents_of(tangents[0])
 
             def run(*args: Any) -> Any:
-                return rule(*call.nondiff_of(args), call.diff_of(args), along)
+                return _pair(rule(*call.nondiff_of(args), call.diff_of(args), along), "rule", "output, tangent")
 
-            tangent, after = call.cross(run, primals[0], lambda out: _pair(out, "rule", "output, tangent")[::-1])
+            (_, tangent), after = cross(run, call.layout, primals[0], part=operator.itemgetter(0))
             out = leaves, outcome, changed = call.outputs(after)
             shapes = dict(zip(changed.positions, leaves, strict=True))
             found = changed.unfold((MISSING, tangent), shapes, "tangent")
@@ -265,11 +267,8 @@ class _Call:
         self.diff, self.nondiff, self._static, self._shapes = diff, nondiff, static, shapes
         self._delta: Delta | None = None
 
-    def cross(self, f: Callable, leaves: list[Any], take: Callable) -> tuple[Any, After]:
-        return cross(f, self.layout, leaves, take=take)
-
     def pure(self, leaves: list[Any]) -> tuple[list[Any], Outcome, Tangents]:
-        out, after = self.cross(self.function, leaves, lambda out: (out, out))
+        out, after = cross(self.function, self.layout, leaves)
         check_returned(after, out)
         return self.outputs(after)
 
@@ -331,7 +330,7 @@ class _Call:
                 found[after] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
         arguments, of_output = table.fold(table.as_variables(list(found.values())))
-        return self.diff_of(arguments.args), of_output, changed.layout.leaf_path_set
+        return self.diff_of(arguments.args), of_output, changed.layout.positions.keys()
 
     # --- what rules return ---
 

@@ -12,10 +12,11 @@ import jax
 from ..core.graph import build, commit
 from ..core.records import pack_call
 from ..core.variables import MISSING
+from .callables import resolve, static_arguments
 from .classes import lifts_classes
 from .extract import merge_inputs as merge_inputs
 from .extract import split_inputs as split_inputs
-from .lift import Arguments, Crossing, lift, resolve, static_arguments
+from .lift import Arguments, Crossing, lift
 
 
 @lifts_classes()
@@ -50,7 +51,8 @@ def make_jaxpr(
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         layout, leaves, _ = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
-        jaxpr, (groups, outcome) = jax.make_jaxpr(Crossing(layout).pure(function), return_shape=True, **options)(leaves)
+        pure = Crossing(layout).purify(function)
+        jaxpr, (groups, outcome) = jax.make_jaxpr(pure, return_shape=True, **options)(leaves)
         if not return_shape:
             return jaxpr
         _, shells = build(layout, [jax.eval_shape(lambda x: x, leaf) for leaf in leaves])
@@ -100,7 +102,7 @@ def name_nan(error: FloatingPointError, f: Callable, arguments: Arguments) -> No
 
     with contextlib.suppress(Exception):
         packed = pack_call(arguments)
-        note_nan(error, Crossing(packed.layout).pure(f), packed.leaves)
+        note_nan(error, Crossing(packed.layout).purify(f), packed.leaves)
 
 
 def _error_and_output(raw: tuple[Any, Any], finish: Callable) -> tuple[Any, Any]:

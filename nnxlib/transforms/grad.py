@@ -12,8 +12,9 @@ from ..core.errors import ArgumentError, describe
 from ..core.graph import commit
 from ..core.records import pack_call
 from ..core.variables import MISSING, Variable
+from .callables import by_position, resolve
 from .classes import lifts_classes
-from .lift import Arguments, Outcome, by_position, cross, resolve
+from .lift import Arguments, Outcome, cross
 from .prefixes import join_lanes, refuse_nodes, split_lanes
 from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
 
@@ -63,17 +64,17 @@ def value_and_grad(
 
     Args:
       f: a function, method, callable Module or partial; returns a scalar, or ``(scalar, aux)`` with ``has_aux``.
-      argnums: the arguments to differentiate, by their position, also of those that are passed by name. A number
-        stands for the ``Param`` Variables of a Module, and for all of any other argument; ``DiffState(argnum, filter)``
-        for the leaves that the filter takes.
+      argnums: the positions of the arguments to differentiate, also if they are passed by name. Of a Module, the
+        ``Param`` Variables are differentiated; of any other argument, all leaves; with ``DiffState(argnum, filter)``,
+        the leaves that the filter takes.
       has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
       holomorphic: whether ``f`` is promised to be holomorphic.
       allow_int: whether leaves of integer type may be differentiated; their gradients are of type ``float0``.
       reduce_axes: as in ``jax.value_and_grad``.
 
     Returns:
-      A function that returns ``(value, gradients)``; where an argument has a Module, the gradients have a State with
-      the Variables that were differentiated. One argument gives its gradients, several a tuple. Other changes that
+      A function that returns ``(value, gradients)``. In place of a Module the gradients have a State, with the
+      Variables that were differentiated. ``gradients`` is a tuple if ``argnums`` is a sequence. Other changes that
       ``f`` makes to its arguments (running statistics, random counts) appear on the objects that were passed in.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
@@ -105,8 +106,9 @@ def value_and_grad(
 
         def pure(differentiated: list[Any], rest: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
             leaves = join_lanes((differentiated, rest), lane_of)
-            take = split_aux if has_aux else lambda out: (out, None)
-            loss, after = cross(function, packed.layout, leaves, take=take)
+            aux_of = lambda out: split_aux(out)[1] if has_aux else None
+            out, after = cross(function, packed.layout, leaves, part=aux_of)
+            loss = out[0] if has_aux else out
             loss = loss.get_value() if isinstance(loss, Variable) else loss
             return loss, (after.leaves, Outcome(after.delta, ()))
 

@@ -1,12 +1,12 @@
 """``jit``: compile a function of Modules.
 
-Calling a jitted function at top level takes the short way when nothing structural has changed since an earlier call:
-each Module among the arguments keeps a :class:`~nnxlib.core.records.Record`, the interned layouts of the records and
-the tree of the arguments are the key of a :class:`_Plan`, and the plan holds a ``jax.jit`` of the pure function. So a
-call gathers one flat list of arrays, goes through JAX's own C++ dispatch, and writes back what changed.
+There are two paths from a call to the compiled function, a :class:`~nnxlib.transforms.plan.Plan`:
 
-Everything else (the first call, a call under a trace, ``lower``, ``trace``) packs the arguments. Both ways lead to the
-same plans, and so to the same compiled functions.
+- The fast path (sites.py) is for calls at top level, if no structure has changed since an earlier call. Each Module
+  among the arguments keeps a :class:`~nnxlib.core.records.Record`; the layouts of the records lead to the plan.
+- The slow path packs the arguments. It is for the first call, calls under a trace, ``lower`` and ``trace``.
+
+Both lead to the same plans, and so to the same compiled functions.
 """
 
 from __future__ import annotations
@@ -21,27 +21,36 @@ from types import MethodType
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 
 from ..core.calls import Followers, followed, observed
-from ..core.captures import CapturedObjects, Watch, all_borrowed, lending
+from ..core.closures import CapturedObjects, Watch, all_borrowed, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed, reachable
 from ..core.filters import looks_at_values
 from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of
 from ..core.graphdef import differences_listed
 from ..core.inputs import AbsentInput
-from ..core.objects import Node, is_node
+from ..core.objects import Node
 from ..core.references import LookUp, named_in, ways_from
 from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, running_trace
 from ..core.variables import MISSING
 from .abstract import eval_packed
 from .body_checks import type_changes
+from .callables import resolve
 from .classes import lifts_classes
 from .general import name_nan
-from .lift import Arguments, Crossing, cross, resolve
+from .lift import Arguments, Crossing, cross
 from .plan import Compiled, Plan, check_traceable
-from .prefixes import Labels, PrefixMapping, broadcast_prefix, label_arguments, lane_numbers, refuse_nodes
-from .sites import ELSEWHERE, FLATTEN, Form, Found, Site, in_order, look, unfold, with_names
+from .prefixes import (
+    Labels,
+    PrefixMapping,
+    broadcast_prefix,
+    label_arguments,
+    labels_in,
+    lane_numbers,
+    refuse_nodes,
+    same_entries,
+)
+from .sites import FLATTEN, NO_SHORTCUT, Form, Found, Site, in_order, look, unfold, with_names
 from .traces import Traces
 
 
@@ -110,15 +119,16 @@ def _as_tuple(value: Any) -> tuple:
 
 
 class _Captures:
-    """The objects that a function refers to without being passed them, as found while it was traced."""
+    """The objects that a function captures, as found while it was traced; see core/closures.py."""
 
     def __init__(self, function: Callable):
         self._function = function
         self._roots: list[weakref.ref] = []
-        # The look-ups that lead to the roots, what they found, and whether this is a root. None: not yet looked for.
+        # Each step on the ways to the roots: its look-up, what that found, whether this is a root. None before a trace.
         self.steps: list[tuple[LookUp, LookUp, bool]] | None = None
 
     def add(self, roots: Sequence[Any]) -> None:
+        """Add objects that a trace has captured."""
         if not {id(root) for root in roots} - {id(root) for root in self.objects()}:
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         ways = ways_from(self._function)
@@ -130,8 +140,14 @@ class _Captures:
             last, *others = found or [(reference, reference)]
             self.steps += [(*last, True), *[(*step, False) for step in others]]
 
-    def look(self) -> None:
-        """Before the first trace: what the function names itself, it may ask for no more than a static attribute."""
+    def capture_named(self) -> None:
+        """Before the first trace, capture the Modules that the function refers to directly.
+
+        A trace would not notice these, if it only reads static attributes of them.
+
+        Raises:
+          CapturedObjects: if there are any.
+        """
         if self.steps is None:
             self.steps = []
             named = [x for x in named_in(self._function) if isinstance(x, Node)]
@@ -140,7 +156,7 @@ class _Captures:
                 raise CapturedObjects(here)
 
     def objects(self) -> tuple[Any, ...]:
-        """The objects; none, so that they are looked for anew, if one is gone or the function refers to another now."""
+        """The captured objects; none, so that they are found again, if the function now refers to other ones."""
         found = []
         for look_up, before, is_root in self.steps or ():
             x = look_up()
@@ -153,7 +169,7 @@ class _Captures:
 
 
 def _whole(roots: Sequence[Any], named: Sequence[Node]) -> list[Any]:
-    """In place of a part of a Module that the function refers to, that Module: it may get other parts."""
+    """The roots, with a Module that the function refers to in place of a part of it: the part may be replaced."""
     parts = [(x, {id(part) for _, part in reachable(x, set())}) for x in named]
     whole = [next((x for x, below in parts if id(root) in below), root) for root in roots]
     return list({id(x): x for x in whole}.values())
@@ -179,7 +195,7 @@ class JitWrapped:
         donate_argnames: tuple[str, ...],
         options: dict[str, Any],
     ):
-        functools.update_wrapper(self, fun, updated=())  # the attributes of a callable Module are not ours
+        functools.update_wrapper(self, fun, updated=())  # not the attributes of a callable Module
         self._function, self._args, self._kwargs = resolve(fun)
         self._options = options
         shift = len(self._args)
@@ -193,15 +209,15 @@ class JitWrapped:
         self._one_lane = in_shardings is None and out_shardings is None and not self._donated
         mappings = jax.tree.leaves((in_shardings, out_shardings), is_leaf=_is_label)
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
-        self._cacheable = not any(map(looks_at_values, filters))  # else the lanes may be others at each call
+        self._cacheable = not any(map(looks_at_values, filters))  # if not, each call may have other lanes
         self._captures = _Captures(self._function)
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
         self._plans: dict[Any, Plan] = {}  # by layout and lanes
         bound = (*self._args, *self._kwargs.values())
         self._has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
-        self._flatten = FLATTEN[0] if self._has_static else None  # what takes the arguments apart, once it is needed
-        self._forms: dict[Any, Form] = {}  # by how the arguments are given
-        self._sites: dict[Any, Site] = {}  # by the structure of the arguments, as their records tell it
+        self._flatten = FLATTEN[0] if self._has_static else None  # how to flatten the arguments; None: no need so far
+        self._forms: dict[Any, Form] = {}  # by the form of the arguments
+        self._sites: dict[Any, Site] = {}  # by the form and the layouts of the arguments
 
     # --- calling ---
 
@@ -227,7 +243,7 @@ class JitWrapped:
                     out = form.call(row)
                 except (AbsentInput, CapturedObjects):
                     return self._call_packed(args, kwargs, captured, None)
-                if out is not ELSEWHERE:
+                if out is not NO_SHORTCUT:
                     return out
             return self._call_by_site(args, kwargs, captured, row, key)
         except Exception as error:
@@ -237,18 +253,18 @@ class JitWrapped:
             raise
 
     def _call_by_site(self, args: tuple, kwargs: dict[str, Any], captured: tuple, row: Sequence, key: Hashable) -> Any:
-        """A call of any arguments, given in a row too; leaves a shortcut for the next, if there can be one."""
+        """A call without a shortcut; makes one for the next call, if possible. ``row`` are the flat arguments."""
         if not self._cacheable:
             return self._call_packed(args, kwargs, captured, None)
         found = None
         try:
             found = look(row, key)
-            if found is None:  # something has others inside
+            if found is None:  # there are containers in it, or objects that are walked at each call
                 self._flatten = FLATTEN[0] if self._flatten is None else FLATTEN[1]
             site = None if found is None else self._sites.get(found[0])
             if found is not None and site is not None:
                 return site.call(found, self._forms)
-        except (AbsentInput, CapturedObjects):  # for these shapes the function reads more than it did before
+        except (AbsentInput, CapturedObjects):  # the function reads more for these shapes than it did before
             pass
         except TypeError:
             packed = pack(Arguments(args, kwargs, captured))
@@ -257,12 +273,12 @@ class JitWrapped:
         return self._call_packed(args, kwargs, captured, found)
 
     def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None) -> Any:
-        """The long way of a call; what was ``found`` of its arguments leads there the short way next time."""
+        """The slow path of a call. Makes a site, for the next call, of what was ``found`` of the arguments."""
         if followed():
             return self._call_followed(Arguments(args, kwargs))
         while True:
             try:
-                self._captures.look()
+                self._captures.capture_named()
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
                 plan = self._plan(packed, arguments, at_top_level())
@@ -271,15 +287,15 @@ class JitWrapped:
                 elif found is not None:
                     key, leaves, records, _ = found
                     again = look(leaves, key[0])
-                    if again is not None and again[0] == key:  # no other thread has changed it in between
+                    if again is not None and again[0] == key:  # no other thread has changed anything in between
                         self._sites[key] = Site(plan, key, records)
                 return plan.call(packed)
-            except CapturedObjects as outside:  # traced again, with what it captures as further inputs
+            except CapturedObjects as outside:  # trace again, with these as further inputs
                 self._captures.add(outside.roots)
                 captured, found = self._captures.objects(), None
 
     def _call_followed(self, arguments: Arguments) -> Any:
-        """Call the function as a part of the trace around: a cached trace would hide the calls in it."""
+        """Call the function as a part of the enclosing trace: a cached trace would hide the calls in it."""
         function, name = self._function, getattr(self, "__name__", "")
         if arguments.args and inspect.getattr_static(type(arguments.args[0]), name, None) is self:
             function = observed(function, name)
@@ -290,14 +306,14 @@ class JitWrapped:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
-    def __deepcopy__(self, memo: Any) -> JitWrapped:  # as Python does with functions
+    def __deepcopy__(self, memo: Any) -> JitWrapped:  # as of a function
         return self
 
     def __repr__(self) -> str:
         return f"nnx.jit({getattr(self._function, '__qualname__', self._function)})"
 
     def explain(self) -> str:
-        """Say how often this function was traced, and what made the last trace necessary.
+        """Say how often this function was traced, and why it was traced last.
 
         >>> import nnxlib as nnx, jax.numpy as jnp
         >>> total = nnx.jit(lambda layer, x: layer(x).sum())
@@ -314,7 +330,7 @@ class JitWrapped:
     # --- ahead of time ---
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
-        """Trace and lower for these arguments (abstract arrays will do); ``.compile()`` gives a callable."""
+        """Trace and lower for these arguments, or abstract arrays; ``.compile()`` gives a callable."""
         return self._stage("lower", args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Stage:
@@ -323,7 +339,7 @@ class JitWrapped:
 
     def _stage(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Stage:
         try:
-            self._captures.look()
+            self._captures.capture_named()
             arguments = self._arguments(args, kwargs)
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
@@ -341,11 +357,11 @@ class JitWrapped:
 
     @property
     def jitted_fn(self) -> JitWrapped:
-        """The function itself, which holds its programs; for code that asks it for its ``_cache_size()``."""
+        """The function itself, for code that asks ``jitted_fn._cache_size()``."""
         return self
 
     def _cache_size(self) -> int:
-        """How often the function was traced, as functions jitted by JAX tell under this name."""
+        """How often the function was traced; functions jitted by JAX have this method, too."""
         return self._traces.count if self._plans else 0
 
     def clear_cache(self) -> None:
@@ -360,7 +376,7 @@ class JitWrapped:
         return Arguments(*self._bind(args, kwargs), self._captures.objects())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """All arguments, those of the function and those that were bound; static ones wrapped."""
+        """All arguments, with those that were bound in front; static ones are wrapped."""
         args = (*self._args, *args) if self._args else args
         kwargs = {**self._kwargs, **kwargs} if self._kwargs else kwargs
         if self._static:
@@ -372,60 +388,59 @@ class JitWrapped:
     def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> Plan:
         """The plan for a layout; donation only matters at top level."""
         layout, labels = packed.layout, None
-        contexts: list[Any] = []
+        entries: list[Any] = []
         in_order: Sequence[Any] = ()
         if not self._one_lane:
-            contexts = self._contexts(arguments, donate)
-            labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
+            entries = self._entries(arguments, donate)
+            labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
         key = layout, tuple(in_order)
         plan = self._plans.get(key)
         if plan is None:
             check_traceable(layout, packed.leaves)
-            plan = self._plans[key] = self._new_plan(layout, contexts, labels, in_order)
+            plan = self._plans[key] = self._new_plan(layout, entries, labels, in_order)
         return plan
 
-    def _new_plan(self, layout: Layout, contexts: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
+    def _new_plan(self, layout: Layout, entries: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
-        new_crossing = functools.partial(Crossing, layout, lender=self._traces)
+        new_crossing = functools.partial(Crossing, layout, traces=self._traces)
         options, in_shardings = self._options, None
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(new_crossing(), self._function, options, donated)
         out = jax.tree.map(lambda x: _to_lane(x, False), self._out_shardings, is_leaf=_is_label)
-        lanes = tuple(dict.fromkeys([*in_order, *_lanes_in(contexts), *_lanes_in(out)]))
+        lanes: tuple[Any, ...] = tuple(dict.fromkeys([*in_order, *labels_in(entries), *labels_in(out)]))
         crossing = new_crossing(lanes, lane_numbers(in_order, lanes), labels, out)
         options = {**options, "out_shardings": [*[lane.sharding for lane in lanes], None]}
         if self._in_shardings is not None:
             in_shardings = [label.sharding for label in in_order]
         return Plan(crossing, self._function, options, donated, in_shardings)
 
-    def _contexts(self, arguments: Arguments, donate: bool) -> list[Any]:
-        """The lane, or the mapping to lanes, of each node and leaf in the arguments."""
+    def _entries(self, arguments: Arguments, donate: bool) -> list[Any]:
+        """For each node and leaf of the arguments its lane, or a mapping to lanes."""
         args, kwargs, captured = arguments
         count, bound = len(args), len(self._args)
         has_prefix = [i >= bound and type(x) is not StaticArgument for i, x in enumerate(args)]
         prefix = tuple(self._in_shardings) if isinstance(self._in_shardings, list) else self._in_shardings
         shardings = iter(broadcast_prefix(prefix, tuple(itertools.compress(args, has_prefix)), "in_shardings"))
-        contexts = []
+        entries = []
         for i, x in enumerate(args):
             donated = donate and self._donated.has(i, count)
-            contexts += [_to_lane(next(shardings) if has_prefix[i] else None, donated) for _ in _leaves(x)]
+            own: Any = same_entries(None, x)
+            if has_prefix[i]:
+                own = itertools.islice(shardings, len(own))
+            entries += [_to_lane(sharding, donated) for sharding in own]
         for name in sorted(kwargs):
-            contexts += [_Lane(None, donate and self._donated.has(name))] * len(_leaves(kwargs[name]))
-        return contexts + [_Lane()] * len(captured)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jtu.tree_leaves(tree, is_leaf=is_node)
+            entries += same_entries(_Lane(None, donate and self._donated.has(name)), kwargs[name])
+        return entries + [_Lane()] * len(captured)
 
 
 def _as_static(x: Any, argument: int | str) -> StaticArgument:
-    """An argument as part of the program; one that a partial bound may be that already."""
+    """An argument as part of the program; if a partial bound it, it may be that already."""
     return x if type(x) is StaticArgument else StaticArgument(x, (argument,))
 
 
 class _Selection:
-    """Arguments chosen by number or name; either implies the other, as the signature of the function says.
+    """Arguments chosen by number or name; by the signature of the function, a number implies a name and vice versa.
 
     Raises:
       PrefixError: for a number or a name that the function does not have.
@@ -463,7 +478,7 @@ class _Selection:
                 self._chosen.add(i)
 
     def has(self, argument: int | str, count: int = 0) -> bool:
-        """Whether an argument, the name of one or its number out of ``count``, was chosen."""
+        """Whether an argument was chosen, given by its name, or by its number out of ``count``."""
         return argument in self._chosen or (isinstance(argument, int) and argument - count in self._from_end)
 
     def __bool__(self) -> bool:
@@ -479,7 +494,7 @@ class _Lane:
         return f"{self.sharding}{', donated' if self.donated else ''}"
 
     def yields_to(self, other: _Lane) -> bool:
-        """An object that is returned or moved stays in the lane it came in by, unless it is to be sharded otherwise."""
+        """An object that is returned or moved stays in its lane, unless it is to get another sharding."""
         return self.sharding in (None, other.sharding)
 
 
@@ -493,11 +508,6 @@ def _to_lane(sharding: Any, donated: bool) -> Any:
     return _Lane(sharding, donated)
 
 
-def _lanes_in(prefix: Any) -> list[Any]:
-    found = jax.tree.leaves(prefix, is_leaf=lambda x: isinstance(x, PrefixMapping))
-    return [lane for x in found for lane in (x.labels if isinstance(x, PrefixMapping) else (x,))]
-
-
 # --- checks and stages ----------------------------------------------------------------------------------------------
 
 
@@ -506,7 +516,7 @@ _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where
 
 
 class Stage:
-    """A traced, lowered or compiled function of Modules; everything else is that of the stage of JAX it wraps."""
+    """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps."""
 
     def __init__(self, stage: Any, arguments: Callable, plan: Plan, compiled: Compiled):
         self._stage, self._arguments, self._plan, self._compiled = stage, arguments, plan, compiled
@@ -526,8 +536,7 @@ class Stage:
         """Call the compiled function.
 
         Raises:
-          ArgumentError: if the structure of the arguments, a shape or a dtype is another than it was compiled for; says
-            where.
+          ArgumentError: if the arguments have another structure, shape or dtype than it was compiled for; says where.
         """
         packed = pack(self._arguments(args, kwargs))
         expected = self._plan.crossing.layout

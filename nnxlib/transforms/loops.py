@@ -18,7 +18,7 @@ from ..core.graph import Layout, count_leaves
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
 from ..core.tracing import at_top_level, boundary
-from .body import Body, delta_of, positions_of, structural_rows, trace_body, zeros
+from .body import Body, delta_of, structural_rows, trace_body, zeros
 from .body_checks import (
     BodyError,
     check_same_output,
@@ -29,7 +29,8 @@ from .body_checks import (
     successors,
     widened,
 )
-from .lift import Arguments, resolve
+from .callables import resolve
+from .lift import Arguments
 from .program import Program, Result, program_of, run_program
 
 
@@ -163,7 +164,7 @@ class _Loop:
     """A traced body as a step on what it carries: the leaves that it changes, and those of the value itself."""
 
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
-        refuse([change for change in structural_changes(layout, body) if not change.is_captured], what)
+        refuse([change for change in structural_changes(layout, body) if not change.is_taken_out], what)
         replaced = successors(layout, body, [(layout.root, body.delta.root)])
         if replaced is None:
             said = f"The {what} must return a value like the one it is given:"
@@ -173,7 +174,7 @@ class _Loop:
         touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
         self.delta, owners = delta_of(layout, touched, body, body.delta.root)
         owners += [(-1, k) for k in range(count_leaves(layout.root))]
-        positions, place = positions_of(layout), {owner: k for k, owner in enumerate(body.owners)}
+        positions, place = layout.owner_positions, {owner: k for k, owner in enumerate(body.owners)}
         self.body, self.constant = body, leaves
         self.positions = [positions.get((replaced.get(i, i), k)) for i, k in owners]  # None for what the body records
         self.order = [place[owner] for owner in owners]
@@ -212,7 +213,7 @@ def _refuse_changes(layout: Layout, check: Body) -> None:
     changes, structural = structural_changes(layout, check), structural_rows(layout, check)
     changed = [layout.paths[i] for i in check.delta.values]
     changed += [layout.paths[i] for i, _ in check.delta.rows if i < len(layout.paths) and i not in structural]
-    changed += [change.path for change in changes if not change.is_captured]
+    changed += [change.path for change in changes if not change.is_taken_out]
     if changed:
         raise BodyError(
             f"cond_fun of while_loop may not change anything, but it changes {', '.join(map(format_path, changed))}. "

@@ -21,8 +21,9 @@ from ..core.graph import After, Packed, VariableRow, commit
 from ..core.records import pack_call
 from ..core.state import from_flat_state, to_flat_state
 from ..core.variables import MISSING, Param, Variable
+from .callables import resolve
 from .classes import lifts_classes
-from .lift import Arguments, cross, resolve
+from .lift import Arguments, cross
 
 Trans = Callable[[Any], Any]
 

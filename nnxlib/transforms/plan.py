@@ -1,22 +1,22 @@
-"""Plans: the compiled function for one structure of arguments, given no more than its trace asked for.
+"""Plans: the compiled function for one structure of arguments, which takes no more leaves than its trace has read.
 
-JAX charges a call for each array that is passed, also when it is not used. So a :class:`Plan` traces the function once
-on all leaves, sees which of them were read (``core/inputs.py``), and compiles a function of these alone: the price of a
-call follows what the function touches, not how large the model is.
+A call of a compiled function takes time for each array that is passed, even if it is not used. So a :class:`Plan`
+traces the function once on all leaves, finds out which of them were read (``core/inputs.py``), and compiles a function
+of these alone. The cost of a call follows what the function touches, not the size of the model.
 
-Calls with other shapes are traced with the same inputs. A trace that asks for a further one is given up
-(:class:`~nnxlib.core.inputs.AbsentInput`), and the function is compiled anew with more inputs; there can be only a few
-of these, for inputs are only ever added. Traces below another trace, where passing an array costs nothing, and stages
+Calls with other shapes are traced with the same inputs. If such a trace asks for another leaf, it is abandoned
+(:class:`~nnxlib.core.inputs.AbsentInput`), and the function is compiled again with more inputs. As inputs are only ever
+added, that happens a few times at most. Traces inside another trace, where passing an array costs nothing, and stages
 (``lower``) take all leaves.
 
-Donated are the Variables that change and the plain arrays. A Variable that is only read keeps its buffer: if that were
-donated, it would have to be returned, as it is by a trace for other shapes that does not change it.
+Of donated arguments, the Variables that change and the plain arrays are donated. A Variable that is only read keeps its
+buffer, since a donated one must come back as an output. (So it does from a trace for other shapes that only reads it.)
 
-A compiled function takes each leaf as an argument of its own, and returns the leaves that come back in one tuple: JAX
-takes apart and puts together such flat rows faster than any other form, and each argument can be donated, or have a
-sharding, of its own. What the leaves mean, the :class:`~nnxlib.transforms.lift.Outcome`, is nearly always the same as
-in the first trace; that of another kind follows the leaves, and then they are in a list. What is returned has shardings
-by lane, so there it returns a list for each.
+A compiled function takes each leaf as a separate argument, and returns the leaves that come back in one tuple. JAX
+flattens and unflattens such flat sequences fastest, and each argument can be donated, and have a sharding, by itself.
+The :class:`~nnxlib.transforms.lift.Outcome` is nearly always equal to that of the first trace, and then is left out; if
+not, a list of the leaves and the Outcome is returned. With shardings, which go by lane, the function returns one list
+of leaves per lane, and the Outcome.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ..core.captures import lending
+from ..core.closures import lending
 from ..core.errors import ArgumentError, describe, format_path, listed
 from ..core.graph import Layout, Packed, commit, count_leaves
 from ..core.inputs import ABSENT, AbsentInput
 from ..core.placement import settle
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from ..core.variables import Cell
-from .lift import Crossing, Outcome, name_of
+from .callables import name_of
+from .lift import Crossing, Outcome
 from .prefixes import join_lanes
 
 
@@ -43,12 +44,12 @@ class Compiled:
     """A jitted function of some of the leaves.
 
     Args:
-      crossing: from the leaves to the objects that the function is called with, and back.
+      crossing: makes the user's function pure.
       function: the user's function.
-      inputs: the positions of the leaves that it takes; it must not ask for others.
+      inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
       donated: those of them that are donated.
-      options: those of ``jax.jit``.
-      again: what its first trace is to give, where that is known, and the outcome of it.
+      options: of ``jax.jit``.
+      again: for the first trace, in place of the user's function: an evaluated jaxpr of it, and its Outcome.
     """
 
     __slots__ = ("__weakref__", "_first", "in_groups", "inputs", "jitted")
@@ -76,7 +77,7 @@ class Compiled:
                     leaves[position] = value
                 groups, outcome = crossing.run(function, leaves, donated)
                 returned = groups if in_groups else groups[0]
-            usual = first.setdefault(None, outcome)  # at once, whatever other threads trace
+            usual = first.setdefault(None, outcome)  # atomic: another thread may be tracing, too
             if not in_groups and outcome == usual and outcome.read == usual.read:
                 return tuple(returned)
             return [*returned, outcome]
@@ -86,7 +87,7 @@ class Compiled:
         self.jitted = jax.jit(step, **options)
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
-        """Those that it takes, of all leaves."""
+        """The inputs, out of all leaves."""
         return [leaves[k] for k in self.inputs]
 
     def outcome_of(self, returned: Sequence[Any]) -> Outcome:
@@ -104,12 +105,15 @@ class Compiled:
 class Plan:
     """A function, compiled for one layout and its lanes.
 
-    ``everything`` takes all leaves and donates none; ``compiled`` takes those that were ever read, once that is known.
+    ``everything`` takes all leaves and donates none. ``compiled`` takes those that were ever read; None until that is
+    known.
 
     Args:
-      options: those of ``jax.jit`` for the function of any inputs.
+      crossing: makes the function pure.
+      function: the user's function.
+      options: of ``jax.jit``, whatever the inputs are.
       donated: the positions of the leaves that may be donated.
-      in_shardings: those of all leaves; None if none are given.
+      in_shardings: of all leaves; None if none are given.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class Plan:
         return Compiled(self.crossing, self._function, inputs, donated, options, again)
 
     def _compile(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> Compiled:
-        """A function of these inputs; without them, of what a trace on these leaves reads and others have read before.
+        """The function of these inputs; by default, of what this and earlier traces have read.
 
         User code runs once, on all leaves.
         """
@@ -153,14 +157,14 @@ class Plan:
             return self.everything
         donated = donated.intersection(inputs)
         compiled = self._compiled(inputs, donated, (_evaluated(traced, leaves, inputs), outcome))
-        compiled.jitted.trace(*compiled.of(leaves))  # before another thread can see it: uses up what was traced
+        compiled.jitted.trace(*compiled.of(leaves))  # uses up `again`, before another thread can see `compiled`
         return compiled
 
     def _replaced(self, outcome: Outcome) -> list[int]:
-        """The leaves that are of no use after the call: values of Variables that change, and plain ones.
+        """The leaves that are not needed after the call: values of Variables that change, and plain leaves.
 
-        No Variables if JAX is to pass what is not used too: then a trace for other shapes, which does not ask for their
-        values, would free these and return none.
+        With ``keep_unused``, no values of Variables: a trace for other shapes, which does not read them, would free
+        them and return nothing in their place.
         """
         layout, delta = self.crossing.layout, outcome.delta
         changed = set() if self._options.get("keep_unused") else {*delta.values, *[i for i, _ in delta.rows]}
@@ -169,11 +173,11 @@ class Plan:
         ]
 
     def staged(self, leaves: Sequence[Any]) -> Compiled:
-        """The function of all leaves, as it is to be lowered."""
+        """The function of all leaves, for ``lower`` and ``trace``."""
         return self._compile(leaves, self._all) if self._donated else self.everything
 
     def finish(self, packed: Packed, compiled: Compiled, returned: Sequence[Any]) -> Any:
-        """Commit what a compiled function returned to the objects that were packed; returns the user's output."""
+        """Commit what a compiled function returned to the packed objects; returns the user's output."""
         outcome = compiled.outcome_of(returned)
         out = commit(packed.layout, outcome.delta, compiled.leaves_of(returned), packed.objects)
         if self.places and at_top_level():
@@ -191,12 +195,12 @@ class Plan:
         settle(cells, self._in_shardings[: len(cells)])
 
     def call(self, packed: Packed) -> Any:
-        """Call the function on what was packed, of which a trace may borrow the objects that the function captures.
+        """Call the function on packed arguments; a trace may borrow the captured objects among them.
 
         Raises:
           ArgumentError: for a leaf that JAX cannot trace.
         """
-        with lending(self.crossing.lender, lambda: packed.objects):
+        with lending(self.crossing.traces, lambda: packed.objects):
             try:
                 compiled, returned = self._call(packed.leaves)
             except TypeError as error:
@@ -219,7 +223,7 @@ class Plan:
 
 
 def _evaluated(traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Callable[..., Any]:
-    """What was traced on all leaves, as a function of some of them: user code is not run again."""
+    """A function that was traced on all leaves, as a function of some of them, without running user code again."""
     starts = [0, *accumulate([len(jtu.tree_leaves(leaf)) for leaf in leaves])]  # a leaf may be a pytree
     returned = traced.out_info if type(traced.out_info) is tuple else traced.out_info[:-1]
     evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure([*returned])
@@ -234,7 +238,7 @@ def _evaluated(traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Cal
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments themselves.
+    """Check that JAX can trace each plain leaf of the arguments.
 
     Raises:
       ArgumentError: naming the argument, and what to do.
@@ -249,7 +253,7 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
 
 
 def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
-    """Say which leaves are shapes without values."""
+    """Note on an error which leaves are shapes without values."""
     abstract = [
         f"{format_path(path)}: {describe(leaf)}"
         for path, leaf in zip(layout.leaf_paths, leaves, strict=True)
@@ -260,8 +264,8 @@ def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> N
 
 
 _ABSTRACT = """\
-These were given as shapes without values, as nnx.eval_shape makes them, so that the function can be lowered but not \
-called. Give them values by nnx.update(model, state), or ask for shapes only by nnx.eval_shape(function, model, ...):"""
+These are shapes without values, as made by nnx.eval_shape, so the function can be lowered but not called. Give them \
+values by nnx.update(model, state), or ask for shapes only by nnx.eval_shape(function, model, ...):"""
 
 _UNTRACEABLE = """\
 {name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \

@@ -1,18 +1,17 @@
-"""Prefixes: how arguments and outputs are to be treated, down to each leaf.
+"""Prefixes: how a transform is told what to do with each leaf of its arguments and of its output.
 
-A transform is told about its arguments by a *prefix*: a pytree that stands above the tree of arguments, as in JAX, with
-a *label* at each of its leaves (an axis, a sharding, "differentiate"). For a Module the label may be a
-:class:`PrefixMapping`, which gives each of its leaves a label by filter. Leaves with the same label form a *lane*:
-they cross the JAX transform together, as one group.
+A *prefix* is a pytree prefix of the arguments, as in JAX. At its leaves are *entries*. An entry is a *label* (an axis,
+a sharding, "differentiate") for all leaves below; or, for a Module, a :class:`PrefixMapping`, which gives each leaf of
+the Module a label by filter. The leaves with one label form a *lane*: they cross the JAX transformation together, in
+one list.
 
-The labels of a packed pytree are computed here. An object that is reached twice must get the same labels both ways,
-leaf by leaf.
+This file computes the label of each leaf of a packed pytree. An object that can be reached by two paths must get the
+same labels by both, leaf by leaf.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,15 +103,15 @@ class StateSharding(PrefixMapping):
 
 
 def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
-    """The label or mapping that ``prefix`` gives each node and leaf of ``tree``.
+    """The entry of ``prefix`` for each node and leaf of ``tree``.
 
     Raises:
       PrefixError: if ``prefix`` is not a prefix of ``tree``; ``name`` is what the user calls it.
     """
-    contexts: list[Any] = []
+    entries: list[Any] = []
 
-    def expand(context: Any, subtree: Any) -> None:
-        contexts.extend([context] * jtu.tree_structure(subtree, is_leaf=is_node).num_leaves)
+    def expand(entry: Any, subtree: Any) -> None:
+        entries.extend(same_entries(entry, subtree))
 
     try:
         jtu.tree_map(expand, prefix, tree, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping) or is_node(x))
@@ -123,7 +122,12 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
             f"{name}={prefix!r} does not fit the values it describes: {problem}. Give one label for all, or the same "
             "tuples, lists and dicts as the values, down to some level."
         ) from None
-    return contexts
+    return entries
+
+
+def same_entries(entry: Any, tree: Any) -> list[Any]:
+    """``entry`` for each node and leaf of ``tree``."""
+    return [entry] * jtu.tree_structure(tree, is_leaf=is_node).num_leaves
 
 
 class StateAxes(PrefixMapping):
@@ -140,9 +144,9 @@ class StateAxes(PrefixMapping):
 
 
 class TreeState(PrefixMapping):
-    """What :func:`prefix` returns for a Module: labels that a function of path and leaf gives.
+    """What :func:`prefix` returns for a Module: the label of a leaf is given by a function of its path and value.
 
-    ``state`` has the label of each leaf; its keys are attributes, too.
+    ``state`` is a State with the label of each leaf; its keys are also attributes.
     """
 
     def __init__(self, function: Callable[[tuple, Any], Label], state: State):
@@ -154,7 +158,7 @@ class TreeState(PrefixMapping):
         return tuple(dict.fromkeys(label for _, label in to_flat_state(self.state)))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "state":  # of one that is being copied
+        if name == "state":  # of a TreeState that is being copied, and has no attributes yet
             raise AttributeError(name)
         return getattr(self.state, name)
 
@@ -176,15 +180,15 @@ class TreeState(PrefixMapping):
 
 
 def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any], Label], /) -> Any:
-    """Return a prefix for ``node``: what a transform is told about each of its leaves.
+    """Return a prefix for ``node``, such as its ``in_axes``: a label for each of its leaves.
 
     Args:
       node: a Module, or a pytree with Modules.
-      filter_map: from filters to labels, the first that fits counts; or a function of the path of a leaf, from the
-        argument down, and the leaf.
+      filter_map: a mapping from filters to labels, of which the first that fits counts; or a function of the path of a
+        leaf, from the argument down, and the leaf.
 
     Returns:
-      ``node`` with a label in place of each leaf, and labels by path, as a State has them, in place of each Module.
+      ``node`` with a label in place of each leaf, and labels by path, like a State, in place of each Module.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> d = {'a': nnx.Param(jnp.array(2)), 'b': nnx.BatchStat(jnp.arange(3))}
@@ -212,7 +216,7 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
 
 
 def labels_in(prefix: Any) -> list[Label]:
-    """Every label that a prefix can give."""
+    """Every label that a prefix may give to a leaf."""
     found = jtu.tree_leaves(prefix, is_leaf=_is_whole)
     return [label for x in found for label in (x.labels if isinstance(x, PrefixMapping) else (x,))]
 
@@ -222,10 +226,10 @@ def _is_whole(x: Any) -> bool:
 
 
 def check_axes(axes: Any, name: str, what: str, *others: Label) -> None:
-    """Check that a prefix gives axes, None, or other labels of a transform.
+    """Check that each label of a prefix is an axis, None, or one of ``others``.
 
     Raises:
-      PrefixError: naming the label that it is not.
+      PrefixError: naming the label that is none of these.
     """
     refuse_nodes(axes, name)
     for axis in labels_in(axes):
@@ -235,16 +239,16 @@ def check_axes(axes: Any, name: str, what: str, *others: Label) -> None:
 
 
 def prefix_key(prefix: Any) -> tuple:
-    """A prefix as something to compare and to hash."""
+    """A prefix in a form that can be compared and hashed."""
     leaves, structure = jtu.tree_flatten(prefix, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping))
     return tuple(leaves), structure
 
 
 def refuse_nodes(prefix: Any, name: str) -> None:
-    """Check that a prefix, which the user calls ``name``, is made of labels alone.
+    """Check that there is no Module or Variable in a prefix, which the user calls ``name``.
 
     Raises:
-      PrefixError: if there is a Module or a Variable in it.
+      PrefixError: if there is one.
     """
     for x in jtu.tree_leaves(prefix, is_leaf=is_node):
         if is_node(x):
@@ -256,52 +260,57 @@ def refuse_nodes(prefix: Any, name: str) -> None:
 
 
 class Labels:
-    """The label of each leaf of a table, by the row that owns it.
+    """The labels of the leaves of a table.
 
     Args:
       rows: of the table.
-      values: gives the values of a row (of a Variable: itself), for filters that look at them.
+      values: what filters see of each row: the Variable itself, or the arrays that a node holds.
+
+    Attributes:
+      of_row: the labels of the leaves of each row.
     """
 
     def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]):
         self.rows, self.values = rows, values
         self.of_row: dict[int, list[Label]] = {}
-        self._reached: dict[int, tuple[tuple, Any, int]] = {}  # row -> its first path, the context there, its depth
-        self.returning = False  # whether the call is over: a label may then give way to the one an object came in with
+        self._reached: dict[int, tuple[tuple, Any, int]] = {}  # row -> its first path, the entry and the depth there
+        self.returning = False  # whether the call is over; then a label may give way to the one that an object has
 
-    def visit(self, root: Spec, contexts: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
-        """Label everything below a pytree whose children have the given contexts; returns the labels of ``plain``.
+    def visit(self, root: Spec, entries: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
+        """Label everything below a pytree whose children have these entries.
 
-        ``plain`` are the leaves of the pytree itself. Mappings see paths without their first ``depth`` keys.
+        Returns the labels of ``plain``, the leaves of the pytree itself. Mappings see paths without the first ``depth``
+        keys.
         """
         own: list[Label] = []
         children = zip(root.paths, root.children, strict=True) if isinstance(root, Tree) else [((), root)]
-        for (path, spec), context in zip(children, contexts, strict=True):
-            self._descend([(spec, path, own, plain)], context, depth)
+        for (path, spec), entry in zip(children, entries, strict=True):
+            self._descend([(spec, path, own, plain)], entry, depth)
         return own
 
     def of_variables(self, layout: Layout) -> list[Label]:
-        """The labels of the Variables of the layout that was visited, in order."""
+        """The labels of the Variables of the visited layout, in order."""
         return [self.of_row[i][0] for i in layout.variables]
 
     def revisit(self, count: int, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]) -> None:
-        """Go over the first ``count`` rows as they are after a call: new objects get labels from what holds them."""
+        """Visit the first ``count`` rows as they are after a call; a new object gets its labels from its holder."""
         before, self.rows, self.values = self.rows, rows, values
         for i in range(count):
             row = rows[i]
-            if row is before[i] and not values(i):  # it holds what it held, and nothing that filters look at
+            if row is before[i] and not values(i):  # it refers to the same objects as before, and has no leaves
                 continue
             if isinstance(row, NodeRow) and i in self._reached:
-                path, context, depth = self._reached[i]
+                path, entry, depth = self._reached[i]
                 self.of_row[i] = []
                 fields = [(spec, (*path, name), self.of_row[i], values(i)) for name, spec in reversed(row.fields)]
-                self._descend(fields, context, depth)
+                self._descend(fields, entry, depth)
 
-    def _descend(self, stack: list[tuple[Spec, tuple, list[Label], Sequence[Any]]], context: Any, depth: int) -> None:
+    def _descend(self, stack: list[tuple[Spec, tuple, list[Label], Sequence[Any]]], entry: Any, depth: int) -> None:
+        """Label everything below the specs on the stack: (spec, path, labels of its row so far, values of its row)."""
         while stack:
             spec, path, labels, values = stack.pop()
             if spec is LEAF:
-                labels.append(_resolve(context, path[depth:], values[len(labels)]))
+                labels.append(_resolve(entry, path[depth:], values[len(labels)]))
             elif isinstance(spec, Tree):
                 stack.extend(
                     (child, (*path, *key), labels, values)
@@ -310,11 +319,11 @@ class Labels:
             elif isinstance(spec, Ref):
                 i, row = spec.index, self.rows[spec.index]
                 if i in self._reached:
-                    self._check_alias(i, path, context, depth)
+                    self._check_alias(i, path, entry, depth)
                     continue
-                self._reached[i] = path, context, depth
+                self._reached[i] = path, entry, depth
                 if isinstance(row, VariableRow):
-                    self.of_row[i] = [_resolve(context, path[depth:], self.values(i)[0])]
+                    self.of_row[i] = [_resolve(entry, path[depth:], self.values(i)[0])]
                 else:
                     self.of_row[i] = []
                     stack.extend(
@@ -323,23 +332,23 @@ class Labels:
                         if type(child) is not Const
                     )
 
-    def _check_alias(self, i: int, path: tuple, context: Any, depth: int) -> None:
-        """A shared object must get the same labels along every path; compares them leaf by leaf."""
+    def _check_alias(self, i: int, path: tuple, entry: Any, depth: int) -> None:
+        """Check that a shared object gets the same labels by this path as by its first, leaf by leaf."""
         stack, seen = [(i, path)], set()
         while stack:
             i, path = stack.pop()
             if i not in self._reached or i in seen:
                 continue
             seen.add(i)
-            first, first_context, _ = self._reached[i]
-            if context == first_context and not isinstance(context, PrefixMapping):
+            first, first_entry, _ = self._reached[i]
+            if entry == first_entry and not isinstance(entry, PrefixMapping):
                 continue
             row = self.rows[i]
             parts = list(_parts(row.fields)) if isinstance(row, NodeRow) else [((), LEAF)]
             stack.extend((spec.index, (*path, *key)) for key, spec in parts if isinstance(spec, Ref))
             leaves = [key for key, spec in parts if spec is LEAF]
-            for key, value, old in zip(leaves, self.values(i), self.of_row[i], strict=False):  # not all, in a cycle
-                new = _resolve(context, (*path, *key)[depth:], value)
+            for key, value, old in zip(leaves, self.values(i), self.of_row[i], strict=False):  # in a cycle not yet all
+                new = _resolve(entry, (*path, *key)[depth:], value)
                 if new != old and not (self.returning and _yields(new, old)):
                     raise AliasingError(
                         f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
@@ -349,7 +358,7 @@ class Labels:
 
 
 def _parts(fields: Sequence[tuple[Any, Spec]]) -> Iterator[tuple[tuple, Spec]]:
-    """The leaves and objects directly held by a node, with their paths below it."""
+    """The leaves and objects that a node holds directly, with their paths below it."""
     stack: list[tuple[tuple, Spec]] = [((name,), spec) for name, spec in reversed(fields)]
     while stack:
         path, spec = stack.pop()
@@ -361,22 +370,22 @@ def _parts(fields: Sequence[tuple[Any, Spec]]) -> Iterator[tuple[tuple, Spec]]:
 
 
 def _yields(new: Label, old: Label) -> bool:
-    """Whether a label says of itself that it gives way to the one that an object has already."""
+    """Whether a label gives way to the one that an object already has."""
     yields_to = getattr(new, "yields_to", None)
     return yields_to is not None and yields_to(old)
 
 
-def _resolve(context: Any, path: tuple, leaf: Any) -> Label:
-    return context.map_prefix(path, leaf) if isinstance(context, PrefixMapping) else context
+def _resolve(entry: Any, path: tuple, leaf: Any) -> Label:
+    return entry.map_prefix(path, leaf) if isinstance(entry, PrefixMapping) else entry
 
 
-def labels_after(before: Labels, layout: Layout, after: After, out_contexts: Sequence[Any]) -> list[Label]:
-    """The labels of the leaves that come back from a call, given those of the arguments and of the output."""
+def labels_after(before: Labels, layout: Layout, after: After, out_entries: Sequence[Any]) -> list[Label]:
+    """The labels of the leaves that come back from a call, given the labels of the arguments."""
     labels = copy.copy(before)
     labels.returning = True
     labels.of_row, labels._reached = dict(before.of_row), dict(before._reached)
     labels.revisit(len(layout.rows), after.rows, after.values_of)
-    own = labels.visit(after.root, out_contexts, after.own)
+    own = labels.visit(after.root, out_entries, after.own)
     return [own[k] if i < 0 else labels.of_row[i][k] for i, k in after.owners]
 
 
@@ -387,7 +396,7 @@ def lane_numbers(labels: Sequence[Label], lanes: Sequence[Label]) -> tuple[int, 
 
 
 def split_lanes(leaves: Sequence[Any], lane_of: Sequence[int], count: int) -> tuple[list[Any], ...]:
-    """One list of leaves for each lane."""
+    """One list of leaves per lane."""
     if count == 1:
         return (list(leaves),)
     groups: tuple[list[Any], ...] = tuple([[] for _ in range(count)])
@@ -405,35 +414,31 @@ def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Seque
 
 
 def label_arguments(
-    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], contexts: Sequence[Any], depth: int = 2
+    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], entries: Sequence[Any], depth: int = 2
 ) -> tuple[Labels, list[Label]]:
     """The labels of packed ``Arguments``, by row and in the order of the leaves.
 
-    Mappings see paths from each argument down.
+    Mappings see paths without the first ``depth`` keys (``args[0]``).
     """
-    owned: dict[int, Sequence[Any]] = {i: (objects[i],) for i in layout.variables}
-    arrays = iter(leaves[len(layout.variables) :])
-    for i, row in enumerate(layout.rows):
-        if isinstance(row, NodeRow):
-            owned[i] = list(itertools.islice(arrays, layout.held_by.get(i, 0)))
-    labels = Labels(layout.rows, owned.__getitem__)
-    own = labels.visit(layout.root, contexts, list(arrays), depth)
-    in_order = labels.of_variables(layout)
-    for i, row in enumerate(layout.rows):
-        if isinstance(row, NodeRow):
-            in_order += labels.of_row[i]
+    values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
+    for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
+        values.setdefault(i, []).append(leaf)
+    labels = Labels(layout.rows, lambda i: values.get(i, ()))
+    own = labels.visit(layout.root, entries, values.get(-1, ()), depth)
     labels.values = _no_values  # a compiled function keeps the labels, and must not keep the model that it first saw
-    return labels, in_order + own
+    return labels, [own[k] if i < 0 else labels.of_row[i][k] for i, k in layout.owners]
 
 
 def _no_values(row: int) -> Sequence[Any]:
-    raise AssertionError("Labels of arguments are asked about values after the call; revisit gives new ones.")
+    raise AssertionError("Labels of arguments were asked for values after the call; `revisit` gives new ones.")
 
 
 def mapped_size(
     layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], given: Mapping[int, str], what: str
 ) -> int | None:
-    """The common size of all axes that are labelled with a number, and of ``given`` ones; None if there are none.
+    """The common size of all mapped axes, which have numbers for labels; None if there are none.
+
+    ``given`` are sizes that the user has given, with the names of the options.
 
     Raises:
       PrefixError: if there are several sizes, or an array does not have the axis; names the paths.
@@ -459,5 +464,5 @@ def _is_of_stream(layout: Layout, path: tuple) -> bool:
 
 
 _STREAMS = """\
-It belongs to a random stream. Split the stream, which gives each lane keys of its own: @nnx.split_rngs(splits=5) \
+It belongs to a random stream. Split the stream, which gives each slice keys of its own: @nnx.split_rngs(splits=5) \
 above the transform, or rngs.split(5) for its argument; None is the axis of a stream that is passed whole."""

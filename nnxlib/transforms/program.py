@@ -1,8 +1,7 @@
-"""Programs: whole operations as functions of leaves, kept with the functions that they were made from.
+"""Programs: operations of control flow as functions of leaves, cached on the functions that they were made from.
 
-Called eagerly a program goes through ``jax.jit``, so a loop called again at top level neither traces nor compiles
-again, as with ``jax.lax``. A body that refers to a Module outside of it is traced at each call: the Module may
-have changed.
+At top level a program goes through ``jax.jit``. So a loop that is called again is neither traced nor compiled again, as
+with ``jax.lax``. A body that captures a Module is traced at each call, since the Module may have changed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.calls import followed
-from ..core.captures import CapturedObjects, watching
+from ..core.closures import CapturedObjects, watching
 from ..core.graph import Delta, Packed, commit
 from ..core.tracing import at_top_level
 
@@ -27,7 +26,7 @@ class Program:
 
     def __init__(self, function: Callable):
         self.function, self.jitted = function, jax.jit(_watched(function))
-        self.captures = False  # whether it was found to use live objects that it is not given
+        self.captures = False  # whether it was found to capture objects
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if at_top_level() and not self.captures and not followed():
@@ -58,18 +57,18 @@ class _Programs(dict):
         return _Programs, ()
 
 
-_KEPT = 64  # programs per function: with a lambda for the other branch each call makes another key
+_KEPT = 64  # programs per function: if the other branch is a lambda, each call has another key
 
 
 def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], Program]) -> Program:
-    """The program made for functions under ``key``, kept on the first of them, so that it goes when that goes.
+    """The program of some functions for ``key``, cached on the first of them, and so as long as that lives.
 
-    Only for plain functions: what another callable does may change.
+    It is cached for plain functions only, since other callables may change what they do.
     """
     if not all(isinstance(f, types.FunctionType) for f in functions):
         return make()
     programs = functions[0].__dict__.setdefault("_nnx_programs", _Programs())
-    key = (functions, *key)  # functools.wraps hands the programs on to the wrapper
+    key = (functions, *key)  # with the function itself: functools.wraps copies the attribute to other functions
     program = programs.get(key)
     if program is None:
         if len(programs) >= _KEPT:
@@ -95,6 +94,6 @@ class Result:
 
 
 def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
-    """Run a program, which returns (leaves, Result), on the packed leaves and ``extra`` ones; commit."""
+    """Run a program on the packed leaves and ``extra`` ones, and commit what it returns, (leaves, Result)."""
     leaves, result = program([*packed.leaves, *extra])
     return commit(packed.layout, result.delta, leaves, packed.objects)

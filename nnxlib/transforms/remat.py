@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ..core.variables import MISSING
+from .callables import static_arguments
 from .classes import lifts_classes
-from .lift import lift, static_arguments
+from .lift import lift
 
 
 @lifts_classes("__call__")

@@ -1,10 +1,13 @@
 """``scan``: a loop over an axis, with Modules that are stacked, carried, or passed whole.
 
-Each leaf of the arguments has one of three labels. An *axis*: iteration ``i`` sees slice ``i``, and what it puts there
-is stacked again. ``Carry``: what one iteration leaves there the next one finds. ``None``: every iteration sees all of
-it, and may not change it; but it may draw from a random stream, which gives each iteration the same keys, and goes on
-behind them after the loop. One argument may be labelled ``Carry`` as a whole; its place in the output is the ``Carry``
-in ``out_axes``.
+Each leaf of the arguments has one of three labels:
+
+- An *axis*: iteration ``i`` sees slice ``i``, and the values that it leaves there are stacked again.
+- ``Carry``: each iteration sees the value that the one before it has left.
+- ``None``: every iteration sees the whole value, and may not change it. The exception is a random stream, which gives
+  each iteration the same keys, and after the loop gives none of these again.
+
+One argument as a whole may be labelled ``Carry``; the ``Carry`` in ``out_axes`` is its place in the output.
 """
 
 from __future__ import annotations
@@ -20,12 +23,11 @@ import jax.tree_util as jtu
 from ..core.calls import repeated
 from ..core.errors import PrefixError, format_path, listed
 from ..core.graph import Layout, Spec, Tree
-from ..core.objects import is_node
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
 from ..core.variables import MISSING, RngCount
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
-from .body import Body, delta_of, own_states, positions_of, structural_rows, trace_body
+from .body import Body, delta_of, own_states, structural_rows, trace_body
 from .body_checks import (
     BodyError,
     check_types,
@@ -35,9 +37,10 @@ from .body_checks import (
     successors,
     widened,
 )
+from .callables import by_position, resolve
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
-from .lift import Arguments, by_position, place_of, resolve
+from .lift import Arguments, place_of
 from .prefixes import (
     PrefixMapping,
     broadcast_prefix,
@@ -47,6 +50,7 @@ from .prefixes import (
     labels_in,
     mapped_size,
     prefix_key,
+    same_entries,
 )
 from .program import Program, Result, program_of, run_program
 
@@ -57,7 +61,7 @@ class _Label(type):
 
 
 class Carry(metaclass=_Label):
-    """The label of what is handed from one iteration to the next; used as the class itself: ``nnx.Carry``."""
+    """The label of what is passed from one iteration to the next. The class itself is the label: ``nnx.Carry``."""
 
 
 @lifts_classes()
@@ -77,23 +81,23 @@ def scan(
 
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
-      length: the number of iterations, when nothing has an axis.
+      length: the number of iterations, needed if nothing has an axis.
       reverse: whether to go from the last slice to the first.
       unroll: how many iterations to put into one step of the compiled loop.
-      in_axes: for each positional argument ``nnx.Carry`` (one at most), an axis, None, or for a Module
+      in_axes: for each positional argument ``nnx.Carry`` (for one at most), an axis, None, or for a Module
         :class:`StateAxes` of these. Keyword arguments that have no position are passed whole.
       out_axes: the same for the output, without None; has ``nnx.Carry`` if ``in_axes`` has.
-      transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one. Other
-        metadata that names the axes gets a name under its own key.
+      transform_metadata: ``{nnx.PARTITION_NAME: name}``: the name of this axis for Variables that have names for their
+        axes. Other metadata with names of axes gets a name under its own key.
       data_transform: ``data_transform(label, state)`` is called inside the body for each label (an axis, None or
         ``nnx.Carry``) with the State of the Variables that have it, as the body is to see them: slices, for an axis.
         It returns them with other values, say with ``jax.lax.with_sharding_constraint``. Paths begin with the number
         or name of the argument.
 
     Returns:
-      A function of the same arguments. What changes in a stacked Module is stacked, what changes in a carried one is
-      there after the last iteration, both on the object that was passed in. Where the body returns a new object in
-      place of a carried one, such as a State of sums, the carry that comes out has a new one, too.
+      A function of the same arguments. The objects that were passed in are changed: a stacked Module gets the stacked
+      values, a carried one those of the last iteration. If the body returns a new object in place of a carried one,
+      such as a State of sums, the carry that comes out has a new one, too.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> stack = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
@@ -103,9 +107,9 @@ def scan(
 
     Raises:
       PrefixError: if ``in_axes`` or ``out_axes`` does not fit, or sizes differ, or what is passed whole (None) is
-        changed, but for drawing from a random stream.
-      BodyError: if what is carried changes its shape or dtype, or the structure of anything changes other than by
-        attaching Variables in a lane with an axis; names the path.
+        changed, other than by drawing from a random stream.
+      BodyError: if what is carried changes its shape or dtype, or any structure changes other than by attaching
+        Variables to an object with an axis; names the path.
     """
     options: dict[str, Any] = {"reverse": reverse, "unroll": unroll, "_split_transpose": _split_transpose}
     ours: dict[str, Any] = {
@@ -136,7 +140,7 @@ def looped(
 ) -> Callable:
     """``f`` as the body of ``loop(step, init, xs, length=...)``, which is ``jax.lax.scan`` or computes the same.
 
-    ``loop_key`` tells one loop from another.
+    ``loop_key`` identifies the loop in the keys of programs.
     """
     function, bound, bound_kwargs = resolve(f)
     name = axis_name_in(transform_metadata)
@@ -163,16 +167,15 @@ def looped(
         args, kwargs = by_position(f, args, kwargs)
         kwargs = {**bound_kwargs, **kwargs}
         axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-        contexts = [None] * len(jtu.tree_leaves(bound, is_leaf=is_node)) + broadcast_prefix(axes, args, "in_axes")
-        contexts += [None] * len(jtu.tree_leaves(kwargs, is_leaf=is_node))
+        entries = same_entries(None, bound) + broadcast_prefix(axes, args, "in_axes") + same_entries(None, kwargs)
         arguments = Arguments((*bound, *args), kwargs)
         with recorded_anew(arguments):
-            return loop_over(arguments, axes, contexts)
+            return loop_over(arguments, axes, entries)
 
-    def loop_over(arguments: Arguments, axes: Any, contexts: list[Any]) -> Any:
+    def loop_over(arguments: Arguments, axes: Any, entries: list[Any]) -> Any:
         packed = pack_call(arguments)
         layout = packed.layout
-        labels, in_order = label_arguments(layout, packed.leaves, packed.objects, contexts)
+        labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
         size = _length(layout, packed.leaves, in_order, length)
         carried = None if place is None else ("args", *(p + shift for p in place))
 
@@ -226,7 +229,7 @@ def _run(
         for k, x in zip(sliced, xs, strict=True):
             now[k] = x
         results = body.run(now)
-        # A stream that is passed whole starts anew each time, and has to end behind the last key that any has drawn.
+        # A stream that is passed whole starts at the same count in each iteration; it must end at the highest count.
         after = [
             results[k] if body.labels[k] is Carry else jnp.maximum(x, results[k])
             for k, x in zip(handed_on, carry, strict=True)
@@ -246,11 +249,13 @@ def _run(
 
 
 def _moved(x: Any, source: int, destination: int) -> Any:
-    return x if source == destination else jnp.moveaxis(x, source, destination)  # no operation: it would be NaN's first
+    if source == destination:  # no operation, which would be blamed for NaNs
+        return x
+    return jnp.moveaxis(x, source, destination)
 
 
 def _check_changes(layout: Layout, body: Body, replaced: Mapping[int, int]) -> None:
-    """Refuse what the body cannot have done once for each iteration, and values that have no place to go."""
+    """Refuse changes that a loop cannot make in each iteration, and values that have no place to go."""
     refuse([change for change in structural_changes(layout, body) if not change.added], "body of scan")
     structural = structural_rows(layout, body)
     problems = []
@@ -274,7 +279,7 @@ the Variable before the loop."""
 
 
 def _handed_on(body: Body) -> list[int]:
-    """Which leaves that come back are handed on: the carried ones, and counts of streams that are passed whole."""
+    """Which of the leaves that come back go to the next iteration: carried ones, and counts of streams passed whole."""
     return [k for k, label in enumerate(body.labels) if not _is_axis(label)]
 
 
@@ -286,8 +291,8 @@ def _is_count(layout: Layout, row: int) -> bool:
 def _recurring(
     layout: Layout, body: Body, labels: list[Any], replaced: Mapping[int, int]
 ) -> tuple[list[int], list[Any]]:
-    """Of each leaf that is handed on: its position among the arguments' leaves; its type coming out."""
-    handed_on, positions = _handed_on(body), positions_of(layout)
+    """For each leaf that goes to the next iteration, its position among the leaves of the arguments, and its type."""
+    handed_on, positions = _handed_on(body), layout.owner_positions
     first_plain = positions.get((-1, 0), len(labels))
     plain = iter([k for k in range(first_plain, len(labels)) if labels[k] is Carry])
     owners = [body.owners[k] for k in handed_on]
@@ -313,7 +318,7 @@ def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
 
 
 def _check_carry(layout: Layout, place: tuple, body: Body, out_place: tuple) -> dict[int, int]:
-    """Check that the carry comes out with the structure that went in; which new objects stand for which old ones."""
+    """Check that the carry comes out with the structure that went in; returns :func:`successors` of the objects."""
 
     def below(spec: Spec, prefix: tuple) -> list[tuple[tuple, Spec]]:
         items = zip(spec.paths, spec.children, strict=True) if isinstance(spec, Tree) else [((), spec)]

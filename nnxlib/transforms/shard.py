@@ -8,18 +8,17 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 
 from ..core.errors import format_path
 from ..core.graph import Packed
-from ..core.objects import is_node
 from ..core.placement import settle
 from ..core.records import pack_call
 from ..core.tracing import at_top_level
 from ..core.variables import MISSING, Cell
+from .callables import Observed, resolve
 from .classes import lifts_classes
-from .lift import Arguments, Observed, lift_lanes, resolve
-from .prefixes import broadcast_prefix, label_arguments
+from .lift import Arguments, lift_lanes
+from .prefixes import broadcast_prefix, label_arguments, same_entries
 
 
 @lifts_classes()
@@ -63,9 +62,9 @@ def shard_map(
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any) -> Any:
-        contexts = [_REPLICATED] * len(_leaves(bound))
-        contexts += broadcast_prefix(tuple(in_specs) if isinstance(in_specs, list) else in_specs, args, "in_specs")
-        contexts += [_REPLICATED] * len(_leaves(bound_kwargs))
+        entries = same_entries(_REPLICATED, bound)
+        entries += broadcast_prefix(tuple(in_specs) if isinstance(in_specs, list) else in_specs, args, "in_specs")
+        entries += same_entries(_REPLICATED, bound_kwargs)
         arguments = Arguments((*bound, *args), bound_kwargs)
 
         def over(pure: Callable, lanes: tuple) -> Callable:
@@ -78,7 +77,7 @@ def shard_map(
                 except ValueError as error:
                     if function.has_raised(error):
                         raise
-                    named = map(_by_name, _names(arguments, contexts, lanes), groups)
+                    named = map(_by_name, _names(arguments, entries, lanes), groups)
                     raise ValueError(_explain(pure, specs, options, tuple(named)) or str(error)) from None
 
             return run
@@ -89,7 +88,7 @@ def shard_map(
             specs = [_REPLICATED if label is None else label for label in labels]
             where.update(zip([packed.objects[i]._cell for i in packed.layout.variables], specs, strict=False))
 
-        out = lift_lanes(over, function, arguments, contexts, out_specs, note)
+        out = lift_lanes(over, function, arguments, entries, out_specs, note)
         if at_top_level() and not axis_names:  # else a spec says nothing of the other axes
             settle(where, where.values(), mesh)
         return out
@@ -98,10 +97,6 @@ def shard_map(
 
 
 _REPLICATED = jax.sharding.PartitionSpec()
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jtu.tree_leaves(tree, is_leaf=is_node)
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -120,9 +115,9 @@ def _explain(pure: Callable, specs: tuple, options: dict[str, Any], groups: tupl
     return None
 
 
-def _names(arguments: Arguments, contexts: Sequence[Any], lanes: tuple) -> list[list[str]]:
+def _names(arguments: Arguments, entries: Sequence[Any], lanes: tuple) -> list[list[str]]:
     layout, leaves, objects = pack_call(arguments)
-    _, in_order = label_arguments(layout, leaves, objects, contexts)
+    _, in_order = label_arguments(layout, leaves, objects, entries)
     named = [(format_path(path), label) for path, label in zip(layout.leaf_paths, in_order, strict=True)]
     return [[name for name, label in named if label == lane] for lane in lanes]
 

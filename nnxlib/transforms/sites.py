@@ -1,16 +1,15 @@
-"""Sites: the short way of a jitted call, when nothing structural has changed since an earlier one.
+"""Call sites: the fast path of a jitted call, taken if no structure has changed since an earlier call.
 
-Each object among the arguments keeps a :class:`~nnxlib.core.records.Record`. The interned layouts of the records and
-the form of the arguments make the key of a :class:`Site`, which knows the plan, and which cells of the records the
-compiled function reads and writes. So a call is: find the site; gather one flat list of arrays; go through JAX's own
-C++ dispatch; write the cells that changed. Nothing here grows with the model but the two loops over the cells that the
-function touches.
+Each object among the arguments keeps a :class:`~nnxlib.core.records.Record`. The *form* of the arguments (how many
+there are, their names, the containers around them) and the interned layouts of the records are the key of a
+:class:`Site`. It knows the plan, and which cells of the records the compiled function reads and writes. So a call has
+four steps: find the site, gather one flat list of arrays, call JAX's C++ dispatch, write the cells that changed. Only
+the two loops over cells take time in proportion to a size: that of what the function touches, not of the model.
 
-A site refers to no object: what it picks of a record is kept on the record, which goes when the model does.
+The most frequent calls, with objects and plain arrays and no change of structure, have a :class:`Shortcut`, which skips
+the search for the site. Each record keeps its :class:`Part` of it, to be found by the :class:`Form`.
 
-The most frequent calls, of objects and plain arrays that change no structure, have a :class:`Shortcut`, in which all
-this has been looked up. Each record keeps its :class:`Part` of it, found by the :class:`Form` in which the arguments
-are given.
+A site refers to no object. The cells that it selects are kept on the record, which goes when the model does.
 """
 
 from __future__ import annotations
@@ -30,32 +29,33 @@ import numpy as np
 from ..core.graph import LEAF, Layout, Spec, StaticArgument, Tree, commit, value_of
 from ..core.inputs import AbsentInput
 from ..core.objects import is_node
-from ..core.records import KEPT, Numbers, Record, record_of, turned
+from ..core.records import KEPT, CellNumbers, Record, record_of, refreshed
 from ..core.variables import Cell, reader, write_cells, writer
 from .lift import Outcome
 from .plan import Compiled, Plan
 
-_LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added as they are met
-# What takes arguments apart: the first only tuples, lists and dicts, in half the time of the other, which takes apart
-# all that JAX does but for the objects.
+_LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
+# Two ways to flatten arguments: the first only knows tuples, lists and dicts, and takes half the time of the second,
+# which knows all pytrees except nodes and Variables.
 _containers = type(jtu.default_registry)(
     enable_none=True, enable_tuple=True, enable_namedtuple=True, enable_list=True, enable_dict=True
 )
 FLATTEN = _containers.flatten, functools.partial(jtu.tree_flatten, is_leaf=is_node)
 
-# What was found of a call: the key of its site, the leaves, the records of the objects among them, the other leaves.
+# What is found of a call: the key of its site, its leaves (objects are leaves, too), the records of the objects, and
+# the other leaves, which are called plain.
 Found = tuple[tuple, Sequence[Any], list[Record], list[Any]]
 
 
 def with_names(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, tuple]:
-    """All arguments in the order in which they are packed, and how they are given."""
+    """All arguments in the order in which they are packed, and their form."""
     if len(kwargs) > 1:
         kwargs = dict(sorted(kwargs.items()))
     return (*args, *kwargs.values()), (len(args), *kwargs)
 
 
 def unfold(row: Sequence[Any], form: Hashable, flatten: Callable, has_static: bool) -> tuple[list[Any], tuple]:
-    """The leaves and objects in the arguments, and how they are given with what is in containers and what is static."""
+    """The leaves of the arguments, and their form with the containers around them and the static arguments."""
     leaves, treedef = flatten(row)
     if not has_static:
         return leaves, (form, treedef)
@@ -64,7 +64,7 @@ def unfold(row: Sequence[Any], form: Hashable, flatten: Callable, has_static: bo
 
 
 def in_order(leaves: Sequence[Any], arguments: Any) -> bool:
-    """Whether leaves are in the order in which they are packed; a named tuple may be registered with one of its own."""
+    """Whether leaves are in the order in which they are packed; a class registered with JAX may have its own order."""
     packed = [x for x in FLATTEN[1](arguments)[0] if type(x) is not StaticArgument]
     return len(leaves) == len(packed) and all(map(operator.is_, leaves, packed))
 
@@ -72,7 +72,7 @@ def in_order(leaves: Sequence[Any], arguments: Any) -> bool:
 def look(leaves: Sequence[Any], form: Hashable) -> Found | None:
     """Find the objects among the leaves of a call, and their records.
 
-    None if an object has none to rely on, or something is no leaf.
+    None if a record is not reliable, or if one of the leaves is a container.
     """
     key: list[Hashable] = [form]
     records, plain = [], []
@@ -82,7 +82,7 @@ def look(leaves: Sequence[Any], form: Hashable) -> Found | None:
             plain.append(x)
         elif is_node(x):
             record = x._nnx_record
-            if record is None or record.mutable or not record.is_quiet():
+            if record is None or record.mutable or not record.try_use():
                 record = record_of(x)
                 if record.snapshot is not None:
                     return None
@@ -102,26 +102,26 @@ def _is_leaf(x: Any) -> bool:
     if isinstance(x, jax.Array | np.generic):
         _LEAF_TYPES.add(type(x))
         return True
-    return jtu.all_leaves([x]) and not isinstance(x, types.MethodType)  # which may be bound to a Module
+    return jtu.all_leaves([x]) and not isinstance(x, types.MethodType)  # a method may be bound to a Module
 
 
 def objects_in(leaves: Sequence[Any]) -> list[Any]:
     """All objects in the leaves, by row."""
-    found = [y for x in leaves if is_node(x) for y in record_of(x).rows(x)]
+    found = [y for x in leaves if is_node(x) for y in record_of(x).objects_with(x)]
     return list({id(y): y for y in found}.values())
 
 
 def _sharing(leaves: Sequence[Any], records: list[Record]) -> tuple:
-    """What objects have in common, as static data: empty if nothing, else an entry (shared rows, Variables and arrays
-    that are not in an earlier object) for each. Computed once for the same records.
+    """What the objects of several records share: empty if nothing, else for each record its rows that are also in an
+    earlier record, and the numbers of its Variables and arrays that are not. Static; computed once for these records.
     """
     first = records[0]
     serials = tuple([record.serial for record in records])
-    found = first.pairs.get(serials)
+    found = first.sharing.get(serials)
     if found is None:
-        if len(first.pairs) >= KEPT:  # entries of objects that are gone
-            first.pairs.clear()
-        found = first.pairs[serials] = _find_sharing([x for x in leaves if is_node(x)], records)
+        if len(first.sharing) >= KEPT:  # probably with objects that are gone
+            first.sharing.clear()
+        found = first.sharing[serials] = _find_sharing([x for x in leaves if is_node(x)], records)
     return found
 
 
@@ -130,7 +130,7 @@ def _find_sharing(roots: Sequence[Any], records: Sequence[Record]) -> tuple:
     entries, any_shared = [], False
     for k, (x, record) in enumerate(zip(roots, records, strict=True)):
         shared = {}
-        for row, y in enumerate(record.rows(x)):
+        for row, y in enumerate(record.objects_with(x)):
             first = place.setdefault(id(y), (k, row))
             if first != (k, row):
                 shared[row] = first
@@ -143,7 +143,7 @@ def _find_sharing(roots: Sequence[Any], records: Sequence[Record]) -> tuple:
 
 # --- what a compiled function reads and writes ----------------------------------------------------------------------
 
-Picks = list[tuple[int, Numbers | None]]  # which cells of which record; None for all
+Picks = list[tuple[int, CellNumbers | None]]  # the number of a record, and which of its cells; None for all
 
 
 def _cells(picks: Picks, records: Sequence[Record]) -> list[list[Cell]]:
@@ -151,7 +151,7 @@ def _cells(picks: Picks, records: Sequence[Record]) -> list[list[Cell]]:
 
 
 class _Places:
-    """The places of the leaves of a layout: which record, and which of its cells or arrays; or a plain one."""
+    """Where the leaves of a layout are found: in which record, and in which of its cells or arrays."""
 
     def __init__(self, layout: Layout, shared: tuple, records: Sequence[Record]):
         everything = [(range(len(record.cells)), range(len(record.arrays))) for record in records]
@@ -162,20 +162,20 @@ class _Places:
         self.row = dict(zip(layout.variables, range(len(self.cells)), strict=True))
 
     def picks(self, positions: Sequence[int]) -> Picks:
-        """The cells of the Variables at these positions."""
+        """Where to find the cells of the Variables at these positions."""
         chosen: list[list[int]] = [[] for _ in self.sizes]
         for position in positions:
             k, j = self.cells[position]
             chosen[k].append(j)
         return [
-            (k, None if len(found) == n else Numbers(found))
+            (k, None if len(found) == n else CellNumbers(found))
             for k, (found, n) in enumerate(zip(chosen, self.sizes, strict=True))
             if found
         ]
 
 
 class _Reads:
-    """Where the leaves come from that a compiled function takes: cells, arrays in nodes, all of the plain leaves."""
+    """Where the inputs of a compiled function come from: cells, arrays in nodes, and all plain leaves."""
 
     def __init__(self, compiled: Compiled, places: _Places):
         self.compiled, self.jitted = compiled, compiled.jitted
@@ -193,7 +193,7 @@ class _Reads:
 
 
 def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
-    """The function that makes an output without objects of the leaves that came back; its own start at a place."""
+    """A function from the leaves that came back to the output, which has no objects; its leaves begin at ``start``."""
     if root is LEAF:
         return operator.itemgetter(start)
     if isinstance(root, Tree) and all(x is LEAF for x in root.children):
@@ -203,7 +203,7 @@ def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
 
 
 class _Writes:
-    """Where what a trace returns goes: values into cells, and the other leaves into the output."""
+    """Where the leaves that come back go: the first into cells, the others into the output."""
 
     def __init__(self, outcome: Outcome, places: _Places):
         delta = outcome.delta
@@ -213,7 +213,7 @@ class _Writes:
 
 
 class Site:
-    """A call of one structure."""
+    """Calls with arguments of one structure."""
 
     __slots__ = ("__weakref__", "_all_writes", "_places", "_reads", "_writes", "plan")
 
@@ -226,10 +226,10 @@ class Site:
         self._all_writes: dict[Outcome, _Writes] = {}
 
     def call(self, found: Found, forms: dict[Hashable, Form]) -> Any:
-        """Call the compiled function with what was found, and write what it changed; leave a shortcut for next time.
+        """Call the compiled function with what was found, and write what it changed; make a shortcut for next time.
 
         Raises:
-          AbsentInput: if it is not known yet what to pass, or for these arguments the function reads more.
+          AbsentInput: if the inputs are not known yet, or the function reads more of these arguments than before.
         """
         key, leaves, records, plain = found
         compiled, reads = self.plan.compiled, self._reads
@@ -249,7 +249,7 @@ class Site:
     def finish(
         self, arguments: Sequence[Any], records: Sequence[Record], compiled: Compiled, returned: Sequence[Any]
     ) -> Any:
-        """Write what a compiled function returned, and return the output."""
+        """Write the changes that a compiled function returned, and return the user's output."""
         leaves, outcome, writes = compiled.leaves_of(returned), compiled.outcome_of(returned), self._writes
         if writes is None or writes.outcome is not outcome:
             if outcome.delta.rows:
@@ -259,7 +259,7 @@ class Site:
             out = value_of(writes.root, objects_in(arguments), iter(leaves[writes.start :]))
         else:
             out = writes.output(leaves)
-        if writes.cells:  # last: what can fail must fail before
+        if writes.cells:  # last, after everything that can fail
             write_cells([*chain(*_cells(writes.cells, records))], leaves)
         return out
 
@@ -277,7 +277,7 @@ class Site:
     def _shorten(
         self, form: Form, leaves: Sequence[Any], records: list[Record], reads: _Reads, outcome: Outcome
     ) -> None:
-        """Leave a shortcut with the records."""
+        """Make a shortcut, and keep its parts on the records."""
         places = [k for k, x in enumerate(leaves) if is_node(x)]
         form.place = places[0]
         plain = [k for k in range(len(leaves)) if k not in places]
@@ -287,64 +287,64 @@ class Site:
             inputs, outputs = (
                 [*chain(*_cells([x for x in picks if x[0] == k], records))] for picks in (reads.cells, writes.cells)
             )
-            if len(record.shortcuts) >= KEPT:  # of functions that are gone
+            if len(record.shortcuts) >= KEPT:  # probably of functions that are gone
                 record.shortcuts.clear()
             record.shortcuts[form] = Part(shortcut, place, inputs, outputs)
 
 
 class Shortcut:
-    """A call of some objects and plain arrays.
+    """A call with some objects and plain leaves that only changes values of Variables.
 
-    To the function it refers weakly: one that is dropped is not kept by the models that it was called with.
+    It refers to the function weakly, so that a model does not keep a function alive that it was passed to.
     """
 
     __slots__ = ("compiled", "others", "output", "plain", "site")
 
     def __init__(self, site: Site, reads: _Reads, writes: _Writes, others: list[int], plain: list[int]):
         self.site, self.compiled = weakref.ref(site), weakref.ref(reads.compiled)
-        self.others, self.plain = others, plain  # where among the leaves the objects are but for the first; the others
+        self.others, self.plain = others, plain  # the places, among the leaves, of the later objects; of plain leaves
         self.output = writes.output
 
 
 class Part:
-    """What a shortcut reads and writes of one object: its very cells. Kept on the record of the object alone."""
+    """The cells of one object that a shortcut reads and writes. Kept on the record of the object, and nowhere else."""
 
     __slots__ = ("inputs", "outputs", "place", "read", "shortcut", "write")
 
     def __init__(self, shortcut: Shortcut, place: int, inputs: list[Cell], outputs: list[Cell]):
         self.shortcut, self.place = shortcut, place  # of the object among the leaves
         self.inputs, self.outputs = inputs, outputs
-        self.read, self.write = reader(inputs), writer(outputs)  # where there is no other object
+        self.read, self.write = reader(inputs), writer(outputs)  # used if the object is the only one
 
 
 class Form:
-    """How a function is given its arguments: the key to the shortcuts of such calls, on the records of the objects."""
+    """The form of the arguments of one function; by it, the records of the objects keep the shortcuts of such calls."""
 
     __slots__ = ("place",)
 
     def __init__(self) -> None:
-        self.place = 0  # of the first object among the leaves, in the last call
+        self.place = 0  # of the first object among the leaves, when a shortcut was last made
 
     def call(self, leaves: Sequence[Any]) -> Any:
-        """Call by the shortcut; :data:`ELSEWHERE` if this is not the way of this call.
+        """Call by the shortcut; :data:`NO_SHORTCUT` if there is none for this call.
 
         Raises:
-          AbsentInput, CapturedObjects: if for these shapes the function reads more than it did before.
+          AbsentInput, CapturedObjects: if the function reads more for these shapes than it did before.
         """
         place = self.place
         try:
             record = leaves[place]._nnx_record
-            if not record.stamp.valid and not turned(record):
-                return ELSEWHERE
+            if not record.stamp.valid and not refreshed(record):
+                return NO_SHORTCUT
             part = record.shortcuts.get(self)
-        except AttributeError:  # no object, or nothing is kept about it
-            return ELSEWHERE
+        except AttributeError:  # not an object, or without a record
+            return NO_SHORTCUT
         if part is None or part.place != place or record.unchecked == 1:
-            return ELSEWHERE
+            return NO_SHORTCUT
         shortcut = part.shortcut
         compiled = shortcut.compiled()
         if compiled is None:
-            return ELSEWHERE
+            return NO_SHORTCUT
         record.unchecked -= 1
         cells = part.outputs
         others: Sequence[Record] = ()
@@ -354,11 +354,11 @@ class Form:
             inputs, others = [cell.value for cell in part.inputs], []
             for place in shortcut.others:
                 other = getattr(leaves[place], "_nnx_record", None)
-                if other is None or other.unchecked == 1 or not (other.stamp.valid or turned(other)):
-                    return ELSEWHERE
+                if other is None or other.unchecked == 1 or not (other.stamp.valid or refreshed(other)):
+                    return NO_SHORTCUT
                 part = other.shortcuts.get(self)
                 if part is None or part.shortcut is not shortcut or part.place != place:
-                    return ELSEWHERE
+                    return NO_SHORTCUT
                 other.unchecked -= 1
                 others.append(other)
                 inputs += [cell.value for cell in part.inputs]
@@ -366,12 +366,12 @@ class Form:
             for k in shortcut.plain:
                 x = leaves[k]
                 if type(x) not in _LEAF_TYPES:
-                    return ELSEWHERE
+                    return NO_SHORTCUT
                 inputs.append(x)
             returned = compiled.jitted(*inputs)
-        if type(returned) is not tuple:  # of a trace that did something else
+        if type(returned) is not tuple:  # a trace with another outcome
             site = shortcut.site()
-            assert site is not None  # its plan has what is compiled
+            assert site is not None  # its plan refers to `compiled`
             return site.finish(leaves, [record, *others], compiled, returned)
         out = shortcut.output(returned)
         if others:
@@ -381,8 +381,8 @@ class Form:
         return out
 
 
-class _Elsewhere:
+class _NoShortcut:
     __slots__ = ()
 
 
-ELSEWHERE = _Elsewhere()
+NO_SHORTCUT = _NoShortcut()

@@ -1,12 +1,12 @@
-"""Traces: what a jitted function was traced for, and why again.
+"""Traces: how often a jitted function was traced, and why it was traced again.
 
 A jitted function is traced once for each structure of its arguments (a :class:`~nnxlib.core.graph.Layout`: classes,
 static values, sharing, the metadata of Variables) and each set of shapes and dtypes of the arrays that it reads. Each
-trace leaves a note of these in the :class:`Traces` of the function. Asked to *explain*, it compares the last note with
-the earlier one that is nearest to it: what differs between the two is why the function had to be traced again.
+trace leaves a note of these in the :class:`Traces` of the function. To *explain* the last trace, its note is compared
+with the earlier note that is most similar: what differs between the two is why the function had to be traced again.
 
-A function that is traced at every call is slower than an eager one. When a number of calls in a row were each traced,
-and for the same reason, a :class:`~nnxlib.core.errors.RetraceWarning` says so.
+A function that is traced at every call is slower than an eager one. When several calls in a row were each traced for
+the same reason, a :class:`~nnxlib.core.errors.RetraceWarning` says so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..core.graph import Layout, Tree
 from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
 
-_KEPT = 32  # notes
-_IN_A_ROW = 8  # traced calls, before there is a warning
+_KEPT = 32  # how many notes
+_IN_A_ROW = 8  # how many traced calls cause a warning
 
 
 class _Note(NamedTuple):
@@ -37,7 +37,7 @@ class _Note(NamedTuple):
 
 
 class Traces:
-    """The notes of one jitted function. Also stands for the function where it must not be kept alive."""
+    """The notes of one jitted function. Also stands for the function where a reference would keep that alive."""
 
     def __init__(self, name: str):
         self.name = name
@@ -48,7 +48,7 @@ class Traces:
         self._reason: list[tuple] = []
 
     def note(self, layout: Layout, leaves: Sequence[Any]) -> None:
-        """Note that a trace has succeeded, and warn if all of the last calls were traced for one reason."""
+        """Note that a trace has succeeded; warn if the last calls were all traced, and for the same reason."""
         types = {
             path: ", ".join(map(_type_of, jax.tree.leaves(leaf)))
             for path, leaf in zip(layout.leaf_paths, leaves, strict=True)

@@ -7,6 +7,7 @@ or complex type are differentiated: there is no loss here that only the ``Param`
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from ..core.graph import Packed, commit, pack
 from ..core.records import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
+from .callables import resolve
 from .grad import split_aux
 from .jit import check_traceable
-from .lift import Arguments, Outcome, cross, resolve
+from .lift import Arguments, Outcome, cross
 from .prefixes import PrefixMapping, join_lanes, split_lanes
 from .tangents import INEXACT, OUTPUT, DiffState, Tangents, by_argument, differentiated, shape_of
 
@@ -54,9 +56,9 @@ class Derivation:
     def pure(self, leaves: list[Any]) -> tuple[list[Any], tuple[list[Any], Outcome, Tangents]]:
         """From leaves to the leaves of the output that have a tangent; beside them, all that comes back."""
         joined = join_lanes((leaves, self._rest), self.lane_of)
-        direct, after = cross(self._run, self.packed.layout, joined, take=lambda pair: pair)
-        found = Tangents.of_leaves(direct.layout, direct.leaves)
-        return found.take(direct.leaves), (after.leaves, Outcome(after.delta, ()), found)
+        (primal, _), after = cross(self._run, self.packed.layout, joined, part=operator.itemgetter(1))
+        found = Tangents.of_leaves(primal.layout, primal.leaves)
+        return found.take(primal.leaves), (after.leaves, Outcome(after.delta, ()), found)
 
     def _run(self, *args: Any, **kwargs: Any) -> tuple[Packed, Any]:
         out = self.function(*args, **kwargs)

@@ -11,12 +11,12 @@ import jax.tree_util as jtu
 
 from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
-from ..core.objects import is_node
 from ..core.variables import MISSING
 from .axes import NO_METADATA, AxisName, axis_name_in
+from .callables import Observed, by_position, resolve, static_arguments
 from .classes import lifts_classes
-from .lift import Arguments, Observed, by_position, lift_lanes, resolve, static_arguments
-from .prefixes import broadcast_prefix, check_axes, mapped_size
+from .lift import Arguments, lift_lanes
+from .prefixes import broadcast_prefix, check_axes, mapped_size, same_entries
 
 
 @lifts_classes()
@@ -35,14 +35,14 @@ def vmap(
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
       in_axes: for each positional argument the axis to map over, None to pass it whole, or for a Module
-        :class:`StateAxes`. An argument passed by name takes the axis of its position, and axis 0 if there is none.
-        What changes in an argument comes back with the axis it went in with.
+        :class:`StateAxes`. An argument passed by name has the axis of its position, or axis 0 if it has no position.
+        What changes in an argument comes back with the same axis.
       out_axes: the same for the output.
       axis_name: a name for the axis, for collectives inside.
-      axis_size: the size of the axis, when no argument has one.
+      axis_size: the size of the axis, needed if no argument has one.
       spmd_axis_name: as in ``jax.vmap``.
-      transform_metadata: ``{nnx.PARTITION_NAME: name}``: what a Variable that names its axes calls this one. Other
-        metadata that names the axes gets a name under its own key.
+      transform_metadata: ``{nnx.PARTITION_NAME: name}``: the name of this axis for Variables that have names for their
+        axes. Other metadata with names of axes gets a name under its own key.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> make = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))
@@ -93,9 +93,9 @@ def pmap(
       out_axes: as of :func:`vmap`.
       devices: the devices to run on.
       backend: as in ``jax.pmap``.
-      axis_size: the size of the axis, when no argument has one.
+      axis_size: the size of the axis, needed if no argument has one.
       static_broadcasted_argnums: numbers of arguments that are part of the program; their ``in_axes`` must be None.
-      donate_argnums: accepted, and without effect: nothing is deleted.
+      donate_argnums: accepted, without effect: nothing is deleted.
       transform_metadata: as of :func:`vmap`.
     """
     options: dict[str, Any] = {"axis_name": axis_name, "devices": devices, "backend": backend, "axis_size": axis_size}
@@ -128,9 +128,17 @@ def mapped(
     check: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     others: Sequence[Any] = (),
 ) -> Callable:
-    """``f`` behind ``over``, with a lane for each axis; ``axis`` is its name in the metadata of Variables.
+    """``f`` under a JAX transformation that maps it over an axis, with a lane for each label.
 
-    ``others`` are what may stand where there is no axis, besides None.
+    Args:
+      f: the user's function.
+      over: as of :func:`~nnxlib.transforms.lift.lift_lanes`.
+      in_axes: the prefix of the arguments.
+      out_axes: the prefix of the output.
+      what: the name of the transform, for messages.
+      axis: the name of the axis in the metadata of Variables.
+      check: as of :func:`~nnxlib.transforms.lift.lift_lanes`.
+      others: labels that are allowed besides an axis and None.
     """
     function, bound, bound_kwargs = resolve(f)
     check_axes(in_axes, "in_axes", what, *others)
@@ -139,14 +147,14 @@ def mapped(
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-        if isinstance(axes, tuple) and len(axes) > len(args):  # some of them are meant for arguments passed by name
+        if isinstance(axes, tuple) and len(axes) > len(args):  # some are for arguments that are passed by name
             args, kwargs = by_position(f, args, kwargs)
-        contexts = [None] * len(_leaves(bound))  # what was bound to f is passed whole
-        contexts += broadcast_prefix(axes, args, "in_axes")
+        entries = same_entries(None, bound)  # what was bound to f is passed whole
+        entries += broadcast_prefix(axes, args, "in_axes")
         named = {**bound_kwargs, **kwargs}
         for name in sorted(named):
-            contexts += [0 if name in kwargs else None] * len(_leaves(named[name]))
-        return lift_lanes(over, function, Arguments((*bound, *args), named), contexts, out_axes, check, axis)
+            entries += same_entries(0 if name in kwargs else None, named[name])
+        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, check, axis)
 
     return wrapped
 
@@ -156,12 +164,8 @@ def _check_sizes(what: str, axis_size: int | None, packed: Packed, labels: Seque
     return mapped_size(packed.layout, packed.leaves, labels, given, what)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return jtu.tree_leaves(tree, is_leaf=is_node)
-
-
 def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
-    """``transform(pure, out_axes)``; where JAX refuses what comes back, find out which value it is."""
+    """``transform(pure, out_axes)``, with an error that names the value if JAX refuses one that comes back."""
     out_axes = (lanes, None)
 
     def run(*groups: Sequence[Any]) -> Any:
@@ -183,10 +187,10 @@ def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
 
 
 def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
-    """What comes back with too few axes for the one that it is to get."""
+    """A line for each value that comes back with too few axes to be stacked along its label."""
     try:
         found, outcome = jax.eval_shape(transform(pure, (0, None)), *groups)
-    except ValueError:  # it fails for another reason, which JAX says best
+    except ValueError:  # it fails for another reason; the error of JAX is shown
         return []
     names = [outcome.names(k) for k in range(len(lanes))]
     return [
@@ -199,7 +203,7 @@ def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Seq
 
 
 def _mapped_leaves(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
-    """The paths of the leaves in the lane None that depend on the mapped axis, by trying one at a time."""
+    """The paths of the leaves in the lane None that depend on the mapped axis, found by trying one at a time."""
     lane, names = lanes.index(None), list[str]()
 
     def only(k: int | None) -> Callable:
@@ -212,7 +216,7 @@ def _mapped_leaves(pure: Callable, lanes: tuple, transform: Callable, groups: Se
 
     try:
         jax.eval_shape(transform(only(None), 0), *groups)
-    except ValueError:  # it fails for another reason, which JAX says best
+    except ValueError:  # it fails for another reason; the error of JAX is shown
         return []
     found = []
     for k, name in enumerate(list(names)):

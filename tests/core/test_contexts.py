@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.contexts import LinkedGraphDef, leaf_rows
+from nnxlib.core.contexts import LinkedGraphDef
 from nnxlib.core.errors import NonExhaustiveFiltersError, StateMismatchError
 from nnxlib.core.graph import NodeRow, Ref, VariableRow, pack
 from nnxlib.core.records import record_of
@@ -134,10 +134,10 @@ def test_equal_graphs_with_equal_sharing_have_equal_graphdefs():
     assert jax.tree.leaves(defs(True)) == []
 
 
-def test_leaf_rows_gives_the_owner_of_each_leaf():
+def test_the_owner_of_each_leaf():
     """Variables come first, then the arrays of nodes, then those of the pytree."""
     packed = pack((Mixed(), jnp.array(8.0)))
-    owners = [packed.layout.rows[i].type.__name__ if i >= 0 else None for i in leaf_rows(packed.layout)]
+    owners = [packed.layout.rows[i].type.__name__ if i >= 0 else None for i, _ in packed.layout.owners]
     assert owners == ["Param", "BatchStat", "Param", "Mixed", "Mixed", None]
 
 

@@ -37,7 +37,7 @@ def test_a_record_describes_what_pack_finds():
     record, packed = record_of(m), pack(m)
     assert record.layout is packed.layout
     assert all(a is b for a, b in zip(record.leaves(m), packed.leaves, strict=True))
-    assert all(a is b for a, b in zip(record.rows(m), packed.objects, strict=True))
+    assert all(a is b for a, b in zip(record.objects_with(m), packed.objects, strict=True))
 
 
 def test_values_need_no_new_record():
@@ -75,7 +75,7 @@ def test_each_structural_change_makes_a_new_record(change):
     change(m)
     record, packed = record_of(m), pack(m)
     assert record.layout is packed.layout
-    assert all(a is b for a, b in zip(record.rows(m), packed.objects, strict=True))
+    assert all(a is b for a, b in zip(record.objects_with(m), packed.objects, strict=True))
 
 
 def test_a_change_elsewhere_keeps_the_record():
@@ -149,8 +149,8 @@ def test_an_object_holds_only_stamps_that_are_in_use():
     part = Layer()
     for _ in range(10):
         record_of(nnx.List([part]))
-    assert len(part._nnx_held) <= 2
-    assert len(part.w._held) <= 2
+    assert len(part._nnx_stamps) <= 2
+    assert len(part.w._stamps) <= 2
 
 
 def test_writes_around_every_check_are_found_out():

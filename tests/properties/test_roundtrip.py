@@ -130,7 +130,7 @@ def test_what_was_just_built_is_described_without_a_walk(graph: Graph, program: 
             for _ in range(2):
                 record, packed = record_of(made), pack(made)
                 assert record.layout is packed.layout
-                assert all(x is y for x, y in zip(record.rows(made), packed.objects, strict=True))
+                assert all(x is y for x, y in zip(record.objects_with(made), packed.objects, strict=True))
                 assert all(x is y for x, y in zip(record.leaves(made), packed.leaves, strict=True))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.graph import commit, pack
-from nnxlib.transforms.body import delta_of, positions_of, structural_rows, trace_body, type_of
+from nnxlib.transforms.body import delta_of, structural_rows, trace_body, type_of
 from nnxlib.transforms.body_checks import BodyError, check_types, structural_changes, widened
 from nnxlib.transforms.lift import Arguments
 from nnxlib.transforms.program import Program, program_of
@@ -54,7 +54,7 @@ def test_positions_count_leaves_in_the_order_of_the_layout():
     m = Pair()
     m.array = X
     packed = pack(Arguments((m, X), {}))
-    for owner, k in positions_of(packed.layout).items():
+    for owner, k in packed.layout.owner_positions.items():
         row, _ = owner
         expected = packed.objects[row].value if k < len(packed.layout.variables) else X
         assert packed.leaves[k] is expected

@@ -260,7 +260,7 @@ def test_a_change_is_seen(kind, change, seen):
     """After a change of any kind, the compiled function sees the object as it is."""
     m = kind()
     assert_same(seen(m), m)
-    assert record_of(m).exact == (kind is Net)
+    assert record_of(m).reliable == (kind is Net)
     CHANGES[change](m)
     assert_same(seen(m), m)
     assert_same(seen(m), m)
@@ -355,10 +355,10 @@ def test_a_call_by_another_thread_in_the_middle_of_a_write(monkeypatch, unchecke
         jitted(m)
 
     def ended(held, x):
-        stamps.end_stamps(held, x)
+        stamps.invalidate(held, x)
         in_another_thread(lambda: jitted(m))
 
-    monkeypatch.setattr(objects, "end_stamps", ended)
+    monkeypatch.setattr(objects, "invalidate", ended)
     m.scale = 3
     monkeypatch.undo()
     m.scale = 1
@@ -421,7 +421,7 @@ def interrupted(f, at, names):
 
 
 COMMITTING = {"write", "write_cells", "_restructure_node", "_restructure_variable", "_nnx_fill", "structure_changed"}
-RESTORING = {"_restore", "_nnx_restore", "_nnx_fill", "end_stamps"}
+RESTORING = {"_restore", "_nnx_restore", "_nnx_fill", "invalidate"}
 
 
 @pytest.mark.parametrize("is_captured", [False, True], ids=["argument", "captured"])

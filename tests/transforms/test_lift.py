@@ -1,4 +1,4 @@
-"""The engine: unwrapping callables, crossing as a pure function, what is checked on the way out, and nnx.lift."""
+"""The engine: crossing as a pure function, what is checked on the way out, and nnx.lift."""
 
 import functools
 import inspect
@@ -11,8 +11,8 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core import errors
-from nnxlib.core.graph import StaticArgument, commit, pack
-from nnxlib.transforms.lift import Arguments, Crossing, Outcome, cross, resolve
+from nnxlib.core.graph import commit, pack
+from nnxlib.transforms.lift import Arguments, Crossing, Outcome, cross
 from tests.properties.compare import assert_same, objects_in
 
 
@@ -32,40 +32,6 @@ class Layer(nnx.Module):
 X = jnp.ones(2)
 
 
-# --- resolve --------------------------------------------------------------------------------------------------------
-
-
-def shown(f):
-    """What resolve finds, with static values unwrapped."""
-    function, args, kwargs = resolve(f)
-    show = lambda x: ("static", x.value) if isinstance(x, StaticArgument) else x
-    return function, tuple(map(show, args)), {k: show(v) for k, v in kwargs.items()}
-
-
-def test_resolve():
-    """Partials, bound methods and callable Modules come apart; what holds data is an argument, the rest is static."""
-    layer, f = Layer(), lambda *args, **kwargs: None
-    assert shown(f) == (f, (), {})
-    assert shown(Layer) == (Layer, (), {})
-    assert shown(layer.method) == (Layer.method, (layer,), {})
-    assert shown(layer) == (Layer.__call__, (layer,), {})
-    assert shown(functools.partial(layer.method, by=2)) == (Layer.method, (layer,), {"by": ("static", 2)})
-    nested = functools.partial(functools.partial(f, 1, k=layer), layer, k="later", n=[layer])
-    assert shown(nested) == (f, (("static", 1), layer), {"k": ("static", "later"), "n": [layer]})
-
-
-def test_methods_of_other_objects_stay_as_they_are():
-    """A method bound to something that is no node is a function like any other."""
-    method = "x".join
-    assert shown(method) == (method, (), {})
-
-
-def test_a_node_that_cannot_be_called():
-    """It says so, and what to do."""
-    with pytest.raises(errors.ArgumentError, match=r"A Dict cannot be called; give its class a method __call__"):
-        resolve(nnx.Dict(a=1))
-
-
 # --- crossing -------------------------------------------------------------------------------------------------------
 
 
@@ -81,8 +47,8 @@ def test_cross_works_on_fresh_objects():
         a.w.value, a.extra = a.w + 1, 1
         return a, b
 
-    direct, after = cross(f, packed.layout, packed.leaves)
-    assert direct is None
+    fresh, after = cross(f, packed.layout, packed.leaves)
+    assert fresh[0] is fresh[1][0] is seen[0]
     assert not set(map(id, seen)) & set(map(id, objects_in(layer)))
     assert_same(layer, Layer())
     out = commit(packed.layout, after.delta, after.leaves, packed.objects)
@@ -90,11 +56,11 @@ def test_cross_works_on_fresh_objects():
     assert (layer.extra, layer.w.value.tolist()) == (1, [2, 2])
 
 
-def test_part_of_the_output_can_go_around():
-    """`take` splits the output into what is returned as it is and what is packed."""
+def test_a_part_of_the_output_is_packed():
+    """The output is returned as it is; of the chosen part of it, commit makes what the caller sees."""
     packed = pack(Arguments((Layer(),), {}))
-    direct, after = cross(lambda m: (3.0, m), packed.layout, packed.leaves, take=lambda out: out)
-    assert direct == 3.0
+    out, after = cross(lambda m: (3.0, m), packed.layout, packed.leaves, part=lambda out: out[1])
+    assert out[0] == 3.0
     assert commit(packed.layout, after.delta, after.leaves, packed.objects) is packed.objects[0]
 
 
@@ -102,7 +68,7 @@ def test_the_pure_function():
     """Groups of leaves in, groups of leaves and an Outcome out; only what changed comes back; it is pure."""
     layer = Layer()
     packed = pack(Arguments((layer, X), {}))
-    pure = Crossing(packed.layout).pure(lambda m, x: m(x))
+    pure = Crossing(packed.layout).purify(lambda m, x: m(x))
     for _ in range(2):
         (leaves,), outcome = pure(packed.leaves)
         assert [np.asarray(x).tolist() for x in leaves] == [1, [1, 1]]
@@ -123,7 +89,7 @@ def test_outcomes_compare_by_value():
 
     def outcome(f, layer):
         packed = pack(Arguments((layer, X), {}))
-        return Crossing(packed.layout).pure(f)(packed.leaves)[1]
+        return Crossing(packed.layout).purify(f)(packed.leaves)[1]
 
     one, two = outcome(lambda m, x: m(x), Layer()), outcome(lambda m, x: m(x) + 1, Layer(2.0))
     other = outcome(lambda m, x: (m(x), setattr(m, "extra", 1)), Layer())
@@ -224,7 +190,7 @@ def test_lift_with_more_than_the_output():
 def test_an_outcome_is_not_data():
     """Outcomes are static in output pytrees: JAX hands them through, and they hold no arrays."""
     packed = pack(Arguments((Layer(), X), {}))
-    _, outcome = jax.jit(Crossing(packed.layout).pure(lambda m, x: m(x)))(packed.leaves)
+    _, outcome = jax.jit(Crossing(packed.layout).purify(lambda m, x: m(x)))(packed.leaves)
     assert isinstance(outcome, Outcome)
     assert jax.tree.leaves(outcome) == []
     assert pickle.loads(pickle.dumps(outcome.delta)) == outcome.delta

@@ -149,10 +149,10 @@ def test_a_prefix_that_does_not_fit(prefix):
 # --- labels of leaves -----------------------------------------------------------------------------------------------
 
 
-def labels_of(contexts, *args, **kwargs):
+def labels_of(entries, *args, **kwargs):
     """Path -> label, of every leaf of packed arguments."""
     packed = pack(Arguments(args, kwargs))
-    _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
+    _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
     assert len(labels) == len(packed.leaves)
     paths = [".".join(map(str, path[1:])) for path in packed.layout.leaf_paths]
     return dict(zip(paths, labels, strict=True))
@@ -170,7 +170,7 @@ def test_an_object_is_no_prefix(node):
             make()
 
 
-def test_each_leaf_gets_the_label_of_its_context():
+def test_each_leaf_gets_the_label_of_its_entry():
     """Variables, arrays of nodes and plain leaves, in the order of the leaves."""
     assert labels_of(["m", "x", "kw"], Net(), 1.0, k=Net()) == {
         "0.a": "m", "0.stat": "m", "0.array": "m", "1": "x", "k.a": "kw", "k.stat": "kw", "k.array": "kw",
@@ -195,7 +195,7 @@ def test_arrays_in_tuples_lists_and_dataclasses():
 
 
 def test_shared_objects_with_one_prefix():
-    """The same context, or mappings that agree leaf by leaf, are fine along any number of paths; so are cycles."""
+    """The same entry, or mappings that agree leaf by leaf, are fine along any number of paths; so are cycles."""
     net, agreeing = Net(), PrefixMapping({nnx.Param: 0, nnx.BatchStat: 1, ...: 2})
     net.self = net
     assert labels_of([0, 0], net, net)["0.a"] == 0

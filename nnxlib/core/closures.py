@@ -1,17 +1,18 @@
-"""Closures: live objects that a traced function uses without having been given them.
+"""Closures: live objects that a traced function captures, that is, uses without taking them as arguments.
 
-``nnx.jit(lambda x: model(x))`` traces a function that refers to a live model. As a constant of the trace its weights
-would be frozen for ever, so a jitted function finds out what it captures, and takes it as a further input:
+``nnx.jit(lambda x: model(x))`` traces a function that refers to a live model. If the weights became constants of the
+trace, later calls would not see them change. So a jitted function finds out what it captures, and takes that as
+further inputs:
 
-1. While it traces, it *watches*. Whenever a Variable is read or a Module is called, packed or written that lives
-   outside of the trace, the object is *noticed*. A trace that noticed some is thrown away (:class:`CapturedObjects`).
-2. The next trace *borrows* them: for its duration the very objects hold the tracers of the new inputs and belong to the
-   trace, so the function may read and write them through whatever reference it has. Afterwards, also when it fails,
-   they are exactly as before; what changed is in the Delta, and is committed as for any argument.
+1. While it traces, it *watches*. When the function reads a Variable, or calls, packs or writes a Module, that was made
+   outside of the trace, the object is *noticed*. A trace that noticed some is abandoned (:class:`CapturedObjects`).
+2. The next trace *borrows* these objects. While it runs, the live objects themselves hold the tracers of the new inputs
+   and belong to the trace, so the function may read and write them through any reference it has. Afterwards, also
+   when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
-Modules that the function names itself are captured from the start; whether it still refers to the same objects, each
-call finds out by ``references.py``. Functions without closures pay one test of :attr:`Watch.count` per read, and only
-while something is being traced.
+Modules that the function names directly count as captured before the first trace. Each call checks that the function
+still refers to the same objects (references.py). A function without closures pays one test of :attr:`Watch.count` per
+read, and only while something is being traced.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CapturedObjects(BaseException):
 class _Thread(threading.local):
     watch: Watch | None = None
     loan: tuple[object, Callable[[], Sequence[Any]]] | None = None
-    borrowed: tuple[Any, ...] = ()  # live objects that belong to a running trace for now
+    borrowed: tuple[Any, ...] = ()  # the live objects that running traces have borrowed
     caller: TraceRef = None  # the trace from which the innermost jitted function was called
 
 
@@ -44,14 +45,14 @@ _thread = _Thread()
 
 
 class Watch:
-    """What one trace has captured so far: objects made under a trace outside of it, with all that is below them."""
+    """What one trace has captured so far: objects made outside of it, with everything below them."""
 
-    count = 0  # how many there are, in all threads
+    count = 0  # of all watches, in all threads
 
     def __init__(self, outer: Watch | None):
         self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
         self.roots: list[Any] = []
-        self.covered: dict[int, Any] = {}  # by id; holds the objects, so that an id is not used again
+        self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
 
     def notice(self, x: Any, trace: TraceRef) -> None:
         if id(x) not in self.covered and any(trace is outside for outside in self.outside):
@@ -61,17 +62,17 @@ class Watch:
 
 
 def notice(x: Any, trace: TraceRef) -> None:
-    """Tell the innermost watch of this thread that an object is used; call it when ``Watch.count`` is not 0."""
+    """Tell the innermost watch of this thread that an object is used; to be called if ``Watch.count`` is not 0."""
     if _thread.watch is not None:
         _thread.watch.notice(x, trace)
 
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Watch for captured objects in the block, if it belongs to another trace than its caller (see jax.disable_jit).
+    """Watch for captured objects within the block, unless it runs in the trace of its caller (under jax.disable_jit).
 
     Raises:
-      CapturedObjects: when the block ends, or fails, after having captured some.
+      CapturedObjects: when the block ends or fails, if it has captured some.
     """
     if current_trace() is _thread.caller:
         yield
@@ -93,7 +94,7 @@ def watching() -> Iterator[None]:
 
 
 class lending:
-    """Within the block, a trace may borrow the objects (by row) from ``lender``."""
+    """Within the block, a trace for ``lender`` may borrow these objects, given by row."""
 
     __slots__ = ("_loan", "_outer")
 
@@ -109,14 +110,14 @@ class lending:
 
 
 def borrowable(lender: object) -> Sequence[Any]:
-    """The objects by row that ``lender`` lends now; none, if it is another who does."""
+    """The objects, by row, that a trace for ``lender`` may borrow now; none if another one is lending."""
     loan = _thread.loan
     return loan[1]() if loan is not None and loan[0] is lender else ()
 
 
 @contextmanager
 def borrowed(objects: Sequence[Any]) -> Iterator[None]:
-    """Make live objects belong to the running trace within the block; afterwards they are exactly as before."""
+    """Let live objects belong to the running trace within the block; afterwards they are exactly as before."""
     saved = [x._nnx_save() for x in objects]
     trace, outer = current_trace(), _thread.borrowed
     _thread.borrowed = (*outer, *objects)
@@ -140,5 +141,5 @@ def _restore(objects: Sequence[Any], saved: Sequence[tuple]) -> None:
 
 
 def all_borrowed() -> tuple[Any, ...]:
-    """The live objects that belong to running traces of this thread: of this crossing, and of those around it."""
+    """The live objects that the running traces of this thread have borrowed, the innermost and those around it."""
     return _thread.borrowed

@@ -1,0 +1,105 @@
+"""Callables: what a user may pass as a function to a transform, and how its arguments are given.
+
+A bound method, a callable Module or a partial refers to objects, which have to be packed like any argument. So each
+transform first takes such a callable apart, by :func:`resolve`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core.errors import ArgumentError
+from ..core.graph import StaticArgument
+from ..core.objects import Node, is_data
+
+
+def name_of(f: Callable) -> str:
+    """The name of a function; of a callable object, that of its class."""
+    return getattr(f, "__name__", type(f).__name__)
+
+
+def _call_method(node: Node) -> Callable:
+    if not callable(node):
+        raise ArgumentError(f"A {type(node).__name__} cannot be called; give its class a method __call__.")
+    return type(node).__call__
+
+
+def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
+    """Unwrap partials, bound methods of Modules and callable Modules: ``(function, arguments, keyword arguments)``.
+
+    What was bound becomes an argument like any other, so changes to Modules in it are written back. Values without
+    data are static.
+    """
+    args: tuple = ()
+    kwargs: dict[str, Any] = {}
+    while True:
+        if isinstance(f, functools.partial):
+            args, kwargs, f = (*f.args, *args), {**f.keywords, **kwargs}, f.func
+        elif isinstance(f, types.MethodType) and isinstance(f.__self__, Node):
+            args, f = (f.__self__, *args), f.__func__
+        elif isinstance(f, Node):
+            args, f = (f, *args), _call_method(f)
+        else:
+            break
+    bound = tuple([x if is_data(x) else StaticArgument(x) for x in args])
+    return f, bound, {name: x if is_data(x) else StaticArgument(x) for name, x in kwargs.items()}
+
+
+def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call of ``f``, with keyword arguments moved to their position if they have one.
+
+    For options that are given by position, such as ``argnums``. Nothing is moved if ``f`` has no signature, as some
+    built-in functions.
+    """
+    if not kwargs:
+        return args, kwargs
+    try:
+        signature = inspect.signature(f)
+    except ValueError:
+        return args, kwargs
+    bound = signature.bind(*args, **kwargs)
+    parameters = signature.parameters
+    if any(n in parameters and parameters[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for n in bound.kwargs):
+        bound.apply_defaults()  # an argument in front of a named one was left out
+    return bound.args, {name: value for name, value in bound.kwargs.items() if name in kwargs}
+
+
+class Observed:
+    """A pure function that remembers what it raised, to tell its own errors from those of the JAX transformation."""
+
+    def __init__(self, pure: Callable):
+        self.pure, self.raised = pure, []
+        self.__name__ = getattr(pure, "__name__", "pure")
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.pure(*args)
+        except BaseException as error:
+            self.raised.append(error)
+            raise
+
+    def has_raised(self, error: BaseException) -> bool:
+        return any(error is x for x in self.raised)
+
+
+def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
+    """``call`` with the arguments of these numbers as part of the program, whether given by position or by name.
+
+    Raises:
+      ArgumentError: when called with fewer arguments.
+    """
+    static = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = by_position(call, args, kwargs)
+        if any(not -len(args) <= n < len(args) for n in static):
+            raise ArgumentError(f"static_argnums={static} does not fit a call with {len(args)} positional arguments.")
+        chosen = {n % len(args) for n in static}
+        return call(*(StaticArgument(x, (n,)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
+
+    return wrapped if static else call
