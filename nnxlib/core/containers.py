@@ -1,8 +1,8 @@
 """List and Dict: a ``list`` and a ``dict`` that are nodes of the graph.
 
-They behave as the built-in types do, and in addition report every change, refuse a change from a foreign trace, and
-turn the plain lists and dicts that are put into them into List and Dict. Assigning a plain list or dict to an
-attribute of a Module makes one. A List may have attributes beside its items; those of a Dict are its items.
+They behave like the built-in types. In addition they note every change, refuse a change under another trace, and turn
+plain lists and dicts that are put into them into List and Dict. A plain list or dict that is assigned to an attribute
+of a Module becomes one. A List may have attributes besides its items; the attributes of a Dict are its items.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _holds_objects(node: Node) -> bool:
 
 
 class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
-    """A list of Modules, Variables, arrays or static values, whose changes are seen; it may have attributes too.
+    """A list of Modules, Variables, arrays or static values, whose changes are noticed; it may have attributes too.
 
     >>> import nnxlib as nnx
     >>> layers = nnx.List([nnx.Param(1.0)])

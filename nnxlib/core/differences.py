@@ -1,15 +1,15 @@
-"""What differs between two models or States: found by path, and said in words.
+"""Differences between two models or States, found by path, and their texts.
 
-A :class:`Difference` is one place where something was there before and something else is after. ``nnx.diff`` shows them
-as a table; an error says them as changes or, where the first of the two things is what was expected, as misfits:
+A :class:`Difference` is a place at which the two differ. ``nnx.diff`` shows them as a table. An error shows them as
+changes or, if the first of the two is what was expected, as misfits:
 
     kind       as a change                      as a misfit
     removed    b: float32[3] became nothing     b: missing, expected float32[3]
     added      b: nothing became float32[3]     b: unexpected float32[3]
     shape      b: (3,) became (2,)              b: expected shape (3,), got (2,)
 
-Structures are compared in ``graphdef.py``, the leaves of States here. Which differences count is for each operation to
-say: by the comparison of two values that it passes on, and by leaving out the others.
+Structures are compared in ``graphdef.py``, the leaves of States here. Each operation decides which differences count:
+it passes a function that compares two values, and ignores other differences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every error that nnxlib raises on its own account.
+"""The errors that nnxlib raises.
 
-Each says what is wrong, where (the path, both paths when two clash), and what to write instead. All derive from
+Each says what is wrong, where (the path, or both paths if two clash), and what to write instead. All derive from
 :class:`NnxError` and from the built-in class that fits, so ``except ValueError`` keeps working.
 """
 
@@ -82,7 +82,7 @@ class PlacementError(NnxError, ValueError):
 
 
 class VariableNameError(NnxError, ValueError):
-    """A name or type that the Variable registry does not know, or knows differently."""
+    """A name or type of Variables that is not registered, or is registered otherwise."""
 
 
 def format_path(path: Iterable[Any], root: str = "") -> str:
@@ -110,7 +110,7 @@ def describe(value: Any) -> str:
 
 
 def describe_nested(value: Any, depth: int = 3) -> str:
-    """As :func:`describe`, with what tuples, lists and dicts hold: the first few items of the outer levels.
+    """Like :func:`describe`, but with the first few items of tuples, lists and dicts, for the outer levels.
 
     >>> import numpy as np
     >>> describe_nested({'x': (np.zeros(2, 'float32'), None), 'name': 'abc'})
@@ -131,7 +131,7 @@ _ITEMS = 8
 
 
 def listed(head: str, problems: Sequence[str], tail: str = "") -> str:
-    """A message with a line for each problem, of which there may be thousands: for as many as one reads.
+    """A message with a line for each problem; if there are very many, for the first of them.
 
     >>> print(listed('These differ:', ['a', 'b'], 'Use one of them.'))
     These differ:
@@ -175,7 +175,7 @@ def reachable(
 ) -> Iterator[tuple[tuple, Any]]:
     """Everything below ``root`` with its first path, in the order of the paths of a State.
 
-    ``known`` are the paths, by id, of objects that have one: ``root`` then need not be at ``()``.
+    ``known`` has the paths, by id, of objects whose paths are known, so that ``root`` need not be at ``()``.
     """
     stack: list[tuple[tuple, Any]] = [((), root)]
     while stack:

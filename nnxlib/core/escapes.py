@@ -1,8 +1,8 @@
-"""What must not leave a trace: tracers and fresh objects that hide in static values.
+"""Escapes: tracers and fresh objects that would leave a trace inside of static values.
 
-Arrays, Variables and nodes that nnxlib can see come out of a trace by way of the table. A static value comes out as it
-is, and may refer to some in places that nobody can exchange: the closure of a function, a partial, the attributes of an
-object. The live object would then hold a tracer, or a stand-in for itself; so a transform refuses such values.
+Arrays, Variables and nodes come out of a trace by way of the table, if nnxlib can find them. A static value comes out
+as it is, and may refer to a tracer or to a fresh object where it cannot be replaced: in the closure of a function, in a
+partial, in the attributes of an object. A live object would then hold it, so a transform refuses such values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .static import ATOMS, Const
 from .tracing import in_current_trace
 from .variables import Variable
 
-_MOST = 10_000  # things that are looked at for one value: it may lead to half of a program
+_MOST = 10_000  # objects to visit for one value: it may refer to half of a program
 
 
 def check_contained(after: After, borrowed: Iterable[Any]) -> None:
@@ -28,12 +28,12 @@ def check_contained(after: After, borrowed: Iterable[Any]) -> None:
 
     Args:
       after: the table at the end of the trace.
-      borrowed: live objects that hold tracers for now.
+      borrowed: live objects that running traces have borrowed, so they may hold tracers.
 
     Raises:
       TraceContextError: naming the path of the value.
     """
-    seen = {id(x): x for x in borrowed}  # not looked into: they get back what they held
+    seen = {id(x): x for x in borrowed}  # not looked into, since they are restored
     inside = {id(x) for x in after.walk.objects} - seen.keys()
     for i, row in enumerate(after.rows):
         for name, spec in row.fields if isinstance(row, NodeRow) else (("metadata", row.metadata),):
@@ -52,7 +52,7 @@ jax.tree_util.Partial."""
 
 
 def _find(value: Any, escapes: Callable[[Any], bool], seen: dict[int, Any]) -> Any:
-    """The first thing that can be reached from ``value`` and ``escapes``; None if there is none."""
+    """The first object reached from ``value`` for which ``escapes`` is true; None if there is none."""
     stack, most = [value], len(seen) + _MOST
     while stack and len(seen) < most:
         value = stack.pop()

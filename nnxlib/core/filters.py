@@ -1,4 +1,4 @@
-"""Filters: which leaves of a model are meant.
+"""Filters: how to select leaves of a model.
 
 A *predicate* is a function ``(path, value) -> bool``; ``path`` is the tuple of keys that leads to the value, such as
 ``('layers', 0, 'kernel')``. A *filter* is a predicate, or a shorthand for one:

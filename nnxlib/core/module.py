@@ -1,6 +1,6 @@
 """Module: the base class of layers and models; Sequential; and views of a Module with other settings.
 
-A Module is a Pytree with the manners of a layer: it switches between training and evaluation, records intermediate
+A Module is a Pytree that behaves like a layer: it switches between training and evaluation, records intermediate
 values, and lists its submodules.
 """
 
@@ -65,11 +65,11 @@ class Module(Pytree):
     # --- training and evaluation ---
 
     def train(self, **attributes: Any) -> None:
-        """Switch to training: ``deterministic`` and ``use_running_average`` go back to the user's own setting.
+        """Switch to training: ``deterministic`` and ``use_running_average`` get back the user's own setting.
 
-        An attribute that :meth:`eval` has overridden gets back the value it had before; one that the user has set
-        (such as ``use_running_average=True`` on a BatchNorm that is to stay frozen) is left alone; one that was never
-        set (``None``) becomes False. ``**attributes`` are set on all Modules that have them.
+        An attribute that :meth:`eval` has overridden gets the value it had before. One that the user has set (such as
+        ``use_running_average=True`` on a BatchNorm that is to stay frozen) keeps its value. One that was never set
+        (``None``) becomes False. ``**attributes`` are set on all Modules that have them.
 
         >>> import nnxlib as nnx
         >>> frozen = nnx.BatchNorm(2, use_running_average=True, rngs=nnx.Rngs(0))
@@ -85,7 +85,7 @@ class Module(Pytree):
             self.set_attributes(raise_if_not_found=False, **attributes)
 
     def eval(self, **attributes: Any) -> None:
-        """Switch to evaluation: ``deterministic`` and ``use_running_average`` become True, to be undone by train."""
+        """Switch to evaluation: ``deterministic`` and ``use_running_average`` become True; :meth:`train` undoes it."""
         for module, name in self._with_mode():
             own = getattr(module, name)
             if own is not True:
@@ -134,11 +134,11 @@ class Module(Pytree):
         init_fn: Callable[[], Any] = tuple,
         capture_noop: bool | None = None,
     ) -> bool:
-        """Record a value under ``name``, in a Variable of ``variable_type``; by default a tuple of all recorded.
+        """Record a value under ``name``, in a Variable of ``variable_type``: by default, append it to a tuple.
 
-        Take them out with ``nnx.pop(model, nnx.Intermediate)`` or run the model under ``nnx.capture``. Within a
-        ``capture`` only what has one of its types is recorded; with ``capture_noop=True`` nothing is outside of one.
-        Returns whether the value was recorded.
+        Take recordings out with ``nnx.pop(model, nnx.Intermediate)``, or run the model under ``nnx.capture``. Within a
+        ``capture`` only values of its types are recorded. With ``capture_noop=True`` nothing is recorded outside of
+        one. Returns whether the value was recorded.
 
         Raises:
           ValueError: when the attribute exists and is something else.
@@ -163,8 +163,8 @@ class Module(Pytree):
     ) -> Any:
         """Add a Variable of zeros to ``value``: its gradient is the gradient of ``value``.
 
-        Within a ``capture`` of other types, and where the Variable does not exist yet, ``value`` is returned as it is;
-        ``capture_noop`` as of :meth:`sow`.
+        If the Variable does not exist yet, it is made, unless within a ``capture`` of other types, where ``value`` is
+        returned as it is. ``capture_noop`` as of :meth:`sow`.
 
         Raises:
           ValueError: when the attribute exists and is something else.
@@ -206,7 +206,7 @@ def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:
 
 
 def _records(kind: type[Variable], only_in_capture: bool | None) -> bool:
-    """Whether to record a Variable of this very type, given what the ``nnx.capture`` around the call takes out."""
+    """Whether to record Variables of this very type, given those that the enclosing ``nnx.capture`` takes out."""
     recorded = recorded_types()
     return not only_in_capture if recorded is None else kind in recorded
 
@@ -231,7 +231,7 @@ def _set_where_found(node: Any, filters: Iterable[Filter], attributes: dict[str,
 def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
     """Yield (path, module) for each Module in a graph, children before parents.
 
-    A List or Dict with data in it counts as a Module; one of settings alone is as a plain list or dict.
+    A List or Dict with data in it counts as a Module; one without is like a plain list or dict.
 
     >>> import nnxlib as nnx
     >>> [path for path, _ in nnx.iter_modules(nnx.Sequential(nnx.Dropout(0.5)))]
@@ -263,8 +263,8 @@ def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
 class Sequential(Module):
     """Layers, or any functions, applied one after the other.
 
-    A tuple returned by one is passed on as several arguments, a dict as keyword arguments. Keyword arguments of the
-    call (``deterministic=True``, ``rngs=rngs``) are for all: each gets those that it takes, if any.
+    If one returns a tuple, its items are the arguments of the next; the items of a dict are keyword arguments. Keyword
+    arguments of the call (``deterministic=True``, ``rngs=rngs``) are passed to each layer that takes them.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
@@ -311,7 +311,7 @@ class Sequential(Module):
 
 
 def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a function takes beside so many positional ones."""
+    """The keyword arguments that a function takes, besides this number of positional ones."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some that are written in C do not tell
@@ -345,7 +345,7 @@ def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool 
 
 
 def first_from(*args: A | None, error_msg: str) -> A:
-    """Return the first argument that is not None; for settings made at the call or, failing that, on the layer.
+    """Return the first argument that is not None, for settings given in the call or else on the layer.
 
     >>> import nnxlib as nnx
     >>> at_call, of_layer = None, False

@@ -1,11 +1,11 @@
-"""Placement: a Variable that names its axes is sharded where it is made, if a mesh knows the names.
+"""Placement: a Variable with names for its axes is sharded when it is made, along the names that the mesh has.
 
-The names (metadata ``out_sharding``) are names of mesh axes, or logical names that rules turn into those. The mesh is
-the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. In place of names may stand a sharding, which
-has a mesh of its own, or a ``Format``, which says how an array that is made eagerly lies in memory, too. Names that the
-mesh does not know shard nothing: the same model runs on one device, in a unit test without a mesh, and under any mesh.
-Rules and the switch belong to the thread, and are read when a Variable is made; a compiled function keeps what it was
-traced with.
+The names (metadata ``out_sharding``) are names of mesh axes, or logical names that rules translate to these. The mesh
+is the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. In place of names there may be a sharding,
+which has its own mesh, or a ``Format``, which also gives the memory layout of an array that is made eagerly. Names that
+the mesh does not have are ignored, so the same model runs on one device, in a unit test without a mesh, and under any
+mesh. Rules and the switch are set per thread, and read when a Variable is made; a compiled function keeps those with
+which it was traced.
 """
 
 from __future__ import annotations

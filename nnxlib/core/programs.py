@@ -1,19 +1,19 @@
-"""Programs: how arithmetic is run with as few dispatches, and as few operations to trace, as possible.
+"""Programs: the arithmetic of layers, with as few dispatches, and as little to trace, as possible.
 
-A *step* is a function compiled once per shape and dtype. Called eagerly it is one dispatch, 4 us, where a single
-``jax.numpy`` or ``jax.lax`` function may take 10 to 80 us of Python. Where something else is traced it is inlined, so
-that a jaxpr holds operations and no calls.
+A *step* is a function that is compiled once per shape and dtype. An eager call is one dispatch of 4 us, where a single
+``jax.numpy`` or ``jax.lax`` function may take 10 to 80 us of Python. In a trace it is inlined, so that a jaxpr has its
+operations and no call.
 
-A *formula* is a function made of steps. Called eagerly it runs step by step. Where something else is traced, all of it
-is inlined at once from one cached trace: a LayerNorm then takes 0.1 ms to trace instead of 0.5 ms.
+A *formula* is a function made of steps. An eager call runs step by step. In a trace it is inlined as a whole, from one
+cached trace: a LayerNorm then takes 0.1 ms to trace instead of 0.5 ms.
 
-A step never holds a product and a sum of its result, unless with a barrier in between: XLA contracts ``a * b + c``
-within one program to a fused multiply-add, and an eager result would differ in the last bit from the same formula
+A step never has both a product and a sum of its result, unless with a barrier in between. Within one program XLA
+contracts ``a * b + c`` to a fused multiply-add, and an eager result would differ in the last bit from the same formula
 evaluated one operation at a time.
 
 A *product* is a step made of ``lax.dot_general`` or ``lax.conv_general_dilated``. Quantisers replace the code of these
-two while a model runs. A compiled product would go on with the code that it was traced with, before and after; so while
-it is replaced, products and formulas are plain functions.
+two while a model runs, but a compiled product would keep the code with which it was traced. So while their code is
+replaced, products and formulas are plain functions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The random streams inside a model: split, fork or reseed all that a filter takes, in place, and put them back.
+"""The random streams inside a model: split, fork or reseed those that a filter takes, in place, and restore them.
 
-A transform over an axis wants a stream per lane; afterwards the model should have its one stream again, further along.
-:func:`split_rngs` and :func:`fork_rngs` change the streams of a node in place and return what they were, as
-:class:`SplitBackups`: a context manager that puts it back. :func:`with_rngs` leaves the node alone and returns a copy
-with other streams around the same Variables. All three are decorators, too. As in ``rngs.py``, every split and fork
-consumes a key of the stream, and putting back keeps the count that was reached, so no key comes twice.
+A transform over an axis needs a stream per slice; afterwards the model should have its one stream again, further along.
+:func:`split_rngs` and :func:`fork_rngs` change the streams of a node in place and return :class:`SplitBackups`, a
+context manager that restores them. :func:`with_rngs` does not change the node, but returns a copy with other streams
+around the same Variables. All three are decorators, too. As in ``rngs.py``, every split and fork consumes a key of the
+stream, and a restored stream keeps the count that was reached, so no key comes twice.
 
 Everything is checked before the first stream is changed.
 """

@@ -29,9 +29,9 @@ from .lift import Arguments, Outcome, check_returned
 def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call ``f`` on abstract arrays; the output has ``jax.ShapeDtypeStruct`` in place of arrays.
 
-    Nothing is computed and no live object is changed: Modules in the output are new ones, also those that were passed
-    in. A Module made by ``f`` costs no memory, and is what a checkpoint is restored into. A live Module that ``f``
-    refers to may be called too, to learn the size of what comes next.
+    Nothing is computed and no live object is changed: Modules in the output are new ones, also in place of those that
+    were passed in. A Module made by ``f`` takes no memory; a checkpoint can be restored into it. ``f`` may also call a
+    live Module that it captures, for example to find the size of its output.
 
     Args:
       f: a function, a Module class, a callable Module, a bound method or a partial.
@@ -58,8 +58,8 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
 def eval_packed(f: Callable, packed: Packed) -> Any:
     """:func:`eval_shape` for arguments that have been packed.
 
-    What happened to the arguments is looked at only to refuse what no transform could bring back, and then forgotten.
-    Live objects that ``f`` refers to and writes to are borrowed, and what is written to them is forgotten as well.
+    Changes of the arguments are only checked, as by any transform, and then discarded. If ``f`` writes to live objects
+    that it captures, it is traced again while it borrows them, and these changes are discarded, too.
     """
     layout = packed.layout
     referred: list[Any] = []
@@ -94,7 +94,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
 
 
 def _live_below(roots: list[Any]) -> list[Any]:
-    """The nodes and Variables among the values, and those below them."""
+    """The nodes and Variables among some values, and those below them."""
     seen = set[int]()
     return [x for root in roots if isinstance(root, Node | Variable) for _, x in reachable(root, seen)]
 

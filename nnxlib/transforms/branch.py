@@ -1,7 +1,7 @@
 """``cond`` and ``switch``: one of several functions of Modules, chosen at run time.
 
-Within an ``nnx.capture`` each branch may record what it likes. All of it comes out, as zeros where the chosen branch
-has recorded nothing: the branches are traced once more, with the zeros added to each.
+Within an ``nnx.capture`` branches may record different things. All of them come out, as zeros if the chosen branch has
+not recorded them: the branches are traced once more, and zeros are added to each.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
 
 
 def _once_each(function: Callable[[Any], R], items: Sequence[Any]) -> list[R]:
-    """``function`` of each item, called once for items that are equal."""
+    """``function`` of each item, called once for equal items."""
     found = {item: function(item) for item in dict.fromkeys(items)}
     return [found[item] for item in items]
 
@@ -111,7 +111,7 @@ def _branch(f: Callable, count: int, k: int) -> Callable:
 
 
 def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:
-    """What the branches record for a capture, and the types, the longest of each; nothing if they are all alike."""
+    """What the branches record for a capture, with the longest type of each; empty if all record the same."""
     found: list[dict[tuple, Any]] = []
     for body in bodies:
         types = dict(zip(body.owners, body.types, strict=True))
@@ -129,7 +129,7 @@ def _length(type_: Any) -> int:
 
 
 def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
-    """A branch that has recorded all of this in the end, with zeros for what it does not record itself."""
+    """A branch that records all of this, with zeros in place of what it does not record itself."""
 
     def run(*args: Any) -> Any:
         objects = pack_call(Arguments(args, {})).objects
@@ -142,7 +142,7 @@ def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
 
 
 def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[list[Callable], Delta]:
-    """The branches as functions of leaves that all return the same ones: whatever any of them changes."""
+    """The branches as functions of leaves which all return the same leaves: those that any of them changes."""
     first, *others = bodies
     for k, body in enumerate(others, 1):
         _check_structures(layout, first, body, k)

@@ -1,8 +1,8 @@
 """``custom_vjp`` and ``custom_jvp``: functions of Modules that come with their own derivative.
 
-A rule works with what :mod:`.tangents` gives: a State by path in place of each Module. What a function changes in its
-arguments is part of what it computes. So the gradients that reach a rule are those of the arguments as the function
-leaves them and of its output, packed as one table.
+In rules, gradients and tangents have a State by path in place of each Module, see :mod:`.tangents`. The changes that a
+function makes to its arguments are part of its result. So a rule gets the gradients of the arguments, as the function
+leaves them, and of its output; together they are packed as one table.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
 
 
 class _Call:
-    """What the rules need to know of one call. It is held by what JAX traces, and so holds no object and no array.
+    """What the rules need to know of one call. What JAX traces refers to it, so it refers to no object and no array.
 
     Args:
       function: the function.
@@ -273,10 +273,10 @@ class _Call:
         return self.outputs(after)
 
     def outputs(self, after: After) -> tuple[list[Any], Outcome, Tangents]:
-        """What comes back from the function and from a rule, with the place of each leaf in the table after the call.
+        """What the function, or a rule, returns to JAX, with the place of each leaf in the table after the call.
 
         Raises:
-          ArgumentError: if a rule does something else to its arguments than the function.
+          ArgumentError: if a rule changes its arguments in another way than the function.
         """
         if self._delta is None:
             self._delta = after.delta
@@ -309,10 +309,9 @@ class _Call:
         return self.diff_of(self.tangents.fold(values).args)
 
     def gradients(self, gradients: Sequence[Any], changed: Tangents) -> tuple[tuple, Any, Collection[tuple]]:
-        """Those of the arguments as the function left them, those of the output, and the paths that have one.
+        """The gradients of the arguments as the function left them, that of the output, and the paths of all leaves.
 
-        A Variable that the function did not change, differentiated or not, is used by what follows as it was, so the
-        gradient given is zero.
+        A Variable that the function has not changed does not come back, so its gradient here is zero.
         """
         paths = changed.layout.leaf_paths
         found = {
@@ -320,12 +319,9 @@ class _Call:
             for k, gradient in zip(changed.positions, gradients, strict=True)
             if k >= 0 and paths[k] is not None and not is_float0(gradient)
         }
-        position = {path: k for k, path in enumerate(paths)}
-        held = len(self.layout.leaf_paths) - count_leaves(
-            self.layout.root
-        )  # by objects; arguments themselves come last
+        held = len(self._shapes) - count_leaves(self.layout.root)  # leaves in objects; plain arguments come last
         for path, shape in zip(self.layout.leaf_paths[:held], self._shapes[:held], strict=True):
-            after = position.get(path)
+            after = changed.layout.positions.get(path)
             if after is not None and after not in found and is_inexact(shape):
                 found[after] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
@@ -351,7 +347,7 @@ def _pair(returned: Any, rule: str, names: str) -> tuple[Any, Any]:
 
 
 def _places(table: Layout, before: Layout, after: After) -> tuple[int, ...]:
-    """The position in the table after a call of each leaf that comes back; -1 for one that nothing holds any more."""
+    """The position, in the table after a call, of each leaf that comes back; -1 if its object is no longer reached."""
     place: dict[tuple[int, int], int] = {(i, 0): k for k, i in enumerate(table.variables)}
     count = len(place)
     for i, row in enumerate(table.rows):

@@ -1,11 +1,11 @@
-"""Trees of arrays from trees with Modules in them, and back: to write a transform of one's own on top of plain JAX.
+"""Trees of arrays from trees of Modules, and back: for users who write their own transforms on top of plain JAX.
 
-:func:`to_tree` puts a :class:`NodeStates` (a GraphDef and States: a JAX pytree) in the place of each Module and
-Variable of a pytree; :func:`from_tree` is the inverse. All Modules of one tree are split in one context
-(core/contexts.py), so what they share stays shared; with the tag of an update, changes are carried back to the original
-objects. :func:`split_inputs` and :func:`merge_inputs` do that for the arguments of a function.
+:func:`to_tree` replaces each Module and Variable of a pytree by a :class:`NodeStates` (a GraphDef and States, a JAX
+pytree); :func:`from_tree` is the inverse. All Modules of one tree are split in one context (core/contexts.py), so what
+they share stays shared. With the tag of an update, changes are carried back to the original objects;
+:func:`split_inputs` and :func:`merge_inputs` do that for the arguments of a function.
 
-The transforms of nnxlib do not use this: :func:`nnxlib.lift` makes a transform out of a JAX one in a line.
+The transforms of nnxlib do not use this. :func:`nnxlib.lift` makes a transform from a JAX one in a line.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ KeyPath = tuple[Hashable, ...]
 @jtu.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class NodeStates:
-    """What stands for an object in a tree: its GraphDef, its States, and static metadata.
+    """What replaces an object in a tree: its GraphDef, its States, and static metadata.
 
-    As a pytree it has the GraphDef (static) and the States for children; ``metadata`` must compare and hash. Without a
-    GraphDef it can be a prefix of one with a GraphDef.
+    As a pytree its children are the GraphDef, which is static, and the States; ``metadata`` must be comparable and
+    hashable. Without a GraphDef it can be a prefix of one with a GraphDef.
 
     >>> import nnxlib as nnx
     >>> node = nnx.NodeStates.from_split(*nnx.split(nnx.Param(1.0)), metadata='axis 0')
@@ -220,14 +220,14 @@ def from_tree(
 
 
 def split_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_inputs") -> Callable:
-    """Let a function of plain JAX, such as a transformed one, take Modules, and write what was changed into them.
+    """Let a function that was transformed by plain JAX take Modules; what it changes is written to them.
 
-    What it transforms must have been wrapped by :func:`merge_inputs`, which returns ``(arguments, output)``: say so
-    where the transformation has options for outputs, such as ``out_axes``.
+    The function inside must be wrapped by :func:`merge_inputs`, which returns ``(arguments, output)``. Options of the
+    transformation for outputs, such as ``out_axes``, must be given for such a pair.
 
     Args:
-      f: the transformed function, or what takes functions and their arguments, such as ``jax.lax.cond``.
-      ctxtag: a tag that both have.
+      f: the transformed function, or one that takes functions and their arguments, such as ``jax.lax.cond``.
+      ctxtag: the same tag as for :func:`merge_inputs`.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> from nnxlib.transforms.general import merge_inputs, split_inputs
@@ -257,7 +257,7 @@ def split_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_input
 def merge_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_inputs") -> Callable:
     """Let a function of Modules take what :func:`split_inputs` passes; it returns ``(arguments, output)`` in that form.
 
-    Arguments that are no objects come back as None.
+    Arguments that are not objects come back as None.
     """
     if f is MISSING:
         return functools.partial(merge_inputs, ctxtag=ctxtag)
@@ -273,7 +273,7 @@ def merge_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_input
 
 
 def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
-    """Check that each object of a tree has one prefix: ``prefixes`` are those of its nodes and leaves, in order.
+    """Check that each object of a tree has one prefix, given the prefix of each node and leaf of the tree.
 
     Raises:
       AliasingError: naming both paths and both prefixes.

@@ -1,7 +1,7 @@
 """``while_loop`` and ``fori_loop``: loops over a value that may hold Modules.
 
-The number of iterations is not known, so nothing can be stacked: what the body records for an ``nnx.capture`` is that
-of the last iteration. Its recordings go round with the carry, as zeros at first, but no iteration sees them.
+The number of iterations is not known, so nothing can be stacked: of what the body records for an ``nnx.capture``, the
+last iteration's recordings come out. They are part of the carry, zeros at first, but no iteration sees them.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     step, *bound = resolve(body_fun)
     arguments = Arguments((init_val, bound, jnp.asarray(lower)), {})
     first, last = _known(lower), _known(upper)
-    # With known bounds the loop can be differentiated in reverse. At top level nothing differentiates it, and one
-    # program serves all bounds.
+    # Only a loop with known bounds can be differentiated in reverse. At top level nothing differentiates it, so there
+    # one program serves all bounds.
     static = first is not None and last is not None and (unroll is not None or not at_top_level())
 
     def apply(value: Any, bound: Any, i: Any) -> Arguments:
@@ -150,7 +150,7 @@ def _promoted(*bounds: Any) -> list[Any]:
 
 
 def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _Loop:
-    """Trace a body; again, if a number that it carries needs a wider type from the start."""
+    """Trace a body; a second time, if a weakly typed number that it carries needs a wider type from the start."""
     loop = _Loop(layout, trace_body(function, layout, leaves), leaves, what)
     wider = widened(leaves, *loop.recurring)
     if wider is not None:
@@ -161,7 +161,7 @@ def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _
 
 
 class _Loop:
-    """A traced body as a step on what it carries: the leaves that it changes, and those of the value itself."""
+    """A traced body as a step on its carry: the leaves that it changes, and those of the value itself."""
 
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
         refuse([change for change in structural_changes(layout, body) if not change.is_taken_out], what)
@@ -185,7 +185,7 @@ class _Loop:
         self.recurring = [k for k, _ in recurring], [type_ for _, type_ in recurring]
 
     def leaves(self, carry: Sequence[Any]) -> list[Any]:
-        """All leaves of the layout, those that are carried as they are now."""
+        """All leaves of the layout, with the present values of those that are carried."""
         leaves = list(self.constant)
         for k, leaf in zip(self.positions, carry, strict=True):
             if k is not None:
@@ -204,7 +204,7 @@ _HINT = (
 
 
 def _output(test: Body, leaves: Sequence[Any]) -> Any:
-    """What a test returns; JAX says what is wrong about several values."""
+    """The output of a test; if there are several values, JAX raises an error."""
     found = [x for x, (row, _) in zip(test.run(leaves), test.owners, strict=True) if row < 0]
     return found[0] if len(found) == 1 else found
 

@@ -1,8 +1,8 @@
-"""What is differentiated, and the form that gradients and tangents have for users.
+"""Tangents: which leaves are differentiated, and in which form users see gradients and tangents.
 
-Inside, a derivative is taken of a list of leaves, and its tangents are a list. Outside, they are a pytree like the
-arguments or the output they belong to, with a State by path in place of each node. :class:`Tangents` goes from one to
-the other; :func:`by_argument` and :func:`differentiated` find the leaves, given ``argnums``.
+Internally a function of a list of leaves is differentiated, and its tangents are a list. Users see a pytree like the
+arguments or the output, with a State by path in place of each node. :class:`Tangents` converts between the two;
+:func:`by_argument` and :func:`differentiated` find the leaves, given ``argnums``.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ def differentiated(
 ) -> tuple[int, ...]:
     """The lane of each leaf of packed ``Arguments``: 0 for those that are differentiated, 1 for the rest.
 
-    ``default`` says which leaves of a Module are, where there is no filter; of other arguments all are.
+    Without a filter, those of a Module are chosen by ``default``; of other arguments, all leaves are differentiated.
 
     Raises:
       PrefixError: if a filter takes no leaf.
     """
-    contexts: list[Any] = []
+    entries: list[Any] = []
     for i, arg in enumerate(args):
         for x in jtu.tree_leaves(arg, is_leaf=is_node):
-            contexts.append(_context(x, filters[i], default) if i in filters else _REST)
+            entries.append(_entry(x, filters[i], default) if i in filters else _REST)
     root = packed.layout.root
     assert isinstance(root, Tree)
-    contexts += [_REST] * (len(root.children) - len(contexts))
-    _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, contexts)
+    entries += [_REST] * (len(root.children) - len(entries))
+    _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
     lane_of = tuple(map(_LANES.index, labels))
     taken = {path[1] for path, lane in zip(packed.layout.leaf_paths, lane_of, strict=True) if lane == 0}
     for i, filter_ in filters.items():
@@ -104,7 +104,7 @@ def differentiated(
     return lane_of
 
 
-def _context(x: Any, filter_: Filter | None, default: PrefixMapping) -> Any:
+def _entry(x: Any, filter_: Filter | None, default: PrefixMapping) -> Any:
     if filter_ is None:
         return default if isinstance(x, Node) else _DIFFERENTIATED
     return PrefixMapping([(filter_, _DIFFERENTIATED), (..., _REST)])
@@ -204,10 +204,9 @@ class Tangents:
           ArgumentError: if the tree is not like the pytree, or has a value where none belongs or of another shape or
             type; names the path.
         """
-        position = {path: k for k, path in enumerate(self.layout.leaf_paths)}
         found = {}
         for path, value in _unfold(self.layout, self.layout.root, (), tree, name):
-            k = position.get(path)
+            k = self.layout.positions.get(path)
             if k is not None and k in self.positions:
                 found[k] = _like(leaves[k], value, f"The {name} of {_where(path)}")
             elif path not in ignored and not is_float0(value):
@@ -236,7 +235,7 @@ _NO_TANGENT = "A {name} was given for {path}, but {why}"
 
 
 def _fold(layout: Layout, spec: Spec, value: Any) -> Any:
-    """``value`` is what stands at the path of ``spec`` in a nested State; None if nothing does."""
+    """The pytree for ``spec``; ``value`` is what the nested State has at its path, or None."""
     if isinstance(spec, Tree):
         children = []
         for path, child in zip(spec.paths, spec.children, strict=True):
@@ -249,7 +248,7 @@ def _fold(layout: Layout, spec: Spec, value: Any) -> Any:
 
 
 def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> Iterator[tuple[tuple, Any]]:
-    """Pairs of path and value."""
+    """The inverse of :func:`_fold`: pairs of path and value."""
     if tree is MISSING or tree is None or (isinstance(tree, State) and not tree):
         return
     if isinstance(spec, Tree):
