@@ -1,8 +1,8 @@
-"""States that are the live Variables, as flax.nnx has them.
+"""States with the live Variables of the model, as in flax.nnx.
 
-There, what ``state`` and ``split`` return holds the very Variables of the model, and ``merge`` puts the Variables of a
-State into the new model. Code for flax.nnx may write to a State and expect the model to change; where it must not, it
-passes ``copy=True``. In nnxlib a State is a snapshot, so here its Variables are exchanged for the live ones.
+In flax.nnx the States that ``state`` and ``split`` return hold the Variables of the model itself, and ``merge`` puts
+the Variables of a State into the new model. Code may write to a State and expect the model to change; to avoid that, it
+passes ``copy=True``. In nnxlib a State is a snapshot, so here its Variables are replaced by the live ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
 
 
 def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) -> Any:
-    """:func:`nnxlib.merge` with the Variables of the States themselves; with ``copy`` with new ones.
+    """:func:`nnxlib.merge` with the Variables of the States themselves; with ``copy``, with new ones.
 
-    Variables of another trace are not put into a Module of this one, where nothing could be written to them.
+    Variables of another trace are not put into a Module of the running one, since they could not be written there.
     """
     made, trace = ops.merge(graphdef, *states, **options), current_trace()
     leaves = itertools.chain(*map(_flat, () if copy else states))

@@ -1,18 +1,18 @@
 """``from nnxlib.compat import flax as nnx``: the namespace of nnxlib, for code that passes flax.nnx's switches.
 
-flax.nnx has a *graph mode* and a *tree mode*, chosen by ``graph=`` and ``graph_updates=`` in each call, or for all of
-them by ``set_graph_mode`` and ``set_graph_updates``. nnxlib has one mode, which can do what either can. So the switches
-are taken and have no effect, but for what a caller can see. In tree mode, and without graph updates:
+flax.nnx has a *graph mode* and a *tree mode*, chosen by ``graph=`` and ``graph_updates=`` in each call, or for all
+calls by ``set_graph_mode`` and ``set_graph_updates``. nnxlib has one mode, which can do what either can. So the
+switches are accepted, and only change what a caller can see. In tree mode, and without graph updates:
 
-- gradients have a Module for each Module, and so have those that a rule of ``custom_vjp`` takes and gives;
-- the values of Variables come out of a transform, and no other change of what it was passed;
+- gradients have a Module in place of each Module, also those that the rules of ``custom_vjp`` take and return;
+- only the values of Variables come out of a transform, no other change of its arguments;
 - random streams are split and forked in a copy;
-- what cannot work there is refused: prefixes by filter, and a Variable that goes in, or comes out, by two ways.
+- what cannot work there is refused: prefixes by filter, and a Variable with two paths in the arguments or the output.
 
-In either mode a ``scan`` may change what it passes whole, and a State is not a snapshot: it holds the very Variables of
-the model, and ``merge`` puts those of a State into the new one.
+In both modes a ``scan`` may change what it passes whole, and a State is not a snapshot: it holds the Variables of the
+model itself, and ``merge`` puts the Variables of a State into the new model.
 
-Everything else is nnxlib's own; a name is looked up there when it is first asked for.
+All other names are nnxlib's own, looked up when they are first used.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _SWITCHES = ("graph_updates", "copy_variables")
 
 
 class _Mode:
-    """A switch for all calls: set for good when called, within a ``with`` block, or within each call of the function
-    that it decorates; ``current()`` asks for it.
+    """A switch for all calls: set from now on, within a ``with`` block, or within each call of a decorated function.
+
+    ``current()`` returns it.
     """
 
     value = True
@@ -89,12 +90,12 @@ def with_vars(
     allow_duplicates: bool = False,
     **switches: Any,
 ) -> Any:
-    """Return a copy of ``node`` with the Variables that the filter takes as they are asked to be.
+    """Return a copy of ``node`` in which the Variables that the filter takes have these settings.
 
-    Variables that are so already, and those that it does not take, are the same ones.
+    Variables that have them already, and those that the filter does not take, are not copied.
 
     Raises:
-      ValueError: for a Variable that would be copied and is there twice, unless ``allow_duplicates``.
+      ValueError: for a Variable with two paths that would be copied, unless ``allow_duplicates``.
     """
     asked = {kind: x for kind, x in {"hijax": hijax, "ref": ref}.items() if x is not None}
     predicate = nnxlib.filterlib.to_predicate(only)

@@ -27,7 +27,7 @@ from ..transforms.tangents import is_inexact
 
 
 def call(name: str, as_tree: bool, args: tuple, options: dict[str, Any]) -> Any:
-    """Call the transform of a name without graph updates; ``as_tree`` in tree mode."""
+    """Call the transform with this name without graph updates; with ``as_tree`` in tree mode."""
     as_tree = as_tree or name in _OF_TREES
     _refuse_filters(name, options)
     if as_tree:
@@ -53,7 +53,7 @@ def _refuse_filters(transform: str, options: dict[str, Any]) -> None:
 
 
 def _refuse_shared(transform: str, places: dict[str, Any], are_refused: Callable[[set], bool] = bool) -> None:
-    """Refuse Variables that are found at two paths, which begin with keys that ``are_refused``."""
+    """Refuse Variables with several paths, if the set of first keys of these ``are_refused``."""
     for paths in nnxlib.find_duplicates(places):
         if are_refused({path[0] for path in paths}):
             for below, x in nnxlib.iter_graph(dict(nnxlib.iter_graph(places))[paths[0]]):
@@ -66,15 +66,15 @@ def _refuse_shared(transform: str, places: dict[str, Any], are_refused: Callable
 
 
 def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
-    """A function, or functions, that run on a copy of their arguments, and write back the values of Variables alone.
+    """A function, or functions, that run on a copy of their arguments, and only write back the values of Variables.
 
-    Anything else is returned as it is.
+    Any other object is returned as it is.
     """
     if isinstance(f, list | tuple) and f and all(map(inspect.isfunction, f)):
         return [_without_updates(x, transform, as_tree) for x in f]
     if not inspect.isfunction(f):
         return f
-    made = vars(f).setdefault("_without_updates", {})  # kept, as what is compiled is kept with the function
+    made = vars(f).setdefault("_without_updates", {})  # the same each time: programs are cached on the function
     if (transform, as_tree) in made:
         return made[transform, as_tree]
 
@@ -83,7 +83,7 @@ def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
 
     @functools.wraps(f, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if followed():  # what is sown is attached
+        if followed():  # sow attaches attributes
             return f(*args, **kwargs)
         outside = {"args": args, "kwargs": kwargs}
         if as_tree:
@@ -109,9 +109,9 @@ def _variables(tree: Any) -> list[nnxlib.Variable]:
 
 
 class _Carried(PrefixMapping):
-    """A prefix of ``scan`` in which the Variables that it passes whole are carried, but for those of some kinds.
+    """A prefix of ``scan`` in which Variables that would be passed whole are carried, except those of some types.
 
-    What is not changed is not carried either, so it makes a difference only where None would be refused.
+    Only what changes is carried, so this makes a difference only where None would be refused.
     """
 
     def __init__(self, prefix: Any, kept: tuple[type, ...]):
@@ -138,7 +138,7 @@ class _Carried(PrefixMapping):
 
 
 def carrying_scan(*kept: type) -> Callable:
-    """:func:`nnxlib.scan` that carries the Variables which it passes whole, but for those of some kinds."""
+    """:func:`nnxlib.scan` with Variables carried that would be passed whole, except those of some types."""
 
     @functools.wraps(nnxlib.scan)
     def scan(f: Callable, *, in_axes: Any = (nnxlib.Carry, 0), **options: Any) -> Callable:
@@ -153,7 +153,7 @@ def carrying_scan(*kept: type) -> Callable:
 
 
 def _shaped(like: Any, gradients: Any) -> Any:
-    """Gradients with a Module for each Module, in place of a State; zeros for leaves that have none."""
+    """Gradients with a Module in place of each State, and zeros for leaves that have none."""
     found = dict(nnxlib.to_flat_state(nnxlib.state((gradients,))))
     zeros = lambda x: jax.tree.map(jnp.zeros_like, x.get_raw_value() if isinstance(x, nnxlib.Variable) else x)
     return nnxlib.map(lambda path, x: found[path] if path in found else zeros(x), (like,))[0]
@@ -208,7 +208,7 @@ def _jvp(f: Callable, primals: Any = MISSING, tangents: Any = MISSING, **options
 
 
 class _CustomVjp(CustomVjp):
-    """One whose rule is given the gradient of the output, and if it takes another argument, those of what changed."""
+    """One whose rule gets the gradient of the output; and the gradients of what has changed, if it takes them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_shared("custom_vjp", {"args": args, "kwargs": kwargs})

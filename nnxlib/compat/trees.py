@@ -1,4 +1,4 @@
-"""What flax.nnx's tree mode refuses: a Variable at two places of a tree, a cycle, and what is no pytree."""
+"""What the tree mode of flax.nnx refuses: a Variable with two paths, a cycle, and what is not a pytree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.objects import Node
 from ..core.ops import find_duplicates, iter_graph
 from ..core.variables import Variable
 
-OF_GRAPHS = {  # the functions of a graph, and which argument that is
+OF_GRAPHS = {  # the functions that take a graph, and the number of that argument
     **dict.fromkeys("clone flatten graphdef iter_children iter_graph iter_modules split state".split(), 0),
     **dict.fromkeys(["map", "recursive_map"], 1),
 }
@@ -22,8 +22,8 @@ def check_tree(node: Any) -> None:
     """Check that a pytree has each Variable once, no cycle, and no Module that JAX does not flatten.
 
     Raises:
-      AliasingError: naming the paths of what is there twice.
-      ValueError: naming the path of what is no pytree.
+      AliasingError: naming the paths of what is shared.
+      ValueError: naming the path of what is not a pytree.
     """
     found = dict(iter_graph(node))
     for first, *more in find_duplicates(node):

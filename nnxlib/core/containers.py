@@ -37,7 +37,7 @@ A = TypeVar("A")
 
 
 def _reporting(name: str, method: Any, adopted: slice) -> Any:
-    """``method`` of the built-in type, with the trace checked before, the values adopted, the change noted after."""
+    """``method`` of the built-in type, with the trace checked first, the values adopted, and the change noted after."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_writable(self, f"change the items ({name})")
@@ -47,7 +47,7 @@ def _reporting(name: str, method: Any, adopted: slice) -> Any:
         marks = item_marks(self) if self._nnx_marks or any(map(_declares, given, values)) else None
         found = method(self, *before, *values, *after, **kwargs)
         structure_changed(self)
-        if marks is not None:  # what was declared of the items goes where they go
+        if marks is not None:  # declarations move with the items
             said = [_said(name, before, x, value, marks) for x, value in zip(given, values, strict=True)]
             method(marks, *before, *said, *after, **kwargs)
             _set_item_marks(self, marks)
@@ -58,7 +58,7 @@ def _reporting(name: str, method: Any, adopted: slice) -> Any:
 
 
 def item_marks(container: Any) -> Any:
-    """Of each item whether it was declared data, static or neither, in a plain list or dict."""
+    """A plain list or dict with the declaration of each item: True for data, False for static, None for neither."""
     marks = container._nnx_marks or {}
     if isinstance(container, list):
         return [marks.get(k) for k in range(len(container))]
@@ -67,7 +67,7 @@ def item_marks(container: Any) -> Any:
 
 def _set_item_marks(container: Any, marks: Any) -> None:
     before = container._nnx_marks or {}
-    attributes = str if isinstance(container, list) else tuple  # what the keys of other marks are
+    attributes = str if isinstance(container, list) else tuple  # the type of the keys of other marks
     kept = {key: mark for key, mark in before.items() if type(key) is attributes}
     found = dict(enumerate(marks)) if isinstance(container, list) else marks
     kept |= {key: mark for key, mark in found.items() if mark is not None}
@@ -79,7 +79,7 @@ def _declares(given: Any, value: Any) -> bool:
 
 
 def _said(name: str, place: tuple, given: Any, value: Any, marks: Any) -> Any:
-    """What is said of what a method puts in: of an item, or of each in a list; of another in its place, as before."""
+    """The declaration of a value that a method puts in (or of each, in a list); one that replaces another takes its."""
     if name == "extend" or (place and isinstance(place[0], slice)):
         return item_marks(value)
     if name != "__setitem__" or declares(given):
@@ -92,7 +92,7 @@ def _declared_again(value: Any, mark: bool | None) -> Any:
 
 
 def declared_items(items: Iterable[Any]) -> list[Any]:
-    """The items in a plain list; those of a List that were declared data or static, once more declared."""
+    """The items in a plain list; those of a List that were declared data or static are wrapped as declared again."""
     if not isinstance(items, List) or not items._nnx_marks:
         return list(items)
     return list(map(_declared_again, items, item_marks(items)))
@@ -105,7 +105,7 @@ def _set_class(node: Node, cls: type) -> None:
 
 
 def _holds_objects(node: Node) -> bool:
-    """Whether there is more below than settings: then the node is written as part of a model."""
+    """Whether there is more below than settings; then its repr is that of a part of a model."""
     return any(not isinstance(x, List | Dict) for _, x in reachable(node, set()))
 
 

@@ -289,11 +289,11 @@ class Layout:
             self._grouped[filters] = found
         return found
 
-    def numbered(self, levels: Any) -> dict[int, Any] | None:
+    def by_position(self, levels: Any) -> dict[int, Any] | None:
         """The leaves of nested dicts by position, if the dicts are nested like all leaves or like a known group."""
         for nesting in (self.nesting, *itertools.chain(*self._grouped.values())):
             if nesting is not None and (leaves := nesting.flatten(levels)) is not None:
-                return dict(zip(nesting.numbers, leaves, strict=True))
+                return dict(zip(nesting.positions, leaves, strict=True))
         return None
 
     @functools.cached_property

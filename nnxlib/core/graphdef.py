@@ -95,7 +95,7 @@ def values_of(value: Any) -> np.ndarray | None:
 
 
 def avals_of(values: Sequence[Any]) -> list[Aval]:
-    """What :func:`aval_of` says of each."""
+    """:func:`aval_of` of each value."""
     try:
         return list(map(_shape_and_dtype, values))  # four times as fast, if all are arrays
     except AttributeError:

@@ -20,23 +20,23 @@ class Nesting:
 
     Args:
       paths: of all leaves of the layout, in its order.
-      numbers: which of the leaves; all by default.
+      positions: of the chosen leaves; all by default.
 
     Attributes:
       paths: of the chosen leaves, sorted as in a State.
-      numbers: of the chosen leaves, ascending.
+      positions: of the chosen leaves, ascending.
     """
 
     paths: tuple[tuple[Any, ...], ...]
-    numbers: list[int]
+    positions: list[int]
 
-    def __init__(self, paths: Sequence[tuple], numbers: Sequence[int] | None = None):
-        chosen = range(len(paths)) if numbers is None else numbers
+    def __init__(self, paths: Sequence[tuple], positions: Sequence[int] | None = None):
+        chosen = range(len(paths)) if positions is None else positions
         order: list[int]
         order, self._treedef = jax.tree.flatten(build((paths[k], k) for k in chosen))
-        self.paths, self.numbers = tuple([paths[k] for k in order]), sorted(order)
+        self.paths, self.positions = tuple([paths[k] for k in order]), sorted(order)
         self._order = None if order == list(range(len(paths))) else order
-        self._position = sorted(range(len(order)), key=order.__getitem__)
+        self._inverse = sorted(range(len(order)), key=order.__getitem__)
 
     def sort(self, leaves: list[Any]) -> list[Any]:
         """The chosen leaves in the order of ``paths``, given all leaves in the order of the layout."""
@@ -47,9 +47,9 @@ class Nesting:
         return self._treedef.unflatten(leaves)
 
     def flatten(self, levels: Any) -> list[Any] | None:
-        """The leaves of nested dicts, in the order of ``numbers``; None if the dicts have other keys."""
+        """The leaves of nested dicts, in the order of ``positions``; None if the dicts have other keys."""
         try:
             found = self._treedef.flatten_up_to(levels)
         except ValueError:
             return None
-        return found if self._order is None else [found[k] for k in self._position]
+        return found if self._order is None else [found[k] for k in self._inverse]

@@ -605,7 +605,7 @@ def _by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | No
     """The leaves of States by position, if each is nested like all leaves of the layout or a known group; else None."""
     new: dict[int, Any] = {}
     for state in states:
-        found = layout.numbered(state.raw_mapping) if isinstance(state, State) else None
+        found = layout.by_position(state.raw_mapping) if isinstance(state, State) else None
         if found is None or dict in [type(x) for x in found.values()]:  # a level where there is a leaf
             return None
         new |= found

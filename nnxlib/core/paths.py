@@ -22,7 +22,7 @@ def current_path() -> Path | None:
     It starts at the outermost Module that is running, or at the argument of the transform, if no Module has called it.
     So it is the path under which ``nnx.state`` of that root has the Module's Variables: under every transform, in
     eager code, at each call of a Module that is called several times, and for a shared Module, which has its first
-    path. A Module that is nobody's part has the name of its class, below its caller.
+    path. A Module that is not part of another has its caller's path and the name of its class.
 
     It costs nothing where it is not called. In a compiled function it runs when the function is traced, as everything
     in Python does: a function that is not traced again does not ask again.

@@ -203,7 +203,7 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
 
 
 def settle(cells: Iterable[Any], shardings: Iterable[Any], mesh: Any = None) -> None:
-    """Move the arrays in the cells of Variables to these shardings, but for those that are there already.
+    """Move the arrays in the cells of Variables to these shardings, except those that are there already.
 
     None asks for nothing. A PartitionSpec is one of the mesh, by default that of the context.
     """

@@ -25,8 +25,8 @@ from ..core.records import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve
-from .jit import check_traceable
 from .lift import Arguments, Outcome, check_returned, cross, finish
+from .plan import check_traceable
 from .tangents import (
     INEXACT,
     OUTPUT,
