@@ -50,7 +50,7 @@ _DICTS = {dict: Dict, Dict: Dict, OrderedDict: OrderedLevel, OrderedLevel: Order
 def store(tree: Any, box: Callable[[Any], Variable]) -> Any:
     """Exchange the containers of a pytree for nodes, and its Variables and leaves for ``box(leaf)``.
 
-    What is stored already is left as it is, but for its leaves.
+    What is stored already stays as it is, except for its leaves.
     """
     match tree:
         case Variable():

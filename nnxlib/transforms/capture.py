@@ -41,24 +41,24 @@ def capture(
     """Return a function that returns the output, and a State of what was recorded for each type of Variable.
 
     Args:
-      fn: a callable Module, a bound method, or a function whose first Module argument is meant; without one, the Module
-        that it refers to: ``nnx.jit(model)``, ``nnx.remat(model.encode)``, ``lambda x: model(x)``.
-      *var_types: the types of Variables to record, such as ``nnx.Intermediate`` for what is sown, and
-        ``nnx.Perturbation``; each recording is in the State of the first type that takes it. With types only, a
-        decorator is returned.
+      fn: a callable Module, a bound method, or a function. The first Module among its arguments is captured; if there
+        is none, the Module that it refers to: ``nnx.jit(model)``, ``nnx.remat(model.encode)``, ``lambda x: model(x)``.
+      *var_types: the types of Variables to record, such as ``nnx.Intermediate`` for ``sow``, and ``nnx.Perturbation``;
+        each recording is in the State of the first type that takes it. With types only, a decorator is returned.
       init: a State to start from, such as perturbations to be differentiated. Without a type nothing is recorded, and
-        the output is returned by itself.
+        only the output is returned.
       method_outputs: a type of Variable in which to record what each method of each Module returns, under the name of
-        the method; has a State of its own, the last, if it is not among ``var_types``.
-      only: of which Modules, by type or path: ``nnx.Linear``, ``nnx.PathContains('encoder')``, or any other filter.
+        the method. If it is not among ``var_types``, these recordings are in a further State, the last.
+      only: the Modules whose outputs are recorded, by type or path: ``nnx.Linear``, ``nnx.PathContains('encoder')``, or
+        any other filter.
 
-    One Module is looked into; what others among the arguments record is dropped.
+    One Module is captured; what others among the arguments record is dropped.
 
-    What is recorded has the structure of the calls that are made, so a jitted function is traced once. Under ``vmap``
-    and ``scan`` it is stacked: with the axis of the Module, and on axis 0 if the Module is passed whole or carried
-    (a :class:`Perturbation` needs an axis). Of a ``while_loop`` or ``fori_loop`` it is what the last iteration
-    recorded, of ``cond`` and ``switch`` what each branch would; what was not run is zeros. Functions that are jitted
-    elsewhere run as a part of the call.
+    The States have the structure of the calls that are made, so a jitted function is traced once. Under ``vmap`` and
+    ``scan`` recordings are stacked: along the axis of the Module, or along axis 0 if the Module is passed whole or
+    carried (a :class:`Perturbation` needs an axis). From a ``while_loop`` or ``fori_loop`` come the recordings of the
+    last iteration, from ``cond`` and ``switch`` those of each branch; what was not run is zeros. Functions that are
+    jitted elsewhere run as a part of the call.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> class Net(nnx.Module):
