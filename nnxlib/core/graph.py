@@ -349,7 +349,7 @@ class Packed(NamedTuple):
 def pack(tree: Any) -> Packed:
     """Number the objects in a pytree, describe each by a row, and collect the leaves."""
     walk = Walk()
-    root = walk.run(tree, None if is_node(tree) else True)
+    root = walk.run(tree)
     if Watch.count:
         for x in walk.objects:
             notice(x, trace_of(x))
@@ -361,7 +361,8 @@ def pack(tree: Any) -> Packed:
 class _Frame:
     """A node or a pytree whose children are being visited; ``build(specs)`` is called when all of them have a spec.
 
-    ``items`` are (key path, child, mark); ``owner`` is the row that holds the leaves in it, -1 for the whole pytree.
+    ``items`` are (key path, child, mark), where marks are those of :func:`explicit_mark`, and all children of the
+    whole pytree are marked as data. ``owner`` is the row that holds the leaves in it, -1 for the whole pytree.
     """
 
     __slots__ = ("build", "items", "owner", "path", "specs")
@@ -393,11 +394,11 @@ class Walk:
         self.cells: dict[int, Cell] = {}  # of each Variable, by row
         self.arrays: dict[int, list] = {}  # the leaves that each node holds directly, by row; -1 for the whole pytree
 
-    def run(self, tree: Any, mark: bool | None, path: tuple = ()) -> Spec:
-        """Visit a pytree and everything below it, and return its spec; ``mark`` as of :func:`explicit_mark`."""
+    def run(self, tree: Any, path: tuple = ()) -> Spec:
+        """Visit a pytree and everything below it, and return its spec."""
         top = _Frame(iter(()), -1, path, lambda specs: None)
         self.arrays.setdefault(-1, [])
-        self._drain(self._spec(tree, mark, top, ()))
+        self._drain(self._spec(tree, True, top, ()))
         return top.specs[0]
 
     def revisit(self, number: int, path: tuple) -> None:
@@ -803,7 +804,7 @@ def diff(
             walk.revisit(i, path)
     else:
         walk.keep(layout)
-    root = walk.run(out, None if is_node(out) else True, ("<output>",))
+    root = walk.run(out, ("<output>",))
     if Watch.count:  # the function may have returned or attached objects from outside of the trace
         for x in walk.objects[len(objects) :]:
             notice(x, trace_of(x))

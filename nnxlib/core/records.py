@@ -220,7 +220,7 @@ def pack_call(arguments: tuple) -> Packed:
         return pack(arguments)
     walk = Walk(index=record.index)
     walk.objects = ObjectList(record.objects_with(root))
-    layout = record.layout.within(walk.run(arguments, True))
+    layout = record.layout.within(walk.run(arguments))
     if Watch.count:
         notice(root, trace_of(root))
     entering(layout, walk.objects)
@@ -341,7 +341,7 @@ def _make(root: Any) -> Record:
     stamp = Stamp()
     walk = Walk(stamp=stamp)
     with stamping:
-        spec = walk.run(root, None)
+        spec = walk.run(root)
     rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
     layout = Layout(rows, spec)
     record = Record(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])

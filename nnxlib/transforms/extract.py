@@ -279,7 +279,7 @@ def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
       AliasingError: naming both paths and both prefixes.
     """
     walk = Walk()
-    root = walk.run(tree, None if is_node(tree) else True)
+    root = walk.run(tree)
     rows = [walk.rows[i] for i in range(len(walk.objects))]
     labels = Labels(rows, lambda i: (walk.objects[i],) if i in walk.cells else walk.arrays[i])
     children = zip(root.paths, root.children, strict=True) if isinstance(root, Tree) else [((), root)]
