@@ -492,7 +492,7 @@ class Walk:
 
         def build(specs: list[Any]) -> None:
             frame.specs[place] = Tree(treedef, keys, tuple(specs))
-            self.reliable = self.reliable and _is_fixed(value, children) and LEAF not in specs
+            self.reliable = self.reliable and is_fixed(value, children) and LEAF not in specs
 
         mark = mark if frame.owner == -1 else None
         items = ((key, child, mark) for key, child in zip(keys, children, strict=True))
@@ -546,7 +546,7 @@ def flatten_once(value: Any) -> tuple[tuple[tuple, ...], list[Any], Any]:
     return tuple([tuple(map(path_key, keys)) for keys, _ in keyed]), [child for _, child in keyed], treedef
 
 
-def _is_fixed(value: Any, children: list[Any]) -> bool:
+def is_fixed(value: Any, children: list[Any]) -> bool:
     """Whether a pytree can never get other children in place: a bound method, or nested tuples, also named ones."""
     if type(value) is types.MethodType:
         return True

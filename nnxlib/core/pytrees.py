@@ -8,22 +8,23 @@ under ``jax.grad``, and cycles do no harm.
 
 The layout of the outermost node decides. How each node below it flattens is then cached on the node (``_nnx_tree``, a
 :class:`Level`) until its structure changes. So flattening a model takes time linear in its size, and only looks at the
-children of each node.
+children of each node. Static values that can be changed in place are compared each time: one of them may have become data.
+A node with a part that can change unnoticed, such as a mutable dataclass of arrays, is walked each time.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 
 from .containers import Dict, List, holds_data
-from .graph import Layout, build
+from .graph import Layout, NodeRow, Ref, Tree, build, flatten_once, is_fixed
 from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, explicit_mark, is_data, is_node, new_node
 from .pickling import exportable
-from .records import record_of
+from .records import have_changed, record_of
 from .reprs import static_repr
 from .stamps import Stamp
 from .static import Const
@@ -113,11 +114,11 @@ class GraphShape:
 class Level:
     """How a node flattens as a tree: its shape, the keys of its children, and how to take these out of the node."""
 
-    __slots__ = ("keys", "lasting", "mended", "open", "shape", "stamp", "take")
+    __slots__ = ("keys", "mended", "mutable", "open", "shape", "stamp", "take")
 
-    def __init__(self, node: Any, stamp: Stamp, lasting: bool):
+    def __init__(self, node: Any, stamp: Stamp, mutable: Mutable):
         self.stamp, self.mended = stamp, stamp.mended  # of the record that showed that the graph is a tree
-        self.lasting = lasting  # whether the stamp reveals every change; if not, static values may change unnoticed
+        self.mutable = mutable  # the static values below that can be changed in place, and what they were
         held = node._nnx_contents()
         is_list = issubclass(type(node), list)
         is_plain_list = is_list and len(held) == len(node)
@@ -136,7 +137,8 @@ class Level:
 
     def holds(self) -> bool:
         """Whether nothing has changed since this was made."""
-        return self.stamp.valid and self.stamp.mended == self.mended
+        changed = self.mutable and have_changed(self.mutable)
+        return not changed and self.stamp.valid and self.stamp.mended == self.mended
 
     def children(self, node: Any) -> Iterable[Any]:
         return self.take(self.open(node))
@@ -155,21 +157,52 @@ def _level(node: Any) -> Level | None:
     """How a node flattens as a tree; None if the graph below it is not one."""
     level = node._nnx_tree
     if level is not None and level.holds():
-        return level if level.lasting else Level(node, level.stamp, False)
+        return level
     record = record_of(node)
     if not record.layout.is_tree:
         return None
-    lasting = record.reliable and not record.mutable
-    for x in record.nodes:
-        _set(x, "_nnx_tree", Level(x, record.stamp, lasting))
-    level = Level(node, record.stamp, lasting)
-    _set(node, "_nnx_tree", level if record.reliable else None)
+    objects, rows = record.objects_with(node), record.layout.rows
+    below: list[Mutable | None] = [()] * len(rows)
+    for i in range(len(rows) - 1, -1, -1):  # what a node holds has a higher number
+        x, row = objects[i], rows[i]
+        if type(row) is NodeRow:
+            below[i] = mutable = _mutable_below(x, row, below)
+            level = Level(x, record.stamp, mutable or ())
+            _set(x, "_nnx_tree", None if mutable is None else level)
     return level
+
+
+Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in place, and what they were
+
+
+def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> Mutable | None:
+    """The static values that can be changed in place in a node, and in what it holds; None if more can change unnoticed.
+
+    ``below`` are those of the objects that it holds, by row.
+    """
+    if not node._nnx_guarded or row.marks.mutable:
+        return None
+    found: dict[int, tuple[Any, Const]] = {}
+    fields = list(row.fields)
+    for name, spec in fields:  # which becomes longer
+        inner: Mutable | None = ()
+        if type(spec) is Ref:
+            inner = below[spec.index]
+        elif type(spec) is Const and spec.mutable:
+            inner = ((node._nnx_contents()[name], spec),)
+        elif type(spec) is Tree:
+            value = node._nnx_contents()[name]
+            fields += [(name, child) for child in spec.children]
+            inner = () if is_fixed(value, flatten_once(value)[1]) else None
+        if inner is None:
+            return None
+        found |= {id(value): (value, const) for value, const in inner}
+    return tuple(found.values())
 
 
 def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
     level = node._nnx_tree
-    if level is None or not level.lasting or not level.stamp.valid or level.stamp.mended != level.mended:
+    if level is None or level.mutable or not level.stamp.valid or level.stamp.mended != level.mended:
         level = _level(node)
         if level is None:
             keyed, shape = _flatten_shared(node)

@@ -184,7 +184,7 @@ def record_of(root: Any) -> Record:
     record = root._nnx_record
     if type(record) is PendingRecord:
         return _complete(root, record)
-    if record is None or (record.mutable and _has_changed(record)):
+    if record is None or (record.mutable and have_changed(record.mutable)):
         return _make(root)
     if not record.stamp.valid and not _mend(record, root):
         return _make(root)
@@ -232,9 +232,10 @@ def layout_of(root: Any) -> Layout:
     return record_of(root).layout
 
 
-def _has_changed(record: Record) -> bool:
+def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
+    """Whether any of some static values that can be changed in place is not what it was."""
     try:
-        return not all(const == Const.of(value) for value, const in record.mutable)
+        return not all(const == Const.of(value) for value, const in mutable)
     except errors.StaticValueError:  # the walk will say where
         return True
 

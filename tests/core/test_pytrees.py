@@ -461,6 +461,41 @@ def test_levels_are_looked_at_again_when_something_changes():
     assert leaves(net) == 2
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Both:
+    """A pytree that nnxlib does not know, whose fields can be set unseen."""
+
+    left: object = 1
+    right: object = None
+
+
+UNSEEN = {
+    "a setting becomes data": lambda m, both: setattr(both, "right", jnp.ones(1)),
+    "data becomes a setting": lambda m, both: setattr(both, "left", 3),
+    "sharing inside": lambda m, both: setattr(both, "right", both.left),
+    "sharing with another layer": lambda m, both: setattr(both, "right", m.other.w),
+    "a Module": lambda m, both: setattr(both, "right", Layer()),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN)
+@pytest.mark.parametrize("held", [Both(), Both(2, 3), "data"], ids=["settings", "other settings", "data"])
+@pytest.mark.parametrize("put", [lambda x: x, lambda x: [x], lambda x: (x, 1)], ids=["bare", "in a list", "in a tuple"])
+def test_what_changes_unseen_is_seen_when_flattened(change, held, put):
+    """Whether a graph is a tree, and what in it is data, is as of now, from the root and from what is below."""
+    both = Both(nnx.Param(jnp.ones(1)), nnx.Param(jnp.ones(2))) if held == "data" else copy.copy(held)
+    m = nnx.Dict(part=nnx.Dict(inner=nnx.Dict(both=put(both), n=1)), other=Layer())
+    parts = [m.part.inner, m.part, m]
+    for x in (m, *parts):
+        jax.tree.leaves(x)
+    UNSEEN[change](m, both)
+    for x in (*parts, *parts[::-1]):
+        fresh = copy.deepcopy(x)
+        assert keys(x) == keys(fresh)
+        assert jax.tree.structure(x) == jax.tree.structure(fresh)
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["attribute", "item of a list in a list"])
 def test_a_static_value_that_changed_is_in_the_treedef(inside):
     """Also when a record was mended after the change, and though only one node has changed."""
