@@ -470,8 +470,10 @@ def _watched(method: Callable, name: str) -> Callable:
 
     def wrapper(self: Any, attribute: str, *value: Any) -> None:
         check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
-        method(self, attribute, *value)
-        structure_changed(self)
+        try:
+            method(self, attribute, *value)
+        finally:  # it may have written before it failed
+            structure_changed(self)
 
     wrapper.__name__, wrapper.__qualname__ = name, method.__qualname__
     return wrapper
@@ -506,20 +508,24 @@ class HasAttributes(Node, _HasDict):
         if kind is list or kind is dict or kind is tuple:
             value = adopt(value)
         old = attributes_of(self).get(name, MISSING)
-        _set(self, name, value)
-        if self._nnx_marks is not None and (name,) in self._nnx_marks:
-            self._nnx_unmark((name,))  # the user has chosen anew: train() need not restore the old choice
-        if old is not value and not (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
-            structure_changed(self)
+        try:
+            _set(self, name, value)
+            if self._nnx_marks is not None and (name,) in self._nnx_marks:
+                self._nnx_unmark((name,))  # the user has chosen anew: train() need not restore the old choice
+        finally:  # a property may have written before it failed
+            if old is not value and not (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
+                structure_changed(self)
 
     def __delattr__(self, name: str) -> None:
         if self._nnx_trace is not current_trace():
             check_writable(self, f"delete attribute {name!r}")
-        object.__delattr__(self, name)
-        if self._nnx_marks:  # with an attribute go its marks
-            kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
-            _set(self, "_nnx_marks", kept or None)
-        structure_changed(self)
+        try:
+            object.__delattr__(self, name)
+            if self._nnx_marks:  # with an attribute go its marks
+                kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
+                _set(self, "_nnx_marks", kept or None)
+        finally:
+            structure_changed(self)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *attributes_of(self)})

@@ -694,6 +694,56 @@ def test_a_class_may_define_its_own_setattr():
     del f
 
 
+class StrictProperty(nnx.Module):
+    """Checks a value after it was set, and a deletion after it was made."""
+
+    def __init__(self):
+        self._n = 0
+
+    @property
+    def n(self):
+        return self._n
+
+    @n.setter
+    def n(self, value):
+        object.__setattr__(self, "_n", value)
+        if value < 0:
+            raise ValueError(value)
+
+    @n.deleter
+    def n(self):
+        object.__setattr__(self, "_n", 0)
+        raise ValueError("n")
+
+
+class Strict(nnx.Module):
+    """The same in methods of its own."""
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+        if name == "n" and value < 0:
+            raise ValueError(value)
+
+    def __delattr__(self, name):
+        object.__delattr__(self, name)
+        raise ValueError(name)
+
+
+@pytest.mark.parametrize("kind", [Strict, StrictProperty])
+def test_what_was_written_before_setting_failed_is_seen(kind):
+    """By a jitted function that was called before."""
+    m, read = kind(), nnx.jit(lambda m: jnp.asarray(getattr(m, "n", 0)))
+    m.n = 1
+    for _ in range(5):  # past the uses of a record that are checked
+        assert read(m) == 1
+    with pytest.raises(ValueError, match="-1"):
+        m.n = -1
+    assert read(m) == -1
+    with pytest.raises(ValueError, match="n"):
+        del m.n
+    assert read(m) == 0
+
+
 def test_own_setattr_with_super():
     """Calling super().__setattr__ adopts lists as usual."""
 
