@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .errors import reachable
-from .tracing import TraceRef, current_trace
+from .tracing import TraceRef, abandon_trace, current_trace
 
 
 class CapturedObjects(BaseException):
@@ -83,6 +83,7 @@ def watching() -> Iterator[None]:
     try:
         yield
     except BaseException:
+        abandon_trace()
         if watch.roots:
             raise CapturedObjects(watch.roots) from None
         raise
@@ -90,6 +91,7 @@ def watching() -> Iterator[None]:
         Watch.count -= 1
         _thread.watch = outer
     if watch.roots:
+        abandon_trace()
         raise CapturedObjects(watch.roots)
 
 

@@ -61,6 +61,12 @@ def at_top_level() -> bool:
     return trace is EAGER or trace is None
 
 
+def abandon_trace() -> None:
+    """Let go of what the running trace, which has failed, has taken for constants: JAX would keep them for ever."""
+    if not at_top_level():
+        running_trace().invalidate()
+
+
 def in_current_trace(value: object) -> bool:
     """Whether ``value`` is a tracer of the running trace itself, not of an enclosing one."""
     return isinstance(value, Tracer) and value._trace is running_trace()

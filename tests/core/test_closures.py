@@ -379,3 +379,38 @@ def test_what_another_thread_describes_meanwhile_is_not_kept():
         layer.scale = k
         assert total(whole) == 4 * k
         assert record_of(whole).layout is pack(whole).layout
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, lambda f: lambda x: nnx.cond(True, f, f, x)], ids=["jit", "cond"])
+def test_a_trace_that_was_given_up_keeps_no_weights(jit):
+    """A layer in a dict is found while the function is traced; the constants of that first trace are not kept."""
+    held, gone = {"layer": Layer()}, []
+    f = jit(lambda x: x @ held["layer"].w + held["layer"].scale)
+    for value in range(3):
+        gone.append(weakref.ref(held["layer"].w.value))
+        f(X)
+        held["layer"].w.value = jnp.full((2, 2), float(value))
+        gc.collect()
+        assert gone[-1]() is None
+        held["layer"] = Layer(value)
+
+
+def test_a_failed_trace_keeps_no_weights():
+    """Neither do those of a call that fails, and the next one is right."""
+    held, fail = {"layer": Layer()}, [True]
+
+    @nnx.jit
+    def f(x):
+        y = jnp.sin(held["layer"].w) @ x.T
+        if fail[0]:
+            raise RuntimeError
+        return y
+
+    with pytest.raises(RuntimeError):
+        f(X)
+    before = weakref.ref(held["layer"].w.value)
+    held["layer"].w.value = jnp.zeros((2, 2))
+    gc.collect()
+    assert before() is None
+    fail[0] = False
+    assert not f(X).any()
