@@ -150,6 +150,27 @@ def test_rules(mesh):
     assert is_placed(param("embed", "mlp", sharding_rules=rules), BOTH, mesh)
 
 
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_a_compiled_function_follows_the_rules(jit):
+    """Under other rules, or without the switch, it is traced anew, and under those before it is not."""
+    traces = []
+
+    @jit
+    def make(x):
+        traces.append(1)
+        return nnx.Param(x, out_sharding=("embed", "mlp")).value
+
+    with jax.set_mesh(AUTO):
+        for _ in range(2):
+            with nnx.logical_axis_rules([("embed", "data"), ("mlp", ["model"])]):
+                assert make(ONES).sharding.spec == BOTH
+            with nnx.logical_axis_rules([("embed", "model")]):
+                assert make(ONES).sharding.spec == jax.P("model")
+                with nnx.use_eager_sharding(False):
+                    assert make(ONES).is_fully_replicated
+    assert len(traces) == 3
+
+
 def test_the_switch():
     """Off for a block, for one Variable, for good; other threads have their own."""
     with jax.set_mesh(AUTO):

@@ -4,15 +4,14 @@ The names (metadata ``out_sharding``) are names of mesh axes, or logical names t
 is the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. In place of names there may be a sharding,
 which has its own mesh, or a ``Format``, which also gives the memory layout of an array that is made eagerly. Names that
 the mesh does not have are ignored, so the same model runs on one device, in a unit test without a mesh, and under any
-mesh. Rules and the switch are set per thread, and read when a Variable is made; a compiled function keeps those with
-which it was traced.
+mesh. Rules and the switch are set per thread, and read when a Variable is made. JAX knows of them: a compiled function is
+traced again under other ones.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,12 +27,11 @@ from .tracing import Tracer, at_top_level, current_mesh
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
-class _Settings(threading.local):
-    eager: bool = True
-    rules: Rules = ()
+_settings = jax.make_user_context((True, ()))  # of the thread: whether Variables are sharded when made, and the rules
 
 
-_settings = _Settings()
+def _set(eager: bool, rules: Rules) -> None:
+    _settings((eager, rules)).__enter__()  # for good, which JAX has no function for
 
 
 class use_eager_sharding:
@@ -51,14 +49,14 @@ class use_eager_sharding:
     """
 
     def __init__(self, value: bool, /):
-        self._before = _settings.eager
-        _settings.eager = bool(value)
+        self._before, rules = _settings.value
+        _set(bool(value), rules)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: Any) -> None:
-        _settings.eager = self._before
+        _set(self._before, _settings.value[1])
 
 
 def using_eager_sharding() -> bool:
@@ -68,7 +66,7 @@ def using_eager_sharding() -> bool:
     >>> nnx.using_eager_sharding()
     True
     """
-    return _settings.eager
+    return _settings.value[0]
 
 
 @contextmanager
@@ -89,11 +87,12 @@ def logical_axis_rules(rules: Rules):
     ...   nnx.get_partition_spec(kernel).value == jax.sharding.PartitionSpec(None, 'model')
     True
     """
-    before, _settings.rules = _settings.rules, tuple(rules)
+    eager, before = _settings.value
+    _set(eager, tuple([(name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules]))
     try:
         yield
     finally:
-        _settings.rules = before
+        _set(using_eager_sharding(), before)
 
 
 # --- from names to a sharding ---------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def spec_of(metadata: Mapping[str, Any]) -> PartitionSpec | None:
         return None
     if isinstance(names, NamedSharding):
         return names.spec
-    rules = (*(metadata.get("sharding_rules") or ()), *_settings.rules)
+    rules = (*(metadata.get("sharding_rules") or ()), *_settings.value[1])
     if isinstance(names, PartitionSpec) and not rules:
         return names
     return _translated([names] if isinstance(names, str) else names, rules)
@@ -181,7 +180,7 @@ def placed(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     Raises:
       PlacementError: if the value does not fit the mesh.
     """
-    return sharded(value, metadata, kind) if metadata.get("eager_sharding", _settings.eager) else value
+    return sharded(value, metadata, kind) if metadata.get("eager_sharding", using_eager_sharding()) else value
 
 
 def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
