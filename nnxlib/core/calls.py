@@ -229,14 +229,15 @@ def listening(listener: Listener | None) -> Iterator[None]:
     outer = _active.listener
     if listener is not None and outer is not None and listener.recorded is None:
         listener.on_call, listener.recorded = outer.on_call, outer.recorded
-    _active.listener = listener
-    is_followed = followed()
-    Followers.add(is_followed)
-    try:
+    try:  # an interrupt may arrive at any time
+        _active.listener = listener
+        if listener is not None and followed():
+            following.append(listener)
         yield
     finally:
-        Followers.add(-is_followed)
         _active.listener = outer
+        if listener in following:
+            following.remove(listener)
 
 
 def repeated(f: Callable, times: int | None) -> Callable:
@@ -259,16 +260,7 @@ def runs() -> int:
     return _active.runs
 
 
-class Followers:
-    """The number of followers in all threads; while ``count`` is 0, :func:`followed` need not be asked."""
-
-    count = 0
-    _lock = threading.Lock()
-
-    @classmethod
-    def add(cls, number: int) -> None:
-        with cls._lock:
-            cls.count += number
+following: list[Listener] = []  # in all threads; while there are none, :func:`followed` need not be asked
 
 
 def recorded_types() -> tuple[type, ...] | None:

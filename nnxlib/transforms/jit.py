@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from ..core.calls import Followers, followed, observed
+from ..core.calls import followed, following, observed
 from ..core.closures import CapturedObjects, Watch, all_borrowed, lending
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed, reachable
 from ..core.filters import looks_at_values
@@ -227,7 +227,7 @@ class JitWrapped:
             if self._binds:
                 args, kwargs = self._bind(args, kwargs)
             captured = self._captures.objects() if self._captures.steps else ()
-            if running_trace() is not EAGER or Followers.count or (Watch.count and all_borrowed()):
+            if running_trace() is not EAGER or following or (Watch.count and all_borrowed()):
                 return self._call_packed(args, kwargs, captured, None)
             row: Sequence[Any] = args
             key: Hashable = len(args)
