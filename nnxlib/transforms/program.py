@@ -16,6 +16,8 @@ import jax.tree_util as jtu
 from ..core.calls import followed
 from ..core.closures import CapturedObjects, watching
 from ..core.graph import Delta, Packed, commit
+from ..core.objects import Node
+from ..core.references import named_in
 from ..core.tracing import at_top_level
 
 
@@ -74,6 +76,8 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
         if len(programs) >= _KEPT:
             del programs[next(iter(programs))]
         program = programs[key] = make()
+        # Of a Module that they name they may ask for no more than a flag, which is not noticed.
+        program.captures = any(isinstance(x, Node) for f in functions for x in named_in(f))
     return program
 
 
