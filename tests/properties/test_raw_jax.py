@@ -12,9 +12,9 @@ from hypothesis import given
 
 import nnxlib as nnx
 
-from .compare import Snapshot, objects_in
+from .compare import Snapshot, items, objects_in
 from .programs import STEPS, Step, is_number, programs, run, total
-from .strategies import Block, Graph, examples, graphs, make
+from .strategies import Block, Graph, Pair, examples, graphs, make
 
 
 def read(model: Any, x: Any) -> Any:
@@ -83,6 +83,37 @@ def test_no_leaks_seen_by_jax(graph: Graph) -> None:
         for name in ("jit", "vmap", "grad", "scan", "make_jaxpr"):
             RAW[name](lambda x: forward(model, x))
     before.assert_unchanged()
+
+
+def edit_a_pair(args: Any, number: int) -> None:
+    """Set a field of a dataclass that nnxlib does not know: to a setting, an array, or a Variable from elsewhere."""
+    variables = [x for x in objects_in(args) if isinstance(x, nnx.Variable)]
+    pairs = [pair for node in objects_in(args) for _, pair in items(node) or () if isinstance(pair, Pair)]
+    if pairs:
+        new = [1, None, jnp.float32(number), *variables[:2]]
+        setattr(pairs[number % len(pairs)], ("left", "right")[number % 2], new[number % len(new)])
+
+
+def flattened(args: Any) -> list[tuple[Any, Any]]:
+    """The leaves of each node with their keys, and how it is put together."""
+    return [jax.tree_util.tree_flatten_with_path(x) for x in objects_in(args)]
+
+
+@examples(60)
+@given(graphs(largest=4), programs())
+def test_flattening_is_never_stale(graph: Graph, program: tuple[Step, ...]) -> None:
+    """A graph that was flattened before each edit, from every node, flattens in the end as one that never was."""
+    warm, cold = make(graph), make(graph)
+
+    def warmed(step: int) -> None:
+        flattened(warm)
+        edit_a_pair(warm, step)
+
+    run(program, warm, warmed)
+    run(program, cold, lambda step: edit_a_pair(cold, step))
+    for (leaves, treedef), (expected, structure) in zip(flattened(warm), flattened(cold), strict=True):
+        assert treedef == structure
+        assert list(map(str, leaves)) == list(map(str, expected))
 
 
 # Edits that go past every object of the library: of a dataclass that is a static value, or of a dict in a Variable.
