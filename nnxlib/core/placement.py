@@ -4,8 +4,8 @@ The names (metadata ``out_sharding``) are names of mesh axes, or logical names t
 is the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. In place of names there may be a sharding,
 which has its own mesh, or a ``Format``, which also gives the memory layout of an array that is made eagerly. Names that
 the mesh does not have are ignored, so the same model runs on one device, in a unit test without a mesh, and under any
-mesh. Rules and the switch are set per thread, and read when a Variable is made. JAX knows of them: a compiled function is
-traced again under other ones.
+mesh. Rules and the switch are set per thread, and read when a Variable is made. JAX knows of them: it traces a compiled
+function again when they are others.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ under ``jax.grad``, and cycles do no harm.
 
 The layout of the outermost node decides. How each node below it flattens is then cached on the node (``_nnx_tree``, a
 :class:`Level`) until its structure changes. So flattening a model takes time linear in its size, and only looks at the
-children of each node. Static values that can be changed in place are compared each time: one of them may have become data.
-A node with a part that can change unnoticed, such as a mutable dataclass of arrays, is walked each time.
+children of each node. Static values that can be changed in place are compared each time: one may have become data. A
+node with a part that can change unnoticed, such as a mutable dataclass of arrays, is walked each time.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in pl
 
 
 def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> Mutable | None:
-    """The static values that can be changed in place in a node, and in what it holds; None if more can change unnoticed.
+    """The static values in and below a node that can be changed in place; None if more can change unnoticed.
 
     ``below`` are those of the objects that it holds, by row.
     """

@@ -76,7 +76,7 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
         if len(programs) >= _KEPT:
             del programs[next(iter(programs))]
         program = programs[key] = make()
-        # Of a Module that they name they may ask for no more than a flag, which is not noticed.
+        # Of a Module that they refer to directly, they may read no more than a flag, which nobody notices.
         program.captures = any(isinstance(x, Node) for f in functions for x in named_in(f))
     return program
 
