@@ -13,6 +13,10 @@ further inputs:
 Modules that the function names directly count as captured before the first trace. Each call checks that the function
 still refers to the same objects (references.py). A function without closures pays one test of :attr:`Watch.count` per
 read, and only while something is being traced.
+
+One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
+made again later. It must not wait inside the trace, since JAX makes a thread wait for what another one is tracing.
+Other threads find the values of a borrowed Variable as they were (:class:`~nnxlib.core.inputs.LentInput`).
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ class CapturedObjects(BaseException):
         self.roots = list(roots)
 
 
+class Occupied(CapturedObjects):
+    """Raised through JAX to end a trace that would borrow while another thread does; never reaches the user."""
+
+
 class _Thread(threading.local):
     watch: Watch | None = None
     loan: tuple[object, Callable[[], Sequence[Any]]] | None = None
@@ -48,6 +56,7 @@ class Watch:
     """What one trace has captured so far: objects made outside of it, with everything below them."""
 
     count = 0  # of all watches, in all threads
+    counting = threading.Lock()
 
     def __init__(self, outer: Watch | None):
         self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
@@ -55,7 +64,9 @@ class Watch:
         self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
 
     def notice(self, x: Any, trace: TraceRef) -> None:
-        if id(x) not in self.covered and any(trace is outside for outside in self.outside):
+        if id(x) in self.covered:
+            return
+        if any(trace is outside for outside in self.outside) or is_lent_elsewhere(trace):
             below = {id(node): node for _, node in reachable(x, set())}
             self.roots = [*(root for root in self.roots if id(root) not in below), x]
             self.covered |= below
@@ -79,7 +90,8 @@ def watching() -> Iterator[None]:
         return
     outer = _thread.watch
     watch = _thread.watch = Watch(outer)
-    Watch.count += 1
+    with Watch.counting:
+        Watch.count += 1
     try:
         yield
     except BaseException:
@@ -88,7 +100,8 @@ def watching() -> Iterator[None]:
             raise CapturedObjects(watch.roots) from None
         raise
     finally:
-        Watch.count -= 1
+        with Watch.counting:
+            Watch.count -= 1
         _thread.watch = outer
     if watch.roots:
         abandon_trace()
@@ -117,24 +130,61 @@ def borrowable(lender: object) -> Sequence[Any]:
     return loan[1]() if loan is not None and loan[0] is lender else ()
 
 
+class Loans:
+    """What is borrowed now, in all threads."""
+
+    lock = threading.RLock()  # held by the thread that borrows
+    now: tuple[int, tuple[TraceRef, ...]] = 0, ()  # that thread, and its traces that have borrowed
+
+
+def is_lent_elsewhere(trace: TraceRef) -> bool:
+    """Whether objects that belong to ``trace`` are live ones, which a trace of another thread has borrowed."""
+    thread, traces = Loans.now
+    return trace is not None and any(trace is x for x in traces) and thread != threading.get_ident()
+
+
+def wait_for_loans() -> None:
+    """Wait until no other thread borrows."""
+    with Loans.lock:
+        pass
+
+
+def is_watched() -> bool:
+    """Whether this thread runs a trace that is made again when it is abandoned."""
+    return _thread.watch is not None
+
+
 @contextmanager
-def borrowed(objects: Sequence[Any]) -> Iterator[None]:
-    """Let live objects belong to the running trace within the block; afterwards they are exactly as before."""
-    saved = [x._nnx_save() for x in objects]
-    trace, outer = current_trace(), _thread.borrowed
-    _thread.borrowed = (*outer, *objects)
-    try:
-        for x in objects:
-            x._nnx_join(trace)
+def borrowed(objects: Sequence[Any], *, wait: bool = False) -> Iterator[None]:
+    """Let live objects belong to the running trace within the block; afterwards they are exactly as before.
+
+    Raises:
+      Occupied: if another thread borrows, unless this one is to ``wait``.
+    """
+    if not objects:
         yield
-    finally:
+        return
+    if not Loans.lock.acquire(blocking=wait):
+        raise Occupied(())
+    try:
+        saved = [x._nnx_save() for x in objects]
+        trace, outer, lent = current_trace(), _thread.borrowed, Loans.now
+        _thread.borrowed = (*outer, *objects)
+        Loans.now = threading.get_ident(), (*lent[1], trace)
         try:
-            _restore(objects, saved)
-        except BaseException:  # an interrupt
-            _restore(objects, saved)
-            raise
+            for x in objects:
+                x._nnx_join(trace)
+            yield
         finally:
-            _thread.borrowed = outer
+            try:
+                _restore(objects, saved)
+            except BaseException:  # an interrupt
+                _restore(objects, saved)
+                raise
+            finally:
+                _thread.borrowed, Loans.now = outer, lent
+    finally:
+        Loans.lock.release()
 
 
 def _restore(objects: Sequence[Any], saved: Sequence[tuple]) -> None:

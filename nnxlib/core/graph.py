@@ -38,7 +38,7 @@ import jax.tree_util as jtu
 
 from . import errors
 from .calls import ObjectList, entering
-from .closures import Watch, notice
+from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
 from .inputs import is_read, peek
 from .nesting import Nesting
 from .objects import (
@@ -921,6 +921,8 @@ def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
         if live[i]._cell.trace is not trace:
             raise _refusal(layout, live[i], i, "the new value")
     for i, row in delta.rows:
+        if i < n and trace is None and is_lent_elsewhere(trace_of(live[i])):
+            wait_for_loans()
         if i < n and trace_of(live[i]) is not trace:
             raise _refusal(layout, live[i], i, _what_changed(row))
 

@@ -8,10 +8,11 @@ compiled function need not take it. A later trace that does read it finds it *ab
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
-from .tracing import current_trace
-from .variables import Cell, TracedCell
+from .tracing import TraceRef, current_trace
+from .variables import Cell, TracedCell, Variable
 
 
 class AbsentInput(BaseException):
@@ -53,11 +54,48 @@ class Input(TracedCell):
         self.content = value
 
 
+class LentInput(Input):
+    """The Input of a live Variable that a trace has borrowed, for the thread of that trace alone.
+
+    Every other thread reads and writes the cell that the Variable has outside of the trace.
+    """
+
+    __slots__ = ("outside", "thread", "within")
+
+    def __init__(self, given: Any, outside: Cell):
+        self.given = self.content = given
+        self.read, self.within = False, current_trace()
+        self.outside, self.thread = outside, get_ident()
+
+    @property
+    def value(self) -> Any:  # type: ignore[override]
+        return _value_of(self) if get_ident() == self.thread else self.outside.value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if get_ident() == self.thread:
+            self.content = value
+        else:
+            self.outside.value = value
+
+    @property
+    def trace(self) -> TraceRef:  # type: ignore[override]
+        return self.within if get_ident() == self.thread else self.outside.trace
+
+
+_value_of: Any = Input.value.fget  # type: ignore[attr-defined]
+
+
+def lend(variable: Variable, value: Any) -> None:
+    """Give a live Variable another value, for the running trace alone."""
+    object.__setattr__(variable, "_cell", LentInput(value, variable._cell))
+
+
 def peek(cell: Cell) -> Any:
     """The value of a cell, without noting that it is read."""
-    return cell.content if type(cell) is Input else cell.value
+    return cell.content if isinstance(cell, Input) else cell.value
 
 
 def is_read(cell: Cell) -> bool:
     """Whether the value that a cell was given has been read; a plain cell does not know, and counts as read."""
-    return type(cell) is not Input or cell.read
+    return not isinstance(cell, Input) or cell.read

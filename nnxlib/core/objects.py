@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from . import errors
-from .closures import Watch, notice
+from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
@@ -194,6 +194,10 @@ def structure_changed(node: Any) -> None:
 def check_writable(node: Any, what: str) -> None:
     """Raise :class:`TraceContextError` unless ``node`` belongs to the running trace."""
     if node._nnx_trace is not current_trace():
+        if current_trace() is None and is_lent_elsewhere(node._nnx_trace):
+            wait_for_loans()
+            if node._nnx_trace is None:
+                return
         if Watch.count:
             notice(node, node._nnx_trace)
         path = errors.locate(node, skip=3)

@@ -30,8 +30,8 @@ Axes = int | Sequence[int]
 
 
 def _absolute(axes: Axes, ndim: int) -> tuple[int, ...]:
-    """Axes counted from the front; those that do not exist are left as they are."""
-    return tuple([a + ndim if a < 0 else a for a in as_tuple(axes)])
+    """Axes counted from the front, each once; those that do not exist are left as they are."""
+    return tuple(dict.fromkeys([a + ndim if a < 0 else a for a in as_tuple(axes)]))
 
 
 @step()
@@ -196,7 +196,8 @@ class BatchNorm(Module):
       momentum: weight of the past in the running statistics.
       epsilon: added to the variance.
       dtype: dtype of the result (default: inferred from input and parameters).
-      param_dtype: what scale and bias are stored in; the running statistics are float32.
+      param_dtype: what scale and bias are stored in. The running statistics are float32; a layer of which this or
+        ``dtype`` is complex has a complex mean.
       use_bias, use_scale: whether to add a bias, to multiply by a scale.
       bias_init, scale_init: initializers.
       axis_name: name of a mapped axis over which the batch is spread, to take statistics over the whole batch.
@@ -245,7 +246,8 @@ class BatchNorm(Module):
         scale_metadata: Metadata = NO_METADATA,
     ):
         shape = (num_features,)
-        self.mean = BatchStat(initializers.zeros(None, shape, jnp.float32))
+        is_complex = any(jnp.issubdtype(d, jnp.complexfloating) for d in (dtype, param_dtype) if d is not None)
+        self.mean = BatchStat(initializers.zeros(None, shape, jnp.complex64 if is_complex else jnp.float32))
         self.var = BatchStat(initializers.ones(None, shape, jnp.float32))
         _affine_params(
             self,

@@ -6,6 +6,7 @@ number of batch axes, none included, is understood from the number of axes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,7 +132,7 @@ def avg_pool(
     window = _window(inputs.ndim, inputs.shape, window_shape, strides, padding)
     sums = _sum_pool(inputs, *window)
     if count_include_pad:
-        return sums / np.prod(window_shape)
+        return sums / math.prod(window_shape)
     return sums / _sum_pool(jnp.ones_like(inputs), *window)
 
 

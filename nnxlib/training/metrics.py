@@ -103,7 +103,7 @@ class Average(Metric):
 
     def compute(self) -> jax.Array:
         """Return the mean, a float32 scalar."""
-        return self.total.value / self.count.value
+        return self.total.value / _float(self.count.value)
 
 
 class Accuracy(Average):
@@ -211,18 +211,18 @@ class Welford(Metric):
         values, counted = _masked(_argument(self, kwargs), mask)
         old, new = self.count.value, _size(values, counted)
         total = old + new
-        some = jnp.maximum(new, 1)  # a batch of which nothing counts changes nothing
+        some = jnp.maximum(_float(new), 1.0)  # a batch of which nothing counts changes nothing
         mean = _sum(values, counted) / some
         squares = _sum(jnp.square(values.astype(jnp.float32) - mean), counted)
         delta = mean - self.mean.value
-        share = new / jnp.maximum(total, 1)
-        self.m2.value += squares + delta * delta * old * share
+        share = _float(new) / jnp.maximum(_float(total), 1.0)
+        self.m2.value += squares + delta * delta * _float(old) * share
         self.mean.value += delta * share
         self.count.value = total
 
     def compute(self) -> Statistics:
         """Return mean, standard error of the mean, and standard deviation; the last two are nan before any value."""
-        count = self.count.value
+        count = _float(self.count.value)
         deviation = jnp.sqrt(self.m2.value / count)
         return Statistics(self.mean.value, deviation / jnp.sqrt(count), deviation)
 
@@ -317,6 +317,10 @@ def _masked(values: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
 
 def _sum(values: jax.Array, counted: jax.Array | None) -> jax.Array:
     return jnp.sum(values, dtype=jnp.float32, where=counted)
+
+
+def _float(count: Any) -> jax.Array:
+    return jnp.asarray(count, jnp.float32)
 
 
 def _size(values: jax.Array, counted: jax.Array | None) -> Any:

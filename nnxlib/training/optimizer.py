@@ -161,6 +161,11 @@ class Optimizer(Pytree, Generic[M]):
                 "Optimizer.update takes the model and the gradients: optimizer.update(model, grads). With "
                 "nnx.ModelAndOptimizer, which keeps the model, it is optimizer.update(grads)."
             )
+        if isinstance(model, State) and isinstance(grads, Node):
+            raise TypeError(
+                f"Optimizer.update takes the model first: optimizer.update(model, grads), but got a State and then a "
+                f"{type(grads).__name__}."
+            )
         model = _as_node(model)
         trained = _trained(model, self.wrt)
         gradients = self._gradients(grads, trained, model)

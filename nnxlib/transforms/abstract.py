@@ -13,6 +13,7 @@ from ..core.closures import all_borrowed, borrowed
 from ..core.errors import TraceContextError, reachable
 from ..core.escapes import check_contained
 from ..core.graph import After, Packed, build, commit, diff, pack
+from ..core.inputs import lend
 from ..core.objects import Node
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
@@ -20,7 +21,7 @@ from ..core.records import pack_call
 from ..core.references import ways_from
 from ..core.stamps import Stamp
 from ..core.tracing import boundary
-from ..core.variables import Variable, new_cell
+from ..core.variables import Variable
 from .callables import resolve
 from .lift import Arguments, Outcome, check_returned
 
@@ -65,10 +66,10 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     referred: list[Any] = []
 
     def pure(leaves: list[Any]) -> tuple[list[Any], Outcome]:
-        with borrowed(referred):
+        with borrowed(referred, wait=True):
             for x in referred:
                 if isinstance(x, Variable):
-                    object.__setattr__(x, "_cell", new_cell(x.get_raw_value()))
+                    lend(x, x.get_raw_value())
             return run(leaves)
 
     def run(leaves: list[Any]) -> tuple[list[Any], Outcome]:

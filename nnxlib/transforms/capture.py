@@ -93,7 +93,7 @@ def capture(
             arguments = arguments._replace(captured=(_referred(function),))
         packed = pack_call(arguments)
         loan = {i: packed.objects[i] for i in captured_rows(packed.layout)}
-        with borrowed(list(loan.values())):
+        with borrowed(list(loan.values()), wait=True):
             for k, i in enumerate(packed.layout.variables):
                 if i in loan:
                     object.__setattr__(loan[i], "_cell", new_cell(packed.leaves[k]))

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MethodType
@@ -23,7 +24,17 @@ from typing import Any
 import jax
 
 from ..core.calls import followed, following, observed
-from ..core.closures import CapturedObjects, Watch, all_borrowed, lending
+from ..core.closures import (
+    CapturedObjects,
+    Loans,
+    Occupied,
+    Watch,
+    all_borrowed,
+    is_lent_elsewhere,
+    is_watched,
+    lending,
+    wait_for_loans,
+)
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed, reachable
 from ..core.filters import looks_at_values
 from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of
@@ -35,6 +46,7 @@ from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, runn
 from ..core.variables import MISSING
 from .abstract import eval_packed
 from .body_checks import type_changes
+from .buffers import note_buffers
 from .callables import resolve
 from .classes import lifts_classes
 from .general import name_nan
@@ -124,21 +136,28 @@ class _Captures:
     def __init__(self, function: Callable):
         self._function = function
         self._roots: list[weakref.ref] = []
+        self._adding = threading.Lock()
         # Each step on the ways to the roots: its look-up, what that found, whether this is a root. None before a trace.
         self.steps: list[tuple[LookUp, LookUp, bool]] | None = None
 
-    def add(self, roots: Sequence[Any]) -> None:
-        """Add objects that a trace has captured."""
-        if not {id(root) for root in roots} - {id(root) for root in self.objects()}:
+    def add(self, roots: Sequence[Any], before: Sequence[Any]) -> None:
+        """Add objects that a trace has captured besides those that it was given ``before``."""
+        if not _others(roots, before):
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
+        with self._adding:
+            if _others(roots, self.objects()):  # if not, another thread has added them
+                self._add(roots)
+
+    def _add(self, roots: Sequence[Any]) -> None:
         ways = ways_from(self._function)
         named = [way.value for way in ways if isinstance(way.value, Node)]
         self._roots += [weakref.ref(root) for root in _whole(roots, named)]
-        self.steps = []
+        steps: list[tuple[LookUp, LookUp, bool]] = []
         for reference in self._roots:
             found = [step for way in ways if way.value is reference() for step in way.steps()]
             last, *others = found or [(reference, reference)]
-            self.steps += [(*last, True), *[(*step, False) for step in others]]
+            steps += [(*last, True), *[(*step, False) for step in others]]
+        self.steps = steps
 
     def capture_named(self) -> None:
         """Before the first trace, capture the Modules that the function refers to directly.
@@ -151,7 +170,7 @@ class _Captures:
         if self.steps is None:
             self.steps = []
             named = [x for x in named_in(self._function) if isinstance(x, Node)]
-            here = [x for x in named if trace_of(x) is current_trace()]
+            here = [x for x in named if trace_of(x) is current_trace() or is_lent_elsewhere(trace_of(x))]
             if here:
                 raise CapturedObjects(here)
 
@@ -166,6 +185,10 @@ class _Captures:
             if is_root:
                 found.append(x)
         return tuple(found)
+
+
+def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
+    return {id(root) for root in roots} - {id(root) for root in before}
 
 
 def _whole(roots: Sequence[Any], named: Sequence[Node]) -> list[Any]:
@@ -249,6 +272,8 @@ class JitWrapped:
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 name_nan(error, self._function, Arguments(args, kwargs))
+            elif isinstance(error, RuntimeError):
+                note_buffers(error, Arguments(args, kwargs, self._captures.objects()))
             hide_frames(error)
             raise
 
@@ -257,6 +282,8 @@ class JitWrapped:
         if not self._cacheable:
             return self._call_packed(args, kwargs, captured, None)
         found = None
+        if Loans.now[1] and any(is_lent_elsewhere(trace_of(x)) for x in captured):
+            wait_for_loans()
         try:
             found = look(row, key)
             if found is None:  # there are containers in it, or objects that are walked at each call
@@ -290,9 +317,18 @@ class JitWrapped:
                     if again is not None and again[0] == key:  # no other thread has changed anything in between
                         self._sites[key] = Site(plan, key, records)
                 return plan.call(packed)
-            except CapturedObjects as outside:  # trace again, with these as further inputs
-                self._captures.add(outside.roots)
+            except CapturedObjects as outside:
+                self._prepare(outside, captured)
                 captured, found = self._captures.objects(), None
+
+    def _prepare(self, outside: CapturedObjects, captured: tuple) -> None:
+        """After a trace was abandoned: take what it captured as further inputs, or wait until that may be borrowed."""
+        if not isinstance(outside, Occupied):
+            self._captures.add(outside.roots, captured)
+        elif is_watched():  # the enclosing trace is abandoned as well
+            raise outside
+        else:
+            wait_for_loans()
 
     def _call_followed(self, arguments: Arguments) -> Any:
         """Call the function as a part of the enclosing trace: a cached trace would hide the calls in it."""
@@ -338,16 +374,17 @@ class JitWrapped:
         return self._stage("trace", args, kwargs)
 
     def _stage(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Stage:
+        captured = self._captures.objects()
         try:
             self._captures.capture_named()
-            arguments = self._arguments(args, kwargs)
+            arguments = Arguments(*self._bind(args, kwargs), captured)
             packed = pack(arguments)
             plan = self._plan(packed, arguments, True)
             with lending(self._traces, lambda: packed.objects):
                 compiled = plan.staged(packed.leaves)
                 stage = getattr(compiled.jitted, name)(*packed.leaves)
-        except CapturedObjects as found:
-            self._captures.add(found.roots)
+        except CapturedObjects as outside:
+            self._prepare(outside, captured)
             return self._stage(name, args, kwargs)
         return Stage(stage, self._arguments, plan, compiled)
 

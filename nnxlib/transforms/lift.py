@@ -45,7 +45,7 @@ from ..core.graph import (
     diff,
     has_refs,
 )
-from ..core.inputs import AbsentInput, Input, is_read
+from ..core.inputs import AbsentInput, Input, is_read, lend
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
 from ..core.tracing import boundary
@@ -130,7 +130,7 @@ def cross(
     with borrowed(list(loan.values())):
         for i, leaf in zip(layout.variables, leaves, strict=False):
             if i in loan:
-                object.__setattr__(loan[i], "_cell", cell(leaf))
+                lend(loan[i], leaf)
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
         with listening(inside(layout, objects)):
             out = f(*args, **kwargs)

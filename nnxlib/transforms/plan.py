@@ -238,18 +238,19 @@ def _evaluated(traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Cal
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each plain leaf of the arguments.
+    """Check that JAX can trace each leaf of the arguments.
 
     Raises:
       ArgumentError: naming the argument, and what to do.
     """
-    for path, leaf in zip(reversed(layout.leaf_paths), reversed(leaves), strict=True):
+    places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
+    for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
         try:
             jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
         except TypeError:
             if jtu.all_leaves([leaf]):
                 name, kind = format_path(path), type(leaf).__name__
-                raise ArgumentError(_UNTRACEABLE.format(name=name, kind=kind, value=leaf)) from None
+                raise ArgumentError(message.format(name=name, kind=kind, value=leaf)) from None
 
 
 def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
@@ -270,3 +271,7 @@ values by nnx.update(model, state), or ask for shapes only by nnx.eval_shape(fun
 _UNTRACEABLE = """\
 {name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
 static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""
+
+_UNTRACEABLE_VALUE = """\
+The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \
+attribute of its own, `module.name = value`, which is a part of the program."""

@@ -3,7 +3,9 @@
 import functools
 import gc
 import threading
+import time
 import weakref
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -414,3 +416,93 @@ def test_a_failed_trace_keeps_no_weights():
     assert before() is None
     fail[0] = False
     assert not f(X).any()
+
+
+# --- traces of several threads ---
+
+
+class Slow(Layer):
+    """A layer whose call changes nothing, and leaves another thread the time to come in between."""
+
+    def __call__(self, x):
+        time.sleep(0.1)
+        return expected(self, x)
+
+
+def in_threads(*functions):
+    """Call functions in threads that start one after the other, and return what they return."""
+    with futures.ThreadPoolExecutor(len(functions)) as pool:
+        running = []
+        for f in functions:
+            running.append(pool.submit(f))
+            time.sleep(0.03)
+        return [x.result(timeout=60) for x in running]
+
+
+def test_threads_that_trace_closures_over_one_model():
+    """Calls with other shapes at the same time: each is right, and the model holds what it held."""
+    layer = Slow()
+    value = layer.w.value
+    jitted = nnx.jit(lambda x: layer(x))
+    shapes = (1, 2, 3, 1)
+    results = in_threads(*[lambda n=n: jitted(jnp.ones((n, 2))) for n in shapes])
+    for n, result in zip(shapes, results, strict=True):
+        np.testing.assert_allclose(result, layer(jnp.ones((n, 2))))
+    assert layer.w.value is value
+    layer.w.value = 2 * value
+    np.testing.assert_allclose(jitted(jnp.ones((2, 2))), layer(jnp.ones((2, 2))))
+
+
+def test_threads_that_trace_functions_of_each_other():
+    """A jitted closure inside of another, and inside of what JAX compiles, traced by several threads at once."""
+    layer, other = Slow(), Slow()
+    inner = nnx.jit(lambda x: layer(x))
+    outer = nnx.jit(lambda x: inner(other(x)) + inner(x))
+    raw = jax.jit(lambda x: inner(x) * 2)
+    results = in_threads(*[lambda f=f: f(X) for f in (outer, inner, raw) * 2])
+    for f, result in zip((outer, inner, raw) * 2, results, strict=True):
+        np.testing.assert_allclose(result, f(X))
+    for leaf in jax.tree.leaves((layer, other)):
+        assert not isinstance(leaf, jax.core.Tracer)
+
+
+def test_a_thread_uses_a_model_while_another_traces_it():
+    """Values, States and copies are arrays, an eager call is one; what is written stays, attributes too."""
+    layer = Slow()
+    jitted = nnx.jit(lambda x: layer(x))
+
+    def use():
+        seen = layer.w.value, nnx.state(layer), nnx.clone(layer), nnx.jit(lambda layer: layer.w + 1)(layer), layer(X)
+        layer.w.value = jnp.full((2, 2), 3.0)
+        layer.scale = 5
+        return seen
+
+    _, seen = in_threads(lambda: jitted(X), use)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(seen))
+    assert layer.scale == 5
+    assert (layer.w.value == 3.0).all()
+    np.testing.assert_allclose(jitted(X), layer(X))
+
+
+def test_a_thread_changes_structure_while_another_traces_the_model():
+    """What a jitted function attaches to a model that is lent to another thread arrives when that has given it back."""
+    layer = Slow()
+
+    def attach(layer):
+        layer.extra = nnx.Param(layer.w * 2)
+
+    in_threads(lambda: nnx.jit(lambda x: layer(x))(X), lambda: nnx.jit(attach)(layer))
+    np.testing.assert_allclose(layer.extra, 2 * layer.w)
+
+
+def test_shapes_of_a_closure_that_writes_while_another_thread_traces_it():
+    """eval_shape borrows as well, and waits."""
+    layer = Slow()
+
+    def count(x):
+        layer.calls += 1
+        return layer(x)
+
+    _, shape = in_threads(lambda: nnx.jit(count)(X), lambda: nnx.eval_shape(count, X))
+    assert shape.shape == layer(X).shape
+    assert layer.calls == 1

@@ -280,3 +280,21 @@ def test_copies_of_layers_work():
         expected = layer(x)
         for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), nnx.clone(layer)):
             np.testing.assert_array_equal(other(x), expected)
+
+
+def test_an_axis_that_is_named_twice_counts_once():
+    """-1 and 2 are one axis of three."""
+    x = array(2, 3, 4)
+    np.testing.assert_array_equal(
+        nnx.LayerNorm(4, reduction_axes=(-1, 2), rngs=rngs())(x), nnx.LayerNorm(4, rngs=rngs())(x)
+    )
+
+
+def test_running_mean_of_complex_numbers():
+    """A BatchNorm that is made for complex numbers evaluates by the mean that it has seen, imaginary part and all."""
+    x = (array(8, 3) + 1j * (array(8, 3) + 2)).astype(jnp.complex64)
+    for settings_ in ({"dtype": jnp.complex64}, {"param_dtype": jnp.complex64}):
+        layer = nnx.BatchNorm(3, momentum=0.0, rngs=rngs(), **settings_)
+        trained = layer(x)
+        np.testing.assert_allclose(layer(x, use_running_average=True), trained, atol=1e-5)
+        np.testing.assert_allclose(layer.mean[...], x.mean(0), atol=1e-5)

@@ -105,3 +105,12 @@ def test_numbers_stand_for_all_spatial_axes():
         spelt_out = pool(x, (2, 3), (2, 2), ((1, 1), (1, 1)))
         assert jnp.array_equal(pool(x, (2, 3), 2, 1), spelt_out)
         assert jnp.array_equal(pool(x, (2, 3), np.int64(2), [1, (1, 1)]), spelt_out)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_average_under_strict_promotion(dtype):
+    """The number of elements takes the dtype of their sum."""
+    with jax.numpy_dtype_promotion("strict"):
+        averages = nnx.avg_pool(jnp.ones((1, 4, 2), dtype), (2,))
+    assert averages.dtype == dtype
+    assert (averages == 1).all()

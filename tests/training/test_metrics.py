@@ -353,3 +353,17 @@ def test_a_metric_of_the_user_says_what_it_lacks():
             getattr(Incomplete(), method)()
     with pytest.raises(NotImplementedError, match="has to define `__init__`"):
         Metric()
+
+
+def test_metrics_under_strict_promotion():
+    """Counts of integers and sums of floats meet where the dtypes are said."""
+    values, mask = jnp.array([1.0, 5.0, 100.0]), jnp.array([True, True, False])
+    with jax.numpy_dtype_promotion("strict"):
+        average, welford, accuracy = Average(), Welford(), Accuracy()
+        average.update(values=values, mask=mask)
+        welford.update(values=values, mask=mask)
+        welford.update(values=values[:2])
+        accuracy.update(logits=jnp.eye(2), labels=jnp.array([0, 0]))
+        assert average.compute() == 3.0
+        assert welford.compute().standard_deviation == 2.0
+        assert accuracy.compute() == 0.5

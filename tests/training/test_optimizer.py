@@ -484,3 +484,13 @@ def test_model_and_optimizer_keeps_its_model():
     assert optimizer.model is model
     for path, value in values((model, None)).items():
         np.testing.assert_allclose(value, expected[path], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_and_model_in_the_wrong_order():
+    """The gradients would be taken for a model, and trained."""
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
+    with pytest.raises(TypeError, match=r"update\(model, grads\), but got a State and then a Linear"):
+        optimizer.update(grads, model)
+    assert optimizer.step[...] == 0

@@ -611,7 +611,6 @@ def test_a_closure_over_a_plain_list_that_grows():
     np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 3.0))
 
 
-@pytest.mark.xfail(reason="while a trace runs, the very objects that it captures hold its tracers")
 def test_no_tracer_is_seen_by_another_thread():
     """Promise 1: another thread that reads a captured model during a trace finds arrays."""
     model, seen = Layer(), []

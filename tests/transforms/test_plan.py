@@ -344,3 +344,10 @@ def test_shapes_that_take_turns():
         f(m, jnp.full(n, float(k)))
         assert m.layers[n].value.tolist() == [float(k)] * n
     assert m.layers[4].value.tolist() == [4.0, 4.0]
+
+
+def test_a_variable_that_holds_no_array():
+    """The message names the Variable, and where such a value belongs."""
+    model = nnx.Dict(mode=nnx.Variable("train"), w=nnx.Param(jnp.ones(2)))
+    with pytest.raises(TypeError, match=r"The Variable args.0..mode holds a str .'train'.*attribute of its own"):
+        nnx.jit(lambda model: model["w"] * 2)(model)

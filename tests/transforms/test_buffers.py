@@ -1,0 +1,68 @@
+"""Errors about donated arrays name their paths."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+
+
+def notes(error):
+    return "\n".join(error.value.__notes__)
+
+
+def scale(model, target):
+    model.kernel *= 2.0
+    target.kernel *= 0.5
+
+
+def test_one_array_donated_twice():
+    """A target network that shares its arrays with the model is named, and both keep their values."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    target = nnx.merge(*nnx.split(model))
+    step = nnx.jit(scale, donate_argnums=(0, 1))
+    with pytest.raises(RuntimeError, match="twice") as error:
+        step(model, target)
+    assert "args[0].kernel and args[1].kernel" in notes(error)
+    assert "nnx.clone" in notes(error)
+    before = np.asarray(model.kernel[...])
+    step(model, nnx.clone(target))
+    np.testing.assert_allclose(model.kernel[...], 2 * before)
+
+
+def test_an_array_that_an_earlier_call_has_reused():
+    """A State that was taken before its model was donated."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    state = nnx.state(model)
+
+    def double(model):
+        model.kernel *= 2.0
+
+    nnx.jit(double, donate_argnums=0)(model)
+    with pytest.raises(RuntimeError, match="deleted") as error:
+        nnx.jit(lambda state: state["kernel"] + 1)(state)
+    assert "args[0].kernel" in notes(error)
+    assert "bias" not in notes(error)
+
+
+def test_a_captured_model_whose_arrays_are_gone():
+    """Objects that a function refers to are among the arguments, too."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    jitted = nnx.jit(lambda x: model(x))
+    jitted(jnp.ones((1, 2)))
+    model.kernel[...].delete()
+    with pytest.raises(RuntimeError, match="deleted") as error:
+        jitted(jnp.ones((1, 2)))
+    assert "captured[0].kernel" in notes(error)
+
+
+def test_other_errors_are_left_alone():
+    """An error of the user's own that speaks of deleting, and keys among the arguments."""
+
+    def fail(key):
+        raise RuntimeError("the file was deleted")
+
+    with pytest.raises(RuntimeError) as error:
+        nnx.jit(fail)(jax.random.key(0))
+    assert "donate" not in notes(error)
