@@ -32,6 +32,7 @@ from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import GetAttrKey
 
 from . import errors
 from .closures import Watch, notice
@@ -62,6 +63,7 @@ class Node(Identified):
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
+    _nnx_name_key: type = GetAttrKey  # how JAX writes a name in the path to a leaf
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)

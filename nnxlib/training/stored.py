@@ -39,9 +39,13 @@ Path = tuple[Any, ...]
 class StateDict(Dict):
     """A level of a State, as a node; items are attributes too."""
 
+    _nnx_name_key = jtu.DictKey  # as in a State
+
 
 class OrderedLevel(Dict):
     """An OrderedDict, as a node."""
+
+    _nnx_name_key = jtu.DictKey
 
 
 _DICTS = {dict: Dict, Dict: Dict, OrderedDict: OrderedLevel, OrderedLevel: OrderedLevel}

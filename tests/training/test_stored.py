@@ -63,6 +63,14 @@ def test_levels_of_a_state_are_nodes():
     assert (type(stored), type(stored.a), stored.a[0].value) == (StateDict, StateDict, 1.0)
 
 
+def test_key_paths_are_those_of_a_state():
+    """JAX writes the path of a moment in a stored state as in the State that the transformation made."""
+    mu = nnx.State({"a": {"b": {0: nnx.Param(1.0)}}})
+    keyed = [jax.tree_util.tree_flatten_with_path(x)[0] for x in (mu, store(mu, lambda variable: variable))]
+    assert [jax.tree_util.keystr(path) for path, _ in keyed[1]] == ["['a']['b'][0].value"]
+    assert [path for path, _ in keyed[1]] == [path for path, _ in keyed[0]]
+
+
 def test_buffers_in_two_places_are_copied():
     """Arrays that are among the others or come twice are copied, once for each further place."""
     shared, own = jnp.ones(2), jnp.ones(3)
