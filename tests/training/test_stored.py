@@ -71,6 +71,19 @@ def test_key_paths_are_those_of_a_state():
     assert [path for path, _ in keyed[1]] == [path for path, _ in keyed[0]]
 
 
+def test_pure_gives_the_containers_back():
+    """`as_pure` of an optimizer's state has the structure that optax made, so moments fit gradients and masks."""
+    params = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    tree = (params, OrderedDict(b=[nnx.Param(1.0)], a=nnx.State({"x": {"y": nnx.Param(2.0)}})))
+    stored = store(tree, lambda variable: nnx.OptVariable(variable.get_value()))
+    assert type(stored[0]) is StateDict
+    assert jax.tree.structure(nnx.as_pure(stored)[0]) == jax.tree.structure(nnx.as_pure(params))
+    assert type(nnx.as_pure(stored)[1]) is OrderedDict
+    assert type(nnx.as_pure(stored)[1]["a"]) is nnx.State
+    assert jax.tree.map(jnp.add, nnx.as_pure(stored)[0], nnx.as_pure(params)).kernel.shape == (2, 3)
+    assert type(nnx.as_pure(nnx.Dict(x=stored)).x[0]) is StateDict  # within an object it stays a node
+
+
 def test_buffers_in_two_places_are_copied():
     """Arrays that are among the others or come twice are copied, once for each further place."""
     shared, own = jnp.ones(2), jnp.ones(3)
