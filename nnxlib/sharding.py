@@ -20,8 +20,8 @@ from .core.graphdef import GraphDef
 from .core.ops import map as map_leaves
 from .core.ops import split
 from .core.placement import Rules as Rules
-from .core.placement import logical_axis_rules as logical_axis_rules
 from .core.placement import fitted, names_in, problem_with, sharded, spec_of
+from .core.placement import logical_axis_rules as logical_axis_rules
 from .core.placement import use_eager_sharding as use_eager_sharding
 from .core.placement import using_eager_sharding as using_eager_sharding
 from .core.state import State

@@ -441,8 +441,8 @@ def _misfits(
 ) -> list[Difference]:
     """The differences between leaves and what they must be, by position, as :func:`merge` and :func:`update` see them.
 
-    Nearly all leaves certainly fit; these are left out first, which is fast.
-    A leaf of the class Variable itself, which older code makes by ``VariableState(type=Param, value=x)``, is of any type.
+    Nearly all leaves certainly fit; these are left out first, which is fast. A leaf of the class Variable itself, which
+    older code makes by ``VariableState(type=Param, value=x)``, is of any type.
     """
     kinds = _kinds(layout)
     now = dict(zip(new, avals_of(_plain(new.values())), strict=True))

@@ -184,7 +184,7 @@ def test_nondiff_leaves(keeps_all):
 @pytest.mark.parametrize("filter_", [False, nnx.Nothing()])
 @pytest.mark.parametrize("returned", [None, 7.0])
 def test_an_argument_of_which_nothing_is_differentiated(filter_, returned):
-    """DiffState with a filter that takes nothing: no gradient, whatever the rule returns at the place of the argument."""
+    """DiffState with a filter that takes nothing: no gradient, whatever the rule returns in its place."""
     f = nnx.custom_vjp(lambda m, sums: (m.x * 2, {"n": sums["n"] + m.x}), nondiff_argnums=(nnx.DiffState(1, filter_),))
     f.defvjp(
         lambda m, sums: (f(m, sums), sums),
@@ -192,8 +192,8 @@ def test_an_argument_of_which_nothing_is_differentiated(filter_, returned):
     )
     sums = {"n": A}
     assert f(Net(), sums)[1]["n"] == 4.0
-    for run in (f, nnx.jit(f)):
-        of_m, of_sums = nnx.grad(lambda m, sums: run(m, sums)[0], argnums=(0, 1))(Net(), sums)
+    for loss in (lambda m, sums: f(m, sums)[0], nnx.jit(lambda m, sums: f(m, sums)[0])):
+        of_m, of_sums = nnx.grad(loss, argnums=(0, 1))(Net(), sums)
         assert_close(of_m, {"x": 5.0, "y": 5.0})
         assert of_sums["n"] == 0.0
 
