@@ -130,9 +130,9 @@ def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
 
 
 def fitted(spec: PartitionSpec, ndim: int) -> PartitionSpec:
-    """A PartitionSpec for so many axes: without surplus ``None`` in front.
+    """The PartitionSpec for an array with this many axes: ``None`` in front is dropped if there are too many names.
 
-    They come from code that names the axis of a stack by hand, as it has to where ``vmap`` names it only on demand.
+    There are, if code puts ``None`` in front of the names by hand after ``vmap``, because flax.nnx does not do it.
     """
     surplus = len(spec) - ndim
     return PartitionSpec(*spec[surplus:]) if surplus > 0 and not any(map(_parts, spec[:surplus])) else spec
