@@ -20,8 +20,8 @@ from .core.graphdef import GraphDef
 from .core.ops import map as map_leaves
 from .core.ops import split
 from .core.placement import Rules as Rules
+from .core.placement import fitted, names_in, problem_with, sharded, spec_of
 from .core.placement import logical_axis_rules as logical_axis_rules
-from .core.placement import names_in, problem_with, sharded, spec_of
 from .core.placement import use_eager_sharding as use_eager_sharding
 from .core.placement import using_eager_sharding as using_eager_sharding
 from .core.state import State
@@ -42,8 +42,10 @@ def get_var_pspec(variable: Variable) -> PartitionSpec | None:
     >>> nnx.spmd.get_var_pspec(v) == jax.sharding.PartitionSpec(None, 'model')
     True
     """
-    spec = spec_of(variable.get_metadata())
-    return jax.tree.map(_replicated, variable.get_raw_value()) if spec is None else spec
+    spec, value = spec_of(variable.get_metadata()), variable.get_raw_value()
+    if spec is None:
+        return jax.tree.map(_replicated, value)
+    return fitted(spec, value.ndim) if hasattr(value, "ndim") else spec
 
 
 def _replicated(x: Any) -> PartitionSpec | None:

@@ -139,6 +139,25 @@ def test_axes_by_hand():
     assert tree["a"].sharding_names == ("layers", "out")  # there was another name too many: one goes at a time
 
 
+def test_a_stacked_axis_that_code_names_by_hand():
+    """Names that got a None in front where vmap had named the axis already: the surplus is left out."""
+
+    @nnx.vmap
+    def make(key):
+        init = nnx.with_partitioning(nnx.initializers.ones, (None, "model"))
+        return nnx.Linear(2, 4, kernel_init=init, rngs=nnx.Rngs(key))
+
+    model = make(jax.random.split(jax.random.key(0), 3))
+    model.kernel.set_metadata("out_sharding", (None, *model.kernel.out_sharding))
+    mesh = jax.make_mesh((1,), ("model",))
+    assert nnx.get_partition_spec(nnx.state(model)).kernel.value == PartitionSpec(None, None, "model")
+    shardings = nnx.get_named_sharding(nnx.state(model), mesh)
+    assert jax.device_put(nnx.state(model), shardings).kernel.value.sharding.spec == PartitionSpec(None, None, "model")
+    assert nnx.Param(jnp.ones(4), out_sharding=(None, "model"), mesh=mesh).sharding.spec == PartitionSpec("model")
+    with pytest.raises(errors.PlacementError, match="it has 1 axes, and 2 names"):
+        nnx.Param(jnp.ones(4), out_sharding=("model", None), mesh=mesh)
+
+
 def test_the_module_path_of_flax():
     """`from nnxlib.spmd import ...` works, with the same objects."""
     from nnxlib.spmd import get_partition_spec, get_var_pspec, with_partitioning

@@ -441,7 +441,8 @@ def _misfits(
 ) -> list[Difference]:
     """The differences between leaves and what they must be, by position, as :func:`merge` and :func:`update` see them.
 
-    Nearly all leaves certainly fit; these are left out first, which is fast.
+    Nearly all leaves certainly fit; these are left out first, which is fast. A leaf of the class Variable itself, which
+    older code makes by ``VariableState(type=Param, value=x)``, is of any type.
     """
     kinds = _kinds(layout)
     now = dict(zip(new, avals_of(_plain(new.values())), strict=True))
@@ -450,10 +451,10 @@ def _misfits(
         for k, was in avals.items()
         if k not in new
         or (now[k] != was and not _fits(now[k], was))
-        or (isinstance(new[k], Variable) and type(new[k]) is not kinds[k])
+        or (isinstance(new[k], Variable) and type(new[k]) not in (kinds[k], Variable))
     ]
     expected = {layout.leaf_paths[k]: _leaf(kinds[k], avals[k]) for k in compared}
-    given = {layout.leaf_paths[k]: new[k] for k in compared if k in new}
+    given = {layout.leaf_paths[k]: x._value if type(x := new[k]) is Variable else x for k in compared if k in new}
     return leaf_differences(expected, given | unexpected, _compare)
 
 
@@ -905,7 +906,11 @@ def pure(tree: Any) -> Any:
     >>> nnx.pure(nnx.State({'a': nnx.Param(1.0)}))
     State({'a': 1.0})
     """
-    return jax.tree.map(raw_value, tree, is_leaf=lambda x: isinstance(x, Variable))
+    return jax.tree.map(_pure, tree, is_leaf=lambda x: isinstance(x, Variable | Node))
+
+
+def _pure(x: Any) -> Any:
+    return x._nnx_pure() if isinstance(x, Node) else raw_value(x)
 
 
 as_pure = pure

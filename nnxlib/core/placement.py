@@ -128,6 +128,15 @@ def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
     return (mesh, known) if names_in(known) or not names_in(spec) else None
 
 
+def fitted(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    """The PartitionSpec for an array with this many axes: ``None`` in front is dropped if there are too many names.
+
+    There are, if code puts ``None`` in front of the names by hand after ``vmap``, because flax.nnx does not do it.
+    """
+    surplus = len(spec) - ndim
+    return PartitionSpec(*spec[surplus:]) if surplus > 0 and not any(map(_parts, spec[:surplus])) else spec
+
+
 def names_in(spec: PartitionSpec) -> list[str]:
     """The names of mesh axes in a PartitionSpec."""
     return [name for entry in spec for name in _parts(entry) if isinstance(name, str)]
@@ -188,7 +197,7 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     target = target_of(metadata)
     if target is None or not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return value
-    mesh, spec = target
+    mesh, spec = target[0], fitted(target[1], value.ndim)
     if isinstance(value, jax.ShapeDtypeStruct):
         _check(value, mesh, spec, metadata["out_sharding"], kind, even=False)
         return value if value.sharding is not None else value.update(sharding=NamedSharding(mesh, spec))

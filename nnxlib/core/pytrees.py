@@ -232,7 +232,7 @@ def _is_child(value: Any, mark: bool | None) -> bool:
 
 def _key(node: Any, name: Any) -> Any:
     if isinstance(name, str):
-        return jtu.GetAttrKey(name)
+        return node._nnx_name_key(name)
     return jtu.SequenceKey(name) if isinstance(node, list) else jtu.DictKey(name)
 
 

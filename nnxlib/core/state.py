@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -213,7 +213,7 @@ _making = threading.RLock()
 
 
 class FlatState(Sequence[tuple[PathParts, V]]):
-    """The leaves of a State as a sequence of ``(path, leaf)``, and a JAX pytree.
+    """The leaves of a State as a sequence of ``(path, leaf)``, and a JAX pytree; a leaf can be looked up by its path.
 
     Args:
       items: pairs, or a mapping, of path and leaf.
@@ -225,23 +225,28 @@ class FlatState(Sequence[tuple[PathParts, V]]):
       (('a',), 2),
       (('b', 'x'), 1),
     ])
+    >>> flat = nnx.FlatState({('a',): 2, ('b', 'x'): 1})
+    >>> flat[0], flat['b', 'x'], ('a',) in flat, list(flat.keys())
+    ((('a',), 2), 1, True, [('a',), ('b', 'x')])
     """
 
-    __slots__ = ("__weakref__", "_leaves", "_paths")
+    __slots__ = ("__weakref__", "_leaves", "_paths", "_positions")
     _paths: tuple[PathParts, ...]
     _leaves: list[V]
+    _positions: dict[PathParts, int] | None  # by path, once they were asked for
 
     def __init__(self, items: Flat, /, *, sort: bool = True):
         pairs = list(_as_pairs(items))
         if sort:
             pairs.sort(key=lambda pair: path_sort_key(pair[0]))
         self._paths, self._leaves = tuple([path for path, _ in pairs]), [leaf for _, leaf in pairs]
+        self._positions = None
 
     @classmethod
     def from_sorted_keys_values(cls, keys: tuple[PathParts, ...], values: Iterable[V], /) -> FlatState[V]:
         """Make a FlatState of paths that are sorted already, and a leaf for each."""
         self = object.__new__(cls)
-        self._paths, self._leaves = tuple(keys), list(values)
+        self._paths, self._leaves, self._positions = tuple(keys), list(values), None
         if len(self._paths) != len(self._leaves):
             raise ValueError(f"A FlatState of {len(self._paths)} paths was given {len(self._leaves)} leaves.")
         return self
@@ -259,6 +264,8 @@ class FlatState(Sequence[tuple[PathParts, V]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return FlatState.from_sorted_keys_values(self._paths[index], self._leaves[index])
+        if isinstance(index, tuple):
+            return self._leaves[self._by_path()[index]]
         return self._paths[index], self._leaves[index]
 
     def __len__(self) -> int:
@@ -266,6 +273,33 @@ class FlatState(Sequence[tuple[PathParts, V]]):
 
     def __iter__(self) -> Iterator[tuple[PathParts, V]]:
         return zip(self._paths, self._leaves)
+
+    def __contains__(self, item: object) -> bool:
+        match item:
+            case (tuple(path), leaf):
+                return path in self._paths and _same(self[path], leaf)
+        return item in self._paths
+
+    def _by_path(self) -> dict[PathParts, int]:
+        if self._positions is None:
+            self._positions = {path: k for k, path in enumerate(self._paths)}
+        return self._positions
+
+    def keys(self) -> KeysView[PathParts]:
+        """The paths, as of a dict."""
+        return self._by_path().keys()
+
+    def values(self) -> list[V]:
+        """The leaves, in the order of their paths."""
+        return list(self._leaves)
+
+    def items(self) -> Iterator[tuple[PathParts, V]]:
+        """The pairs of path and leaf."""
+        return iter(self)
+
+    def get(self, path: PathParts, default: Any = None) -> Any:
+        """The leaf at a path; ``default`` where there is none."""
+        return self[path] if path in self._by_path() else default
 
     def to_nested_state(self) -> State[Any, V]:
         """Return the same leaves as a :class:`State`."""

@@ -288,7 +288,7 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     key of the implementation that it has (such as ``'rbg'``); a typed key brings its own.
 
     Args:
-      node: any object that holds streams.
+      node: any object that holds streams; those of an abstract model (:func:`nnx.eval_shape`) get keys, too.
       policy: what to do with streams that are split into lanes: ``'scalars_only'`` refuses them, ``'match_shape'``
         splits the new key into as many; or a function ``(path, key, shape) -> key`` that makes the key of every stream.
       **stream_keys: seed or key by the tag of the streams.
@@ -312,13 +312,22 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
             f"No RngStream of this object has the tag {min(missing)!r}, so there is nothing to reseed; the tags are: "
             f"{known}. A stream that was looked up in an Rngs without one of that name has the tag 'default'."
         )
-    kinds = [(stream.tag, jax.random.key_impl(stream.key.get_value())) for _, stream in chosen]
+    kinds = [(stream.tag, _implementation(stream.key.get_value())) for _, stream in chosen]
     sources = {kind: RngStream(as_key(stream_keys[kind[0]], kind[1]), tag=kind[0]) for kind in dict.fromkeys(kinds)}
     roots = [sources[kind].fork().key.get_value() for kind in kinds]
     keys = [_new_key(path, root, stream.key.shape, policy) for (path, stream), root in zip(chosen, roots)]
     for (_, stream), key in zip(chosen, keys):
         stream.key.set_value(key)
         stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
+
+
+def _implementation(key: Any) -> Any:
+    """That of a key, or of the shape of one."""
+    if not isinstance(key, jax.ShapeDtypeStruct):
+        return jax.random.key_impl(key)
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+    return found[0]
 
 
 def _new_key(path: Path, key: jax.Array, shape: tuple[int, ...], policy: Policy) -> jax.Array:

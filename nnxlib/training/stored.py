@@ -26,7 +26,7 @@ from ..core.containers import Dict, List
 from ..core.differences import leaf_differences, refuse
 from ..core.filters import Filter
 from ..core.objects import Node
-from ..core.ops import state
+from ..core.ops import pure, state
 from ..core.state import FlatState, State, from_flat_state, to_flat_state
 from ..core.tracing import Tracer
 from ..core.traversals import path_key
@@ -39,9 +39,19 @@ Path = tuple[Any, ...]
 class StateDict(Dict):
     """A level of a State, as a node; items are attributes too."""
 
+    _nnx_name_key = jtu.DictKey  # as in a State
+
+    def _nnx_pure(self) -> State:
+        return from_flat_state([(path, pure(leaf)) for path, leaf in to_flat_state(self)])
+
 
 class OrderedLevel(Dict):
     """An OrderedDict, as a node."""
+
+    _nnx_name_key = jtu.DictKey
+
+    def _nnx_pure(self) -> OrderedDict:
+        return OrderedDict([(key, pure(value)) for key, value in self.items()])
 
 
 _DICTS = {dict: Dict, Dict: Dict, OrderedDict: OrderedLevel, OrderedLevel: OrderedLevel}

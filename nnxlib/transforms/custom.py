@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.errors import ArgumentError, describe, format_path
+from ..core.filters import Filter, Nothing, to_predicate
 from ..core.graph import After, Delta, Layout, NodeRow, Packed, StaticArgument, Tree, build, count_leaves, pack
 from ..core.objects import is_data
 from ..core.records import pack_call
@@ -56,7 +57,8 @@ def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Se
     Args:
       fun: a function or method; may be left out, to be used as a decorator. The arguments are positional to the rule.
       nondiff_argnums: numbers of arguments that are not differentiated; ``DiffState(argnum, filter)`` for an argument
-        of which only the leaves that the filter takes are. The derivative with respect to others is zero.
+        of which only the leaves that the filter takes are, none for ``False``. The derivative with respect to others
+        is zero. Such an argument keeps its place in what the rule takes and returns.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> @nnx.custom_vjp
@@ -233,13 +235,18 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
     packed = pack_call(Arguments(args, {}))
     check_traceable(packed.layout, packed.leaves)
     diff = {i: filters.get(i) for i in range(len(args)) if i not in nondiff}
-    lane_of = differentiated(packed, args, diff, INEXACT)
+    taken = {i: filter_ for i, filter_ in diff.items() if filter_ is None or not _is_nothing(filter_)}
+    lane_of = differentiated(packed, args, taken, INEXACT)
     positions = [k for k in Tangents.of_lanes(packed.layout, lane_of).positions if is_inexact(packed.leaves[k])]
     static = frozenset(i for i in nondiff if isinstance(args[i], StaticArgument))
     shapes = tuple(map(shape_of, packed.leaves))
     return _Call(
         function, Tangents(packed.layout, tuple(positions)), tuple(diff), tuple(nondiff), static, shapes
     ), packed
+
+
+def _is_nothing(filter_: Filter) -> bool:
+    return isinstance(to_predicate(filter_), Nothing)
 
 
 class _Call:

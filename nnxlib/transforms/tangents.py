@@ -253,7 +253,7 @@ def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> It
         return
     if isinstance(spec, Tree):
         try:
-            children = spec.treedef.flatten_up_to(tree)
+            children = _flatten_up_to(spec.treedef, tree)
         except ValueError as error:
             where = f" of {_where(path)}" if path else ""
             raise ArgumentError(
@@ -266,6 +266,18 @@ def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> It
         yield from ((path + below, _raw(value)) for below, value in _entries(tree, path, name))
     elif spec is LEAF or isinstance(spec, Ref):
         yield path, _raw(tree)
+
+
+def _flatten_up_to(treedef: Any, tree: Any) -> list[Any]:
+    """As ``treedef.flatten_up_to(tree)``, but None may stand for any part of the tree, as for JAX's own rules."""
+    if tree is None:
+        return [None] * treedef.num_leaves
+    if treedef.node_data() is None:  # a leaf
+        return [tree]
+    below, level = jtu.tree_flatten(tree, is_leaf=lambda x: x is not tree)
+    if level.node_data() != treedef.node_data():
+        return treedef.flatten_up_to(tree)  # which raises
+    return [x for child, part in zip(treedef.children(), below, strict=True) for x in _flatten_up_to(child, part)]
 
 
 def _entries(tree: Any, path: tuple, name: str) -> Iterator[tuple[tuple, Any]]:

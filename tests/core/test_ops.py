@@ -1191,3 +1191,20 @@ def test_a_state_has_lists_in_metadata_of_its_own():
     for state in states:
         assert state["w"].tags == ["a"]
         assert state["w"].tags is not m.w.tags
+
+
+@pytest.mark.parametrize("given", ["all", "one"])
+def test_a_leaf_of_no_type(given):
+    """A leaf of the class Variable itself, as `VariableState(type=..., value=...)` makes it, fits any type."""
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+    for path, x in state.flat_state() if given == "all" else [(("mean",), state["mean"])]:
+        state[path[0]] = nnx.VariableState(type=type(x), value=jnp.full(2, 5.0))
+    built = nnx.merge(graphdef, state)
+    nnx.update(model, state)
+    for node in (built, model):
+        assert type(node.mean) is nnx.BatchStat
+        assert type(node.scale) is nnx.Param
+        assert node.mean[0] == 5.0
+    with pytest.raises(StateMismatchError, match=r"expected shape \(2,\), got \(3,\)"):
+        nnx.update(model, {"mean": nnx.Variable(jnp.ones(3))})

@@ -451,6 +451,24 @@ def test_flat_state_is_a_sorted_sequence():
     assert FlatState([(("b",), 1), (("a",), 2)], sort=False).paths == (("b",), ("a",))
 
 
+def test_flat_state_is_looked_up_by_path():
+    """As the dict by path that it was in earlier versions of flax.nnx; it still yields pairs, and so does dict(...)."""
+    param = Param(1.0)
+    flat = State({"a": {0: param}, "b": 2}).flat_state()
+    assert flat["a", 0] is flat.get(("a", 0)) is param
+    assert ("a", 0) in flat
+    assert ("a",) not in flat
+    assert (("a", 0), param) in flat
+    assert (("a", 0), Param(2.0)) not in flat
+    assert flat.get(("a",), 5) == 5
+    assert flat.keys() - {("b",)} == {("a", 0)}
+    assert flat.values() == flat.leaves
+    assert list(flat.items()) == list(flat) == list(dict(flat).items())
+    assert type(flat[0]) is tuple
+    with pytest.raises(KeyError):
+        flat["a",]
+
+
 def test_flat_state_compares_copies_and_prints():
     """Equal paths and equal leaves; copies and pickles are equal; the repr lists one pair a line."""
     flat = model_state().flat_state()

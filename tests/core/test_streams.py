@@ -146,6 +146,20 @@ def test_reseeding_keeps_the_implementation_of_each_stream():
     assert jax.random.key_impl(rngs.dropout.key.value) == jax.random.key_impl(keys[1])
 
 
+def test_reseeding_an_abstract_model():
+    """The streams of a model of shapes get keys, of the implementation that the shape has, as those of a model do."""
+
+    def make():
+        return nnx.Dict(a=nnx.Dropout(0.5, rngs=nnx.Rngs(0)), b=nnx.Rngs(dropout=jax.random.key(0, impl="rbg")))
+
+    model, abstract = make(), nnx.eval_shape(make)
+    for node in (model, abstract):
+        nnx.reseed(node, default=5, dropout=6)
+    assert jax.random.key_impl(abstract.b.dropout.key.get_value()) == "rbg"
+    for of_model, of_abstract in ((model.a.rngs, abstract.a.rngs), (model.b.dropout, abstract.b.dropout)):
+        assert of_model() == of_abstract()
+
+
 def test_reseeding_split_streams_needs_a_policy():
     """`'match_shape'` splits the new key into as many lanes; a function decides for every stream."""
     rngs = nnx.Rngs(params=0).split(3)

@@ -63,6 +63,27 @@ def test_levels_of_a_state_are_nodes():
     assert (type(stored), type(stored.a), stored.a[0].value) == (StateDict, StateDict, 1.0)
 
 
+def test_key_paths_are_those_of_a_state():
+    """JAX writes the path of a moment in a stored state as in the State that the transformation made."""
+    mu = nnx.State({"a": {"b": {0: nnx.Param(1.0)}}})
+    keyed = [jax.tree_util.tree_flatten_with_path(x)[0] for x in (mu, store(mu, lambda variable: variable))]
+    assert [jax.tree_util.keystr(path) for path, _ in keyed[1]] == ["['a']['b'][0].value"]
+    assert [path for path, _ in keyed[1]] == [path for path, _ in keyed[0]]
+
+
+def test_pure_gives_the_containers_back():
+    """`as_pure` of an optimizer's state has the structure that optax made, so moments fit gradients and masks."""
+    params = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    tree = (params, OrderedDict(b=[nnx.Param(1.0)], a=nnx.State({"x": {"y": nnx.Param(2.0)}})))
+    stored = store(tree, lambda variable: nnx.OptVariable(variable.get_value()))
+    assert type(stored[0]) is StateDict
+    assert jax.tree.structure(nnx.as_pure(stored)[0]) == jax.tree.structure(nnx.as_pure(params))
+    assert type(nnx.as_pure(stored)[1]) is OrderedDict
+    assert type(nnx.as_pure(stored)[1]["a"]) is nnx.State
+    assert jax.tree.map(jnp.add, nnx.as_pure(stored)[0], nnx.as_pure(params)).kernel.shape == (2, 3)
+    assert type(nnx.as_pure(nnx.Dict(x=stored)).x[0]) is StateDict  # within an object it stays a node
+
+
 def test_buffers_in_two_places_are_copied():
     """Arrays that are among the others or come twice are copied, once for each further place."""
     shared, own = jnp.ones(2), jnp.ones(3)

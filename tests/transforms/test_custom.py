@@ -181,6 +181,35 @@ def test_nondiff_leaves(keeps_all):
     assert_close(nnx.grad(f)(Net(), A), {"x": 5.0, "y": 0.0})
 
 
+@pytest.mark.parametrize("filter_", [False, nnx.Nothing()])
+@pytest.mark.parametrize("returned", [None, 7.0])
+def test_an_argument_of_which_nothing_is_differentiated(filter_, returned):
+    """DiffState with a filter that takes nothing: no gradient, whatever the rule returns in its place."""
+    f = nnx.custom_vjp(lambda m, sums: (m.x * 2, {"n": sums["n"] + m.x}), nondiff_argnums=(nnx.DiffState(1, filter_),))
+    f.defvjp(
+        lambda m, sums: (f(m, sums), sums),
+        lambda sums, g: (jax.tree.map(lambda x: x + 5 * g[1][0], g[0][0]), returned and {"n": jnp.array(returned)}),
+    )
+    sums = {"n": A}
+    assert f(Net(), sums)[1]["n"] == 4.0
+    for loss in (lambda m, sums: f(m, sums)[0], nnx.jit(lambda m, sums: f(m, sums)[0])):
+        of_m, of_sums = nnx.grad(loss, argnums=(0, 1))(Net(), sums)
+        assert_close(of_m, {"x": 5.0, "y": 5.0})
+        assert of_sums["n"] == 0.0
+
+
+def test_none_for_a_part_of_an_argument():
+    """A rule may return None in place of any pytree in an argument, and for the argument as a whole."""
+    f = nnx.custom_vjp(lambda m, tree: m.x * tree["a"][0] * tree["b"])
+    gradients = [None, {"a": None, "b": A}, {"a": (A, A), "b": None}]
+    f.defvjp(lambda m, tree: (f(m, tree), ()), lambda _, g: (None, gradients.pop(0)))
+    tree = {"a": (A, A), "b": A}
+    for a, b in [(0.0, 0.0), (0.0, 3.0), (3.0, 0.0)]:
+        of_tree = nnx.grad(f, argnums=1)(Net(), tree)
+        assert of_tree["a"] == (a, a)
+        assert of_tree["b"] == b
+
+
 def test_gradients_of_what_changed():
     """What the function writes has its gradient in that of the argument; what it leaves alone is used as it was."""
 
