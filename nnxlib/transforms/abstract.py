@@ -24,6 +24,7 @@ from ..core.tracing import boundary
 from ..core.variables import Variable
 from .callables import resolve
 from .lift import Arguments, Outcome, check_returned
+from .naming import named
 
 
 @boundary
@@ -83,7 +84,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         after = _checked(diff(_NOTHING, (), (), out), out)
         return after.leaves, Outcome(after.delta, ())
 
-    pure.__name__ = getattr(f, "__name__", type(f).__name__)
+    pure = named(pure, f)
     try:
         leaves, outcome = jax.eval_shape(pure, packed.leaves)
     except TraceContextError:

@@ -30,6 +30,7 @@ from ..core.objects import is_node
 from ..core.state import State
 from ..core.tracing import jaxpr_as_fun
 from .lift import cross
+from .naming import named
 
 
 class Body(NamedTuple):
@@ -84,13 +85,14 @@ def trace_body(
       enter: ``enter(leaves)`` gives the leaves that the function sees in place of these.
     """
 
-    def pure(leaves: Sequence[Any]) -> tuple[list[Any], _Traced]:
+    def pure(*leaves: Any) -> tuple[list[Any], _Traced]:
         seen = leaves if enter is None else enter(leaves)
         out, after = cross(function, layout, seen)
         labels = () if label is None else tuple(label(after, out))
         return after.leaves, _Traced(delta(after, labels), tuple(after.owners), after.paths, labels)
 
-    closed, (shapes, traced) = jax.make_jaxpr(pure, return_shape=True)(list(leaves))
+    pure = named(pure, function, layout.leaf_paths)
+    closed, (shapes, traced) = jax.make_jaxpr(pure, return_shape=True)(*leaves)
     structure = jtu.tree_structure(shapes)
     evaluate = jaxpr_as_fun(closed)
 

@@ -21,6 +21,7 @@ from .body import Body, Owner, delta_of, own_states, structural_rows, trace_body
 from .body_checks import BodyError, check_same_output, recordings_taken_out, structural_changes, type_changes
 from .callables import resolve
 from .lift import Arguments
+from .naming import named
 from .program import Program, Result, program_of, run_program
 
 R = TypeVar("R")
@@ -107,7 +108,7 @@ def _branch(f: Callable, count: int, k: int) -> Callable:
         bound, bound_kwargs = args[count + k]
         return own_states(f(*bound, *args[:count], **bound_kwargs))
 
-    return call
+    return named(call, f)
 
 
 def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:

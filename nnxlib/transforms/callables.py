@@ -73,7 +73,7 @@ class Observed:
 
     def __init__(self, pure: Callable):
         self.pure, self.raised = pure, []
-        self.__name__ = getattr(pure, "__name__", "pure")
+        self.__name__, self.__wrapped__ = getattr(pure, "__name__", "pure"), pure
 
     def __call__(self, *args: Any) -> Any:
         try:

@@ -15,6 +15,7 @@ from ..core.variables import MISSING, Variable
 from .callables import by_position, resolve
 from .classes import lifts_classes
 from .lift import Arguments, Outcome, cross
+from .naming import named
 from .prefixes import join_lanes, refuse_nodes, split_lanes
 from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
 
@@ -113,7 +114,8 @@ def value_and_grad(
             return loss, (after.leaves, Outcome(after.delta, ()))
 
         def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
-            return jax.value_and_grad(pure, has_aux=True, **options)(*split_lanes(leaves, lane_of, 2))
+            pure_loss = named(pure, function)
+            return jax.value_and_grad(pure_loss, has_aux=True, **options)(*split_lanes(leaves, lane_of, 2))
 
         try:
             (value, (leaves, outcome)), grads = differentiate(packed.leaves)

@@ -52,7 +52,8 @@ from ..core.tracing import boundary
 from ..core.traversals import path_key
 from ..core.variables import MISSING, Cell, new_cell
 from .axes import stack_axes, stack_recorded, strip_axes
-from .callables import name_of, resolve
+from .callables import resolve
+from .naming import named
 from .prefixes import (
     Labels,
     broadcast_prefix,
@@ -183,8 +184,7 @@ class Crossing:
         def pure(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
             return self.run(f, join_lanes(groups, self.lane_of))
 
-        pure.__name__ = name_of(f)  # not functools.wraps: JAX would call our lists by the names of the user's arguments
-        return pure
+        return named(pure, f)
 
     def run(
         self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()

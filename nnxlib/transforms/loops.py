@@ -31,6 +31,7 @@ from .body_checks import (
 )
 from .callables import resolve
 from .lift import Arguments
+from .naming import named
 from .program import Program, Result, program_of, run_program
 
 
@@ -64,10 +65,13 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     def apply(value: Any, test_bound: Any, bound: Any) -> Arguments:
         return Arguments((step(*bound[0], value, **bound[1]), test_bound, bound), {})
 
+    def is_on(value: Any, bound: Any, _: Any) -> Any:
+        return test(*bound[0], value, **bound[1])
+
     def make(layout: Layout) -> Program:
         def program(leaves: list[Any]) -> Any:
-            loop = _loop(layout, apply, leaves, "body of while_loop")
-            check = trace_body(lambda value, bound, _: test(*bound[0], value, **bound[1]), layout, loop.constant)
+            loop = _loop(layout, named(apply, step), leaves, "body of while_loop")
+            check = trace_body(named(is_on, test), layout, loop.constant)
             _refuse_changes(layout, check)
             carry = jax.lax.while_loop(
                 lambda carry: _output(check, loop.leaves(carry)),
@@ -116,7 +120,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         def program(leaves: list[Any]) -> Any:
             *leaves, stop = leaves
             index_type = jnp.result_type(leaves[-1])
-            loop = _loop(layout, apply, leaves, "body of fori_loop")
+            loop = _loop(layout, named(apply, step), leaves, "body of fori_loop")
             start, stop = (first, last) if static else _promoted(leaves[-1], stop)
             carry = jax.lax.fori_loop(
                 start,

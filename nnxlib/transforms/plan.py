@@ -35,8 +35,8 @@ from ..core.inputs import ABSENT, AbsentInput
 from ..core.placement import settle
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from ..core.variables import Cell
-from .callables import name_of
 from .lift import Crossing, Outcome
+from .naming import named
 from .prefixes import join_lanes
 
 
@@ -82,9 +82,9 @@ class Compiled:
                 return tuple(returned)
             return [*returned, outcome]
 
-        step.__name__ = name_of(function)
+        paths = crossing.layout.leaf_paths
         self._first, self.inputs, self.in_groups = first, inputs, in_groups
-        self.jitted = jax.jit(step, **options)
+        self.jitted = jax.jit(named(step, function, [paths[k] for k in inputs]), **options)
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
         """The inputs, out of all leaves."""

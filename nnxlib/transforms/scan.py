@@ -41,6 +41,7 @@ from .callables import by_position, resolve
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
 from .lift import Arguments, place_of
+from .naming import named
 from .prefixes import (
     PrefixMapping,
     broadcast_prefix,
@@ -189,7 +190,7 @@ def looped(
                 inner = strip_axes(layout, slices, in_order, name)
                 enter = None if data_transform is None else transformed_data(data_transform, inner, in_order)
                 stack = functools.partial(stack_axes, name=name)
-                body = trace_body(repeated(step, size), inner, slices, label, stack, enter)
+                body = trace_body(repeated(named(step, function), size), inner, slices, label, stack, enter)
                 replaced = {} if carried is None else _check_carry(layout, carried, body, out_place or ())
                 _check_changes(layout, body, replaced)
                 sources, types = _recurring(layout, body, in_order, replaced)
