@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from .core.errors import format_path
+from .core.errors import ArgumentError, UsageError, format_path
 from .core.reprs import DEEPEST, WIDEST, Part, expand_object, in_one_line, is_made, read
 from .grid import draw_error
 from .svg import (
@@ -77,11 +77,11 @@ def draw(x: Any, /, *, depth: int | None = None, settings: bool = True) -> Pictu
     if hasattr(type(x), "_nnx_picture"):
         return x._nnx_picture()
     if not is_made(x):
-        raise TypeError(
+        raise ArgumentError(
             f"nnx.draw draws Modules and other nodes, the tables of nnxlib, and exceptions; got a {type(x).__name__}."
         )
     if depth is not None and depth < 0:
-        raise ValueError(f"nnx.draw(depth={depth}): depth is a number of levels, 0 for the object alone.")
+        raise UsageError(f"nnx.draw(depth={depth}): depth is a number of levels, 0 for the object alone.")
     part = read(x, expand_object)
     root = _box([part], "", DEEPEST if depth is None else min(depth, DEEPEST), settings)
     if depth is None and root.boxes > MOST_BOXES:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from .core.calls import Listener, listening, runs
+from .core.errors import ArgumentError, UsageError
 from .core.graph import pack
 from .core.objects import Node, is_node
 from .core.ops import iter_graph, state
@@ -160,7 +161,7 @@ def tabulate(
     names = [*fixed, *variables.kinds]
     chosen = names if columns is None else list(columns)
     if not set(chosen) <= set(names):
-        raise ValueError(f"tabulate has no columns {sorted(set(chosen) - set(names))}; this table has {names}.")
+        raise UsageError(f"tabulate has no columns {sorted(set(chosen) - set(names))}; this table has {names}.")
     cells = [{**_cells(row), **variables.cells(row.path)} for row in shown]
     total: dict[str, str] = {kind: str(variables.size((), kind)) for kind in variables.kinds}
     if rows and rows[0].path == ():  # the call of ``obj`` itself, which is that of all in it
@@ -217,9 +218,11 @@ def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_fl
     """Trace a method, and return the calls in it."""
     if not is_node(obj):
         given = f"the class {obj.__name__}" if isinstance(obj, type) else f"a {type(obj).__name__}"
-        raise TypeError(f"tabulate takes a Module, made or abstract, and then its inputs; got {given}.")
+        raise ArgumentError(f"tabulate takes a Module, made or abstract, and then its inputs; got {given}.")
     if not callable(getattr(obj, method, None)):
-        raise TypeError(f"tabulate calls a method, and {type(obj).__name__} has no {method!r}; choose one by method=.")
+        raise ArgumentError(
+            f"tabulate calls a method, and {type(obj).__name__} has no {method!r}; choose one by method=."
+        )
     call, traced = _with_static(
         lambda obj, *args, **kwargs: getattr(obj, method)(*args, **kwargs), (obj, *args), kwargs
     )

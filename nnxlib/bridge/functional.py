@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from ..core.errors import UsageError
 from ..core.graphdef import GraphDef
 from ..core.ops import call, split
 from ..core.rngs import Rngs
@@ -36,7 +37,7 @@ class Functional(Generic[M]):
           ValueError: before :meth:`init`.
         """
         if self.graphdef is None:
-            raise ValueError("This Functional has no structure yet. Call `state = functional.init(rngs=...)` first.")
+            raise UsageError("This Functional has no structure yet. Call `state = functional.init(rngs=...)` first.")
         return call((self.graphdef, *states))
 
 

@@ -150,7 +150,7 @@ class Module(core.Module):
         waiting = attributes_of(self).get(name)
         if self.scope is not None and isinstance(value, Variable):
             for other in [key for key, x in attributes_of(self).items() if x is value and key != name]:
-                raise ValueError(
+                raise errors.UsageError(
                     f"The variable {other!r} is assigned to self.{name}. Give it one name: self.{other} = ..."
                 )
         super().__setattr__(name, value)
@@ -194,7 +194,7 @@ class Module(core.Module):
         if isinstance(found, Variable):
             return found
         if self.scope is None:
-            raise ValueError(_NOT_RUNNING.format(kind=type(self).__name__, what=f"make {name!r}"))
+            raise errors.UsageError(_NOT_RUNNING.format(kind=type(self).__name__, what=f"make {name!r}"))
         scope = self.scope
         if col == "params" and not scope.initializing and not in_filter(scope.mutable, col):
             raise errors.StateMismatchError(
@@ -207,7 +207,7 @@ class Module(core.Module):
     def make_rng(self, name: str = "default") -> Any:
         """Return a key from a random stream of the run."""
         if self.scope is None:
-            raise ValueError(_NOT_RUNNING.format(kind=type(self).__name__, what="draw a key"))
+            raise errors.UsageError(_NOT_RUNNING.format(kind=type(self).__name__, what="draw a key"))
         return self.scope.rngs[name]()
 
     def is_initializing(self) -> bool:
@@ -307,7 +307,7 @@ def linen_in_bridge_mdl(linen_module: flax.linen.Module, name: str | None = None
 def _entry(function: str) -> ModuleStackEntry:
     entry = current_context()
     if entry is None or not (entry.in_compact or entry.in_setup):
-        raise ValueError(f"{function} is called in `setup` or a compact method of a bridge.Module.")
+        raise errors.UsageError(f"{function} is called in `setup` or a compact method of a bridge.Module.")
     return entry
 
 
@@ -321,7 +321,7 @@ def _attaching(init: Callable) -> Callable:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, name: str | None = None, parent: None = MISSING, **kwargs: Any) -> None:
         if parent is not MISSING and parent is not None:
-            raise ValueError(
+            raise errors.UsageError(
                 f"parent is None, for a part that is not to be attached, or left out; got a {type(parent).__name__}."
             )
         init(self, *args, **kwargs, **({"name": name} if has_name and name is not None else {}))

@@ -99,7 +99,7 @@ class ToLinen(flax.linen.Module):
     def _made(self) -> Any:
         """The Module as its constructor makes it."""
         if isinstance(self.nnx_class, Node):
-            raise TypeError(_INSTANCE.format(name=type(self.nnx_class).__name__))
+            raise errors.ArgumentError(_INSTANCE.format(name=type(self.nnx_class).__name__))
         arguments: Any = (tuple(self.args), dict(self.kwargs))
         if any(map(is_node, jax.tree.leaves(arguments, is_leaf=is_node))):
             arguments = clone(arguments, arrays=False)  # Modules that the user holds keep their values
@@ -186,7 +186,7 @@ def linen_rngs_dict(linen_module: flax.linen.Module, add_default: bool = False) 
       ValueError: if the module is not running.
     """
     if linen_module.scope is None:
-        raise ValueError(
+        raise errors.UsageError(
             f"linen_rngs_dict draws from the streams of a run, but this {type(linen_module).__name__} is not running. "
             "Call it in a method of the module."
         )

@@ -87,7 +87,9 @@ class ToNNX(Module):
     def __init__(self, module: flax.linen.Module, rngs: Rngs | jax.Array | None = None):
         if not isinstance(module, flax.linen.Module):
             shown = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
-            raise TypeError(f"ToNNX takes a Linen module, such as ToNNX(nn.Dense(4), rngs=rngs), but got {shown}.")
+            raise errors.ArgumentError(
+                f"ToNNX takes a Linen module, such as ToNNX(nn.Dense(4), rngs=rngs), but got {shown}."
+            )
         self.to_nnx__module = _Linen(module)
         self.to_nnx__rngs = rngs.fork() if isinstance(rngs, Rngs) else _streams(rngs)
 
@@ -211,7 +213,7 @@ def lazy_init(fn: Any, *args: Any, **kwargs: Any) -> Any:
     root = fn.func if isinstance(fn, functools.partial) else fn
     root = getattr(root, "__self__", root)
     if not isinstance(root, Module):
-        raise ValueError(
+        raise errors.UsageError(
             f"lazy_init takes a Module or a method of one, whose {ToNNX.__name__} parts it can find: "
             f"lazy_init(model, x) or lazy_init(model.encode, x). It got {fn!r}."
         )

@@ -248,7 +248,9 @@ def nnx_attrs_to_linen_vars(nnx_attrs: Mapping[str, Any]) -> dict[str, Any]:
     leaves = {}
     for path, variable in leaves_by_path(nnx_attrs):
         if not isinstance(variable, Variable):
-            raise TypeError(f"Linen has collections of Variables, but {errors.format_path(path)} is {variable!r}.")
+            raise errors.ArgumentError(
+                f"Linen has collections of Variables, but {errors.format_path(path)} is {variable!r}."
+            )
         leaves[collection_of(type(variable)), *path] = to_linen_var(variable)
     return nested(leaves)
 

@@ -32,7 +32,7 @@ import jax
 from .closures import Watch, notice
 from .errors import describe, describe_nested, format_path, reachable
 from .stamps import Stamp, stamping, with_stamp
-from .tracing import at_top_level, hide_frames
+from .tracing import at_top_level, hide_frames, is_deleted
 
 Path = tuple[Any, ...]
 
@@ -408,6 +408,8 @@ def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: 
     error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
     if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_value(x), jax.ShapeDtypeStruct)]:
         error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
+    if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(_value(x))]:
+        error.add_note(DELETED.format(these=f"its arrays {', '.join(deleted[:_MOST])}").removesuffix(":"))
 
 
 def _value(x: Any) -> Any:
@@ -417,6 +419,10 @@ def _value(x: Any) -> Any:
 _ABSTRACT = """\
 it has shapes without values ({names}), as made by nnx.eval_shape: give them values by nnx.update(model, state), or \
 ask for shapes only by nnx.eval_shape(function, model, ...)"""
+
+DELETED = """\
+{these} have been deleted, as what is donated to a compiled function is. A State shares the arrays of its model; a \
+copy that outlives a donation is nnx.clone(model):"""
 
 
 def _sized(module: Any) -> str:

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import jax
 
 from .differences import Aval, aval_of
-from .errors import StateMismatchError, format_path
+from .errors import StateMismatchError, UsageError, format_path
 from .filters import Filter
 from .graph import (
     SAME,
@@ -128,7 +128,7 @@ class SplitContext:
           ValueError: for filters together with ``with_paths=False``.
         """
         if filters and not with_paths:
-            raise ValueError("A list without paths cannot be filtered; leave out the filters or with_paths=False.")
+            raise UsageError("A list without paths cannot be filtered; leave out the filters or with_paths=False.")
         graphdef, items = self._items(node)
         flat = FlatState(items, sort=True)
         if not with_paths:
@@ -326,7 +326,7 @@ def current_update_context(tag: Hashable) -> UpdateContext:
     for context in reversed(_thread.active):
         if context.tag == tag:
             return context
-    raise ValueError(
+    raise UsageError(
         f"No update context found for tag {tag!r}. Wrap the code in `with nnx.update_context({tag!r}):`, or leave out "
         "the tag, to split and merge without carrying changes back."
     )
@@ -362,7 +362,7 @@ def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
         yield SplitContext(inner, itertools.count(min([0, *inner]) - 1, -1))
         return
     if update.outer is not None and not at_top_level() and update.outer_trace is not current_trace():
-        raise ValueError(_SPLIT_TWICE.format(tag=ctxtag))
+        raise UsageError(_SPLIT_TWICE.format(tag=ctxtag))
     context = SplitContext({}, itertools.count())
     yield context
     update.outer, update.outer_trace = context._objects, current_trace()
@@ -390,7 +390,7 @@ def merge_context(ctxtag: Hashable | None = None, inner: bool | None = None) -> 
         yield MergeContext({})
         return
     if inner is None:
-        raise ValueError(
+        raise UsageError(
             f"Say on which side of the transformation this merge is: merge_context({ctxtag!r}, inner=True) inside, "
             "inner=False outside."
         )

@@ -34,7 +34,17 @@ class StaleLayoutError(NnxError, RuntimeError):
 
 
 class ArgumentError(NnxError, TypeError):
-    """An argument of a transform that is neither a Module, a Variable, nor something JAX can trace."""
+    """An argument of another kind than the one that is asked for; of a transform, one that JAX cannot trace."""
+
+
+class UsageError(NnxError, ValueError):
+    """A call or a setting that cannot be meant: sizes that do not fit each other, a mode that was never said."""
+
+
+class MissingStreamError(NnxError, AttributeError, KeyError):
+    """A random stream that an Rngs does not have."""
+
+    __str__ = Exception.__str__  # that of a KeyError quotes the message
 
 
 class OutputError(NnxError, TypeError):
@@ -43,6 +53,18 @@ class OutputError(NnxError, TypeError):
 
 class RetraceWarning(UserWarning):
     """A jitted function is traced and compiled anew at each call."""
+
+
+class BodyError(NnxError, TypeError, ValueError):
+    """The body of a loop or a branch that changes something it may not change."""
+
+
+class ReadOnlyError(NnxError, ValueError):
+    """A change of a Variable that holds a transformed value, with no ``trans_out`` to store it."""
+
+
+class LayerInputError(NnxError, TypeError, ValueError):
+    """An input whose shape or dtype a layer cannot take."""
 
 
 class StateMismatchError(NnxError, ValueError):
@@ -94,6 +116,11 @@ def format_path(path: Iterable[Any], root: str = "") -> str:
     parts = [f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path]
     text = root + "".join(parts)
     return (text if root else text.removeprefix(".")) or "<root>"
+
+
+def place_of(path: tuple) -> str:
+    """Write the path of a leaf that comes back: in the arguments, or in ``<output>``."""
+    return format_path(path[1:], "<output>") if path[:1] == ("<output>",) else format_path(path)
 
 
 def describe(value: Any) -> str:
@@ -201,8 +228,12 @@ def reachable(
 def _in_order(items: list[tuple[tuple, Any]]) -> list[tuple[tuple, Any]]:
     try:
         return sorted(items, key=lambda item: item[0])
-    except TypeError:  # ints before strings, as everywhere
+    except TypeError:
+        pass
+    try:  # ints before strings, as everywhere
         return sorted(items, key=lambda item: (type(item[0][0]).__name__, *item[0]))
+    except TypeError:  # keys without an order, which nothing but a message and a repr needs to write
+        return items
 
 
 def _in_pytree(value: Any) -> list[tuple[tuple, Any]]:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .errors import TraceContextError, describe, format_path
+from .errors import TraceContextError, describe, place_of
 from .graph import After, NodeRow
 from .inputs import peek
 from .objects import Node
@@ -40,7 +40,7 @@ def check_contained(after: After, borrowed: Iterable[Any]) -> None:
             if type(spec) is Const and id(spec.value) not in seen and type(spec.value) not in ATOMS:
                 found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, seen)
                 if found is not None:
-                    where = format_path((*after.walk.paths[i], name))
+                    where = place_of((*after.walk.paths[i], name))
                     raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=describe(found)))
 
 
@@ -48,7 +48,8 @@ _ESCAPES = """\
 The static value at {where} ({value!r:.80}) refers to a value of the JAX transformation that is running ({what}), \
 which ends with it. Nothing has been written.
 Write a function that uses `self` as a method of the class; keep arrays in attributes of a Module, or bind them with \
-jax.tree_util.Partial."""
+jax.tree_util.Partial. An optimizer keeps a hyperparameter in its state: make it of a number, by \
+optax.inject_hyperparams(optax.adam)(learning_rate=0.1), and set opt_state.hyperparams['learning_rate'].value."""
 
 
 def _find(value: Any, escapes: Callable[[Any], bool], seen: dict[int, Any]) -> Any:

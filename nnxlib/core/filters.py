@@ -59,7 +59,7 @@ def to_predicate(filter: Filter, /) -> FilterObject:
             return Any(*filter)
         case types.UnionType():  # Param | BatchStat
             return Any(*filter.__args__)
-        case _ if callable(filter) and not hasattr(type(filter), "get_metadata"):  # a Variable can be called, too
+        case _ if callable(filter) and not hasattr(type(filter), "_nnx_children"):  # a Module or Variable is no filter
             return Where(filter)
     raise InvalidFilterError(
         f"Not a filter: {reprlib.repr(filter)} of type {type(filter).__name__}. A filter is a type (nnx.Param), a tag "

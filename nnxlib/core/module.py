@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .calls import observed, recorded_types
 from .containers import Dict, List, holds_data
+from .errors import ArgumentError, UsageError
 from .filters import Filter, to_predicate
 from .objects import MISSING, HasAttributes, Node, Pytree, is_data
 from .ops import clone, iter_children, iter_graph
@@ -118,7 +119,7 @@ class Module(Pytree):
         """
         missing = _set_where_found(self, filters or (...,), attributes)
         if raise_if_not_found and missing:
-            raise ValueError(
+            raise UsageError(
                 f"No Module in {type(self).__name__} has the attributes {sorted(missing)}; pass "
                 "raise_if_not_found=False to set those that exist."
             )
@@ -182,7 +183,7 @@ class Module(Pytree):
         found = self._nnx_contents().get(name)
         if found is not None and type(found) is not kind:
             expected = f"of type {kind.__name__}" if isinstance(found, Variable) else "a Variable"
-            raise ValueError(
+            raise UsageError(
                 f"Expected the attribute {name!r} of {type(self).__name__} to be {expected}, got "
                 f"{type(found).__name__}; choose another name to record under."
             )
@@ -285,14 +286,16 @@ class Sequential(Module):
         for i, layer in enumerate(self.layers):
             if not callable(layer):
                 hint = " Unpack it: nnx.Sequential(*layers)." if isinstance(layer, list | tuple) else ""
-                raise TypeError(f"Sequential.layers[{i}] is a {type(layer).__name__}, which cannot be called.{hint}")
+                raise ArgumentError(
+                    f"Sequential.layers[{i}] is a {type(layer).__name__}, which cannot be called.{hint}"
+                )
             args, named = ((), output) if isinstance(output, dict) else (output, {})
             if not isinstance(args, tuple):
                 args = (args,)
             if kwargs:
                 shared = _taken(layer, len(args), kwargs)
                 if both := sorted(named.keys() & shared.keys()):
-                    raise TypeError(
+                    raise ArgumentError(
                         f"Got multiple values for arguments {both} in Sequential[{i}]: from the call, and in the dict "
                         f"that Sequential[{i - 1}] returned."
                     )
@@ -340,7 +343,7 @@ def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool 
     made = clone(node, variables=False)
     missing = _set_where_found(made, (only,), attributes)
     if raise_if_not_found and missing:
-        raise ValueError(f"No Module has the attributes {sorted(missing)}; pass raise_if_not_found=False to go on.")
+        raise UsageError(f"No Module has the attributes {sorted(missing)}; pass raise_if_not_found=False to go on.")
     return made
 
 
@@ -358,7 +361,7 @@ def first_from(*args: A | None, error_msg: str) -> A:
     for arg in args:
         if arg is not None:
             return arg
-    raise ValueError(error_msg)
+    raise UsageError(error_msg)
 
 
 def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **settings: Any) -> A:
@@ -380,7 +383,7 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
             set_view(**{name: value for name, value in settings.items() if name in accepted})
             missing -= accepted
     if raise_if_not_found and missing:
-        raise ValueError(
+        raise UsageError(
             f"Unused keys found in nnx.view: {sorted(missing)}; no Module has such settings. nnx.view_info(model) "
             "lists them."
         )

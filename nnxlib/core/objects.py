@@ -381,7 +381,7 @@ def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if declares(value):
         mark, declared = value.metadata[_MARK], value.metadata[_VALUE]
         if mark is not is_data(declared):
-            raise TypeError(
+            raise errors.ArgumentError(
                 f"nnx.{'data' if mark else 'static'}({declared!r}) is put into a tuple, whose items are data or static "
                 "by their values. Make it a Variable (nnx.Variable(...)) or an array to have it traced, or an "
                 "attribute of a Module or an item of a list to declare it."
@@ -581,7 +581,9 @@ class Pytree(HasAttributes):
 
     def __new__(cls, *args: Any, **kwargs: Any):
         if (args or kwargs) and cls.__init__ is object.__init__:
-            raise TypeError(f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?")
+            raise errors.ArgumentError(
+                f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?"
+            )
         self = super().__new__(cls)
         init_slots(self)
         return self

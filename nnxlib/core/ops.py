@@ -21,7 +21,7 @@ import numpy as np
 from . import errors
 from .closures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
-from .errors import describe, format_path
+from .errors import ArgumentError, UsageError, describe, format_path
 from .filters import Filter, filters_to_predicates, first_of, to_predicate
 from .graph import (
     SAME,
@@ -64,7 +64,7 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
         record = record_of(node)
         return record.layout, record.leaves(node), record.objects_with(node)
     if isinstance(node, GraphDef):
-        raise TypeError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
+        raise ArgumentError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
     return pack(node)
 
 
@@ -212,7 +212,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     if isinstance(graphdef, GraphState):
         graphdef, states = graphdef._graphdef, (graphdef, *states)
     if not isinstance(graphdef, GraphDef):
-        raise TypeError(
+        raise ArgumentError(
             f"nnx.merge takes a GraphDef first, got {type(graphdef).__name__}; write merge(graphdef, state)."
         )
     if not states:
@@ -415,7 +415,7 @@ def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tupl
         stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
         while stack:
             path, value = stack.pop()
-            if isinstance(value, Mapping) and not isinstance(value, Node) and known.get(path, value) is not None:
+            if isinstance(value, Mapping) and known.get(path, value) is not None:
                 stack.extend(((*path, key), child) for key, child in reversed(list(value.items())))
             else:
                 yield path, value
@@ -581,7 +581,7 @@ def _settable(tree: Any, path: Path) -> tuple[Any, Any]:
     """
     holder = _holder(tree, path) if path else None
     if not isinstance(holder, MutableMapping | list):
-        raise ValueError(
+        raise UsageError(
             f"Cannot set {format_path(path)}: it is no item of a list or dict, whose items can be set. Keep what "
             "changes in a Variable, an attribute, a list or a dict."
         )
@@ -672,7 +672,7 @@ def pop(node: Any, *filters: Filter) -> Any:
       ValueError: without a filter, or when a leaf to be removed is part of a tuple or another pytree.
     """
     if not filters:
-        raise ValueError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
+        raise UsageError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
     first_to_take = first_of([to_predicate(f) for f in filters])
     *taken, _ = groups = [[] for _ in (*filters, None)]
     chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path
@@ -695,7 +695,7 @@ def pop(node: Any, *filters: Filter) -> Any:
     removed = {identity for _, _, identity in places}
     for path, x in (item for group in taken for item in group):
         if (id(x) if isinstance(x, Variable) else path) not in removed:
-            raise ValueError(
+            raise UsageError(
                 f"Cannot pop {format_path(path)}: it is inside a tuple or another pytree, which cannot lose an item. "
                 "Keep it in an attribute, a list or a dict."
             )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .calls import recorded_types
-from .errors import reachable
+from .errors import UsageError, reachable
 from .objects import Node, check_writable, structure_changed
 from .tracing import current_trace
 from .variables import Variable
@@ -39,7 +39,7 @@ def attribute_for(node: Any, name: str) -> str:
     if not (inspect.isroutine(inherited) or isinstance(inherited, property)):
         return name
     if recorded_types() is None:
-        raise ValueError(
+        raise UsageError(
             f"Expected the attribute {name!r} of {type(node).__name__} to be a Variable, got a "
             f"{type(inherited).__name__} of the class; choose another name to record under."
         )

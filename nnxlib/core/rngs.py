@@ -45,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
 
-from .errors import describe
+from .errors import ArgumentError, MissingStreamError, UsageError, describe
 from .filters import Filter, filters_to_predicates
 from .objects import Pytree, attributes_of, new_node
 from .programs import step
@@ -96,7 +96,7 @@ def _digest(purpose: bytes, static: tuple[str | int, ...]) -> np.ndarray:
         if isinstance(value, str):
             kind, text = b"s", value.encode()
         elif isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tracer):
-            raise TypeError(
+            raise ArgumentError(
                 f"fold_in takes strings and ints that are known while tracing, but got {describe(value)}. To fold in a "
                 "traced number, use jax.random.fold_in on a key: nnx.Rngs(jax.random.fold_in(rngs(), step))."
             )
@@ -129,7 +129,7 @@ def as_key(value: Any, impl: Any = None) -> jax.Array:
     if jnp.issubdtype(value.dtype, jnp.integer) and value.ndim == 0 if is_array else type(value) is int:
         return _seeded(value, impl)
     shown = repr(value) if isinstance(value, bool | float | str | None) else describe(value)
-    raise ValueError(
+    raise UsageError(
         f"Invalid rng value: {shown}. A stream is made from a seed (nnx.Rngs(0)), a key (jax.random.key(0)), a raw "
         "uint32 key (jax.random.PRNGKey(0)), or another RngStream."
     )
@@ -144,7 +144,7 @@ def _typed(raw: Any, impl: Any) -> jax.Array:
         return jax.random.wrap_key_data(raw, impl=impl)
     except TypeError:
         whose = "JAX's default implementation" if impl is None else "the stream's implementation"
-        raise ValueError(
+        raise UsageError(
             f"A raw key of shape {raw.shape} is none of {whose}, "
             f"{jax.random.key_impl(jax.random.key(0, impl=impl))!r}. Say what it is: "
             "jax.random.wrap_key_data(key, impl='rbg')."
@@ -155,7 +155,7 @@ def _seeded(seed: Any, impl: Any) -> jax.Array:
     try:
         return jax.random.key(seed, impl=impl)
     except OverflowError:
-        raise ValueError(f"A seed is a number of 64 bits at most, but got {seed}.") from None
+        raise UsageError(f"A seed is a number of 64 bits at most, but got {seed}.") from None
 
 
 def _lanes(k: Any) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ def _lanes(k: Any) -> tuple[int, ...]:
     except TypeError:
         shape = (-1,)
     if min(shape, default=0) < 0:
-        raise ValueError(f"The lanes of a stream are given by their number or shape, such as 5 or (2, 3); got {k!r}.")
+        raise UsageError(f"The lanes of a stream are given by their number or shape, such as 5 or (2, 3); got {k!r}.")
     return shape
 
 
@@ -305,7 +305,7 @@ class RngStream(_Samplers, Pytree):
         """
         key = self.key.get_value()
         if key.ndim:
-            raise ValueError(_SPLIT.format(tag=self.tag, shape=key.shape))
+            raise UsageError(_SPLIT.format(tag=self.tag, shape=key.shape))
         drawn, count = _draw(key, self.count.get_value())
         self.count.set_value(count)
         return drawn
@@ -352,7 +352,7 @@ class RngStream(_Samplers, Pytree):
           TypeError: for anything but strings and ints, or for no name at all.
         """
         if not static:
-            raise TypeError("fold_in needs at least one name, a string or an int: rngs.fold_in('encoder', 3).")
+            raise ArgumentError("fold_in needs at least one name, a string or an int: rngs.fold_in('encoder', 3).")
         return RngStream(_descend(self.key.get_value(), _digest(b"fold_in", static)), tag=self.tag)
 
 
@@ -416,7 +416,7 @@ class Rngs(_Samplers, Pytree):
             rngs["default"] = default
         for name in rngs:
             if not isinstance(name, str) or name.startswith("_"):
-                raise ValueError(f"A stream needs a name that does not start with an underscore, but got {name!r}.")
+                raise UsageError(f"A stream needs a name that does not start with an underscore, but got {name!r}.")
         for name, stream in _make_streams(rngs).items():
             setattr(self, name, stream)
 
@@ -426,14 +426,14 @@ class Rngs(_Samplers, Pytree):
     def __getattr__(self, name: str) -> RngStream:
         default = None if name.startswith("_") else attributes_of(self).get("default")
         if default is None:
-            raise AttributeError(self._missing(name))
+            raise MissingStreamError(self._missing(name))
         return default
 
     def __getitem__(self, name: str) -> RngStream:
         try:
             return getattr(self, name)
         except AttributeError:
-            raise KeyError(self._missing(name)) from None
+            raise MissingStreamError(self._missing(name)) from None
 
     def _missing(self, name: str) -> str:
         names = ", ".join(map(repr, self._streams())) or "none"

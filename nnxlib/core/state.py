@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from .differences import leaf_differences, refuse
-from .errors import NonExhaustiveFiltersError, format_path, listed
+from .errors import ArgumentError, NonExhaustiveFiltersError, UsageError, format_path, listed
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .pickling import exportable
 from .reprs import Group, Leaf, expand_object, read, write
@@ -248,7 +248,7 @@ class FlatState(Sequence[tuple[PathParts, V]]):
         self = object.__new__(cls)
         self._paths, self._leaves, self._positions = tuple(keys), list(values), None
         if len(self._paths) != len(self._leaves):
-            raise ValueError(f"A FlatState of {len(self._paths)} paths was given {len(self._leaves)} leaves.")
+            raise UsageError(f"A FlatState of {len(self._paths)} paths was given {len(self._leaves)} leaves.")
         return self
 
     @property
@@ -517,7 +517,7 @@ def _copy_levels(mapping: Mapping[Any, Any]) -> dict:
 def _pairs(state: Mapping[Any, Any]) -> list[tuple[PathParts, Any]]:
     """List the leaves with their paths, sorted by path."""
     if not isinstance(state, Mapping):
-        raise TypeError(f"Expected a State or another nested mapping, got {type(state).__name__}.")
+        raise ArgumentError(f"Expected a State or another nested mapping, got {type(state).__name__}.")
     pairs, stack = [], [((), state._mapping if isinstance(state, State) else state)]
     while stack:
         path, node = stack.pop()

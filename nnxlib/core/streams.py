@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .errors import format_path
+from .errors import UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
 from .ops import clone, iter_graph
 from .rngs import RngStream, RngValue, Shape, as_key
@@ -96,11 +96,18 @@ def _replace(targets: list[tuple[Path, RngStream, Callable[[RngStream], RngStrea
 
 def _check_whole(path: Path, stream: RngStream) -> None:
     if stream.key.ndim:
-        raise ValueError(
+        raise UsageError(
             f"The RngStream at {format_path(path)} is split into lanes of shape {stream.key.shape} already. Put it "
             "back first (leave the `with nnx.split_rngs(...)` block, or call nnx.restore_rngs), or split by a shape: "
             "splits=(4, 2)."
         )
+
+
+class _Call(NamedTuple):
+    """The arguments of a call; so the path of a stream reads ``args[0].dropout.rngs``."""
+
+    args: tuple
+    kwargs: dict[str, Any]
 
 
 def _while_called(prepare: Callable[[Any], SplitBackups]) -> Callable[[Callable], Callable]:
@@ -109,7 +116,7 @@ def _while_called(prepare: Callable[[Any], SplitBackups]) -> Callable[[Callable]
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with prepare((args, kwargs)):
+            with prepare(_Call(args, kwargs)):
                 return function(*args, **kwargs)
 
         return wrapper
@@ -143,7 +150,7 @@ def split_rngs(node: Any = MISSING, /, *, splits: Shape, only: Filter = ..., squ
     if node is MISSING:
         return _while_called(lambda args: split_rngs(args, splits=splits, only=only, squeeze=squeeze))
     if squeeze and splits != 1:
-        raise ValueError(f"squeeze=True is only supported for splits=1, but got splits={splits}.")
+        raise UsageError(f"squeeze=True is only supported for splits=1, but got splits={splits}.")
 
     def make(stream: RngStream) -> RngStream:
         lanes = stream.split(splits)
@@ -273,7 +280,7 @@ def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Cal
     matches = {name: rule for name, rule in found.items() if rule is not None}
     explicit = [f"{name} ({rule[0]!r})" for name, rule in matches.items() if rule[0] != Everything()]
     if len(explicit) > 1:
-        raise ValueError(
+        raise UsageError(
             f"The RngStream at {format_path(path)} is taken by multiple rules: {' and '.join(explicit)}. Let one of "
             "the filters leave it out; only `...` gives way to the others."
         )
@@ -308,7 +315,7 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     if missing := stream_keys.keys() - {stream.tag for _, stream in chosen}:
         tags = Counter(stream.tag for _, stream in _streams(node))
         known = ", ".join(f"{tag!r} ({n})" for tag, n in sorted(tags.items())) or "none"
-        raise ValueError(
+        raise UsageError(
             f"No RngStream of this object has the tag {min(missing)!r}, so there is nothing to reseed; the tags are: "
             f"{known}. A stream that was looked up in an Rngs without one of that name has the tag 'default'."
         )
@@ -337,7 +344,7 @@ def _new_key(path: Path, key: jax.Array, shape: tuple[int, ...], policy: Policy)
         return key
     if policy == "match_shape":
         return jax.random.split(key, shape)
-    raise ValueError(
+    raise UsageError(
         f"Cannot reseed the stream at {format_path(path)}: it is split into lanes of shape {shape}. If each lane is to "
         "have a key of its own pass policy='match_shape', else a function (path, key, shape) -> key."
     )

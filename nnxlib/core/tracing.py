@@ -72,6 +72,11 @@ def in_current_trace(value: object) -> bool:
     return isinstance(value, Tracer) and value._trace is running_trace()
 
 
+def is_deleted(value: object) -> bool:
+    """Whether ``value`` is an array whose buffer is gone, as that of a donated one is."""
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
+
+
 def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     """The mesh of the context: of a ``shard_map``, ``jax.set_mesh`` or a ``with mesh:`` block; None without one."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from .errors import PathError, format_path
+from .errors import ArgumentError, PathError, format_path
 
 Key = str | int
 Path = tuple[Key, ...]
@@ -76,11 +76,24 @@ def path_key(entry: Any) -> Any:
 
 
 def sorted_keys(level: Iterable[Any]) -> tuple:
-    """The keys of a level in their order, also when their types are mixed."""
+    """The keys of a level in their order, also when their types are mixed.
+
+    Raises:
+      PathError: if keys of one type have no order.
+    """
     try:
         return tuple(sorted(level))
     except TypeError:
+        pass
+    try:
         return tuple(sorted(level, key=sort_key))
+    except TypeError:
+        raise PathError(_NO_ORDER.format(keys=", ".join(map(repr, level)))) from None
+
+
+_NO_ORDER = """\
+The keys {keys} of a dict have no order (`<`), which the paths of a State need. Use strings, numbers or tuples; \
+an enum can be both: enum.StrEnum, enum.IntEnum."""
 
 
 def insert(level: dict, key: Any, value: Any) -> None:
@@ -196,7 +209,7 @@ def flatten_mapping(
 
 def _flatten(xs: Mapping[Any, Any], is_leaf: Callable[[Path, Any], bool] | None) -> Iterator[tuple[Path, Any]]:
     if not isinstance(xs, Mapping):
-        raise TypeError(f"Expected a mapping such as {{'layer': {{'kernel': ...}}}}, got {type(xs).__name__}.")
+        raise ArgumentError(f"Expected a mapping such as {{'layer': {{'kernel': ...}}}}, got {type(xs).__name__}.")
 
     def children(path: Path, node: Any) -> Collection[tuple[Any, Any]] | None:
         if not isinstance(node, Mapping) or (is_leaf is not None and is_leaf(path, node)):

@@ -136,7 +136,7 @@ class VariableMetadata(Generic[A]):
         for name in HOOKS:
             setattr(self, name, _as_hooks(hooks.pop(name, ())))
         if hooks:
-            raise TypeError(f"VariableMetadata got unexpected hooks {sorted(hooks)}; it takes {HOOKS}.")
+            raise errors.ArgumentError(f"VariableMetadata got unexpected hooks {sorted(hooks)}; it takes {HOOKS}.")
 
     def all_metadata(self) -> dict[str, Any]:
         hooks = {name: getattr(self, name) for name in HOOKS if getattr(self, name)}
@@ -487,7 +487,9 @@ class Variable(Identified, Generic[A]):
     def copy_from(self, other: Variable[A]) -> None:
         """Take over the value and metadata of another Variable of the same class."""
         if type(other) is not type(self):
-            raise ValueError(f"Cannot copy a {type(other).__name__} into a {type(self).__name__}: the types differ.")
+            raise errors.UsageError(
+                f"Cannot copy a {type(other).__name__} into a {type(self).__name__}: the types differ."
+            )
         self.update_from_state(other)
 
     def update_from_state(self, variable_state: Variable[A]) -> None:

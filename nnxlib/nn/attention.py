@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core.errors import describe
+from ..core.errors import UsageError, describe
 from ..core.module import Module
 from ..core.programs import formula, product, step
 from ..core.rngs import Rngs, RngStream
@@ -180,7 +180,7 @@ def dot_product_attention_weights(
     else:
         _check_rate(dropout_rate)
         if dropout_rng is None:
-            raise ValueError(
+            raise UsageError(
                 f"dropout_rng is required for attention with dropout_rate={dropout_rate}: pass "
                 "dropout_rng=rngs.dropout(), or deterministic=True, to drop nothing."
             )
@@ -321,7 +321,7 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
         problem = f"the {q[-2]} heads of the query must be a multiple of the {k[-2]} heads of key and value"
     else:
         return
-    raise ValueError(
+    raise UsageError(
         f"Attention got query {describe(query)}, key {describe(key)} and value {describe(value)}: {problem}."
     )
 
@@ -333,7 +333,7 @@ def _fitting(name: str, x: Any, query: Array, key: Array) -> Array | None:
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     weights = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
     if not _broadcasts(x.shape, weights):
-        raise ValueError(
+        raise UsageError(
             f"The {name} of attention must broadcast to [..., heads, q_length, kv_length], here {list(weights)}, "
             f"but got {describe(x)}."
         )
@@ -346,7 +346,7 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 def _check_rate(rate: Any) -> None:
     if isinstance(rate, int | float) and not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate must be in the range [0, 1), but got {rate}.")
+        raise UsageError(f"dropout_rate must be in the range [0, 1), but got {rate}.")
 
 
 # --- rotary positions -------------------------------------------------------------------------------------------------
@@ -421,13 +421,13 @@ class RoPE(Module):
         self.theta = float(theta)
         self.cached_sin = self.cached_cos = None
         if (embedding_size is None) != (max_seq_len is None):
-            raise ValueError(
+            raise UsageError(
                 "The table of RoPE has two sizes: give both `embedding_size` and `max_seq_len` or none of them, but "
                 f"got {embedding_size} and {max_seq_len}."
             )
         if embedding_size is not None and max_seq_len is not None:
             if embedding_size < 2 or embedding_size % 2 or max_seq_len < 1:
-                raise ValueError(
+                raise UsageError(
                     "`embedding_size` must be positive and even, and `max_seq_len` positive, but got "
                     f"{embedding_size} and {max_seq_len}."
                 )
@@ -555,7 +555,7 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Array | N
     shapes = [mask.shape for mask in given]
     sizes = [{size for size in axis if size != 1} for axis in zip(*shapes)]
     if len({len(shape) for shape in shapes}) > 1 or any(len(axis) > 1 for axis in sizes):
-        raise ValueError(
+        raise UsageError(
             f"combine_masks takes masks with the same number of axes that broadcast to each other, but got {shapes}."
         )
     combined, *others = given
@@ -694,13 +694,13 @@ class MultiHeadAttention(Module):
         self.qkv_dot_general_cls = qkv_dot_general_cls
         self.out_dot_general_cls = out_dot_general_cls
         if num_heads < 1 or self.num_kv_heads < 1:
-            raise ValueError(f"num_heads and num_kv_heads have to be positive, got {num_heads}, {self.num_kv_heads}.")
+            raise UsageError(f"num_heads and num_kv_heads have to be positive, got {num_heads}, {self.num_kv_heads}.")
         if self.qkv_features % num_heads:
-            raise ValueError(
+            raise UsageError(
                 f"Memory dimension ({self.qkv_features}) must be divisible by 'num_heads' heads ({num_heads})."
             )
         if num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads ({num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads}).")
+            raise UsageError(f"num_heads ({num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads}).")
         _check_rate(dropout_rate)
         self.head_dim = self.qkv_features // num_heads
 
@@ -811,7 +811,7 @@ class MultiHeadAttention(Module):
         """
         if inputs_k is None:
             if inputs_v is not None:
-                raise ValueError(
+                raise UsageError(
                     "`inputs_k` cannot be None if `inputs_v` is not None: to use one input for keys and values pass it "
                     "as `inputs_k` and leave out `inputs_v`."
                 )
@@ -875,7 +875,7 @@ class MultiHeadAttention(Module):
     def _decodes(self, decode: bool | None) -> bool:
         decode = self.decode if decode is None else decode
         if decode is None and self.cached_key is not None:
-            raise ValueError(_UNSAID_DECODE)
+            raise UsageError(_UNSAID_DECODE)
         return bool(decode)
 
     def _dropout(self, deterministic: bool | None, rngs: Rngs | RngStream | Array | None) -> tuple[bool, Array | None]:
@@ -884,19 +884,19 @@ class MultiHeadAttention(Module):
             return True, None
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic is None:
-            raise ValueError(_NO_MODE)
+            raise UsageError(_NO_MODE)
         if deterministic:
             return True, None
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
-            raise ValueError(_NOTHING_TO_DROP_WITH)
+            raise UsageError(_NOTHING_TO_DROP_WITH)
         rngs = rngs["dropout"] if isinstance(rngs, Rngs) else rngs
         return False, rngs() if isinstance(rngs, RngStream) else rngs
 
     def _extend_cache(self, inputs_q: Array, query: Array, key: Array, value: Array, mask: Any) -> tuple[Array, ...]:
         """The query, the extended cache, the mask of what is in it, and the positions of the query in it."""
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
-            raise ValueError(_NO_CACHE)
+            raise UsageError(_NO_CACHE)
         keys, values, index = self.cached_key.get_value(), self.cached_value.get_value(), self.cache_index.get_value()
         length, new = keys.shape[-3], query.shape[-3]
         if key.shape[:-2] != query.shape[:-2] or key.shape[:-3] != keys.shape[:-3]:
@@ -929,7 +929,7 @@ class MultiHeadAttention(Module):
           ValueError: if the shape has fewer than two axes.
         """
         if len(input_shape) < 2:
-            raise ValueError(f"init_cache takes a shape (*batch, max_length, features), but got {tuple(input_shape)}.")
+            raise UsageError(f"init_cache takes a shape (*batch, max_length, features), but got {tuple(input_shape)}.")
         shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
         self.cached_key = Cache(initializers.zeros(None, shape, dtype))
         self.cached_value = Cache(initializers.zeros(None, shape, dtype))
@@ -948,7 +948,7 @@ class MultiHeadAttention(Module):
           ValueError: if only one of ``batch_size`` and ``max_length`` is given.
         """
         if (batch_size is None) != (max_length is None):
-            raise ValueError(
+            raise UsageError(
                 "The cache of MultiHeadAttention needs both `batch_size` and `max_length`, but got "
                 f"{batch_size} and {max_length}."
             )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..core.errors import UsageError
 from ..core.module import Module
 from ..core.programs import product, step
 from ..core.rngs import Rngs
@@ -81,7 +82,7 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, 
         pairs = tuple([(p, p) if isinstance(p, int | np.integer) else tuple(p) for p in padding])
         if all(len(pair) == 2 for pair in pairs):
             return pairs  # type: ignore[return-value]  # of length 2, as just checked
-    raise ValueError(
+    raise UsageError(
         f"Invalid padding format: {padding!r}, should be one of {', '.join(_NAMED)}, an int, or a sequence of len "
         f"{rank} where each element is an int or pair of ints."
     )
@@ -90,7 +91,7 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, 
 def _per_axis(x: Sizes, rank: int) -> tuple[int, ...]:
     sizes = (1 if x is None else x,) * rank if x is None or isinstance(x, int | np.integer) else tuple(x)
     if len(sizes) != rank:
-        raise ValueError(f"Expected one number or {rank}, one for each spatial axis, but got {x}.")
+        raise UsageError(f"Expected one number or {rank}, one for each spatial axis, but got {x}.")
     return sizes
 
 
@@ -117,7 +118,7 @@ def _masked(layer: Any, kernel: Array) -> Array:
     if layer.mask is None:
         return kernel
     if layer.mask.shape != kernel.shape:
-        raise ValueError(
+        raise UsageError(
             f"Mask needs to have the same shape as weights. Shapes are: {layer.mask.shape}, {kernel.shape}"
         )
     return _multiply(kernel, jnp.asarray(layer.mask))
@@ -195,7 +196,7 @@ class Conv(Module):
     ):
         kernel_size = as_tuple(kernel_size)
         if in_features % feature_group_count or out_features % feature_group_count:
-            raise ValueError(
+            raise UsageError(
                 f"feature_group_count={feature_group_count} has to divide in_features={in_features} and "
                 f"out_features={out_features}."
             )
@@ -265,7 +266,7 @@ def _pad(
     extents = [(k - 1) * d for k, d in zip(kernel_size, dilation, strict=True)]
     if padding == "CAUSAL":
         if len(extents) != 1:
-            raise ValueError("Causal padding is only implemented for 1D convolutions.")
+            raise UsageError("Causal padding is only implemented for 1D convolutions.")
         return jnp.pad(x, ((0, 0), (extents[0], 0), (0, 0))), "VALID"
     widths = [(0, 0), *[(extent // 2, extent - extent // 2) for extent in extents], (0, 0)]
     return jnp.pad(x, widths, mode="wrap" if padding == "CIRCULAR" else "reflect"), "VALID"
@@ -357,7 +358,7 @@ class ConvTranspose(Module):
         spatial, strides = x.shape[1:-1], _per_axis(self.strides, rank)
         padding = canonicalize_padding(self.padding, rank)
         if padding in ("CAUSAL", "REFLECT", "SAME_LOWER"):
-            raise ValueError(
+            raise UsageError(
                 f"A transposed convolution has no {padding} padding; use SAME, VALID, CIRCULAR or numbers."
             )
         x, kernel, bias = self.promote_dtype(

@@ -16,15 +16,11 @@ import numpy as np
 from jax import lax
 
 from ..core.calls import running
-from ..core.errors import NnxError, describe, format_path, locate
+from ..core.errors import LayerInputError, UsageError, describe, format_path, locate
 from ..core.programs import step
 
 Dtype = Any  # whatever jnp.dtype takes: 'bfloat16', jnp.bfloat16, np.dtype('float32')
 Array = jax.Array
-
-
-class LayerInputError(NnxError, TypeError, ValueError):
-    """An input whose shape or dtype a layer cannot take."""
 
 
 def input_error(layer: Any, takes: str, inputs: Any) -> LayerInputError:
@@ -42,7 +38,11 @@ def input_error(layer: Any, takes: str, inputs: Any) -> LayerInputError:
 
 def kernel_misfit(kernel: Array, *declared: int) -> str:
     """What an error says of a kernel that was replaced by one of another shape than the layer declares."""
-    return "" if kernel.shape == declared else f" (its kernel is {describe(kernel)}, not {list(declared)} as declared)"
+    if kernel.shape == declared:
+        return ""
+    stacked = kernel.ndim > len(declared) and declared == kernel.shape[-len(declared) :]
+    hint = ": it is a stack of layers, which nnx.vmap and nnx.scan can call" if stacked else ""
+    return f" (its kernel is {describe(kernel)}, not {list(declared)} as declared{hint})"
 
 
 def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = True) -> Dtype:
@@ -65,7 +65,7 @@ def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = T
         found = jnp.result_type(*[_as_array(x) for x in args if x is not None])
         return jnp.promote_types(jnp.float32, found) if inexact and not _is_inexact(found) else found
     if inexact and not _is_inexact(jnp.dtype(dtype)):
-        raise ValueError(f"Dtype must be inexact (floating or complex): {dtype}")
+        raise UsageError(f"Dtype must be inexact (floating or complex): {dtype}")
     return dtype
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ..core.errors import UsageError
 from ..core.module import Module
 from ..core.programs import product
 from ..core.rngs import Rngs
@@ -209,9 +210,9 @@ class LinearGeneral(Module):
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
         if len(self.in_features) != len(self.axis):
-            raise ValueError(f"in_features and axis must have the same length. Got {self.in_features} and {self.axis}.")
+            raise UsageError(f"in_features and axis must have the same length. Got {self.in_features} and {self.axis}.")
         if sorted(self.batch_axis) != list(range(len(self.batch_axis))):
-            raise ValueError(
+            raise UsageError(
                 f"batch_axis {tuple(self.batch_axis)} must be consecutive leading axes starting from 0; move them to "
                 "the front of the input with jnp.moveaxis."
             )
@@ -329,7 +330,7 @@ class Einsum(Module):
         """
         equation = self.einsum_str if einsum_str is None else _checked_equation(einsum_str)
         if equation is None:
-            raise ValueError("Einsum has no equation: give einsum_str to the constructor or to the call.")
+            raise UsageError("Einsum has no equation: give einsum_str to the constructor or to the call.")
         bias = self.bias
         x, kernel, bias = self.promote_dtype(
             (inputs, self.kernel[...], None if bias is None else bias[...]), dtype=self.dtype
@@ -346,7 +347,7 @@ class Einsum(Module):
         shape = _axes_of_kernel(equation, kernel.shape, y.ndim)
         if math.prod(shape) != bias.size:
             wanted = tuple([size for size in shape if size != 1])
-            raise ValueError(
+            raise UsageError(
                 f"The bias of Einsum {equation!r} has shape {bias.shape}, but the axes of the output that the kernel "
                 f"of shape {kernel.shape} has are of sizes {wanted}: write bias_shape={wanted}."
             )
@@ -356,9 +357,9 @@ class Einsum(Module):
 def _checked_equation(equation: str) -> str:
     equation = equation.replace(" ", "")
     if "->" not in equation:
-        raise ValueError(f'`einsum_str` equation must be explicit and include "->": {equation!r}')
+        raise UsageError(f'`einsum_str` equation must be explicit and include "->": {equation!r}')
     if equation.count(",") != 1:
-        raise ValueError(
+        raise UsageError(
             "`einsum_str` equation must have exactly two operands and therefore, exactly one comma character, "
             f"instead of {equation.count(',')}: {equation!r}"
         )

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from ..core.errors import EmptySelectionError, describe, format_path
+from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.filters import Filter, to_predicate
 from ..core.module import Module
 from ..core.objects import Node
@@ -139,10 +139,10 @@ class LoRA(Module):
         if self.base_module is None:
             return out
         if not callable(self.base_module):
-            raise ValueError(f"`self.base_module` must be callable, but is a {type(self.base_module).__name__}.")
+            raise UsageError(f"`self.base_module` must be callable, but is a {type(self.base_module).__name__}.")
         base = self.base_module(inputs, **kwargs)
         if base.shape != out.shape:
-            raise ValueError(
+            raise UsageError(
                 f"LoRA {self._nnx_sizes()} adds {describe(out)} to the output of its base, which is {describe(base)}: "
                 f"give it the base's sizes."
             )
@@ -306,7 +306,7 @@ def add_lora(
         )
     for path, layer in chosen:
         if problem := _not_adaptable(layer):
-            raise ValueError(f"Cannot add a LoRA to {format_path(path)} ({type(layer).__name__}): {problem}")
+            raise UsageError(f"Cannot add a LoRA to {format_path(path)} ({type(layer).__name__}): {problem}")
     for _, layer in chosen:
         lora = LoRA(
             math.prod(as_tuple(layer.in_features)),
@@ -383,7 +383,7 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
     for path, layer in beside + around:
         problem = _own_forward(layer) or (_not_mergeable(layer, holders) if isinstance(layer, LoRA) else None)
         if problem:
-            raise ValueError(f"Cannot merge the LoRA at {format_path(path)}: {problem}")
+            raise UsageError(f"Cannot merge the LoRA at {format_path(path)}: {problem}")
     for _, layer in beside:
         _add_to_kernel(layer, layer.lora)
         layer.__class__ = _PLAIN[_library_class(layer)]

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ..core.errors import UsageError
 from ..core.module import Module
 from ..core.programs import formula, step
 from ..core.rngs import Rngs
@@ -288,7 +289,7 @@ class BatchNorm(Module):
         """
         frozen = self.use_running_average if use_running_average is None else use_running_average
         if frozen is None:
-            raise ValueError(_NO_MODE.format("use_running_average", "BatchNorm"))
+            raise UsageError(_NO_MODE.format("use_running_average", "BatchNorm"))
         feature_axes = _feature_axes(self, x, self.axis, self.num_features)
         axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
         running_mean, running_var = self.mean.get_value(), self.var.get_value()
@@ -548,18 +549,18 @@ class GroupNorm(Module):
         scale_metadata: Metadata = NO_METADATA,
     ):
         if (num_groups is None) == (group_size is None):
-            raise ValueError(
+            raise UsageError(
                 "Either `num_groups` or `group_size` should be specified. If `group_size` is to be specified, pass "
                 "`num_groups=None` as argument to override the default `num_groups` value of 32."
             )
         if group_size is not None:
             if num_features % group_size:
-                raise ValueError(
+                raise UsageError(
                     f"Number of features ({num_features}) is not multiple of the group size ({group_size})."
                 )
             num_groups = num_features // group_size
         if num_groups is None or num_groups <= 0 or num_features % num_groups:
-            raise ValueError(
+            raise UsageError(
                 f"Number of groups ({num_groups}) does not divide the number of channels ({num_features})."
             )
         self.feature_axis = -1
@@ -602,7 +603,7 @@ class GroupNorm(Module):
         feature_axis = x.ndim - 1
         axes = tuple(range(1, x.ndim)) if self.reduction_axes is None else _absolute(self.reduction_axes, x.ndim)
         if feature_axis not in axes:
-            raise ValueError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
+            raise UsageError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
         x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
         mean, var = _group_moments(
             x,
@@ -731,7 +732,7 @@ class InstanceNorm(Module):
         affine = self.scale is not None or self.bias is not None
         feature_axes = _feature_axes(self, x, self.feature_axes, self.num_features if affine else None)
         if 0 in feature_axes:
-            raise ValueError(
+            raise UsageError(
                 "The channel axes cannot include the leading dimension as this is assumed to be the batch axis."
             )
         axes = tuple([a for a in range(1, x.ndim) if a not in feature_axes])

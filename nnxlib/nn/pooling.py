@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..core.errors import ArgumentError, UsageError
 from ..core.programs import step
 from .dtypes import Array
 
@@ -63,7 +64,7 @@ def _window(
 ) -> tuple[tuple[int, ...], tuple[int, ...], str | tuple[tuple[int, int], ...]]:
     """Spell window, strides and padding out for all axes."""
     if isinstance(window_shape, int | np.integer):
-        raise TypeError(
+        raise ArgumentError(
             f"window_shape has a size for each spatial axis, such as (2, 2) for images, but is {window_shape!r}."
         )
     spatial = tuple(window_shape)
@@ -71,11 +72,11 @@ def _window(
     steps = (strides,) * len(spatial) if isinstance(strides, int | np.integer) else tuple(strides)
     batch = ndim - len(spatial) - 1
     if batch < 0:
-        raise ValueError(
+        raise UsageError(
             f"A window of shape {spatial} needs inputs of shape [*batch, *spatial, channels], got {shape}."
         )
     if len(steps) != len(spatial):
-        raise ValueError(f"strides {steps} and window_shape {spatial} must have the same length.")
+        raise UsageError(f"strides {steps} and window_shape {spatial} must have the same length.")
     ones = (1,) * batch
     window, steps = (*ones, *spatial, 1), (*ones, *steps, 1)
     if isinstance(padding, str):
@@ -83,7 +84,7 @@ def _window(
     each = (padding,) * len(spatial) if isinstance(padding, int | np.integer) else tuple(padding)
     pairs = [(p, p) if isinstance(p, int | np.integer) else p for p in each]
     if len(pairs) != len(spatial) or not all(isinstance(p, Sequence) and len(p) == 2 for p in pairs):
-        raise ValueError(f"padding {padding} must have one pair (before, after) for each axis of window {spatial}.")
+        raise UsageError(f"padding {padding} must have one pair (before, after) for each axis of window {spatial}.")
     return window, steps, (*[(0, 0)] * batch, *[(before, after) for before, after in pairs], (0, 0))
 
 

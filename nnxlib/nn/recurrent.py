@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import EmptySelectionError
+from ..core.errors import ArgumentError, EmptySelectionError, UsageError
 from ..core.filters import Filter, to_predicate
 from ..core.module import Module
 from ..core.ops import iter_graph
@@ -131,7 +131,7 @@ class _VectorCell(RNNCellBase):
             return (initializers.zeros(None, shape, self.param_dtype),) * count
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
-            raise ValueError(
+            raise UsageError(
                 f"RNGs must be provided to initialize the cell carry of {type(self).__name__} {self._nnx_sizes()} with "
                 "its carry_init. Pass rngs=nnx.Rngs(0) to the call or to RNN, or keep_rngs=True to the cell."
             )
@@ -481,7 +481,7 @@ def _kept_stream(rngs: Rngs | RngStream | bool) -> RngStream | None:
         return RngStream(0, tag="carry") if rngs else None
     if isinstance(rngs, Rngs | RngStream):
         return (rngs.carry if isinstance(rngs, Rngs) else rngs).fork()
-    raise ValueError(f"rngs must be an Rngs, an RngStream, True or False, but got {type(rngs).__name__}.")
+    raise UsageError(f"rngs must be an Rngs, an RngStream, True or False, but got {type(rngs).__name__}.")
 
 
 class RNN(Module):
@@ -647,7 +647,7 @@ def _step(cell: Any, carried: tuple[Carry, Carry], x: Array, time: Any, ends: An
 
 def _where(of_batch: Array, a: Array, b: Array) -> Array:
     if a.shape[: of_batch.ndim] != of_batch.shape:
-        raise ValueError(
+        raise UsageError(
             f"With seq_lengths of shape {list(of_batch.shape)} every part of a carry must begin with these batch axes, "
             f"but one has the shape {list(a.shape)}: there is not one value for each sequence. Use return_carry=False."
         )
@@ -734,7 +734,7 @@ class Bidirectional(Module):
     ):
         for rnn in (forward_rnn, backward_rnn):
             if isinstance(rnn, RNNCellBase):
-                raise TypeError(f"Bidirectional takes RNNs, got a {type(rnn).__name__}; wrap it: nnx.RNN(cell).")
+                raise ArgumentError(f"Bidirectional takes RNNs, got a {type(rnn).__name__}; wrap it: nnx.RNN(cell).")
         self.forward_rnn = forward_rnn
         self.backward_rnn = backward_rnn
         self.merge_fn = merge_fn

@@ -21,7 +21,7 @@ from jax.tree_util import all_leaves
 
 from ..core.calls import ObjectList, entering, inside, listened, listening
 from ..core.containers import Dict
-from ..core.errors import EmptySelectionError, describe, format_path
+from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.escapes import check_contained
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.graph import LEAF, Delta, build, commit, diff
@@ -177,7 +177,7 @@ class SpectralNorm(_Reparametrised):
         rngs: Rngs,
     ):
         if n_steps < 1:
-            raise ValueError(f"SpectralNorm needs one power iteration at least, but n_steps is {n_steps}.")
+            raise UsageError(f"SpectralNorm needs one power iteration at least, but n_steps is {n_steps}.")
         self.layer_instance = layer_instance
         self.n_steps = n_steps
         self.epsilon = epsilon
@@ -202,12 +202,12 @@ class SpectralNorm(_Reparametrised):
     def _check(self, path: Path, param: Param) -> None:
         where = f"{type(self.layer_instance).__name__}.{format_path(path)}"
         if self.error_on_non_matrix and param.ndim > 2:
-            raise ValueError(
+            raise UsageError(
                 f"SpectralNorm: {where} is {param.ndim}D but error_on_non_matrix is True. Without it, such a weight "
                 "counts as a matrix with the last axis as its columns."
             )
         if not jnp.issubdtype(param.dtype, jnp.floating):
-            raise ValueError(f"SpectralNorm normalises real weights, but {where} is {describe(param.get_raw_value())}.")
+            raise UsageError(f"SpectralNorm normalises real weights, but {where} is {describe(param.get_raw_value())}.")
 
     def __call__(self, x: Any, update_stats: bool | None = None, **kwargs: Any) -> Any:
         """Call the layer on ``x`` with normalised weights.
@@ -320,7 +320,7 @@ class WeightNorm(_Reparametrised):
     def _feature_axes(self, path: Path, ndim: int) -> tuple[int, ...]:
         axes = () if self.feature_axes is None else as_tuple(self.feature_axes)
         if not all(-ndim <= axis < ndim for axis in axes):
-            raise ValueError(
+            raise UsageError(
                 f"WeightNorm: {type(self.layer_instance).__name__}.{format_path(path)} has {ndim} axes, and so not all "
                 f"of feature_axes={self.feature_axes}. Give others, or leave it out with variable_filter."
             )
@@ -351,7 +351,7 @@ class WeightNorm(_Reparametrised):
         if not self.use_scale:
             return None
         if path not in self.scales:
-            raise ValueError(
+            raise UsageError(
                 f"WeightNorm has no scale for {format_path(path)}: {type(self.layer_instance).__name__} did not have "
                 "this Param when it was wrapped. Wrap the layer again."
             )

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import describe
+from ..core.errors import ArgumentError, describe
 from ..core.programs import step
 from ..core.rngs import Rngs
 from . import initializers
@@ -29,7 +29,7 @@ def key_of(rngs: Rngs) -> Array:
       TypeError: if a seed, a key or nothing was given in place of Rngs.
     """
     if not (isinstance(rngs, Rngs) or hasattr(rngs, "params")):
-        raise TypeError(
+        raise ArgumentError(
             f"rngs has to be nnx.Rngs, from which a layer draws its parameters, but got {describe(rngs)}. Write "
             "rngs=nnx.Rngs(seed), or nnx.Rngs(key) for a key of jax.random."
         )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..core.errors import ArgumentError, UsageError
 from ..core.module import Module
 from ..core.programs import formula, step
 from ..core.rngs import Rngs, RngStream
@@ -64,11 +65,11 @@ class Dropout(Module):
         axis_name: str | None = None,
     ):
         if isinstance(rate, int | float) and not 0 <= rate <= 1:
-            raise ValueError(f"The rate of Dropout is a probability, from 0 to 1, but got {rate}.")
+            raise UsageError(f"The rate of Dropout is a probability, from 0 to 1, but got {rate}.")
         if isinstance(rngs, Rngs):
             rngs = rngs[rng_collection]
         elif rngs is not None and not isinstance(rngs, RngStream):
-            raise TypeError(f"rngs must be a Rngs, RngStream or None, but got {type(rngs)}.")
+            raise ArgumentError(f"rngs must be a Rngs, RngStream or None, but got {type(rngs)}.")
         self.rate = rate
         self.broadcast_dims = tuple(broadcast_dims)
         self.deterministic = deterministic
@@ -99,7 +100,7 @@ class Dropout(Module):
         """
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic is None:
-            raise ValueError(_NO_MODE)
+            raise UsageError(_NO_MODE)
         rate = self.rate
         if deterministic or rate == 0:
             return inputs
@@ -114,7 +115,7 @@ class Dropout(Module):
 
     def _key(self, rngs: Rngs | RngStream | Array | None) -> Array:
         if rngs is None:
-            raise ValueError(
+            raise UsageError(
                 "`deterministic` is False, but no `rngs` argument was provided to Dropout as either a __call__ "
                 "argument or class attribute. Write nnx.Dropout(rate, rngs=rngs) or dropout(x, rngs=rngs)."
             )

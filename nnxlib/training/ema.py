@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import EmptySelectionError, describe, format_path
+from ..core.errors import ArgumentError, EmptySelectionError, describe, format_path
 from ..core.filters import Filter
 from ..core.graph import build, pack
 from ..core.objects import Node, Pytree, Static
@@ -121,7 +121,7 @@ def _selected(params: Any, only: Filter) -> State:
     )
     for path, leaf in to_flat_state(found):
         if not isinstance(leaf, Variable):
-            raise TypeError(
+            raise ArgumentError(
                 f"An EMA averages Variables, but {format_path(path)} is {describe(leaf)} outside of a Variable. Select "
                 "what it is to average: EMA(model, decay, only=nnx.Param)."
             )

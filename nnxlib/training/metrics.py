@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ..core.errors import ArgumentError, UsageError
 from ..core.objects import Pytree
 from ..core.ops import split
 from ..core.variables import Variable
@@ -127,7 +128,7 @@ class Accuracy(Average):
 
     def __init__(self, threshold: float | None = None, *args: Any, **kwargs: Any):
         if not (threshold is None or isinstance(threshold, float)):
-            raise TypeError(f"threshold has to be a float or None, got {threshold!r}.")
+            raise ArgumentError(f"threshold has to be a float or None, got {threshold!r}.")
         self.threshold = threshold
         super().__init__(*args, **kwargs)
 
@@ -148,9 +149,12 @@ class Accuracy(Average):
                 if self.threshold is not None
                 else "multi-class classification, labels need the shape of logits without its last axis"
             )
-            raise ValueError(f"For {kind}; got logits of shape {logits.shape} and labels of shape {labels.shape}.")
+            found = f"got logits of shape {logits.shape} and labels of shape {labels.shape}"
+            one_hot = self.threshold is None and labels.shape == logits.shape
+            hint = " Of one-hot labels pass labels.argmax(-1)." if one_hot else ""
+            raise UsageError(f"For {kind}; {found}.{hint}")
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and self.threshold is not None)):
-            raise ValueError(f"labels have to be integers, got {labels.dtype}.")
+            raise UsageError(f"labels have to be integers, got {labels.dtype}.")
         predicted = jnp.argmax(logits, axis=-1) if self.threshold is None else logits >= self.threshold
         super().update(mask=mask, **{self.argname: predicted == labels})
 
@@ -244,9 +248,13 @@ class MultiMetric(Metric):
     def __init__(self, **metrics: Any):
         for name, metric in metrics.items():
             if hasattr(type(self), name):
-                raise ValueError(f"A metric cannot be called {name!r}: MultiMetric.{name} is something else.")
+                raise UsageError(f"A metric cannot be called {name!r}: MultiMetric.{name} is something else.")
+            if isinstance(metric, type):
+                raise ArgumentError(
+                    f"{name!r} is a class; make a metric of it: {name}=nnx.metrics.{metric.__name__}(...)."
+                )
             if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
-                raise TypeError(
+                raise ArgumentError(
                     f"{name!r} is not a metric, which has `reset`, `update` and `compute`; got {type(metric).__name__}."
                 )
         self._metric_names = tuple(metrics)
@@ -271,7 +279,7 @@ class MultiMetric(Metric):
         mask = updates.pop("mask", None)
         masks = mask if isinstance(mask, Mapping) else dict.fromkeys(self._metric_names, mask)
         if unknown := [name for name in masks if name not in self._metric_names]:
-            raise ValueError(f"There are masks for {unknown}, but the metrics are {list(self._metric_names)}.")
+            raise UsageError(f"There are masks for {unknown}, but the metrics are {list(self._metric_names)}.")
         for name in self._metric_names:
             own = {} if masks.get(name) is None else {"mask": masks[name]}
             try:
@@ -295,7 +303,7 @@ def _zero(*variables: MetricState) -> None:
 
 def _argument(metric: Any, kwargs: dict[str, Any]) -> Any:
     if metric.argname not in kwargs:
-        raise TypeError(
+        raise ArgumentError(
             f"{type(metric).__name__}.update expects the keyword argument {metric.argname!r}, got {sorted(kwargs)}."
         )
     return kwargs[metric.argname]
@@ -309,7 +317,7 @@ def _masked(values: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
     try:
         values, counted = jnp.broadcast_arrays(values, jnp.asarray(mask).astype(bool))
     except ValueError:
-        raise ValueError(
+        raise UsageError(
             f"The mask of shape {jnp.shape(mask)} cannot be broadcast against values of shape {values.shape}."
         ) from None
     return values, counted

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, tree_map_with_path
 
-from ..core.errors import EmptySelectionError, StateMismatchError
+from ..core.errors import ArgumentError, EmptySelectionError, StateMismatchError, describe
 from ..core.filters import Filter
 from ..core.objects import Node, Pytree, Static
 from ..core.ops import state, update, variables
@@ -121,8 +121,9 @@ class Optimizer(Pytree, Generic[M]):
 
     def __init__(self, model: M, tx: Any, *, wrt: Filter = Param):
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-            raise TypeError(
-                f"tx has to be a transformation with `init` and `update`, such as optax.adam(1e-3), got {tx!r}."
+            raise ArgumentError(
+                f"tx has to be a transformation with `init` and `update`, such as optax.adam(1e-3), got "
+                f"{describe(tx) if isinstance(tx, Node) else repr(tx)}. Write nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
         params = _trained(_as_node(model), wrt)
         try:
@@ -157,7 +158,7 @@ class Optimizer(Pytree, Generic[M]):
           TraceContextError: if the model or the optimizer belong to another trace. Nothing has been written then.
         """
         if grads is MISSING:
-            raise TypeError(
+            raise ArgumentError(
                 "Optimizer.update takes the model and the gradients: optimizer.update(model, grads). With "
                 "nnx.ModelAndOptimizer, which keeps the model, it is optimizer.update(grads)."
             )
@@ -270,7 +271,7 @@ Pass what nnx.grad returns for this model; what is trained is differentiated by 
 def _as_node(model: Any) -> Any:
     """The model; for a State, a node around its Variables."""
     if isinstance(model, Variable):
-        raise TypeError(
+        raise ArgumentError(
             f"An optimizer trains a Module or a pytree of Modules, got a {type(model).__name__} by itself; put it into "
             "one: nnx.Dict(weight=variable)."
         )

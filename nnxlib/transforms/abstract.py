@@ -23,7 +23,7 @@ from ..core.stamps import Stamp
 from ..core.tracing import boundary
 from ..core.variables import Variable
 from .callables import resolve
-from .lift import Arguments, Outcome, check_returned
+from .lift import Arguments, Outcome, check_returned, check_traceable
 from .naming import named
 
 
@@ -87,6 +87,9 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     pure = named(pure, f)
     try:
         leaves, outcome = jax.eval_shape(pure, packed.leaves)
+    except TypeError:
+        check_traceable(layout, packed.leaves)
+        raise
     except TraceContextError:
         referred += _live_below([way.value for way in ways_from(f)])
         if not referred:

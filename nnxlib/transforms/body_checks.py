@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.calls import recorded_types
-from ..core.errors import NnxError, format_path, listed
+from ..core.errors import BodyError, format_path, listed, place_of
 from ..core.graph import (
     SAME,
     Layout,
@@ -29,11 +29,6 @@ from ..core.graphdef import describe_spec
 from ..core.recordings import appends, is_recorded
 from ..core.reprs import static_repr
 from .body import Body, structural_rows
-from .lift import place_of
-
-
-class BodyError(NnxError, TypeError, ValueError):
-    """The body of a loop or a branch that changes something it may not change."""
 
 
 def refuse(changes: Sequence[Change], what: str) -> None:

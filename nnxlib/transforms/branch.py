@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import format_path, listed
+from ..core.errors import UsageError, format_path, listed
 from ..core.graph import Delta, Layout
 from ..core.recordings import fill_up, recorded_anew
 from ..core.records import pack_call
@@ -69,7 +69,7 @@ def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
     """
     resolved = [resolve(f) for f in branches]
     if not resolved:
-        raise ValueError("nnx.switch needs at least one branch.")
+        raise UsageError("nnx.switch needs at least one branch.")
     count = len(operands)
     arguments = Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {})
     functions = tuple([f for f, _, _ in resolved])

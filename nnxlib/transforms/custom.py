@@ -26,8 +26,7 @@ from ..core.records import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve
-from .lift import Arguments, Outcome, check_returned, cross, finish
-from .plan import check_traceable
+from .lift import Arguments, Outcome, check_returned, check_traceable, cross, finish
 from .tangents import (
     INEXACT,
     OUTPUT,
@@ -343,7 +342,11 @@ class _Call:
             found = f"{len(returned)} values" if isinstance(returned, tuple | list) else describe(returned)
             raise ArgumentError(_WRONG_COUNT.format(count=len(self.diff), found=found))
         given = self.tangents.arguments(self.diff, returned)
-        found = self.tangents.unfold(given, self._shapes, "gradient", ignored)
+        try:
+            found = self.tangents.unfold(given, self._shapes, "gradient", ignored)
+        except ArgumentError as error:
+            error.add_note(_GIVEN)
+            raise
         return [found.get(k) for k in range(len(self._shapes))]
 
 
@@ -371,6 +374,10 @@ _PAIR = jtu.tree_structure((0, 0))
 _OTHER_CHANGES = """\
 A rule must change its arguments as the function does, but they differ in {paths}. Let the rule call the function \
 itself, or use the same methods."""
+
+_GIVEN = """\
+The backward rule of nnx.custom_vjp is called as backward(residuals, (input_updates_g, output_g)): the gradients of \
+the arguments, as the function leaves them, and that of what it returns."""
 
 _WRONG_COUNT = """\
 The backward rule must return a tuple with a gradient, or None, for each of the {count} arguments that are \

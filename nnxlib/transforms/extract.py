@@ -18,6 +18,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from ..core.contexts import MergeContext, SplitContext, merge_context, split_context, update_context
+from ..core.errors import UsageError
 from ..core.graph import Ref, Tree, Walk
 from ..core.graphdef import GraphDef
 from ..core.objects import is_node
@@ -71,7 +72,7 @@ class NodeStates:
           ValueError: if there is none.
         """
         if self._graphdef is None:
-            raise ValueError("No graphdef available: this NodeStates was made from States or prefixes alone.")
+            raise UsageError("No graphdef available: this NodeStates was made from States or prefixes alone.")
         return self._graphdef
 
     @property
@@ -82,7 +83,7 @@ class NodeStates:
           ValueError: if there are several.
         """
         if len(self.states) != 1:
-            raise ValueError(f"Expected exactly one State, got {len(self.states)}; use `states`.")
+            raise UsageError(f"Expected exactly one State, got {len(self.states)}; use `states`.")
         return self.states[0]
 
     def replace(self, **updates: Any) -> NodeStates:
@@ -113,7 +114,7 @@ def merge_tree_node(ctx: MergeContext, path: KeyPath, prefix: Any, leaf: Any) ->
       ValueError: for anything else.
     """
     if not isinstance(leaf, NodeStates):
-        raise ValueError(
+        raise UsageError(
             f"Expected a NodeStates at {jtu.keystr(path) or '<root>'}, got a {type(leaf).__name__}. Leave out "
             "map_non_graph_nodes=True, or pass a merge_fn that takes it."
         )

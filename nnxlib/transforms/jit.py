@@ -50,8 +50,8 @@ from .buffers import note_buffers
 from .callables import resolve
 from .classes import lifts_classes
 from .general import name_nan
-from .lift import Arguments, Crossing, cross
-from .plan import Compiled, Plan, check_traceable
+from .lift import Arguments, Crossing, check_traceable, cross
+from .plan import Compiled, Plan
 from .prefixes import (
     Labels,
     PrefixMapping,

@@ -30,7 +30,7 @@ import jax
 
 from ..core.calls import inside, listening, recorded_types, repeated
 from ..core.closures import all_borrowed, borrowable, borrowed, watching
-from ..core.errors import OutputError, format_path
+from ..core.errors import ArgumentError, OutputError, format_path, place_of
 from ..core.escapes import check_contained
 from ..core.graph import (
     After,
@@ -250,11 +250,6 @@ def captured_rows(layout: Layout) -> list[int]:
     return sorted(found)
 
 
-def place_of(path: tuple) -> str:
-    """The text for the path of a leaf that comes back: in the arguments, or in ``<output>``."""
-    return format_path(path[1:], "<output>") if path[:1] == ("<output>",) else format_path(path)
-
-
 def check_returned(after: After, out: Any) -> None:
     """Check that JAX can return each leaf that is to come back from a trace.
 
@@ -272,6 +267,31 @@ def check_returned(after: After, out: Any) -> None:
                 f"{place_of(path)} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come out of a "
                 "compiled function. Return arrays, and keep other values in static attributes or outside."
             ) from None
+
+
+def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
+    """Check that JAX can trace each leaf of the arguments.
+
+    Raises:
+      ArgumentError: naming the argument, and what to do.
+    """
+    places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
+    for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
+        try:
+            jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
+        except TypeError:
+            if jax.tree_util.all_leaves([leaf]):
+                name, kind = format_path(path), type(leaf).__name__
+                raise ArgumentError(message.format(name=name, kind=kind, value=leaf)) from None
+
+
+_UNTRACEABLE = """\
+{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
+static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""
+
+_UNTRACEABLE_VALUE = """\
+The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \
+attribute of its own, `module.name = value`, which is a part of the program."""
 
 
 def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: finish(raw)) -> Callable:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.differences import ANY_VALUE, leaf_differences, refuse
-from ..core.errors import ArgumentError, EmptySelectionError, NnxError, format_path
+from ..core.errors import ArgumentError, EmptySelectionError, ReadOnlyError, format_path
 from ..core.filters import Filter, to_predicate
 from ..core.graph import After, Packed, VariableRow, commit
 from ..core.records import pack_call
@@ -26,10 +26,6 @@ from .classes import lifts_classes
 from .lift import Arguments, cross
 
 Trans = Callable[[Any], Any]
-
-
-class ReadOnlyError(NnxError, ValueError):
-    """A change of a Variable that holds a transformed value, with no ``trans_out`` to store it."""
 
 
 @lifts_classes("__call__")

@@ -29,13 +29,13 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.closures import lending
-from ..core.errors import ArgumentError, describe, format_path, listed
+from ..core.errors import describe, format_path, listed
 from ..core.graph import Layout, Packed, commit, count_leaves
 from ..core.inputs import ABSENT, AbsentInput
 from ..core.placement import settle
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from ..core.variables import Cell
-from .lift import Crossing, Outcome
+from .lift import Crossing, Outcome, check_traceable
 from .naming import named
 from .prefixes import join_lanes
 
@@ -237,22 +237,6 @@ def _evaluated(traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Cal
     return evaluated
 
 
-def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments.
-
-    Raises:
-      ArgumentError: naming the argument, and what to do.
-    """
-    places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
-    for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
-        try:
-            jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
-        except TypeError:
-            if jtu.all_leaves([leaf]):
-                name, kind = format_path(path), type(leaf).__name__
-                raise ArgumentError(message.format(name=name, kind=kind, value=leaf)) from None
-
-
 def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
     """Note on an error which leaves are shapes without values."""
     abstract = [
@@ -267,11 +251,3 @@ def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> N
 _ABSTRACT = """\
 These are shapes without values, as made by nnx.eval_shape, so the function can be lowered but not called. Give them \
 values by nnx.update(model, state), or ask for shapes only by nnx.eval_shape(function, model, ...):"""
-
-_UNTRACEABLE = """\
-{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
-static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""
-
-_UNTRACEABLE_VALUE = """\
-The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \
-attribute of its own, `module.name = value`, which is a part of the program."""

@@ -18,14 +18,14 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
-from ..core.errors import AliasingError, PrefixError, format_path
+from ..core.errors import AliasingError, PrefixError, describe_nested, format_path
 from ..core.filters import Filter, PathIn, to_predicate
 from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, pack
 from ..core.objects import is_node
 from ..core.state import State, from_flat_state, map_state, to_flat_state
 from ..core.static import Const
 from ..core.traversals import path_key
-from ..core.variables import RngState, Variable
+from ..core.variables import RngState, Variable, raw_value
 
 Label = Hashable
 
@@ -34,7 +34,8 @@ class PrefixMapping(Mapping):
     """Labels by filter: the first filter that takes a leaf gives its label.
 
     Args:
-      mapping: filters to labels, as a mapping or as pairs; or a State with a label at each path.
+      mapping: filters to labels, as a mapping or as pairs; or a State with a label at each path, such as that of
+        :func:`nnxlib.get_named_sharding`.
 
     Raises:
       PrefixError: when used, if no filter takes a leaf; names its path.
@@ -42,7 +43,7 @@ class PrefixMapping(Mapping):
 
     def __init__(self, mapping: Mapping[Filter, Label] | Sequence[tuple[Filter, Label]] | State, /):
         if isinstance(mapping, State):
-            mapping = [(PathIn(path), label) for path, label in to_flat_state(mapping)]
+            mapping = [(PathIn(path), raw_value(label)) for path, label in to_flat_state(mapping)]
         items = mapping.items() if isinstance(mapping, Mapping) else mapping
         self._items = tuple([(key, label) for key, label in items])
         self._predicates = tuple([(to_predicate(key), label) for key, label in self._items])
@@ -117,7 +118,11 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
         jtu.tree_map(expand, prefix, tree, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping) or is_node(x))
     except ValueError as error:
         both = isinstance(prefix, tuple | list) and isinstance(tree, tuple | list) and len(prefix) != len(tree)
-        problem = f"it has {len(prefix)} entries for {len(tree)} values" if both else str(error).removesuffix(".")
+        problem = str(error).removesuffix(".")
+        if both:
+            problem = f"it has {len(prefix)} entries for {len(tree)} values"
+        elif isinstance(prefix, tuple | list):
+            problem = f"it has {len(prefix)} entries for one value, {describe_nested(tree)}"
         raise PrefixError(
             f"{name}={prefix!r} does not fit the values it describes: {problem}. Give one label for all, or the same "
             "tuples, lists and dicts as the values, down to some level."
@@ -453,7 +458,7 @@ def mapped_size(
             sizes.setdefault(shape[axis], format_path(path))
     if len(sizes) > 1:
         found = ", ".join(f"{size} ({where})" for size, where in sizes.items())
-        raise PrefixError(f"{what} got axes of different sizes: {found}.")
+        raise PrefixError(f"{what} got axes of different sizes: {found}. {_WHOLE}")
     return next(iter(sizes), None)
 
 
@@ -462,6 +467,8 @@ def _is_of_stream(layout: Layout, path: tuple) -> bool:
     types = [layout.rows[i].type for i in layout.variables]
     return any(issubclass(kind, RngState) and at == path for at, kind in zip(layout.leaf_paths, types, strict=False))
 
+
+_WHOLE = "in_axes says which axis of each argument it is; None is for one that is passed whole: in_axes=(0, None)."
 
 _STREAMS = """\
 It belongs to a random stream. Split the stream, which gives each slice keys of its own: @nnx.split_rngs(splits=5) \

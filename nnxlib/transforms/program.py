@@ -19,6 +19,7 @@ from ..core.graph import Delta, Packed, commit
 from ..core.objects import Node
 from ..core.references import named_in
 from ..core.tracing import at_top_level
+from .lift import check_traceable
 
 
 class Program:
@@ -99,5 +100,9 @@ class Result:
 
 def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
     """Run a program on the packed leaves and ``extra`` ones, and commit what it returns, (leaves, Result)."""
-    leaves, result = program([*packed.leaves, *extra])
+    try:
+        leaves, result = program([*packed.leaves, *extra])
+    except TypeError:
+        check_traceable(packed.layout, packed.leaves)
+        raise
     return commit(packed.layout, result.delta, leaves, packed.objects)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.calls import repeated
-from ..core.errors import PrefixError, format_path, listed
+from ..core.errors import PrefixError, describe_nested, format_path, listed, place_of
 from ..core.graph import Layout, Spec, Tree
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
@@ -40,7 +40,7 @@ from .body_checks import (
 from .callables import by_position, resolve
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
-from .lift import Arguments, place_of
+from .lift import Arguments
 from .naming import named
 from .prefixes import (
     PrefixMapping,
@@ -182,6 +182,7 @@ def looped(
 
         def make() -> Program:
             def label(after: Any, out: Any) -> list[Any]:
+                _check_values(out, out_axes)
                 found = labels_after(labels, layout, after, broadcast_prefix(out_axes, out, "out_axes"))
                 return list(stack_recorded(found, layout, after))
 
@@ -316,6 +317,20 @@ def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
         )
     check_axes(axes, name, "scan", Carry)
     return (places[0],) if places else None
+
+
+def _check_values(out: Any, out_axes: Any) -> None:
+    """Check that a body returns as many values as ``out_axes`` describes.
+
+    Raises:
+      PrefixError: if not.
+    """
+    if isinstance(out_axes, tuple | list) and not (isinstance(out, tuple | list) and len(out) == len(out_axes)):
+        raise PrefixError(
+            f"The function of scan must return {len(out_axes)} values, for out_axes={out_axes!r}, but it returned "
+            f"{describe_nested(out)}. Return (carry, y), where y may be None; or, for the carry alone, pass "
+            "out_axes=nnx.Carry."
+        )
 
 
 def _check_carry(layout: Layout, place: tuple, body: Body, out_place: tuple) -> dict[int, int]:

@@ -20,8 +20,7 @@ from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve
 from .grad import split_aux
-from .lift import Arguments, Outcome, cross
-from .plan import check_traceable
+from .lift import Arguments, Outcome, check_traceable, cross
 from .prefixes import PrefixMapping, join_lanes, split_lanes
 from .tangents import INEXACT, OUTPUT, DiffState, Tangents, by_argument, differentiated, shape_of
 

@@ -525,7 +525,9 @@ def test_names_can_be_switched_off():
     model, jitted = Decoder(), nnx.jit(f)
     with nnx.use_name_scopes(False):
         assert not {p for p in scopes(Decoder(), X)["sin"] if "layers" in plain(p)}
-        assert "query" not in nnx.jit(lambda m, x: m(x)).lower(model, X).as_text(debug_info=True)
+        text = nnx.jit(lambda m, x: m(x)).lower(model, X).as_text(debug_info=True)
+        assert "/query" not in text
+        assert "args[0].layers[0].query.kernel" in text, "inputs are named by JAX, which calls them what it is told"
         y = jitted(model, X)
     assert (jitted(model, X) == y).all()
     with nnx.use_name_scopes(True):

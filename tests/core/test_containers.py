@@ -1,6 +1,7 @@
 """List and Dict: a list and a dict whose changes are seen, that refuse foreign traces, and adopt what is put in."""
 
 import copy
+import enum
 import json
 import operator
 import pickle
@@ -570,3 +571,18 @@ def test_subscripted_in_annotations():
 def test_repr_is_that_of_the_built_in_type():
     """Settings held in a List or Dict print as they would in a plain list or dict."""
     assert (repr(nnx.List([1, "a"])), str(nnx.Dict(a=[1, None]))) == ("[1, 'a']", "{'a': [1, None]}")
+
+
+def test_keys_without_an_order_are_refused_by_name():
+    color = enum.Enum("Color", "RED BLUE")
+    heads = nnx.Dict({color.RED: nnx.Param(1.0), color.BLUE: nnx.Param(2.0)})
+    assert heads[color.RED] == 1.0
+    assert "RED" in repr(heads)
+    with pytest.raises(nnx.errors.PathError, match=r"RED.*have no order.*enum\.StrEnum"):
+        nnx.state(heads)
+
+
+def test_an_enum_of_strings_is_a_key():
+    color = enum.StrEnum("Color", "RED BLUE")
+    heads = nnx.Dict({color.RED: nnx.Param(1.0), color.BLUE: nnx.Param(2.0)})
+    assert nnx.jit(lambda heads: heads[color.BLUE] * 2)(heads) == 4.0

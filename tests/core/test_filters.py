@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import nnxlib as nnx
 from nnxlib.core import filters
 from nnxlib.core.errors import FilterOrderError, InvalidFilterError
 from nnxlib.core.filters import (
@@ -369,3 +370,9 @@ def test_the_base_class_is_abstract():
     """A filter object must say what it takes."""
     with pytest.raises(NotImplementedError):
         FilterObject()((), None)
+
+
+def test_a_module_that_can_be_called_is_no_filter():
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(InvalidFilterError, match="of type Linear"):
+        nnx.state(layer, layer)

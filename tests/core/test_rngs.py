@@ -472,3 +472,18 @@ def test_a_stream_handed_over_under_another_name_shares_root_and_count():
     assert (rngs.default.tag, rngs.default.count is stream.count) == ("default", True)
     assert len({bits(k) for k in (first, rngs(), stream(), rngs.dropout())}) == 4
     assert nnx.Rngs(params=stream).params is stream
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda rngs: rngs.dropout, lambda rngs: rngs["dropout"], lambda rngs: nnx.Dropout(0.5, rngs=rngs)]
+)
+def test_a_missing_stream_is_one_error_however_it_is_asked_for(ask):
+    """An AttributeError for ``hasattr``, a KeyError for ``in``-like code, and a message without quotes around it."""
+    with pytest.raises(nnx.errors.MissingStreamError, match=r"^No RngStream named 'dropout'") as caught:
+        ask(nnx.Rngs(params=0))
+    assert isinstance(caught.value, AttributeError)
+    assert isinstance(caught.value, KeyError)
+
+
+def test_hasattr_of_a_missing_stream():
+    assert not hasattr(nnx.Rngs(params=0), "dropout")

@@ -27,6 +27,10 @@ def test_every_error_is_on_the_page():
     assert set(re.findall(r"^## `(\w+)`$", PAGE, re.MULTILINE)) == error_classes()
 
 
+def test_every_error_can_be_caught_by_its_name():
+    assert error_classes() <= vars(nnxlib.errors).keys()
+
+
 def test_every_error_is_caused_and_mended():
     """Each section shows the message of its class, and goes on to something that is not refused."""
     sections = re.split(r"^## ", PAGE, flags=re.MULTILINE)

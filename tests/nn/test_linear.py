@@ -335,3 +335,9 @@ def test_product_and_sum_are_rounded_one_by_one(dtype):
         x = jax.random.normal(jax.random.key(seed), (rows, width), dtype)
         expected = jnp.add(lax.dot(x, layer.kernel.value), layer.bias.value)
         assert layer(x).tobytes() == expected.tobytes()
+
+
+def test_a_stack_that_is_called_like_a_layer_is_told_what_can_call_it():
+    stack = nnx.vmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs))(nnx.Rngs(0).split(4))
+    with pytest.raises(nnx.errors.NnxError, match=r"it is a stack of layers, which nnx\.vmap and nnx\.scan can call"):
+        stack(jnp.ones((1, 2)))

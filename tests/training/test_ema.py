@@ -164,3 +164,9 @@ def test_nothing_to_average():
         nnx.EMA(Net(), 0.9, only=nnx.Cache)
     with pytest.raises(TypeError, match=r"table is float32\[2\] outside of a Variable.*only=nnx.Param"):
         nnx.EMA(Net(), 0.9)
+
+
+def test_the_averages_can_be_written_into_a_model():
+    model, other = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    nnx.update(other, nnx.EMA(model, 0.9).params)
+    assert (other.kernel == model.kernel).all()

@@ -367,3 +367,13 @@ def test_metrics_under_strict_promotion():
         assert average.compute() == 3.0
         assert welford.compute().standard_deviation == 2.0
         assert accuracy.compute() == 0.5
+
+
+def test_a_class_in_a_multi_metric_is_refused():
+    with pytest.raises(TypeError, match=r"'loss' is a class; make a metric of it: loss=nnx.metrics.Average\(...\)"):
+        nnx.MultiMetric(loss=nnx.metrics.Average)
+
+
+def test_one_hot_labels_are_told_what_to_pass():
+    with pytest.raises(ValueError, match=r"Of one-hot labels pass labels.argmax\(-1\)"):
+        nnx.metrics.Accuracy().update(logits=jnp.eye(3), labels=jnp.eye(3))

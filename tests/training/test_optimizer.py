@@ -494,3 +494,36 @@ def test_gradients_and_model_in_the_wrong_order():
     with pytest.raises(TypeError, match=r"update\(model, grads\), but got a State and then a Linear"):
         optimizer.update(grads, model)
     assert optimizer.step[...] == 0
+
+
+def test_swapped_arguments_are_refused_in_a_line():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"got Linear. Write nnx.Optimizer\(model, tx, wrt=nnx.Param\)") as caught:
+        nnx.Optimizer(optax.sgd(0.1), model)
+    assert len(str(caught.value)) < 200
+
+
+def test_optimizers_with_a_learning_rate_each():
+    """A sweep: the rate is made of a number, and is then a value in the state of the optimizer."""
+
+    def start(rate):
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        optimizer.opt_state.hyperparams["learning_rate"].value = rate
+        return model, optimizer
+
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model))
+
+    models, optimizers = nnx.vmap(start)(jnp.array([0.0, 0.1, 1.0]))
+    nnx.jit(nnx.vmap(step))(models, optimizers)
+    assert jnp.allclose(models.bias[:, 0], jnp.array([0.0, -0.1, -1.0]))
+
+
+def test_a_learning_rate_that_ends_with_its_trace_is_told_where_to_keep_it():
+    def start(rate):
+        return nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(rate), wrt=nnx.Param)
+
+    with pytest.raises(nnx.errors.TraceContextError, match=r"at <output>.tx .*(\n.*)*optax.inject_hyperparams"):
+        nnx.vmap(start)(jnp.ones(3))

@@ -181,3 +181,54 @@ class Looped(nnx.Module):
 def test_debug_nans_names_the_layer_in_a_loop_of_a_module(bad):
     """Also where the calls around the loop have notes; and where the NaN is a parameter, it is its use that is told."""
     assert layer_of(note_of(nnx.jit(lambda m, x: m(x)), Looped([1.0, bad]), X)).endswith("Looped/layers/0")
+
+
+# --- arrays that were donated ---
+
+
+def donated():
+    """A model to which a State of before a donating step has been written, and an input of it."""
+    model, x = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), jnp.ones((1, 2))
+    snapshot = nnx.state(model)
+
+    @nnx.jit(donate_argnums=0)
+    def double(model):
+        layer = model.layers[0]
+        layer.kernel *= 2
+        layer.bias += 1
+
+    double(model)
+    nnx.update(model, snapshot)
+    return model, x
+
+
+def test_a_call_with_deleted_arrays_names_them_and_says_how_to_keep_a_copy():
+    model, x = donated()
+    with pytest.raises(RuntimeError, match="deleted") as caught:
+        model(x)
+    assert any(
+        "kernel, bias have been deleted" in note and "nnx.clone(model)" in note for note in caught.value.__notes__
+    )
+
+
+def test_a_jitted_call_with_deleted_arrays_names_their_paths():
+    model, x = donated()
+    with pytest.raises(RuntimeError, match="deleted") as caught:
+        nnx.jit(lambda model, x: model(x))(model, x)
+    assert any("args[0].layers[0].kernel" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer: nnx.cond(True, lambda layer, mode: 1, lambda layer, mode: 2, layer, "train"),
+        lambda layer: nnx.fori_loop(0, 2, lambda i, c: c, (layer, "train")),
+        lambda layer: nnx.scan(lambda c, layer, mode: (c, None), in_axes=(nnx.Carry, None, None), length=2)(
+            1.0, layer, "train"
+        ),
+        lambda layer: nnx.eval_shape(lambda layer, mode: layer, layer, "train"),
+    ],
+)
+def test_a_string_among_the_arguments_of_control_flow_is_refused_with_its_path(call):
+    with pytest.raises(nnx.errors.ArgumentError, match=r"args\[.*\] is a str \('train'\), which JAX cannot trace"):
+        call(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))

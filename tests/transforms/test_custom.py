@@ -431,3 +431,14 @@ def test_across_traces():
     read.defvjp(lambda m, a: (read(m, a), m), lambda m, g: (None, 10 * m.y.value))
     assert jax.grad(lambda a: read(m, a))(A) == 20.0
     assert jax.jit(lambda a: read(m, a))(A) == 6.0
+
+
+def test_a_rule_in_the_manner_of_jax_is_told_how_it_is_called():
+    @nnx.custom_vjp
+    def call(layer, x):
+        return layer(x)
+
+    call.defvjp(lambda layer, x: (layer(x), None), lambda residuals, g: (None, g))
+    with pytest.raises(nnx.errors.ArgumentError) as caught:
+        nnx.grad(lambda layer, x: call(layer, x).sum())(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 2)))
+    assert any("backward(residuals, (input_updates_g, output_g))" in note for note in caught.value.__notes__)

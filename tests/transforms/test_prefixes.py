@@ -349,3 +349,21 @@ def test_a_label_that_only_something_attached_inside_gets():
     replicated = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
     nnx.jit(attach, in_shardings=(nnx.StateSharding({nnx.BatchStat: replicated, ...: None}),))(m)
     assert m.count.sharding.is_equivalent_to(replicated, 0)
+
+
+def test_a_state_of_labels_may_hold_them_in_variables():
+    """As ``get_named_sharding`` and ``jax.tree.map`` over a State return them."""
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    shardings = jax.tree.map(lambda x: None, nnx.state(layer))
+    assert nnx.StateSharding(shardings).shardings == (None, None)
+    axes = nnx.StateAxes(nnx.state(layer).map(lambda path, v: v.replace(0)))
+    assert axes.axes == (0, 0)
+
+
+def test_a_state_of_named_shardings_is_a_prefix_for_jit():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    init = nnx.with_partitioning(nnx.initializers.ones, (None, "data"))
+    layer = nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0))
+    prefix = nnx.StateSharding(nnx.get_named_sharding(nnx.state(layer), mesh))
+    y = nnx.jit(lambda layer, x: layer(x), in_shardings=(prefix, None))(layer, jnp.ones((1, 2)))
+    assert y.shape == (1, 3)

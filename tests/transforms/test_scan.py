@@ -428,7 +428,7 @@ WRONG = {
         with_axes((None, 0, 0)),
         "in_axes=.* does not fit the values it describes: it has 3 entries for 2 values",
     ),
-    "out_axes of another structure": (with_axes((None, 0), (0, 0)), "out_axes=.* does not fit"),
+    "out_axes of another structure": (with_axes((None, 0), (0, 0)), r"must return 2 values, for out_axes=\(0, 0\)"),
     "no filter takes a leaf": (
         with_axes((nnx.StateAxes({nnx.Param: None}), 0)),
         r"No filter matched calls \(Cache\)",
@@ -619,3 +619,9 @@ def test_variables_that_hold_pytrees_are_sliced_and_stacked():
     nnx.scan(f, in_axes=(0, 0), out_axes=0)(v, XS)
     np.testing.assert_array_equal(v.value["a"][:, 0], XS.sum(1))
     np.testing.assert_array_equal(v.value["b"][0], [1, 2, 3])
+
+
+@pytest.mark.parametrize("body", [lambda c, x: c, lambda c, x: (c, x, x)])
+def test_a_body_that_returns_another_number_of_values_is_told_what_to_return(body):
+    with pytest.raises(errors.PrefixError, match=r"must return 2 values, .*Return \(carry, y\), where y may be None"):
+        nnx.scan(body)(jnp.zeros(2), jnp.ones((3, 2)))
