@@ -16,7 +16,7 @@ MODULES = sorted(
     ".".join(("nnxlib", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
 )
-NEEDS_FLAX = re.compile(r"^\s*(>>> )?(from|import) flax\b|nnxlib\.bridge|nnx\.bridge", re.MULTILINE)
+NEEDS_FLAX = re.compile(r"^\s*(>>> )?(from|import) (flax|orbax)\b|nnxlib\.bridge|nnx\.bridge", re.MULTILINE)
 WITHOUT_FLAX = importlib.util.find_spec("flax") is None
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -36,7 +36,7 @@ def test_code_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     """The ```python blocks of a page run from top to bottom, in one namespace, in an empty folder.
 
     The pictures that they save are those of the page; where they differ, see docs/test_pictures.py.
-    Those that need flax are left out where it is not installed.
+    Those that need flax, or Orbax, which comes with it, are left out where it is not installed.
     """
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
