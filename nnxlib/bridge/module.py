@@ -20,6 +20,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import flax.linen
+import jax
+import jax.numpy as jnp
 from flax.core import FrozenDict
 from flax.core.scope import in_filter
 
@@ -174,7 +176,24 @@ class Module(core.Module):
     # --- in a run ---
 
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, unbox: bool = True, **kwargs: Any) -> Any:
-        """Return the Param of this name; made by ``init_fn(key, *init_args)`` if there is none."""
+        """Return the Param of this name; made by ``init_fn(key, *init_args)`` if there is none.
+
+        Raises:
+          StateMismatchError: if the one that there is has another shape than ``init_fn`` gives it.
+        """
+        found = attributes_of(self).get(name)
+        if isinstance(found, Variable) and self.scope is not None and not self.scope.initializing:
+            declared = jax.eval_shape(
+                lambda: to_nnx_var("params", init_fn(jax.random.key(0), *init_args, **kwargs)).get_raw_value()
+            )
+            shapes, given = (
+                [jnp.shape(x) for x in jax.tree.leaves(value)] for value in (declared, found.get_raw_value())
+            )
+            if shapes != given:
+                raise errors.StateMismatchError(
+                    f"The parameter {name!r} of a {type(self).__name__} is declared with the shape "
+                    f"{', '.join(map(str, shapes))}, but the variables have {', '.join(map(str, given))}."
+                )
         return self._variable("params", name, lambda: init_fn(self.make_rng("params"), *init_args, **kwargs))
 
     def variable(

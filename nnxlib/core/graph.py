@@ -780,8 +780,21 @@ class After(NamedTuple):
 
     @property
     def paths(self) -> tuple[tuple, ...]:
-        """The path of each leaf of the Delta."""
-        return tuple([self.walk.paths[i] if i >= 0 else ("<output>",) for i, _ in self.owners])
+        """The path of each leaf of the Delta; that of a leaf of the output begins with ``<output>``."""
+        below: dict[int, list[tuple]] = {}  # of the leaves that nodes, and the output, hold themselves
+
+        def path_of(row: int, k: int) -> tuple:
+            if row in self.walk.cells:
+                return self.walk.paths[row]
+            if row < 0 and row not in below:
+                below[row] = [("<output>", *suffix) for suffix in _leaf_paths(self.root)]
+            elif row not in below:
+                fields = self.rows[row].fields  # type: ignore[union-attr]  # a node
+                held = [(name, *suffix) for name, spec in fields for suffix in _leaf_paths(spec)]
+                below[row] = [(*self.walk.paths[row], *suffix) for suffix in held]
+            return below[row][k]
+
+        return tuple([path_of(*owner) for owner in self.owners])
 
     @property
     def own(self) -> list[Any]:
@@ -859,6 +872,14 @@ def _changed_fields(
 
 def has_refs(spec: Spec) -> bool:
     return type(spec) is Ref or (type(spec) is Tree and any(map(has_refs, spec.children)))
+
+
+def _leaf_paths(spec: Spec) -> list[tuple]:
+    """The paths of the leaves that a spec has itself."""
+    if type(spec) is Tree:
+        pairs = zip(spec.paths, spec.children, strict=True)
+        return [(*path, *suffix) for path, child in pairs for suffix in _leaf_paths(child)]
+    return [()] if spec is LEAF else []
 
 
 def count_leaves(spec: Spec) -> int:

@@ -80,8 +80,8 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
             out = f(*args, **kwargs)
         unchanged = stamp.valid and layout.blueprint.only_variables and all_leaves(leaves)
         if not unchanged or any(objects[i]._cell.value is not x for i, x in zip(layout.variables, leaves)):
-            _checked(diff(layout, leaves, objects, out), out)
-        after = _checked(diff(_NOTHING, (), (), out), out)
+            _checked(diff(layout, leaves, objects, out))
+        after = _checked(diff(_NOTHING, (), (), out))
         return after.leaves, Outcome(after.delta, ())
 
     pure = named(pure, f)
@@ -107,7 +107,7 @@ def _live_below(roots: list[Any]) -> list[Any]:
 _NOTHING = pack(()).layout
 
 
-def _checked(after: After, out: Any) -> After:
+def _checked(after: After) -> After:
     check_contained(after, all_borrowed())
-    check_returned(after, out)
+    check_returned(after)
     return after

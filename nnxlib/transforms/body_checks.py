@@ -181,22 +181,18 @@ def refuse_written(layout: Layout, body: Body, replaced: Mapping[int, int], what
         )
 
 
-def check_same_output(layout: Layout, expected: Spec, found: Spec, what: str, hint: str) -> None:
-    """Raise :class:`BodyError` unless two outputs have the same structure and refer to the same objects."""
+def check_same_output(layout: Layout, expected: Spec, found: Spec, what: str, hint: str, root: str = "") -> None:
+    """Raise :class:`BodyError` unless two outputs, at the path ``root``, have one structure and the same objects."""
     if expected == found:
         return
-    describe = functools.partial(_describe_field, layout)
+    describe, place = functools.partial(_describe_field, layout), functools.partial(format_path, root=root)
     if isinstance(expected, Tree) and isinstance(found, Tree) and expected.treedef == found.treedef:
         pairs = zip(expected.paths, expected.children, found.children, strict=True)
-        lines = [f"{format_path(path)}: {describe(a)} became {describe(b)}" for path, a, b in pairs if a != b]
+        lines = [f"{place(path)}: {describe(a)} became {describe(b)}" for path, a, b in pairs if a != b]
     elif isinstance(expected, Tree) and isinstance(found, Tree) and set(expected.paths) != set(found.paths):
         before, after = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (expected, found))
-        lines = [
-            f"{format_path(path)}: {describe(a)} became nothing" for path, a in before.items() if path not in after
-        ]
-        lines += [
-            f"{format_path(path)}: nothing became {describe(b)}" for path, b in after.items() if path not in before
-        ]
+        lines = [f"{place(path)}: {describe(a)} became nothing" for path, a in before.items() if path not in after]
+        lines += [f"{place(path)}: nothing became {describe(b)}" for path, b in after.items() if path not in before]
     else:
         lines = [f"{describe(expected)} became {describe(found)}"]
     raise BodyError(listed(what, lines, hint))

@@ -158,7 +158,7 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
         for body, source in zip(bodies, sources, strict=True)
     ]
     known = dict(zip(first.owners, first.paths, strict=True))
-    paths = [known[owner] if owner in known else layout.paths[owner[0]] for owner in owners]
+    paths = [known[owner] if owner in known else layout.leaf_paths[positions[owner]] for owner in owners]
     for k, other in enumerate(types[1:], 1):
         changes = type_changes(types[0], other, paths)
         if changes:
@@ -177,7 +177,8 @@ def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:
         first.delta.root,
         other.delta.root,
         f"Branch 0 and branch {k} (for cond: false and true) return different structures:",
-        "Return the same pytree, with the same objects in the same places, from every branch.",
+        "Return the same pytree, with the same objects in the same places, from every branch, or nothing at all.",
+        "<output>",
     )
     if structural_rows(layout, first) == structural_rows(layout, other):
         return

@@ -274,8 +274,8 @@ class _Call:
         self._delta: Delta | None = None
 
     def pure(self, leaves: list[Any]) -> tuple[list[Any], Outcome, Tangents]:
-        out, after = cross(self.function, self.layout, leaves)
-        check_returned(after, out)
+        _, after = cross(self.function, self.layout, leaves)
+        check_returned(after)
         return self.outputs(after)
 
     def outputs(self, after: After) -> tuple[list[Any], Outcome, Tangents]:

@@ -49,7 +49,6 @@ from ..core.inputs import AbsentInput, Input, is_read, lend
 from ..core.recordings import recorded_anew
 from ..core.records import pack_call
 from ..core.tracing import boundary
-from ..core.traversals import path_key
 from ..core.variables import MISSING, Cell, new_cell
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve
@@ -199,7 +198,7 @@ class Crossing:
         watched = self.traces is not None
         with watching() if watched else nullcontext():
             out, after = cross(f, layout, leaves, forced, loan=self._loan(), cell=Input if watched else new_cell)
-        check_returned(after, out)
+        check_returned(after)
         if self.traces is not None:
             self.traces.note(self.layout, leaves)
         if labels is None:
@@ -250,19 +249,16 @@ def captured_rows(layout: Layout) -> list[int]:
     return sorted(found)
 
 
-def check_returned(after: After, out: Any) -> None:
+def check_returned(after: After) -> None:
     """Check that JAX can return each leaf that is to come back from a trace.
 
     Raises:
       OutputError: naming the path, in the arguments or in the output.
     """
-    for (row, _), path, leaf in zip(after.owners, after.paths, after.leaves, strict=True):
+    for path, leaf in zip(after.paths, after.leaves, strict=True):
         try:
             jax.tree.map(jax.typeof, leaf)
         except TypeError:
-            if row < 0:
-                keyed = jax.tree_util.tree_leaves_with_path(out)
-                path = next((("<output>", *map(path_key, keys)) for keys, x in keyed if x is leaf), path)
             raise OutputError(
                 f"{place_of(path)} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come out of a "
                 "compiled function. Return arrays, and keep other values in static attributes or outside."

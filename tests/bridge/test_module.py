@@ -320,3 +320,13 @@ def test_the_stack_has_what_is_running():
     assert seen == [[None, Failing], [None, False, True]]
     assert context.module_stack == (None,)
     assert bridge.current_context() is None
+
+
+def test_a_parameter_of_another_shape_than_declared_is_refused():
+    """It would go unnoticed where the product of another size makes sense as well."""
+    variables = Dense().init(0, X)
+    wide = {"params": {"w": jnp.ones((3, 5))}}
+    message = r"'w' of a Dense .* \(3, 3\), but the variables have \(3, 5\)"
+    with pytest.raises(nnx.errors.StateMismatchError, match=message):
+        Dense().apply(wide, X)
+    assert Dense().apply(variables, X).shape == (2, 3)

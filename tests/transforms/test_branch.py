@@ -368,3 +368,10 @@ def test_keys_and_pytrees_may_be_operands_and_values():
     v = nnx.Variable({"a": X, "b": jnp.array(0)})
     nnx.cond(True, lambda v: setattr(v, "value", {"a": v.value["a"] + 1, "b": v.value["b"]}), lambda v: None, v)
     np.testing.assert_array_equal(v.value["a"], X + 1)
+
+
+def test_branches_that_differ_are_named_by_the_path_in_the_output_or_in_the_operands():
+    with pytest.raises(BodyError, match=r"<output>\.a: nothing became array"):
+        nnx.cond(True, lambda x: {"a": x}, lambda x: None, jnp.ones(2))
+    with pytest.raises(BodyError, match=r"args\[0\]\.a: float32\[2\] became float32\[3\]"):
+        nnx.cond(True, lambda d: d.update(a=jnp.ones(3)), lambda d: None, nnx.Dict(a=jnp.ones(2)))

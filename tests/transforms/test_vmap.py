@@ -342,3 +342,21 @@ def test_an_error_of_the_function_itself_runs_it_once():
     with pytest.raises(ValueError, match="mine"):
         nnx.vmap(fail)(nnx.Dict(w=nnx.Param(jnp.ones(3))))
     assert len(calls) == 1
+
+
+def test_what_is_passed_whole_is_named_attribute_by_attribute():
+    """Also arrays that are attributes, items of lists and of pytrees; and parts of the output."""
+
+    class Recorder(nnx.Module):
+        def __init__(self):
+            self.last, self.log = None, []
+
+        def __call__(self, x):
+            self.last = x
+            self.log.append((x, x))
+            return {"y": x}
+
+    with pytest.raises(errors.PrefixError) as caught:
+        nnx.vmap(Recorder.__call__, in_axes=(None, 0), out_axes=None)(Recorder(), jnp.ones(3))
+    for path in ("args[0].last", "args[0].log[0][1]", "<output>.y"):
+        assert f"\n  {path}\n" in str(caught.value)
