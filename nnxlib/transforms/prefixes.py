@@ -68,7 +68,7 @@ class PrefixMapping(Mapping):
 
     def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
         """The same with ``function(label)`` in place of each label."""
-        return PrefixMapping([(key, function(label)) for key, label in self._items])
+        return type(self)([(key, function(label)) for key, label in self._items])
 
     def __getitem__(self, key: Filter) -> Label:
         return dict(self._items)[key]  # type: ignore[index]

@@ -367,3 +367,9 @@ def test_a_state_of_named_shardings_is_a_prefix_for_jit():
     prefix = nnx.StateSharding(nnx.get_named_sharding(nnx.state(layer), mesh))
     y = nnx.jit(lambda layer, x: layer(x), in_shardings=(prefix, None))(layer, jnp.ones((1, 2)))
     assert y.shape == (1, 3)
+
+
+def test_an_error_shows_the_prefix_as_it_was_written():
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(nnx.errors.PrefixError, match=r"No filter matched bias \(Param\) in StateSharding\("):
+        nnx.jit(lambda layer: None, in_shardings=(nnx.StateSharding({nnx.BatchStat: None}),))(layer)
