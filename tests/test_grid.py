@@ -83,7 +83,7 @@ def test_a_traceback():
         for part in line.splitlines():
             assert not part.strip(" ~^") or part.strip() in shown
     assert "^^" not in shown
-    assert marked(picture, "bad") == ["nnxlib.nn.dtypes.LayerInputError"]
+    assert marked(picture, "bad") == ["nnxlib.core.errors.LayerInputError"]
     assert marked(picture, "name") == ["layers[0]", "<root>"]
     grey = [text for *_, kind, text in lines(picture) if kind == "dim"]
     assert grey[0] == "Traceback (most recent call last):"
