@@ -409,7 +409,7 @@ def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: 
     if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_value(x), jax.ShapeDtypeStruct)]:
         error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
     if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(_value(x))]:
-        error.add_note(DELETED.format(these=f"its arrays {', '.join(deleted[:_MOST])}").removesuffix(":"))
+        error.add_note(_DELETED.format(names=", ".join(deleted[:_MOST])))
 
 
 def _value(x: Any) -> Any:
@@ -420,9 +420,9 @@ _ABSTRACT = """\
 it has shapes without values ({names}), as made by nnx.eval_shape: give them values by nnx.update(model, state), or \
 ask for shapes only by nnx.eval_shape(function, model, ...)"""
 
-DELETED = """\
-{these} have been deleted, as what is donated to a compiled function is. A State shares the arrays of its model; a \
-copy that outlives a donation is nnx.clone(model):"""
+_DELETED = """\
+its arrays {names} have been deleted, as what is donated to a compiled function is: nnx.split and nnx.state share the \
+arrays of a model, nnx.clone(model) copies them"""
 
 
 def _sized(module: Any) -> str:

@@ -163,7 +163,7 @@ class Optimizer(Pytree, Generic[M]):
                 "nnx.ModelAndOptimizer, which keeps the model, it is optimizer.update(grads)."
             )
         if isinstance(model, State) and isinstance(grads, Node):
-            raise TypeError(
+            raise ArgumentError(
                 f"Optimizer.update takes the model first: optimizer.update(model, grads), but got a State and then a "
                 f"{type(grads).__name__}."
             )
