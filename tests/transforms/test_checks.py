@@ -204,7 +204,7 @@ def donated():
 
 def test_a_call_with_deleted_arrays_names_them_and_says_how_to_keep_a_copy():
     model, x = donated()
-    with pytest.raises(RuntimeError, match="deleted") as caught:
+    with pytest.raises((RuntimeError, ValueError), match="deleted") as caught:  # JAX 0.8: a ValueError
         model(x)
     assert any(
         "kernel, bias have been deleted" in note and "nnx.clone(model)" in note for note in caught.value.__notes__
