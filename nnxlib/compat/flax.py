@@ -92,7 +92,8 @@ def with_vars(
 ) -> Any:
     """Return a copy of ``node`` in which the Variables that the filter takes have these settings.
 
-    Variables that have them already, and those that the filter does not take, are not copied.
+    Variables that have them already, and those that the filter does not take, are not copied. ``mutable`` has no
+    effect: a Variable can always be written.
 
     Raises:
       ValueError: for a Variable with two paths that would be copied, unless ``allow_duplicates``.
