@@ -9,25 +9,8 @@ Write plain objects (:class:`Module` with :class:`Param` in it), wrap a training
 import importlib as _importlib
 import typing as _typing
 
-from .compat import filterlib as filterlib
-from .compat import graphlib as graph
-from .compat import graphlib as graphlib
-from .compat import helpers as helpers
-from .compat import ids as ids
-from .compat import module as module
-from .compat import proxy_caller as proxy_caller
-from .compat import pytreelib as object
-from .compat import pytreelib as pytreelib
-from .compat import reprlib as reprlib
-from .compat import rnglib as rnglib
-from .compat import spmd as spmd
-from .compat import statelib as statelib
-from .compat import summary as summary
-from .compat import tracers as tracers
-from .compat import variablelib as variablelib
-from .compat import visualization as visualization
+from . import compat as compat
 from .core import errors as errors
-from .core import traversals as traversals
 from .core.calls import use_name_scopes as use_name_scopes
 from .core.containers import Dict as Dict
 from .core.containers import List as List
@@ -126,10 +109,6 @@ from .core.variables import variable_name_from_type as variable_name_from_type
 from .core.variables import variable_type_from_name as variable_type_from_name
 from .core.variables import with_metadata as with_metadata
 from .core.variables import with_partitioning as with_partitioning
-from .diff import Diff as Diff
-from .diff import Difference as Difference
-from .diff import diff as diff
-from .display import display as display
 from .nn import initializers as initializers
 from .nn.activations import PReLU as PReLU
 from .nn.activations import celu as celu
@@ -197,7 +176,6 @@ from .nn.reparametrised import SpectralNorm as SpectralNorm
 from .nn.reparametrised import WeightNorm as WeightNorm
 from .nn.stack import Stack as Stack
 from .nn.stochastic import Dropout as Dropout
-from .picture import draw as draw
 from .sharding import abstract_with_sharding as abstract_with_sharding
 from .sharding import as_abstract as as_abstract
 from .sharding import get_abstract_model as get_abstract_model
@@ -206,10 +184,6 @@ from .sharding import get_partition_spec as get_partition_spec
 from .sharding import logical_axis_rules as logical_axis_rules
 from .sharding import use_eager_sharding as use_eager_sharding
 from .sharding import using_eager_sharding as using_eager_sharding
-from .statistics import Statistics as Statistics
-from .statistics import ValueStatistics as ValueStatistics
-from .statistics import statistics as statistics
-from .tabulate import tabulate as tabulate
 from .training import metrics as metrics
 from .training import optimizer as optimizer
 from .training.ema import EMA as EMA
@@ -221,7 +195,6 @@ from .training.optimizer import Optimizer as Optimizer
 from .training.optimizer import OptState as OptState
 from .training.optimizer import OptVariable as OptVariable
 from .training.train_state import TrainState as TrainState
-from .transforms import extract as extract
 from .transforms.abstract import eval_shape as eval_shape
 from .transforms.axes import PARTITION_NAME as PARTITION_NAME
 from .transforms.branch import cond as cond
@@ -270,8 +243,44 @@ __version__ = "0.1.0"
 if _typing.TYPE_CHECKING:
     from . import bridge as bridge
     from .bridge import wrappers as wrappers
+    from .compat import filterlib as filterlib
+    from .compat import graphlib as graph
+    from .compat import graphlib as graphlib
+    from .compat import helpers as helpers
+    from .compat import ids as ids
+    from .compat import module as module
+    from .compat import proxy_caller as proxy_caller
+    from .compat import pytreelib as object
+    from .compat import pytreelib as pytreelib
+    from .compat import reprlib as reprlib
+    from .compat import rnglib as rnglib
+    from .compat import spmd as spmd
+    from .compat import statelib as statelib
+    from .compat import summary as summary
+    from .compat import tracers as tracers
+    from .compat import variablelib as variablelib
+    from .compat import visualization as visualization
+    from .core import traversals as traversals
+    from .inspection.diff import Diff as Diff
+    from .inspection.diff import Difference as Difference
+    from .inspection.diff import diff as diff
+    from .inspection.display import display as display
+    from .inspection.picture import draw as draw
+    from .inspection.statistics import Statistics as Statistics
+    from .inspection.statistics import ValueStatistics as ValueStatistics
+    from .inspection.statistics import statistics as statistics
+    from .inspection.tabulate import tabulate as tabulate
+    from .transforms import extract as extract
 else:
-    _LATER = {"bridge": ".bridge", "wrappers": ".bridge.wrappers"}
+    _LATER = {  # few programs use these: each is imported when it is first asked for
+        **dict.fromkeys(("Diff", "Difference", "diff"), ".inspection.diff"),
+        **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
+        "display": ".inspection.display",
+        "draw": ".inspection.picture",
+        "tabulate": ".inspection.tabulate",
+    }
+    _MODULES = {"bridge", *compat.ALIASES}
+    __all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER]
     _OF_MODES = ("set_graph_mode", "set_graph_updates", "var_defaults", "vars_as", "with_vars")
     _LIFTED = {name.title(): name for name in ("cond", "grad", "jit", "pmap", "remat", "scan", "vmap")}
     _INSTEAD = {  # of names that flax.nnx has, or had in an earlier version
@@ -283,8 +292,14 @@ else:
     }
 
     def __getattr__(name: str):
-        """``nnxlib.bridge`` is imported when it is first asked for: it needs flax, and takes as long as flax takes."""
         if name in _LATER:
-            return _importlib.import_module(_LATER[name], __name__)
+            found = getattr(_importlib.import_module(_LATER[name], __name__), name)
+            globals()[name] = found
+            return found
+        if name in _MODULES:
+            return _importlib.import_module(f".{name}", __name__)
         remedy = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}", name=name)
+
+    def __dir__():
+        return sorted({*globals(), *_LATER, *_MODULES})

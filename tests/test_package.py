@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -16,7 +17,7 @@ import nnxlib
 PACKAGE = pathlib.Path(nnxlib.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 RUNTIME = {"jax", "jaxlib", "numpy", "treescope", "typing_extensions"}
-LAYERS = ["core", "transforms", "nn", "training"]
+LAYERS = ["core", "transforms", "nn", "training", "inspection"]
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -64,6 +65,29 @@ def test_a_name_of_another_version_of_nnx_says_what_to_use(name, remedy):
 def test_importing_nnxlib_starts_no_device():
     """`import nnxlib` computes nothing: it works where the only platform allowed does not exist."""
     run_python("import nnxlib", JAX_PLATFORMS="no_such_platform")
+
+
+def imported_for_types() -> dict[str, str]:
+    """Name -> module, of what `nnxlib/__init__.py` imports for type checkers only: it is imported when asked for."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {str(each.asname): f"nnxlib.{node.module or ''}".rstrip(".") for node in imports for each in node.names}
+
+
+def test_what_few_programs_use_is_imported_when_it_is_asked_for():
+    """Each such name is listed and starred, and is what type checkers take it for; `import nnxlib` loads none."""
+    loaded, later = loaded_by("import nnxlib"), imported_for_types()
+    assert {"tabulate", "diff", "graphlib", "bridge"} <= set(later) <= set(dir(nnxlib))
+    assert not [name for name in loaded if name.startswith(("nnxlib.inspection", "nnxlib.compat.", "nnxlib.bridge"))]
+    starred: dict = {}
+    exec("from nnxlib import *", starred)
+    assert {"Module", "jit", "tabulate"} <= set(starred)
+    assert "bridge" not in starred  # which needs flax
+    for name in set(later) - {"bridge", "wrappers"}:
+        parent, found = importlib.import_module(later[name]), getattr(nnxlib, name)
+        assert found is starred[name] if name in starred else isinstance(found, types.ModuleType)
+        assert getattr(parent, name, found) is found
 
 
 def test_importing_nnxlib_costs_little_on_top_of_jax():

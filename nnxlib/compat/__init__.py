@@ -8,52 +8,38 @@ here stands for the files of ours that have its contents. ``nnx.compat.jit`` and
 import functools
 import importlib
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
-from ..core import traversals
-from ..transforms import extract
-from . import (
-    filterlib,
-    graphlib,
-    helpers,
-    ids,
-    module,
-    proxy_caller,
-    pytreelib,
-    reprlib,
-    rnglib,
-    spmd,
-    statelib,
-    summary,
-    tracers,
-    variablelib,
-    visualization,
-)
-
-ALIASES = {
-    "extract": extract,
-    "filterlib": filterlib,
-    "graph": graphlib,
-    "graphlib": graphlib,
-    "helpers": helpers,
-    "ids": ids,
-    "module": module,
-    "object": pytreelib,
-    "proxy_caller": proxy_caller,
-    "pytreelib": pytreelib,
-    "reprlib": reprlib,
-    "rnglib": rnglib,
-    "spmd": spmd,
-    "statelib": statelib,
-    "summary": summary,
-    "tracers": tracers,
-    "traversals": traversals,
-    "variablelib": variablelib,
-    "visualization": visualization,
+_HERE = (
+    "filterlib graphlib helpers ids module proxy_caller pytreelib reprlib rnglib spmd statelib summary tracers "
+    "variablelib visualization"
+).split()
+ALIASES = {  # nnxlib.NAME: the module that it is
+    **{name: f"{__name__}.{name}" for name in _HERE},
+    "extract": "nnxlib.transforms.extract",
+    "graph": "nnxlib.compat.graphlib",
+    "object": "nnxlib.compat.pytreelib",
+    "traversals": "nnxlib.core.traversals",
+    "wrappers": "nnxlib.bridge.wrappers",
 }
 
-for _name, _module in ALIASES.items():
-    sys.modules.setdefault(f"nnxlib.{_name}", _module)
+
+class _Finder(MetaPathFinder, Loader):
+    """Imports ``nnxlib.NAME`` as the module that it is an alias of."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        return ModuleSpec(fullname, self) if package == "nnxlib" and name in ALIASES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        alias = module.__name__
+        sys.modules[alias] = importlib.import_module(ALIASES[alias.rpartition(".")[2]])
+
+
+sys.meta_path.append(_Finder())
 
 _IN_GRAPH_MODE = frozenset(
     "backup_keys cached_partial checkify clone cond custom_vjp eval_shape flatten fori_loop fork_rngs "
@@ -63,12 +49,16 @@ _IN_GRAPH_MODE = frozenset(
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HERE:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _IN_GRAPH_MODE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "backup_keys":
+        return __getattr__("rnglib").backup_keys
     flax = importlib.import_module(".flax", __name__)  # which lies above all
-    found = getattr(rnglib if name == "backup_keys" else flax, name)
+    found = getattr(flax, name)
     return functools.partial(found, graph=True, graph_updates=True) if name in flax.functional.TRANSFORMS else found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_IN_GRAPH_MODE})
+    return sorted({*globals(), *_HERE, *_IN_GRAPH_MODE})

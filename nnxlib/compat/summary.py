@@ -1,3 +1,3 @@
 """Tables of Modules, under the name that flax.nnx has for them."""
 
-from ..tabulate import tabulate as tabulate
+from ..inspection.tabulate import tabulate as tabulate

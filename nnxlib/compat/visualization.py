@@ -1,3 +1,3 @@
 """Modules in a notebook, under the name that flax.nnx has for it."""
 
-from ..display import display as display
+from ..inspection.display import display as display

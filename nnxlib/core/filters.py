@@ -24,7 +24,6 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from .errors import FilterOrderError, InvalidFilterError
 from .traversals import Key, path_sort_key
@@ -141,7 +140,7 @@ def looks_at_values(filter: Filter) -> bool:
 
 
 class FilterObject:
-    """Base class of the filter objects: predicates with operators."""
+    """Base class of the filter objects: predicates with operators, equal if they are of one class with equal values."""
 
     __slots__ = ()
     looks_at_values: bool = False
@@ -174,10 +173,23 @@ class FilterObject:
     def __rsub__(self, other: Filter) -> FilterObject:
         return All(other, Not(self))
 
+    def _values(self) -> tuple:
+        return tuple([getattr(self, name) for name in self.__slots__])
 
-@dataclass(frozen=True, slots=True)
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values() == typing.cast(FilterObject, other)._values()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._values()))})"
+
+
 class Everything(FilterObject):
     """Takes everything; written ``...`` or ``True``."""
+
+    __slots__ = ()
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         return True
@@ -189,9 +201,10 @@ class Everything(FilterObject):
         return Nothing()
 
 
-@dataclass(frozen=True, slots=True)
 class Nothing(FilterObject):
     """Takes nothing; written ``None`` or ``False``."""
+
+    __slots__ = ()
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         return False
@@ -203,7 +216,6 @@ class Nothing(FilterObject):
         return Everything()
 
 
-@dataclass(frozen=True, slots=True, repr=False)
 class OfType(FilterObject):
     """Takes instances of a type, and whatever says by its own ``.type`` that it stands for one.
 
@@ -212,11 +224,12 @@ class OfType(FilterObject):
     True
     """
 
-    type: builtins.type
+    __slots__ = ("type",)
 
-    def __post_init__(self):
-        if not isinstance(self.type, builtins.type):
-            raise InvalidFilterError(f"OfType takes a class such as nnx.Param, got {self.type!r}.")
+    def __init__(self, type: builtins.type):
+        if not isinstance(type, builtins.type):
+            raise InvalidFilterError(f"OfType takes a class such as nnx.Param, got {type!r}.")
+        self.type = type
 
     @property
     def looks_at_values(self) -> bool:
@@ -242,7 +255,6 @@ class HasTag(typing.Protocol):
     tag: str
 
 
-@dataclass(frozen=True, slots=True, repr=False)
 class WithTag(FilterObject):
     """Takes values whose ``tag`` is the given one.
 
@@ -251,22 +263,19 @@ class WithTag(FilterObject):
     True
     """
 
-    tag: str
+    __slots__ = ("tag",)
 
-    def __post_init__(self):
-        if not isinstance(self.tag, str):
-            raise InvalidFilterError(f"A tag is a string, got {self.tag!r} of type {type(self.tag).__name__}.")
+    def __init__(self, tag: str):
+        if not isinstance(tag, str):
+            raise InvalidFilterError(f"A tag is a string, got {tag!r} of type {type(tag).__name__}.")
+        self.tag = tag
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         if hasattr(type(x), "get_metadata"):  # asking a Variable for an attribute would look at its value
             return x.get_metadata("tag", getattr(type(x), "tag", None)) == self.tag
         return isinstance(tag := getattr(x, "tag", None), str) and tag == self.tag
 
-    def __repr__(self) -> str:
-        return f"WithTag({self.tag!r})"
 
-
-@dataclass(frozen=True, slots=True, repr=False)
 class PathContains(FilterObject):
     """Takes values with ``key`` in their path; with ``exact=False``, also as a part of a key.
 
@@ -275,8 +284,10 @@ class PathContains(FilterObject):
     True
     """
 
-    key: Key
-    exact: bool = True
+    __slots__ = ("exact", "key")
+
+    def __init__(self, key: Key, exact: bool = True):
+        self.key, self.exact = key, exact
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         if self.exact:
@@ -287,11 +298,13 @@ class PathContains(FilterObject):
         return f"PathContains({self.key!r}, exact={self.exact})"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
 class Where(FilterObject):
     """Takes what a function ``(path, value) -> bool`` says; written as that function."""
 
-    function: Predicate
+    __slots__ = ("function",)
+
+    def __init__(self, function: Predicate):
+        self.function = function
 
     @property
     def looks_at_values(self) -> bool:
@@ -316,7 +329,6 @@ class PathIn(FilterObject):
     """
 
     __slots__ = ("paths",)
-    paths: frozenset[PathParts]
 
     def __init__(self, *paths: PathParts):
         for path in paths:
@@ -326,12 +338,6 @@ class PathIn(FilterObject):
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
         return path in self.paths
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PathIn) and self.paths == other.paths
-
-    def __hash__(self) -> int:
-        return hash((PathIn, self.paths))
 
     def __repr__(self) -> str:
         return f"PathIn({', '.join(map(repr, sorted(self.paths, key=path_sort_key)))})"
@@ -370,17 +376,11 @@ class Not(FilterObject):
     def __invert__(self) -> FilterObject:
         return self.predicate
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Not) and self.predicate == other.predicate
-
-    def __hash__(self) -> int:
-        return hash((Not, self.predicate))
+    def _values(self) -> tuple:
+        return (self.predicate,)
 
     def __reduce__(self) -> tuple:
         return Not, (self.predicate,)
-
-    def __repr__(self) -> str:
-        return f"Not({self.predicate!r})"
 
 
 class _Combination(FilterObject):
@@ -422,8 +422,8 @@ class _Combination(FilterObject):
     def __reduce__(self) -> tuple:
         return type(self), self.predicates
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
+    def _values(self) -> tuple:
+        return self.predicates
 
 
 class Any(_Combination):

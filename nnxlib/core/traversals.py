@@ -11,7 +11,6 @@ level as :class:`IntKey`, an int in every other respect. No other level pays for
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ Path = tuple[Key, ...]
 
 
 @jax.tree_util.register_static
-@dataclass(frozen=True)
 class _EmptyNode:
     """What a flat mapping has at the path of an empty level; a pytree without leaves."""
 

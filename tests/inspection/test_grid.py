@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
-from nnxlib.grid import draw_table
+from nnxlib.inspection.grid import draw_table
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .core.reprs import is_graph_node, node_repr
+from ..core.reprs import is_graph_node, node_repr
 from .svg import DARK_PAGES, LIGHT_PAGES
 
 

@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.differences import aval_of
-from .core.errors import ArgumentError, describe, format_path
-from .core.graph import pack
-from .core.graphdef import values_of
-from .core.reprs import size_of
-from .core.state import FlatState
-from .core.traversals import path_key
-from .core.variables import RngState
+from ..core.differences import aval_of
+from ..core.errors import ArgumentError, describe, format_path
+from ..core.graph import pack
+from ..core.graphdef import values_of
+from ..core.reprs import size_of
+from ..core.state import FlatState
+from ..core.traversals import path_key
+from ..core.variables import RngState
 from .grid import MOST_ROWS, Grid
 from .svg import LINE, MARGIN, PAD, Picture, class_of_type, line_of_text, page
 

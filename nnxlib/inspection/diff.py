@@ -16,18 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.differences import Difference, array_differences, aval_of, leaf_differences
-from .core.errors import ArgumentError, describe, format_path
-from .core.graph import pack
-from .core.graphdef import GraphDef, structural_differences, values_of
-from .core.objects import Node, is_node
-from .core.ops import GraphState
-from .core.reprs import static_repr
-from .core.state import FlatState, State
-from .core.static import same_items
-from .core.tracing import Tracer
-from .core.traversals import path_sort_key
-from .core.variables import Variable
+from ..core.differences import Difference, array_differences, aval_of, leaf_differences
+from ..core.errors import ArgumentError, describe, format_path
+from ..core.graph import pack
+from ..core.graphdef import GraphDef, structural_differences, values_of
+from ..core.objects import Node, is_node
+from ..core.ops import GraphState
+from ..core.reprs import static_repr
+from ..core.state import FlatState, State
+from ..core.static import same_items
+from ..core.tracing import Tracer
+from ..core.traversals import path_sort_key
+from ..core.variables import Variable
 from .grid import MOST_ROWS, draw_table
 from .svg import Picture
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from .core.errors import ArgumentError, UsageError, format_path
-from .core.reprs import DEEPEST, WIDEST, Part, expand_object, in_one_line, is_made, read
+from ..core.errors import ArgumentError, UsageError, format_path
+from ..core.reprs import DEEPEST, WIDEST, Part, expand_object, in_one_line, is_made, read
 from .grid import draw_error
 from .svg import (
     CHARACTER,

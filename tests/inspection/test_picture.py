@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.picture import MOST_BOXES
+from nnxlib.inspection.picture import MOST_BOXES
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -22,20 +22,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .core.calls import Listener, listening, runs
-from .core.errors import ArgumentError, UsageError
-from .core.graph import pack
-from .core.objects import Node, is_node
-from .core.ops import iter_graph, state
-from .core.reprs import Size
-from .core.rngs import Rngs, RngStream
-from .core.state import to_flat_state
-from .core.tracing import jaxpr_as_fun
-from .core.variables import RngState, Variable
+from ..core.calls import Listener, listening, runs
+from ..core.errors import ArgumentError, UsageError
+from ..core.graph import pack
+from ..core.objects import Node, is_node
+from ..core.ops import iter_graph, state
+from ..core.reprs import Size
+from ..core.rngs import Rngs, RngStream
+from ..core.state import to_flat_state
+from ..core.tracing import jaxpr_as_fun
+from ..core.variables import RngState, Variable
+from ..transforms.abstract import eval_shape
+from ..transforms.lift import Arguments, cross
 from .grid import draw_table
 from .svg import Picture
-from .transforms.abstract import eval_shape
-from .transforms.lift import Arguments, cross
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -80,7 +80,7 @@ def filter_rng_streams(row: CallInfo) -> bool:
     """Whether a row is no random stream: the default ``row_filter``.
 
     >>> import nnxlib as nnx
-    >>> from nnxlib.tabulate import CallInfo, filter_rng_streams
+    >>> from nnxlib.inspection.tabulate import CallInfo, filter_rng_streams
     >>> filter_rng_streams(CallInfo((), nnx.Linear, '__call__', (), {}))
     True
     """
@@ -178,7 +178,7 @@ def tabulate(
 class Table(str):
     """A table as text; notebooks show it as HTML, and ``nnx.draw`` makes a picture of it.
 
-    >>> from nnxlib.tabulate import Table
+    >>> from nnxlib.inspection.tabulate import Table
     >>> table = Table('a | b', [['a', 'b'], ['', '']], 'Title', 'Footer')
     >>> print(table, 'Title</caption>' in table.html)
     a | b True
