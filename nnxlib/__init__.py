@@ -165,15 +165,6 @@ from .nn.pooling import avg_pool as avg_pool
 from .nn.pooling import max_pool as max_pool
 from .nn.pooling import min_pool as min_pool
 from .nn.pooling import pool as pool
-from .nn.recurrent import RNN as RNN
-from .nn.recurrent import Bidirectional as Bidirectional
-from .nn.recurrent import GRUCell as GRUCell
-from .nn.recurrent import LSTMCell as LSTMCell
-from .nn.recurrent import OptimizedLSTMCell as OptimizedLSTMCell
-from .nn.recurrent import RNNCellBase as RNNCellBase
-from .nn.recurrent import SimpleCell as SimpleCell
-from .nn.reparametrised import SpectralNorm as SpectralNorm
-from .nn.reparametrised import WeightNorm as WeightNorm
 from .nn.stack import Stack as Stack
 from .nn.stochastic import Dropout as Dropout
 from .sharding import abstract_with_sharding as abstract_with_sharding
@@ -194,7 +185,6 @@ from .training.optimizer import OptArray as OptArray
 from .training.optimizer import Optimizer as Optimizer
 from .training.optimizer import OptState as OptState
 from .training.optimizer import OptVariable as OptVariable
-from .training.train_state import TrainState as TrainState
 from .transforms.abstract import eval_shape as eval_shape
 from .transforms.axes import PARTITION_NAME as PARTITION_NAME
 from .transforms.branch import cond as cond
@@ -270,11 +260,25 @@ if _typing.TYPE_CHECKING:
     from .inspection.statistics import ValueStatistics as ValueStatistics
     from .inspection.statistics import statistics as statistics
     from .inspection.tabulate import tabulate as tabulate
+    from .nn.recurrent import RNN as RNN
+    from .nn.recurrent import Bidirectional as Bidirectional
+    from .nn.recurrent import GRUCell as GRUCell
+    from .nn.recurrent import LSTMCell as LSTMCell
+    from .nn.recurrent import OptimizedLSTMCell as OptimizedLSTMCell
+    from .nn.recurrent import RNNCellBase as RNNCellBase
+    from .nn.recurrent import SimpleCell as SimpleCell
+    from .nn.reparametrised import SpectralNorm as SpectralNorm
+    from .nn.reparametrised import WeightNorm as WeightNorm
+    from .training.train_state import TrainState as TrainState
     from .transforms import extract as extract
 else:
+    _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
     _LATER = {  # few programs use these: each is imported when it is first asked for
         **dict.fromkeys(("Diff", "Difference", "diff"), ".inspection.diff"),
         **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
+        **dict.fromkeys(_CELLS, ".nn.recurrent"),
+        **dict.fromkeys(("SpectralNorm", "WeightNorm"), ".nn.reparametrised"),
+        "TrainState": ".training.train_state",
         "display": ".inspection.display",
         "draw": ".inspection.picture",
         "tabulate": ".inspection.tabulate",

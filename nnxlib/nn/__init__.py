@@ -5,6 +5,9 @@ arithmetic is a few pure functions (see ``core/programs.py``); what follows from
 Python before. ``_nnx_sizes()`` is a layer's declared sizes in words, for error messages and tables.
 """
 
+import importlib
+from typing import Any
+
 from . import activations as activations
 from . import attention as attention
 from . import conv as conv
@@ -13,9 +16,12 @@ from . import initializers as initializers
 from . import linear as linear
 from . import lora as lora
 from . import norm as norm
-from . import normalization as normalization
 from . import pooling as pooling
-from . import recurrent as recurrent
-from . import reparametrised as reparametrised
 from . import stack as stack
 from . import stochastic as stochastic
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("normalization", "recurrent", "reparametrised"):  # when asked for: few programs use them
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

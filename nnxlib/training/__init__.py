@@ -8,4 +8,3 @@ imports optax.
 from . import ema as ema
 from . import metrics as metrics
 from . import optimizer as optimizer
-from . import train_state as train_state
