@@ -271,6 +271,7 @@ if _typing.TYPE_CHECKING:
     from .nn.reparametrised import WeightNorm as WeightNorm
     from .training.train_state import TrainState as TrainState
     from .transforms import extract as extract
+    from .transforms.functional import functional as functional
 else:
     _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
     _LATER = {  # few programs use these: each is imported when it is first asked for
@@ -279,6 +280,7 @@ else:
         **dict.fromkeys(_CELLS, ".nn.recurrent"),
         **dict.fromkeys(("SpectralNorm", "WeightNorm"), ".nn.reparametrised"),
         "TrainState": ".training.train_state",
+        "functional": ".transforms.functional",
         "display": ".inspection.display",
         "draw": ".inspection.picture",
         "tabulate": ".inspection.tabulate",

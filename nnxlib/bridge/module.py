@@ -33,7 +33,8 @@ from ..core.ops import clone, iter_graph
 from ..core.rngs import Rngs, RngStream
 from ..core.traversals import sort_key
 from ..core.variables import MISSING, Variable, make_variable
-from .to_linen import leaves_of, values_of
+from ..transforms.functional import leaves_of
+from .to_linen import values_of
 from .to_nnx import ToNNX, put
 from .variables import Path, from_collections, leaves_by_path, nested, to_linen_var, to_nnx_var, unboxed
 

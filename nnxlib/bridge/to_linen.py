@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen
@@ -20,14 +20,13 @@ import jax
 from flax.core import FrozenDict, meta
 
 from ..core import errors
-from ..core.objects import Node, is_array, is_node
+from ..core.objects import Node, is_node
 from ..core.ops import clone, iter_graph, update
 from ..core.rngs import Rngs, RngStream
-from ..core.variables import Param, RngKey, RngState, Variable, make_variable, variable_name_from_type
+from ..core.variables import Param, RngKey, Variable, make_variable, raw_value
+from ..transforms.functional import ARRAYS, Walk, as_made, collection_of, leaves_of
 from .to_nnx import all_in, initializing, overwrite, put, variables_of
 from .variables import Path, from_collections, nested, to_linen_var, unboxed
-
-_ARRAYS = "arrays"  # the collection of arrays that are attributes themselves
 
 
 class ToLinen(flax.linen.Module):
@@ -122,12 +121,12 @@ class ToLinen(flax.linen.Module):
     def _load(self, module: Any) -> None:
         """Put the variables that Linen holds for this place into the Module."""
         made = leaves_of(module)
-        found = {_as_made(path, made): item for path, item in from_collections(self.variables).items()}
+        found = {as_made(path, made): item for path, item in from_collections(self.variables).items()}
         problems = [*self._missing(made, found), *_misfits(made, found)]
         if problems:
             place = "/" + "/".join(self.path)
             raise errors.StateMismatchError(errors.listed(_DO_NOT_FIT.format(place=place), problems, _COMPLETE))
-        arrays = {path: x for path, (col, x) in found.items() if col == _ARRAYS and path in made}
+        arrays = {path: x for path, (col, x) in found.items() if col == ARRAYS and path in made}
         update(module, nested(arrays))
         for path, (col, x) in found.items():
             if path not in made:
@@ -139,10 +138,10 @@ class ToLinen(flax.linen.Module):
         """What Linen lacks: of the Params anything, of other collections what is missing in them."""
         given = self.variables
         for path, x in made.items():
-            col = _collection(x)
+            col = collection_of(x)
             needed = isinstance(x, Param) or given.get(col)
             if path not in found and needed and not self.is_mutable_collection(col):
-                yield f"{col}: {errors.format_path(path)} is missing, {errors.describe(_value(x))}"
+                yield f"{col}: {errors.format_path(path)} is missing, {errors.describe(raw_value(x))}"
 
     def _hand_out(self, values: Mapping[Path, Any]) -> None:
         """Give values to Linen, where it lets them change."""
@@ -279,44 +278,18 @@ A Module within a Linen model draws from a random stream that `apply` was given 
 call. Pass one, model.apply(variables, x, rngs={'dropout': key}), or make the Module deterministic."""
 
 
-Walk = Callable[[Any], Iterable[tuple[Path, Any]]]  # yields what there is in a graph, a shared object once
-
-
-def leaves_of(module: Any, walk: Walk = iter_graph) -> dict[Path, Any]:
-    """The Variables and arrays of a Module by path, without random streams; a shared one at its first path."""
-    return {
-        path: x for path, x in walk(module) if (isinstance(x, Variable) and not isinstance(x, RngState)) or is_array(x)
-    }
-
-
 def values_of(module: Any, metadata_fn: Callable[[Variable], Any] | None, walk: Walk = iter_graph) -> dict[Path, Any]:
     """What Linen is to keep of a Module, by collection and path."""
     boxed = metadata_fn or Variable.get_raw_value
     leaves = leaves_of(module, walk)
-    return {(_collection(x), *path): boxed(x) if isinstance(x, Variable) else x for path, x in leaves.items()}
-
-
-def _collection(x: Any) -> str:
-    return variable_name_from_type(type(x), allow_register=True) if isinstance(x, Variable) else _ARRAYS
-
-
-def _value(x: Any) -> Any:
-    return x.get_raw_value() if isinstance(x, Variable) else x
-
-
-def _as_made(path: Path, made: Mapping[Path, Any]) -> Path:
-    """The path with ints for the strings that checkpoints have in their place."""
-    if path in made:
-        return path
-    ints = tuple([int(key) if isinstance(key, str) and key.isdecimal() else key for key in path])
-    return ints if ints in made else path
+    return {(collection_of(x), *path): boxed(x) if isinstance(x, Variable) else x for path, x in leaves.items()}
 
 
 def _misfits(made: Mapping[Path, Any], found: Mapping[Path, tuple[str, Any]]) -> Iterator[str]:
     for path, (col, x) in found.items():
         if path not in made:
             continue
-        own, old, new = _collection(made[path]), _value(made[path]), meta.unbox(x)
+        own, old, new = collection_of(made[path]), raw_value(made[path]), meta.unbox(x)
         if own != col:
             yield f"{col}: {errors.format_path(path)} is in the Module of the collection {own}"
         elif isinstance(made[path], Param) and getattr(old, "shape", ()) != getattr(new, "shape", ()):

@@ -41,6 +41,10 @@ class UsageError(NnxError, ValueError):
     """A call or a setting that cannot be meant: sizes that do not fit each other, a mode that was never said."""
 
 
+class InvalidRngError(UsageError):
+    """Something that no random stream can be made from."""
+
+
 class MissingStreamError(NnxError, AttributeError, KeyError):
     """A random stream that an Rngs does not have."""
 
@@ -69,6 +73,38 @@ class LayerInputError(NnxError, TypeError, ValueError):
 
 class StateMismatchError(NnxError, ValueError):
     """A State that does not fit the object it is merged or written into; nothing has been changed."""
+
+
+class InvalidVariablesError(NnxError, TypeError):
+    """Variables of a functional Module that are not a dict of collections."""
+
+
+class NestedCollectionError(NnxError, ValueError):
+    """A collection of variables within one of the same name."""
+
+
+class MissingCollectionError(StateMismatchError):
+    """Variables of a functional Module without a collection that it needs."""
+
+
+class MissingVariableError(StateMismatchError):
+    """A collection of variables without one that the Module needs."""
+
+
+class VariableShapeError(StateMismatchError):
+    """A variable of another shape than the Module's."""
+
+
+class ImmutableCollectionError(NnxError, ValueError):
+    """A change of variables that are not ``mutable``."""
+
+
+class ClosedModuleError(NnxError, ValueError):
+    """A use of the Module that a call of ``apply`` has made, after that call."""
+
+
+class LazyInitError(NnxError, ValueError):
+    """A variable whose value depends on an argument of which only the shape is known."""
 
 
 class AliasingError(NnxError, ValueError):

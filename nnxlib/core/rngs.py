@@ -45,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
 
-from .errors import ArgumentError, MissingStreamError, UsageError, describe
+from .errors import ArgumentError, InvalidRngError, MissingStreamError, UsageError, describe
 from .filters import Filter, filters_to_predicates
 from .objects import Pytree, attributes_of, new_node
 from .programs import step
@@ -117,7 +117,7 @@ def as_key(value: Any, impl: Any = None) -> jax.Array:
     (Array(True, dtype=bool), Array(True, dtype=bool))
 
     Raises:
-      ValueError: if the value is none of these, or a raw key of another implementation.
+      InvalidRngError: if the value is none of these, or a raw key of another implementation.
     """
     if isinstance(value, Variable):
         value = value.get_value()
@@ -129,7 +129,7 @@ def as_key(value: Any, impl: Any = None) -> jax.Array:
     if jnp.issubdtype(value.dtype, jnp.integer) and value.ndim == 0 if is_array else type(value) is int:
         return _seeded(value, impl)
     shown = repr(value) if isinstance(value, bool | float | str | None) else describe(value)
-    raise UsageError(
+    raise InvalidRngError(
         f"Invalid rng value: {shown}. A stream is made from a seed (nnx.Rngs(0)), a key (jax.random.key(0)), a raw "
         "uint32 key (jax.random.PRNGKey(0)), or another RngStream."
     )
@@ -144,7 +144,7 @@ def _typed(raw: Any, impl: Any) -> jax.Array:
         return jax.random.wrap_key_data(raw, impl=impl)
     except TypeError:
         whose = "JAX's default implementation" if impl is None else "the stream's implementation"
-        raise UsageError(
+        raise InvalidRngError(
             f"A raw key of shape {raw.shape} is none of {whose}, "
             f"{jax.random.key_impl(jax.random.key(0, impl=impl))!r}. Say what it is: "
             "jax.random.wrap_key_data(key, impl='rbg')."
@@ -155,7 +155,7 @@ def _seeded(seed: Any, impl: Any) -> jax.Array:
     try:
         return jax.random.key(seed, impl=impl)
     except OverflowError:
-        raise UsageError(f"A seed is a number of 64 bits at most, but got {seed}.") from None
+        raise InvalidRngError(f"A seed is a number of 64 bits at most, but got {seed}.") from None
 
 
 def _lanes(k: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import os
 import traceback
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -31,6 +31,7 @@ from jax._src import traceback_util as _frames
 # The mesh of a `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
 from jax._src.mesh import thread_resources as _thread_resources
 from jax.core import Tracer as Tracer
+from jax.interpreters import partial_eval
 
 # The same function as jax.extend.core's, whose import takes 25 ms: it loads Pallas.
 jaxpr_as_fun = _core.jaxpr_as_fun
@@ -114,6 +115,12 @@ def named_equations(closed: Any, change: Callable[[dict[str, Any], Any], dict[st
         return type(value)(in_value(x, scope) for x in value) if type(value) in (tuple, list) else value
 
     return in_value(closed, ())
+
+
+def inputs_needed(closed: Any, outputs: Collection[int]) -> list[bool]:
+    """Of each input of a closed jaxpr, whether some of these outputs depend on it."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return partial_eval.dce_jaxpr(jaxpr, [n in outputs for n in range(len(jaxpr.outvars))])[1]
 
 
 def _traceback_telling(text: str) -> Any:
