@@ -29,7 +29,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the library does for the user, without the walks that NNXLIB_CHECK adds: for tests that count."""
-    monkeypatch.setattr("nnxlib.core.records.CHECK_ALWAYS", False)
+    monkeypatch.setattr("nnxlib.core.tables.CHECK_ALWAYS", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@ containers :class:`~nnxlib.core.containers.List` and :class:`~nnxlib.core.contai
 
 - ``_nnx_trace``: the trace under which it was made; a write under another trace raises ``TraceContextError``.
 - ``_nnx_stamps``: the stamps of the cached layouts that describe the node; a structural change invalidates them.
-- ``_nnx_record``: the record of the graph below this node, if it was packed as a root (records.py).
+- ``_nnx_table``: the table of the graph below this node, if it was packed as a root (tables.py).
 - ``_nnx_tree``: how the node flattens for raw JAX, if the graph below it is a tree (pytrees.py).
 - ``_nnx_marks``: notes about attributes: under ``name``, whether it was declared ``nnx.data`` or ``nnx.static``; under
   ``(name,)``, the user's own setting that ``eval()`` has overridden; under ``(name, "recorded")``, that ``sow`` or
@@ -45,7 +45,7 @@ from .variables import MISSING, Identified, Variable, raw_value
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
 
-SLOTS = ("_nnx_marks", "_nnx_record", "_nnx_stamps", "_nnx_trace", "_nnx_tree")
+SLOTS = ("_nnx_marks", "_nnx_stamps", "_nnx_table", "_nnx_trace", "_nnx_tree")
 
 PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # called with each new class of nodes; filled by pytrees.py
 
@@ -59,7 +59,7 @@ class Node(Identified):
 
     _nnx_stamps: Stamps
     _nnx_marks: dict[Any, Any] | None
-    _nnx_record: Any
+    _nnx_table: Any
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
@@ -94,7 +94,7 @@ class Node(Identified):
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
         _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
-        _set(self, "_nnx_record", None)
+        _set(self, "_nnx_table", None)
         _set(self, "_nnx_tree", None)
 
     def _nnx_restore(self, state: tuple) -> None:
@@ -159,7 +159,7 @@ def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
 def init_slots(self: Any) -> None:
     _set(self, "_nnx_trace", current_trace())
     _set(self, "_nnx_stamps", ())
-    _set(self, "_nnx_record", None)
+    _set(self, "_nnx_table", None)
     _set(self, "_nnx_marks", None)
     _set(self, "_nnx_tree", None)
 
@@ -167,7 +167,7 @@ def init_slots(self: Any) -> None:
 def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], stamps: Stamps = ()) -> list[Any]:
     """Make many empty nodes at once, of classes with the same :func:`slot_owner`; ``stamps`` are attached to each."""
     made = list(map(_base(owner).__new__, kinds))
-    slots = {"trace": current_trace(), "stamps": stamps, "record": None, "marks": None, "tree": None}
+    slots = {"trace": current_trace(), "stamps": stamps, "table": None, "marks": None, "tree": None}
     for name, value in slots.items():
         deque(map(vars(owner)[f"_nnx_{name}"].__set__, made, repeat(value)), maxlen=0)
     return made
@@ -545,7 +545,7 @@ class HasAttributes(Node, _HasDict):
 
     def _nnx_join(self, trace: Any) -> None:
         super()._nnx_join(trace)
-        _set_attributes(self, attributes_of(self).copy())  # records refer to the dict itself, which is saved
+        _set_attributes(self, attributes_of(self).copy())  # tables refer to the dict itself, which is saved
 
     def _nnx_restore(self, state: tuple) -> None:
         saved, attributes = state

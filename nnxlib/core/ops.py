@@ -41,9 +41,9 @@ from .graphdef import Avals, GraphDef, avals_of
 from .nesting import Nesting
 from .objects import HasAttributes, Node, check_writable, is_array, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
-from .records import build_described, record_of
 from .state import FlatState, State, filter_state, flatten_with_keys, from_flat_state
 from .static import Const, same_items
+from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
 from .traversals import sorted_keys
 from .variables import Variable, all_unshared, make_variable, make_variables, raw_value, unshared
@@ -57,12 +57,12 @@ PureState = tuple[GraphDef[A], State]
 
 
 def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
-    """(layout, leaves, objects) of a node, from its record where it has one."""
+    """(layout, leaves, objects) of a node, from its table where it has one."""
     if isinstance(node, Node):
         if Watch.count:
             notice(node, node._nnx_trace)
-        record = record_of(node)
-        return record.layout, record.leaves(node), record.objects_with(node)
+        table = table_of(node)
+        return table.layout, table.leaves(node), table.objects_with(node)
     if isinstance(node, GraphDef):
         raise ArgumentError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
     return pack(node)

@@ -24,10 +24,10 @@ from .containers import Dict, List, holds_data
 from .graph import Layout, NodeRow, Ref, Tree, build, flatten_once, is_fixed
 from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, explicit_mark, is_data, is_node, new_node
 from .pickling import exportable
-from .records import have_changed, record_of
 from .reprs import static_repr
 from .stamps import Stamp
 from .static import Const
+from .tables import have_changed, table_of
 from .traversals import sorted_keys
 from .variables import Variable
 
@@ -117,7 +117,7 @@ class Level:
     __slots__ = ("keys", "mended", "mutable", "open", "shape", "stamp", "take")
 
     def __init__(self, node: Any, stamp: Stamp, mutable: Mutable):
-        self.stamp, self.mended = stamp, stamp.mended  # of the record that showed that the graph is a tree
+        self.stamp, self.mended = stamp, stamp.mended  # of the table that showed that the graph is a tree
         self.mutable = mutable  # the static values below that can be changed in place, and what they were
         held = node._nnx_contents()
         is_list = issubclass(type(node), list)
@@ -158,16 +158,16 @@ def _level(node: Any) -> Level | None:
     level = node._nnx_tree
     if level is not None and level.holds():
         return level
-    record = record_of(node)
-    if not record.layout.is_tree:
+    table = table_of(node)
+    if not table.layout.is_tree:
         return None
-    objects, rows = record.objects_with(node), record.layout.rows
+    objects, rows = table.objects_with(node), table.layout.rows
     below: list[Mutable | None] = [()] * len(rows)
     for i in range(len(rows) - 1, -1, -1):  # what a node holds has a higher number
         x, row = objects[i], rows[i]
         if type(row) is NodeRow:
             below[i] = mutable = _mutable_below(x, row, below)
-            level = Level(x, record.stamp, mutable or ())
+            level = Level(x, table.stamp, mutable or ())
             _set(x, "_nnx_tree", None if mutable is None else level)
     return level
 
@@ -216,10 +216,10 @@ def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape 
 
 
 def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
-    record = record_of(node)
-    layout = record.layout
-    variables = [x for x in record.objects_with(node) if isinstance(x, Variable)]
-    leaves = [*variables, *record.leaves(node)[len(variables) :]]
+    table = table_of(node)
+    layout = table.layout
+    variables = [x for x in table.objects_with(node) if isinstance(x, Variable)]
+    leaves = [*variables, *table.leaves(node)[len(variables) :]]
     return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
 
 

@@ -364,11 +364,11 @@ class Variable(Identified, Generic[A]):
 
     # The value as stored, without hooks or checks, for the library itself.
     _value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
-    # The record of a Variable that was packed as a root. That is rare, so there is no slot for it.
-    _nnx_record = property(
-        lambda self: getattr(self._stamps, "record", None),
-        lambda self, record: _set(
-            self, "_stamps", tuple(self._stamps) if record is None else _StampsOfRoot(self._stamps, record)
+    # The table of a Variable that was packed as a root. That is rare, so there is no slot for it.
+    _nnx_table = property(
+        lambda self: getattr(self._stamps, "table", None),
+        lambda self, table: _set(
+            self, "_stamps", tuple(self._stamps) if table is None else _StampsOfRoot(self._stamps, table)
         ),
     )
 
@@ -624,13 +624,13 @@ class Variable(Identified, Generic[A]):
 
 
 class _StampsOfRoot(tuple):
-    """The stamps of a Variable that is the root of a record, with that record."""
+    """The stamps of a Variable that is the root of a table, with that table."""
 
-    record: Any
+    table: Any
 
-    def __new__(cls, stamps: Stamps, record: Any):
+    def __new__(cls, stamps: Stamps, table: Any):
         self = super().__new__(cls, stamps)
-        self.record = record
+        self.table = table
         return self
 
 

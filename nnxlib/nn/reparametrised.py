@@ -29,9 +29,9 @@ from ..core.module import Module
 from ..core.objects import is_bound_method, is_node
 from ..core.ops import iter_graph
 from ..core.programs import step
-from ..core.records import Record, pack_call, record_of
 from ..core.rngs import Rngs
 from ..core.stamps import Stamp
+from ..core.tables import LiveTable, pack_call, table_of
 from ..core.tracing import at_top_level
 from ..core.variables import BatchStat, Param
 from ..transforms.lift import Arguments, cross
@@ -63,22 +63,22 @@ class _Reparametrised(Module):
             return out
 
         if at_top_level() and not listened() and not _holds_objects((args, kwargs)):
-            record = record_of(self)
-            leaves = record.leaves(self)
-            if record.reliable and not record.mutable and not record.arrays and all_leaves(leaves):
-                return _call_eagerly(call, self, record, leaves, args, kwargs)
+            table = table_of(self)
+            leaves = table.leaves(self)
+            if table.reliable and not table.mutable and not table.arrays and all_leaves(leaves):
+                return _call_eagerly(call, self, table, leaves, args, kwargs)
         packed = pack_call(Arguments((self, *args), kwargs))
         _, after = cross(call, packed.layout, packed.leaves)
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
 
 
-def _call_eagerly(call: Callable, wrapper: Module, record: Record, leaves: list, args: tuple, kwargs: dict) -> Any:
+def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: list, args: tuple, kwargs: dict) -> Any:
     """The crossing where nothing follows it, the wrapper has arrays in Variables only, and the arguments are no nodes.
 
-    Such a wrapper need not be walked: its record has the table. Afterwards the copies are walked only if the structure
+    Such a wrapper need not be walked: its table has the table. Afterwards the copies are walked only if the structure
     of one of them has changed, or the output may hold one; else what changed are values of Variables.
     """
-    layout, live = record.layout, ObjectList(record.objects_with(wrapper))
+    layout, live = table.layout, ObjectList(table.objects_with(wrapper))
     entering(layout, live)
     stamp = Stamp()
     objects = build(layout, leaves, stamp=stamp)[1]  # no local variable holds the copy, by which an error would call it

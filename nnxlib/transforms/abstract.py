@@ -17,9 +17,9 @@ from ..core.inputs import lend
 from ..core.objects import Node
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
-from ..core.records import pack_call
 from ..core.references import ways_from
 from ..core.stamps import Stamp
+from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import Variable
 from .callables import resolve

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..core.errors import UsageError, format_path, listed
 from ..core.graph import Delta, Layout
 from ..core.recordings import fill_up, recorded_anew
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.tracing import boundary
 from .body import Body, Owner, delta_of, own_states, structural_rows, trace_body, type_of, zeros
 from .body_checks import BodyError, check_same_output, recordings_taken_out, structural_changes, type_changes

@@ -22,9 +22,9 @@ from ..core.module import Module
 from ..core.objects import Node
 from ..core.ops import iter_graph, pop, update
 from ..core.recordings import attribute_for, put_back, record, recorded_in, recorded_name, take_out
-from ..core.records import pack_call
 from ..core.references import ways_from
 from ..core.state import State, from_flat_state
+from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import Variable, new_cell
 from .callables import resolve

@@ -22,7 +22,7 @@ from ..core.errors import ArgumentError, describe, format_path
 from ..core.filters import Filter, Nothing, to_predicate
 from ..core.graph import After, Delta, Layout, NodeRow, Packed, StaticArgument, Tree, build, count_leaves, pack
 from ..core.objects import is_data
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ..core.graph import build, commit
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.variables import MISSING
 from .callables import resolve, static_arguments
 from .classes import lifts_classes

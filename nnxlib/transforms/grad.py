@@ -10,7 +10,7 @@ import jax
 
 from ..core.errors import ArgumentError, describe
 from ..core.graph import commit
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.variables import MISSING, Variable
 from .callables import by_position, resolve
 from .classes import lifts_classes

@@ -2,8 +2,7 @@
 
 There are two paths from a call to the compiled function, a :class:`~nnxlib.transforms.plan.Plan`:
 
-- The fast path (sites.py) is for calls at top level, if no structure has changed since an earlier call. Each Module
-  among the arguments keeps a :class:`~nnxlib.core.records.Record`; the layouts of the records lead to the plan.
+- The fast path (dispatch.py) is for calls at top level, if no structure has changed since an earlier call.
 - The slow path packs the arguments. It is for the first call, calls under a trace, ``lower`` and ``trace``.
 
 Both lead to the same plans, and so to the same compiled functions.
@@ -17,7 +16,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -26,7 +25,6 @@ import jax
 from ..core.calls import followed, following, observed
 from ..core.closures import (
     CapturedObjects,
-    Loans,
     Occupied,
     Watch,
     all_borrowed,
@@ -39,7 +37,6 @@ from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed,
 from ..core.filters import looks_at_values
 from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of
 from ..core.graphdef import differences_listed
-from ..core.inputs import AbsentInput
 from ..core.objects import Node
 from ..core.references import LookUp, named_in, ways_from
 from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, running_trace
@@ -49,6 +46,7 @@ from .body_checks import type_changes
 from .buffers import note_buffers
 from .callables import resolve
 from .classes import lifts_classes
+from .dispatch import Dispatch, Found, Miss
 from .general import name_nan
 from .lift import Arguments, Crossing, check_traceable, cross
 from .plan import Compiled, Plan
@@ -62,7 +60,6 @@ from .prefixes import (
     refuse_nodes,
     same_entries,
 )
-from .sites import FLATTEN, NO_SHORTCUT, Form, Found, Site, in_order, look, unfold, with_names
 from .traces import Traces
 
 
@@ -232,15 +229,13 @@ class JitWrapped:
         self._one_lane = in_shardings is None and out_shardings is None and not self._donated
         mappings = jax.tree.leaves((in_shardings, out_shardings), is_leaf=_is_label)
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
-        self._cacheable = not any(map(looks_at_values, filters))  # if not, each call may have other lanes
         self._captures = _Captures(self._function)
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
         self._plans: dict[Any, Plan] = {}  # by layout and lanes
         bound = (*self._args, *self._kwargs.values())
-        self._has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
-        self._flatten = FLATTEN[0] if self._has_static else None  # how to flatten the arguments; None: no need so far
-        self._forms: dict[Any, Form] = {}  # by the form of the arguments
-        self._sites: dict[Any, Site] = {}  # by the form and the layouts of the arguments
+        has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
+        # With filters that look at values each call may have other lanes.
+        self._dispatch = Dispatch(has_static, enabled=not any(map(looks_at_values, filters)))
 
     # --- calling ---
 
@@ -252,23 +247,11 @@ class JitWrapped:
             captured = self._captures.objects() if self._captures.steps else ()
             if running_trace() is not EAGER or following or (Watch.count and all_borrowed()):
                 return self._call_packed(args, kwargs, captured, None)
-            row: Sequence[Any] = args
-            key: Hashable = len(args)
-            if kwargs:
-                row, key = with_names(args, kwargs)
-            if captured:
-                row, key = (*row, *captured), (key, len(captured))
-            if self._flatten is not None:
-                row, key = unfold(row, key, self._flatten, self._has_static)
-            form = self._forms.get(key)
-            if form is not None:
-                try:
-                    out = form.call(row)
-                except (AbsentInput, CapturedObjects):
-                    return self._call_packed(args, kwargs, captured, None)
-                if out is not NO_SHORTCUT:
-                    return out
-            return self._call_by_site(args, kwargs, captured, row, key)
+            try:
+                return self._dispatch.call(args, kwargs, captured)
+            except Miss as miss:
+                found = miss.found
+            return self._call_packed(args, kwargs, captured, found)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 name_nan(error, self._function, Arguments(args, kwargs))
@@ -277,30 +260,8 @@ class JitWrapped:
             hide_frames(error)
             raise
 
-    def _call_by_site(self, args: tuple, kwargs: dict[str, Any], captured: tuple, row: Sequence, key: Hashable) -> Any:
-        """A call without a shortcut; makes one for the next call, if possible. ``row`` are the flat arguments."""
-        if not self._cacheable:
-            return self._call_packed(args, kwargs, captured, None)
-        found = None
-        if Loans.now[1] and any(is_lent_elsewhere(trace_of(x)) for x in captured):
-            wait_for_loans()
-        try:
-            found = look(row, key)
-            if found is None:  # there are containers in it, or objects that are walked at each call
-                self._flatten = FLATTEN[0] if self._flatten is None else FLATTEN[1]
-            site = None if found is None else self._sites.get(found[0])
-            if found is not None and site is not None:
-                return site.call(found, self._forms)
-        except (AbsentInput, CapturedObjects):  # the function reads more for these shapes than it did before
-            pass
-        except TypeError:
-            packed = pack(Arguments(args, kwargs, captured))
-            check_traceable(packed.layout, packed.leaves)
-            raise
-        return self._call_packed(args, kwargs, captured, found)
-
     def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None) -> Any:
-        """The slow path of a call. Makes a site, for the next call, of what was ``found`` of the arguments."""
+        """Call the function on packed arguments; ``found`` is for the dispatch of the next call."""
         if followed():
             return self._call_followed(Arguments(args, kwargs))
         while True:
@@ -309,13 +270,8 @@ class JitWrapped:
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
                 plan = self._plan(packed, arguments, at_top_level())
-                if found is not None and not in_order(found[1], arguments):
-                    self._flatten = FLATTEN[1]
-                elif found is not None:
-                    key, leaves, records, _ = found
-                    again = look(leaves, key[0])
-                    if again is not None and again[0] == key:  # no other thread has changed anything in between
-                        self._sites[key] = Site(plan, key, records)
+                if found is not None:
+                    self._dispatch.add(found, arguments, plan)
                 return plan.call(packed)
             except CapturedObjects as outside:
                 self._prepare(outside, captured)
@@ -404,8 +360,7 @@ class JitWrapped:
     def clear_cache(self) -> None:
         """Forget every compiled function."""
         self._plans.clear()
-        self._sites.clear()
-        self._forms.clear()
+        self._dispatch.clear()
 
     # --- plans ---
 

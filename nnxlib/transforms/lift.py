@@ -47,7 +47,7 @@ from ..core.graph import (
 )
 from ..core.inputs import AbsentInput, Input, is_read, lend
 from ..core.recordings import recorded_anew
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING, Cell, new_cell
 from .axes import stack_axes, stack_recorded, strip_axes

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ..core.errors import format_path
 from ..core.graph import Layout, count_leaves
 from ..core.recordings import recorded_anew
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.tracing import at_top_level, boundary
 from .body import Body, delta_of, structural_rows, trace_body, zeros
 from .body_checks import (

@@ -18,8 +18,8 @@ from ..core.differences import ANY_VALUE, leaf_differences, refuse
 from ..core.errors import ArgumentError, EmptySelectionError, ReadOnlyError, format_path
 from ..core.filters import Filter, to_predicate
 from ..core.graph import After, Packed, VariableRow, commit
-from ..core.records import pack_call
 from ..core.state import from_flat_state, to_flat_state
+from ..core.tables import pack_call
 from ..core.variables import MISSING, Param, Variable
 from .callables import resolve
 from .classes import lifts_classes

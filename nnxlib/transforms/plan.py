@@ -180,12 +180,12 @@ class Plan:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""
         outcome = compiled.outcome_of(returned)
         out = commit(packed.layout, outcome.delta, compiled.leaves_of(returned), packed.objects)
-        if self.places and at_top_level():
+        if self.has_shardings and at_top_level():
             self.settle([packed.objects[i]._cell for i in packed.layout.variables])
         return out
 
     @property
-    def places(self) -> bool:
+    def has_shardings(self) -> bool:
         """Whether the arguments have shardings, to which the Variables in them are to be moved."""
         return self._in_shardings is not None
 

@@ -24,7 +24,7 @@ from ..core.calls import repeated
 from ..core.errors import PrefixError, describe_nested, format_path, listed, place_of
 from ..core.graph import Layout, Spec, Tree
 from ..core.recordings import recorded_anew
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.variables import MISSING, RngCount
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
 from .body import Body, delta_of, own_states, structural_rows, trace_body

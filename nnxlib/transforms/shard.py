@@ -12,7 +12,7 @@ import jax
 from ..core.errors import format_path
 from ..core.graph import Packed
 from ..core.placement import settle
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.tracing import at_top_level
 from ..core.variables import MISSING, Cell
 from .callables import Observed, resolve

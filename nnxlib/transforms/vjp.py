@@ -15,7 +15,7 @@ import jax
 
 from ..core.errors import ArgumentError
 from ..core.graph import Packed, commit, pack
-from ..core.records import pack_call
+from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve

@@ -36,7 +36,7 @@ def test_operations_are_linear_and_take_few_calls(ours, name: str, unchecked) ->
     """Ten times as many Variables take ten times as many calls, and at most so many for each."""
     counts = {}
     for size, calls in ours.items():
-        for _ in range(3):  # the layouts are known then, and no check of a record is due
+        for _ in range(3):  # the layouts are known then, and no check of a table is due
             calls[name]()
         counts[size] = count_calls(calls[name])
     added = (counts[LARGE] - counts[SMALL]) / (LARGE - SMALL)

@@ -14,7 +14,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.graph import pack, trace_of
-from nnxlib.core.records import record_of
+from nnxlib.core.tables import table_of
 
 X = jnp.ones((1, 2))
 
@@ -174,7 +174,7 @@ def test_structure_changed_inside():
 
 
 def test_an_array_attribute_of_a_captured_module():
-    """A model that was called as an argument, then captured, then called again: its record still reads its arrays."""
+    """A model that was called as an argument, then captured, then called again: its table still reads its arrays."""
     layer = Layer()
     layer.array, layer.list = jnp.ones(()), nnx.List([1])
     layer.list.array = jnp.ones(())
@@ -360,7 +360,7 @@ def test_what_is_described_inside_is_not_kept_outside(describe, toggles):
         assert jnp.array_equal(nnx.jit(lambda layer: layer(X))(layer), result)
         for leaf in jax.tree.leaves((layer, nnx.state(layer))):
             assert not isinstance(leaf, jax.core.Tracer)
-        assert record_of(layer).layout is pack(layer).layout
+        assert table_of(layer).layout is pack(layer).layout
 
 
 def test_what_another_thread_describes_meanwhile_is_not_kept():
@@ -380,7 +380,7 @@ def test_what_another_thread_describes_meanwhile_is_not_kept():
         layer.w.value = jnp.full((2, 2), float(k))
         layer.scale = k
         assert total(whole) == 4 * k
-        assert record_of(whole).layout is pack(whole).layout
+        assert table_of(whole).layout is pack(whole).layout
 
 
 @pytest.mark.parametrize("jit", [nnx.jit, lambda f: lambda x: nnx.cond(True, f, f, x)], ids=["jit", "cond"])

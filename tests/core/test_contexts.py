@@ -12,7 +12,7 @@ import nnxlib as nnx
 from nnxlib.core.contexts import LinkedGraphDef
 from nnxlib.core.errors import NonExhaustiveFiltersError, StateMismatchError
 from nnxlib.core.graph import NodeRow, Ref, VariableRow, pack
-from nnxlib.core.records import record_of
+from nnxlib.core.tables import table_of
 
 
 class Pair(nnx.Module):
@@ -215,7 +215,7 @@ def test_what_did_not_change_is_not_touched():
     """Without a transformation, unchanged values keep their very array, static values their very object."""
     m = Mixed()
     table, sizes, options, value = m.table, m.sizes, m.options, m.pairs[0].a.value
-    stamp = record_of(m).stamp
+    stamp = table_of(m).stamp
     update(inside_of(lambda m: m.scale.set_value(jnp.array(3.0))), m)
     assert m.scale == 3.0
     assert stamp.valid  # so a compiled function finds its layout
@@ -230,7 +230,7 @@ def test_what_did_not_change_is_not_touched():
 def test_an_array_that_is_an_attribute_is_written_by_itself():
     """A node that gets another array where it held one, and nothing else."""
     m = Mixed()
-    stamp = record_of(m).stamp
+    stamp = table_of(m).stamp
     update(jax.jit(inside_of(lambda m: setattr(m, "table", m.table + 1))), m)
     assert m.table.tolist() == [1.0, 2.0, 3.0]
     assert stamp.valid

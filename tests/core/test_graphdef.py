@@ -127,7 +127,7 @@ def test_equality_does_not_keep_models_alive():
     m = Once()
     m.tag = object()
     ref = weakref.ref(nnx.graphdef(m).layout)
-    m.x = 1  # the record of the old structure goes
+    m.x = 1  # the table of the old structure goes
     nnx.graphdef(m)
     gc.collect()
     assert ref() is None

@@ -20,7 +20,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.errors import StaticValueError
-from nnxlib.core.records import record_of
+from nnxlib.core.tables import table_of
 
 
 class Layer(nnx.Module):
@@ -418,7 +418,7 @@ def test_structural_changes_are_noticed_and_values_are_not():
     m = Net()
 
     def changes(action):
-        stamp = record_of(m).stamp
+        stamp = table_of(m).stamp
         action()
         return not stamp.valid
 
@@ -435,7 +435,7 @@ def test_structural_changes_are_noticed_and_values_are_not():
 def test_the_same_value_again_is_no_change():
     """`m.x = m.x` leaves what is known of the structure."""
     m = Net()
-    stamp = record_of(m).stamp
+    stamp = table_of(m).stamp
     m.act, m.first, m.layers = m.act, m.first, m.layers
     assert stamp.valid
 

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 import nnxlib as nnx
-from nnxlib.core.records import record_of
 from nnxlib.core.reprs import node_repr, static_repr
+from nnxlib.core.tables import table_of
 
 
 class Layer(nnx.Module):
@@ -196,6 +196,6 @@ def test_numbers_of_numpy_are_settings():
 def test_writing_does_not_change_the_recursion_limit_or_the_model():
     """repr has no side effects."""
     m, limit = Layer(), sys.getrecursionlimit()
-    stamp = record_of(m).stamp
+    stamp = table_of(m).stamp
     repr(m)
     assert (sys.getrecursionlimit(), stamp.valid, jax.tree.leaves(m)[0] is m.w.value) == (limit, True, True)

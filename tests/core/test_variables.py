@@ -17,7 +17,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.errors import VariableNameError
-from nnxlib.core.records import record_of
+from nnxlib.core.tables import table_of
 from nnxlib.core.variables import HOOKS, Cell, reader, write_cells, writer
 
 
@@ -469,7 +469,7 @@ def test_attributes_cannot_be_set():
 def test_metadata_changes_are_structural_and_values_are_not():
     """Only set_metadata ends the cached layouts that describe the Variable."""
     v = nnx.Param(jnp.zeros(2))
-    stamp = record_of(v).stamp
+    stamp = table_of(v).stamp
     v[...] = 1.0
     v.value = jnp.ones(3)
     assert stamp.valid

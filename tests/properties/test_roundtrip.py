@@ -12,7 +12,7 @@ from hypothesis import given
 
 import nnxlib as nnx
 from nnxlib.core.graph import pack
-from nnxlib.core.records import record_of
+from nnxlib.core.tables import table_of
 
 from .compare import Snapshot, assert_no_tracer, assert_same, differences, is_array, is_object, objects_in
 from .programs import programs, run, total
@@ -128,10 +128,10 @@ def test_what_was_just_built_is_described_without_a_walk(graph: Graph, program: 
             if edit:
                 run(program, (made,))
             for _ in range(2):
-                record, packed = record_of(made), pack(made)
-                assert record.layout is packed.layout
-                assert all(x is y for x, y in zip(record.objects_with(made), packed.objects, strict=True))
-                assert all(x is y for x, y in zip(record.leaves(made), packed.leaves, strict=True))
+                table, packed = table_of(made), pack(made)
+                assert table.layout is packed.layout
+                assert all(x is y for x, y in zip(table.objects_with(made), packed.objects, strict=True))
+                assert all(x is y for x, y in zip(table.leaves(made), packed.leaves, strict=True))
 
 
 @examples(60)

@@ -5,7 +5,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.errors import EmptySelectionError, StateMismatchError
-from nnxlib.core.records import record_of
+from nnxlib.core.tables import table_of
 
 
 class Net(nnx.Module):
@@ -117,7 +117,7 @@ def test_a_jitted_update_compiles_once():
         update(ema, model)
         eager.update(model)
     assert len(traces) == 1
-    assert record_of(ema).reliable
+    assert table_of(ema).reliable
     for path, average in values(eager).items():
         np.testing.assert_allclose(values(ema)[path], average, rtol=1e-6, atol=1e-6)
 

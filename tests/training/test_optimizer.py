@@ -7,7 +7,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.errors import EmptySelectionError, StateMismatchError
-from nnxlib.core.records import record_of
+from nnxlib.core.tables import table_of
 
 optax = pytest.importorskip("optax")
 
@@ -111,7 +111,7 @@ def test_the_layout_of_an_optimizer_is_kept():
     """Nothing in it can change unseen, so that a jitted call does not walk it again."""
     for tx in optax.adam(0.1), optax.inject_hyperparams(optax.adam)(0.1), optax.named_chain(("a", optax.adam(0.1))):
         optimizer = nnx.Optimizer(Net(), tx, wrt=[Adapter, nnx.PathContains("kernel")])
-        assert record_of(optimizer).reliable
+        assert table_of(optimizer).reliable
 
 
 def test_training_compiles_once():

@@ -22,7 +22,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core import objects, stamps
 from nnxlib.core.errors import StaleLayoutError
-from nnxlib.core.records import record_of
+from nnxlib.core.tables import table_of
 from nnxlib.transforms import jit
 from tests.properties.compare import assert_no_tracer, assert_same
 
@@ -260,7 +260,7 @@ def test_a_change_is_seen(kind, change, seen):
     """After a change of any kind, the compiled function sees the object as it is."""
     m = kind()
     assert_same(seen(m), m)
-    assert record_of(m).reliable == (kind is Net)
+    assert table_of(m).reliable == (kind is Net)
     CHANGES[change](m)
     assert_same(seen(m), m)
     assert_same(seen(m), m)

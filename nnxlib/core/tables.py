@@ -1,24 +1,24 @@
-"""Records: the layout of a live object, cached on the object, which makes repeated calls cheap.
+"""Live tables: the table of an object, kept on the object, which makes repeated calls cheap.
 
 Packing a model walks all of it, and a training loop packs the same model at every step. So the root of each packed
-graph keeps a :class:`Record`: its interned layout, and where to gather the leaves from. A record is used again only if
+graph keeps a :class:`LiveTable`: its interned layout, and where to gather the leaves from. That is used again only if
 it is certain that no structure has changed since it was made:
 
-1. ``record.stamp.valid`` is true: no object that the record describes has changed its structure (stamps.py).
+1. ``table.stamp.valid`` is true: no object that the table describes has changed its structure (stamps.py).
 2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
    compared once per call, however many Modules refer to it.
 3. If the stamp is invalid because static values of some nodes have changed, only these nodes are described again, and
-   the record is *mended*. Layouts are interned, so toggling a flag and toggling it back leads to the first layout, and
+   the table is *mended*. Layouts are interned, so toggling a flag and toggling it back leads to the first layout, and
    so to the first compiled function. Such transitions are remembered (:class:`Variant`): when the nodes hold the very
    same values as after an earlier transition, nothing is described.
 4. Otherwise the object is walked again.
 
 A graph with parts that can change unnoticed (an array inside a tuple or a foreign pytree) is walked at every call. As a
-guard against writes that bypass every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a record
-walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the record no longer describes the object. With
+guard against writes that bypass every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a table
+walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the table no longer describes the object. With
 the environment variable ``NNXLIB_CHECK`` set, every use does.
 
-A record does not refer to its root, so a dropped model is freed at once. Copies and pickles of a model have no record.
+A table does not refer to its root, so a dropped model is freed at once. Copies and pickles of a model have no table.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
 _serials = itertools.count()
 
 
-class Record:
-    """The layout of one live object, the *root*, and where its leaves are."""
+class LiveTable:
+    """The table of one live object, the *root*: its layout, and where its leaves are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "index", "layout", "mutable", "nodes", "objects", "picked", "reliable",
+        "array_rows", "arrays", "cells", "index", "layout", "mutable", "nodes", "objects", "reliable",
         "serial", "sharing", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
     stamp: Stamp
     mutable: list[tuple[Any, Const]]  # the static values that can be changed in place, and what they were
-    reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the record is used once
+    reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the table is used once
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
     nodes: list[Node]  # without the root
@@ -67,14 +67,13 @@ class Record:
     cells: list[Cell]  # of all Variables, in row order
     arrays: list[tuple[Any, Any]]  # (container, key) of each array held directly by a node
     array_rows: list[int]  # the rows of these nodes
-    snapshot: list[Any] | None  # the leaves, if the record is not reliable
-    used: int  # how often, up to the next use at which the record is compared with the object
+    snapshot: list[Any] | None  # the leaves, if the table is not reliable
+    used: int  # how often, up to the next use at which the table is compared with the object
     unchecked: int  # how many uses are left until that one
     serial: int  # unique, never reused
-    sharing: dict[tuple[int, ...], Any]  # by the serials of several records: what these share, see transforms/sites.py
-    picked: dict[CellNumbers | None, list[Cell]]  # selections of cells; under None all
-    shortcuts: dict[Any, Any]  # by the form of a call: the cells that it reads and writes, see transforms/sites.py
-    variant: Variant | None  # the present one, once the record has been mended
+    sharing: dict[tuple[int, ...], tuple]  # by the serials of several tables: what these share, see sharing_of
+    shortcuts: dict[Any, Any]  # by the signature of a call: the cells that it reads and writes, see dispatch.py
+    variant: Variant | None  # the present one, once the table has been mended
     variants: list[Variant]  # all of them
 
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
@@ -84,11 +83,11 @@ class Record:
         self.variables = [objects[i] for i in layout.variables if i]
         self.reliable, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
         self.used = self.unchecked = 1
-        self.serial, self.sharing, self.picked, self.shortcuts = next(_serials), {}, {None: cells}, {}
+        self.serial, self.sharing, self.shortcuts = next(_serials), {}, {}
         self.variant, self.variants = None, []
 
     def try_use(self) -> bool:
-        """Count a use, if the record can be used as it is: the stamp is valid, and it is not time for a check."""
+        """Count a use, if the table can be used as it is: the stamp is valid, and it is not time for a check."""
         if self.unchecked == 1 or not self.stamp.valid:
             return False
         self.unchecked -= 1
@@ -101,22 +100,13 @@ class Record:
         values = [x._cell.value for x in ([root] if isinstance(root, Variable) else self.variables)]
         return values + [container[key] for container, key in self.arrays] if self.arrays else values
 
-    def pick(self, numbers: CellNumbers | None) -> list[Cell]:
-        """The cells with these numbers, or all of them for None; kept in ``picked`` for the next time."""
-        if numbers is None:
-            return self.cells
-        if len(self.picked) >= KEPT:  # probably for functions that are gone
-            self.picked = {None: self.cells}
-        found = self.picked[numbers] = [self.cells[k] for k in numbers.numbers]
-        return found
-
     def objects_with(self, root: Any) -> list[Any]:
         """The objects by row."""
         return [root, *self.objects[1:]]
 
 
 class Variant:
-    """A layout that a record has had, its shortcuts, and the transitions from it to other variants.
+    """A layout that a table has had, its shortcuts, and the transitions from it to other variants.
 
     It refers to the layout weakly, which lives as long as the functions compiled for it. It refers to other variants
     weakly too, so that toggling a flag back and forth makes no reference cycle, which would keep a dropped model alive.
@@ -145,17 +135,8 @@ def _are_same(a: tuple[dict, tuple], b: tuple[dict, tuple]) -> bool:
     return len(a[1]) == len(b[1]) and all(map(operator.is_, a[1], b[1])) and same_items(a[0], b[0])
 
 
-class CellNumbers:
-    """The numbers of some cells of a record; compared by identity, which is fast."""
-
-    __slots__ = ("numbers",)
-
-    def __init__(self, numbers: Sequence[int]):
-        self.numbers = numbers
-
-
-class PendingRecord:
-    """What it takes to make the record of an object that was just built without walking it."""
+class PendingTable:
+    """What it takes to make the table of an object that was just built without walking it."""
 
     __slots__ = ("layout", "objects", "stamp")
 
@@ -170,66 +151,94 @@ class PendingRecord:
 
 
 def build_described(layout: Layout, leaves: Sequence[Any]) -> Any:
-    """:func:`~nnxlib.core.graph.build` an object whose first record needs no walk."""
+    """:func:`~nnxlib.core.graph.build` an object whose first table needs no walk."""
     stamp = Stamp()
     root, objects = build(layout, leaves, stamp=stamp)
     if is_node(root) and layout.blueprint.reliable:
         objects[0] = None
-        object.__setattr__(root, "_nnx_record", PendingRecord(layout, objects, stamp))
+        object.__setattr__(root, "_nnx_table", PendingTable(layout, objects, stamp))
     return root
 
 
-def record_of(root: Any) -> Record:
-    """Return a record that describes a live node or Variable as it is now."""
-    record = root._nnx_record
-    if type(record) is PendingRecord:
-        return _complete(root, record)
-    if record is None or (record.mutable and have_changed(record.mutable)):
+def table_of(root: Any) -> LiveTable:
+    """Return a table that describes a live node or Variable as it is now."""
+    table = root._nnx_table
+    if type(table) is PendingTable:
+        return _complete(root, table)
+    if table is None or (table.mutable and have_changed(table.mutable)):
         return _make(root)
-    if not record.stamp.valid and not _mend(record, root):
+    if not table.stamp.valid and not _mend(table, root):
         return _make(root)
-    record.unchecked -= 1
-    if not record.unchecked:
-        _check(record, root)
-    return record
+    table.unchecked -= 1
+    if not table.unchecked:
+        _check(table, root)
+    return table
 
 
-def _complete(root: Any, pending: PendingRecord) -> Record:
+def _complete(root: Any, pending: PendingTable) -> LiveTable:
     with stamping:
-        if root._nnx_record is not pending:  # another thread was first
-            return record_of(root)
+        if root._nnx_table is not pending:  # another thread was first
+            return table_of(root)
         if not pending.stamp.valid:
             return _make(root)
         objects = [root, *pending.objects[1:]]
         cells = [objects[i]._cell for i in pending.layout.variables]
         index = dict(zip(map(id, objects), range(len(objects)), strict=True))
-        return _kept(Record(pending.layout, pending.stamp, objects, index, cells), root)
+        return _kept(LiveTable(pending.layout, pending.stamp, objects, index, cells), root)
 
 
 def pack_call(arguments: tuple) -> Packed:
-    """Pack the arguments of a call; without a walk if there is a single object among them, from its record."""
+    """Pack the arguments of a call; without a walk if there is a single object among them, from its table."""
     leaves = jtu.tree_leaves(arguments, is_leaf=is_node)
     roots = [x for x in leaves if is_node(x)]
     if len(roots) != 1 or any(map(is_bound_method, leaves)):
         return pack(arguments)
     (root,) = roots
-    if root._nnx_record is None and not at_top_level():  # most objects in a trace are packed once
+    if root._nnx_table is None and not at_top_level():  # most objects in a trace are packed once
         return pack(arguments)
-    record = record_of(root)
-    if record.snapshot is not None:
+    table = table_of(root)
+    if table.snapshot is not None:
         return pack(arguments)
-    walk = Walk(index=record.index)
-    walk.objects = ObjectList(record.objects_with(root))
-    layout = record.layout.within(walk.run(arguments))
+    walk = Walk(index=table.index)
+    walk.objects = ObjectList(table.objects_with(root))
+    layout = table.layout.within(walk.run(arguments))
     if Watch.count:
         notice(root, trace_of(root))
     entering(layout, walk.objects)
-    return Packed(layout, [*record.leaves(root), *walk.arrays[-1]], walk.objects)
+    return Packed(layout, [*table.leaves(root), *walk.arrays[-1]], walk.objects)
+
+
+def sharing_of(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple:
+    """What several objects share, given their tables: empty if nothing; static, and computed once for these tables.
+
+    Otherwise for each of them: its rows that are also in an earlier one, with the number of that and the row there; and
+    the numbers of its cells and of its arrays that are not.
+    """
+    known = tables[0].sharing
+    serials = tuple([table.serial for table in tables])
+    found = known.get(serials)
+    if found is None:
+        if len(known) >= KEPT:  # probably with objects that are gone
+            known.clear()
+        found = known[serials] = _find_sharing(roots, tables)
+    return found
+
+
+def _find_sharing(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple:
+    first: dict[int, tuple[int, int]] = {}  # id of an object -> the number of a table, and the row there
+    found = []
+    for k, (x, table) in enumerate(zip(roots, tables, strict=True)):
+        places = [(row, first.setdefault(id(y), (k, row))) for row, y in enumerate(table.objects_with(x))]
+        shared = {row: place for row, place in places if place != (k, row)}
+        cells = tuple([j for j, row in enumerate(table.layout.variables) if row not in shared])
+        arrays = tuple([j for j, row in enumerate(table.array_rows) if row not in shared])
+        found.append((tuple(shared.items()), cells, arrays))
+    return tuple(found) if any(shared for shared, _, _ in found) else ()
 
 
 def layout_of(root: Any) -> Layout:
     """Return the layout of a live node or Variable."""
-    return record_of(root).layout
+    return table_of(root).layout
 
 
 def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
@@ -240,17 +249,17 @@ def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
         return True
 
 
-def refreshed(record: Record | PendingRecord) -> bool:
-    """Mend a record that has an invalid stamp, if it has met the same change before; whether that succeeded."""
-    return isinstance(record, Record) and record.variant is not None and _mend(record, None)
+def refreshed(table: LiveTable | PendingTable) -> bool:
+    """Mend a table that has an invalid stamp, if it has met the same change before; whether that succeeded."""
+    return isinstance(table, LiveTable) and table.variant is not None and _mend(table, None)
 
 
-def _mend(record: Record, root: Any) -> bool:
-    """Bring a record up to date after a change of static values; False if something else has changed.
+def _mend(table: LiveTable, root: Any) -> bool:
+    """Bring a table up to date after a change of static values; False if something else has changed.
 
-    Without a root, only if the record has met the same change before.
+    Without a root, only if the table has met the same change before.
     """
-    stamp = record.stamp
+    stamp = table.stamp
     with stamping:
         if stamp.valid:  # another thread was first
             return True
@@ -260,14 +269,14 @@ def _mend(record: Record, root: Any) -> bool:
         found = None
         try:
             if len(nodes) == len(objects):  # else a Variable has changed, or an object was removed and is gone
-                found = _variant_now(record, root, nodes)
+                found = _variant_now(table, root, nodes)
         finally:
             if found is None:  # also if a static value cannot be compared
                 stamp.changed += changed
         if found is None:
             return False
-        record.variant, record.layout = found
-        record.shortcuts = record.variant.shortcuts
+        table.variant, table.layout = found
+        table.shortcuts = table.variant.shortcuts
         stamp.mended += 1
         stamp.valid = True
         if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
@@ -275,26 +284,26 @@ def _mend(record: Record, root: Any) -> bool:
         return stamp.valid
 
 
-def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Variant, Layout] | None:
-    """The variant and layout of a record once some nodes have changed; None if not only static values have."""
-    if record.variant is None:
-        record.variant = _variant_of(record, record.layout, record.shortcuts)
-    before, contents = record.variant, {}
-    stamp = weakref.ref(record.stamp)
+def _variant_now(table: LiveTable, root: Any, changed: Iterable[Node]) -> tuple[Variant, Layout] | None:
+    """The variant and layout of a table once some nodes have changed; None if not only static values have."""
+    if table.variant is None:
+        table.variant = _variant_of(table, table.layout, table.shortcuts)
+    before, contents = table.variant, {}
+    stamp = weakref.ref(table.stamp)
     for x in changed:
         object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, stamp))
         held = x._nnx_contents()
-        contents[record.index[id(x)]] = x._nnx_marks or NO_METADATA, (type(x), *held, *held.values())
+        contents[table.index[id(x)]] = x._nnx_marks or NO_METADATA, (type(x), *held, *held.values())
     found = before.after(contents)
     if found is not None or root is None:
         return found
-    rows = _rows_with_other_statics(record, root, changed)
+    rows = _rows_with_other_statics(table, root, changed)
     if rows is None:
         return None
-    layout = record.layout.with_rows(rows)
-    variant = _variant_of(record, layout, {})
+    layout = table.layout.with_rows(rows)
+    variant = _variant_of(table, layout, {})
     specs = [spec for _, row in rows if isinstance(row, NodeRow) for _, spec in row.fields]
-    if not record.stamp.changed and all(type(spec) in (Ref, Const) for spec in specs):  # not to keep arrays alive
+    if not table.stamp.changed and all(type(spec) in (Ref, Const) for spec in specs):  # not to keep arrays alive
         before.transitions = [*before.transitions[-_TRANSITIONS:], (contents, weakref.ref(variant))]
     return variant, layout
 
@@ -302,27 +311,27 @@ def _variant_now(record: Record, root: Any, changed: Iterable[Node]) -> tuple[Va
 _TRANSITIONS = 7  # how many each variant remembers, besides the last
 
 
-def _variant_of(record: Record, layout: Layout, shortcuts: dict[Any, Any]) -> Variant:
-    """The variant with this layout; a new one, with these shortcuts, if the record has not had it."""
-    record.variants = [variant for variant in record.variants[-KEPT:] if variant.layout() is not None]
-    found = next((variant for variant in record.variants if variant.layout() is layout), None)
+def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> Variant:
+    """The variant with this layout; a new one, with these shortcuts, if the table has not had it."""
+    table.variants = [variant for variant in table.variants[-KEPT:] if variant.layout() is not None]
+    found = next((variant for variant in table.variants if variant.layout() is layout), None)
     if found is None:
         found = Variant(layout, shortcuts)
-        record.variants.append(found)
+        table.variants.append(found)
     return found
 
 
-def _rows_with_other_statics(record: Record, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:
+def _rows_with_other_statics(table: LiveTable, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:
     """The rows of some nodes as they are now; None if not only static values differ in them."""
-    known = record.layout.rows
-    walk = Walk((), record.stamp, record.index)
-    walk.objects = record.objects_with(root)
+    known = table.layout.rows
+    walk = Walk((), table.stamp, table.index)
+    walk.objects = table.objects_with(root)
     try:
         for x in nodes:
-            walk.revisit(record.index[id(x)], ())
+            walk.revisit(table.index[id(x)], ())
     finally:
         for x in walk.objects[len(known) :]:
-            del record.index[id(x)]
+            del table.index[id(x)]
     rows = tuple(sorted(walk.rows.items()))
     same = len(walk.objects) == len(known) and all(_same_but_statics(known[i], row) for i, row in rows)
     return rows if same and not walk.mutable and walk.reliable else None
@@ -338,47 +347,47 @@ def _links(row: NodeRow) -> list[tuple[Any, Any]]:
     return [field for field in row.fields if type(field[1]) is not Const]
 
 
-def _make(root: Any) -> Record:
+def _make(root: Any) -> LiveTable:
     stamp = Stamp()
     walk = Walk(stamp=stamp)
     with stamping:
         spec = walk.run(root)
     rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
     layout = Layout(rows, spec)
-    record = Record(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
-    record.reliable, record.mutable = walk.reliable, list(walk.mutable.values())
+    table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
+    table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
     for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
         if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
             names = [name for name, field in row.fields if field is LEAF]
             attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
-            record.arrays += [(attributes if name in attributes else x, name) for name in names]
-            record.array_rows += [i] * len(names)
+            table.arrays += [(attributes if name in attributes else x, name) for name in names]
+            table.array_rows += [i] * len(names)
             elsewhere = not attributes.keys() >= set(names)  # some are items, or in slots
-            record.reliable = record.reliable and not (elsewhere and (isinstance(x, Pytree) or x is root))
-    record.snapshot = None if record.reliable else walk.leaves(range(len(rows)))
-    return _kept(record, root)
+            table.reliable = table.reliable and not (elsewhere and (isinstance(x, Pytree) or x is root))
+    table.snapshot = None if table.reliable else walk.leaves(range(len(rows)))
+    return _kept(table, root)
 
 
-def _kept(record: Record, root: Any) -> Record:
-    """The record, kept on its root if it can be used again."""
-    borrowed = at_top_level() and not {Cell}.issuperset(map(type, record.cells))  # by a trace of another thread
-    object.__setattr__(root, "_nnx_record", record if record.reliable and not borrowed else None)
-    return record
+def _kept(table: LiveTable, root: Any) -> LiveTable:
+    """The table, kept on its root if it can be used again."""
+    borrowed = at_top_level() and not {Cell}.issuperset(map(type, table.cells))  # by a trace of another thread
+    object.__setattr__(root, "_nnx_table", table if table.reliable and not borrowed else None)
+    return table
 
 
-def _check(record: Record, root: Any) -> None:
+def _check(table: LiveTable, root: Any) -> None:
     """Walk the object anyway, and compare.
 
     Raises:
-      StaleLayoutError: if the object was changed in a way that its record has not noticed.
+      StaleLayoutError: if the object was changed in a way that its table has not noticed.
     """
     packed = pack(root)
-    record.unchecked = 1 if CHECK_ALWAYS else record.used
-    record.used += record.unchecked
-    same = packed.layout is record.layout and all(map(operator.is_, packed.objects[1:], record.objects[1:]))
+    table.unchecked = 1 if CHECK_ALWAYS else table.used
+    table.used += table.unchecked
+    same = packed.layout is table.layout and all(map(operator.is_, packed.objects[1:], table.objects[1:]))
     if not same:
-        object.__setattr__(root, "_nnx_record", None)
-        changes = differences_listed(record.layout, packed.layout)
+        object.__setattr__(root, "_nnx_table", None)
+        changes = differences_listed(table.layout, packed.layout)
         raise errors.StaleLayoutError(
             errors.listed(_STALE.format(kind=type(root).__name__), changes or [_EXCHANGED], _REMEDY)
         )

@@ -1,4 +1,4 @@
-"""Records: the layout kept on a live object, and how it is known to be out of date."""
+"""Tables: the layout kept on a live object, and how it is known to be out of date."""
 
 import copy
 import gc
@@ -14,7 +14,7 @@ import nnxlib as nnx
 from benchmarks.timing import count_calls
 from nnxlib.core.errors import StaleLayoutError, StaticValueError
 from nnxlib.core.graph import pack
-from nnxlib.core.records import layout_of, record_of
+from nnxlib.core.tables import layout_of, table_of
 
 
 class Layer(nnx.Module):
@@ -34,19 +34,19 @@ def test_a_record_describes_what_pack_finds():
     """Layout, leaves and objects are those of a walk."""
     m = Net()
     m.tied = m.layers[0]
-    record, packed = record_of(m), pack(m)
-    assert record.layout is packed.layout
-    assert all(a is b for a, b in zip(record.leaves(m), packed.leaves, strict=True))
-    assert all(a is b for a, b in zip(record.objects_with(m), packed.objects, strict=True))
+    table, packed = table_of(m), pack(m)
+    assert table.layout is packed.layout
+    assert all(a is b for a, b in zip(table.leaves(m), packed.leaves, strict=True))
+    assert all(a is b for a, b in zip(table.objects_with(m), packed.objects, strict=True))
 
 
 def test_values_need_no_new_record():
-    """Writing Variables and arrays keeps the record, whose leaves are the new values."""
+    """Writing Variables and arrays keeps the table, whose leaves are the new values."""
     m = Net()
-    record = record_of(m)
+    table = table_of(m)
     m.layers[0].w.value, m.scale = jnp.zeros(5), jnp.zeros(3)
-    assert record_of(m) is record
-    assert [x.shape for x in record.leaves(m)] == [(5,), (2,), (3,)]
+    assert table_of(m) is table
+    assert [x.shape for x in table.leaves(m)] == [(5,), (2,), (3,)]
 
 
 STRUCTURAL = {
@@ -68,23 +68,23 @@ STRUCTURAL = {
 
 @pytest.mark.parametrize("change", STRUCTURAL.values(), ids=STRUCTURAL.keys())
 def test_each_structural_change_makes_a_new_record(change):
-    """Wherever in the graph it happens, the next record describes the object as it then is."""
+    """Wherever in the graph it happens, the next table describes the object as it then is."""
     m = Net()
-    record_of(m)
-    record_of(m.layers)  # records of parts do not hide changes from the whole
+    table_of(m)
+    table_of(m.layers)  # tables of parts do not hide changes from the whole
     change(m)
-    record, packed = record_of(m), pack(m)
-    assert record.layout is packed.layout
-    assert all(a is b for a, b in zip(record.objects_with(m), packed.objects, strict=True))
+    table, packed = table_of(m), pack(m)
+    assert table.layout is packed.layout
+    assert all(a is b for a, b in zip(table.objects_with(m), packed.objects, strict=True))
 
 
 def test_a_change_elsewhere_keeps_the_record():
     """Another model's structure may change, and nothing is looked at again."""
     m, other = Net(), Net()
-    record = record_of(m)
-    record_of(other)
+    table = table_of(m)
+    table_of(other)
     other.layers.append(Layer())
-    assert record_of(m) is record
+    assert table_of(m) is table
 
 
 def test_a_flag_toggled_back_finds_the_same_layout():
@@ -99,19 +99,19 @@ def test_a_flag_toggled_back_finds_the_same_layout():
 
 
 def test_a_part_that_leaves_no_longer_counts():
-    """A Module that was taken out may change without making the record of the whole stale."""
+    """A Module that was taken out may change without making the table of the whole stale."""
     m = Net()
     out = m.layers.pop()
-    record = record_of(m)
+    table = table_of(m)
     out.n = 7
-    assert record_of(m) is record
+    assert table_of(m) is table
 
 
 def test_what_can_change_unseen_is_walked_each_time():
-    """An array in a tuple is in no place that a record could read it from."""
+    """An array in a tuple is in no place that a table could read it from."""
     m = Net()
     m.x = (jnp.ones(1), 1)
-    assert record_of(m) is not record_of(m)
+    assert table_of(m) is not table_of(m)
 
 
 MUTABLE = {
@@ -124,31 +124,31 @@ MUTABLE = {
 
 @pytest.mark.parametrize(("value", "edit"), MUTABLE.values(), ids=MUTABLE.keys())
 def test_an_edit_of_a_mutable_static_value_is_seen(value, edit):
-    """The record is kept as long as the value equals its copy, and the layout follows what is in it."""
+    """The table is kept as long as the value equals its copy, and the layout follows what is in it."""
     m = Net()
     m.x = m.layers[0].x = value
-    record = record_of(m)
-    assert record_of(m) is record
-    assert len(record.mutable) == 1  # compared once, though two Modules refer to it
+    table = table_of(m)
+    assert table_of(m) is table
+    assert len(table.mutable) == 1  # compared once, though two Modules refer to it
     edit(m.x)
-    assert layout_of(m) is not record.layout
+    assert layout_of(m) is not table.layout
 
 
 def test_a_static_value_that_can_no_longer_be_compared_is_refused_with_its_path():
     """An array put into a static object later."""
     m = Net()
     m.x = nnx.static(types.SimpleNamespace(a=1))
-    record_of(m)
+    table_of(m)
     m.x.a = jnp.ones(2)
     with pytest.raises(StaticValueError, match="at x is declared static"):
-        record_of(m)
+        table_of(m)
 
 
 def test_an_object_holds_only_stamps_that_are_in_use():
-    """Records come and go with their roots; what they leave with a part that lives on is cleaned up by the next."""
+    """Tables come and go with their roots; what they leave with a part that lives on is cleaned up by the next."""
     part = Layer()
     for _ in range(10):
-        record_of(nnx.List([part]))
+        table_of(nnx.List([part]))
     assert len(part._nnx_stamps) <= 2
     assert len(part.w._stamps) <= 2
 
@@ -170,25 +170,25 @@ def test_writes_around_every_check_are_found_out():
 def test_copies_have_no_record():
     """A deep copy, a shallow copy and a pickle start without one."""
     m = Net()
-    record_of(m)
+    table_of(m)
     for made in (copy.deepcopy(m), copy.copy(m), pickle.loads(pickle.dumps(nnx.Dict(a=Layer())))):
-        assert made._nnx_record is None
+        assert made._nnx_table is None
 
 
 def test_a_shallow_copy_is_told_of_changes_in_shared_parts():
     """Two roots over the same parts both see a change."""
     m = Net()
     c = copy.copy(m)
-    record_of(m), record_of(c)
+    table_of(m), table_of(c)
     m.layers[0].n = 9
     for x in (m, c):
-        assert record_of(x).layout is pack(x).layout
+        assert table_of(x).layout is pack(x).layout
 
 
 def test_a_record_does_not_keep_its_root():
     """A dropped model is freed at once."""
     m = Net()
-    record_of(m)
+    table_of(m)
     ref = weakref.ref(m)
     gc.disable()
     try:
@@ -199,16 +199,16 @@ def test_a_record_does_not_keep_its_root():
 
 
 def test_variables_by_themselves():
-    """A Variable has a layout and a record too."""
+    """A Variable has a layout and a table too."""
     v = nnx.Param(jnp.ones(2), a=1)
     assert layout_of(v) is layout_of(nnx.Param(jnp.zeros(3), a=1))
-    assert record_of(v).leaves(v)[0] is v.value
+    assert table_of(v).leaves(v)[0] is v.value
 
 
 def test_a_change_of_static_values_mends_the_record():
     """The cells stay, only the Module that changed is looked at again; what is found is what a walk finds."""
     m = Net()
-    record = record_of(m)
+    table = table_of(m)
     for change in (
         lambda: setattr(m, "act", jnp.sin),
         lambda: setattr(m.layers[1], "n", 5),
@@ -217,40 +217,40 @@ def test_a_change_of_static_values_mends_the_record():
         lambda: (m.eval(), m.train()),
     ):
         change()
-        assert record_of(m) is record
-        assert record.layout is pack(m).layout
-        assert record.stamp.valid
+        assert table_of(m) is table
+        assert table.layout is pack(m).layout
+        assert table.stamp.valid
     m.layers[0].n = m.layers[1].w
-    assert record_of(m) is not record
-    assert record_of(m).layout is pack(m).layout
+    assert table_of(m) is not table
+    assert table_of(m).layout is pack(m).layout
 
 
 def test_a_change_that_cannot_be_described_hides_no_other():
     """One layer gets another flag, one an array declared static: once that is taken back, the flag is seen."""
     m = Net()
-    first = record_of(m).layout
+    first = table_of(m).layout
     m.layers[0].n = 5
     m.layers[1].table = nnx.static(1)
     vars(m.layers[1])["table"] = jnp.ones(2)
     for _ in range(2):
         with pytest.raises(StaticValueError, match="table"):
-            record_of(m)
+            table_of(m)
     del m.layers[1].table
-    assert record_of(m).layout is pack(m).layout is not first
+    assert table_of(m).layout is pack(m).layout is not first
 
 
 def test_a_part_that_came_with_a_change_that_could_not_be_mended():
-    """The record of before is given up for good: what changes later in the new part is none of its business."""
+    """The table of before is given up for good: what changes later in the new part is none of its business."""
     m = Net()
     jitted = nnx.jit(lambda m: m.layers[0].n[0].w * m.layers[0].n[0].n)
-    record_of(m)
+    table_of(m)
     for n in range(3):
         part = Layer()
-        m.layers[0].n = (part, jnp.ones(2))  # an array in a tuple may be exchanged unseen: no record is kept
+        m.layers[0].n = (part, jnp.ones(2))  # an array in a tuple may be exchanged unseen: no table is kept
         jitted(m)
         part.n = n
         assert (jitted(m) == n).all()
-        assert record_of(m).layout is pack(m).layout
+        assert table_of(m).layout is pack(m).layout
 
 
 def test_mending_costs_what_has_changed(unchecked):
@@ -263,7 +263,7 @@ def test_mending_costs_what_has_changed(unchecked):
             m[3].n = n
             compiled.add(layout_of(m))
         m[3].n = 2
-        counts.append(count_calls(lambda m=m: record_of(m)))
+        counts.append(count_calls(lambda m=m: table_of(m)))
     assert counts[0] == counts[1]
 
 
@@ -307,7 +307,7 @@ def _with_a_flag_more(m):
     ids=lambda change: change.__name__[1:],
 )
 def test_a_change_that_was_seen_before_hides_no_other(change):
-    """A flag is toggled so often that the record knows the way, and then once with another change beside it."""
+    """A flag is toggled so often that the table knows the way, and then once with another change beside it."""
     m = Net()
     layouts = [layout_of(m)]  # so they are kept
     for value in (5, 1) * 4:

@@ -1,0 +1,392 @@
+"""Dispatch: from a jitted call to its compiled function without a walk through the model.
+
+``jax.jit`` finds a compiled function by the *signature* of a call: which arguments there are, what containers are
+around the leaves, and the types of the leaves. With objects among the leaves it also depends on their structure, which
+takes a walk to find out. But each object keeps a :class:`~nnxlib.core.tables.LiveTable`, which has its interned layout
+as long as the structure has not changed. So a :class:`Dispatch`, which belongs to one jitted function, serves a call in
+one of two ways:
+
+- The signature and the layouts of the objects are the key of a :class:`CacheEntry`. It has the plan, and the numbers of
+  the cells that the compiled function reads and writes. It refers to no object: it is for all objects of these layouts.
+- For the very objects of an earlier call not even this key is needed. Their tables keep a :class:`Shortcut`: the entry,
+  and the cells themselves. (Compilers call that an inline cache: the signature is the call site, ``stamp.valid`` the
+  guard.) Only calls that change nothing but values of Variables have one.
+
+A call that has neither is packed (jit.py), which adds an entry; a call by an entry adds a shortcut. Either way, only
+the loops over cells take time in proportion to a size: that of what the function touches, not of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from ..core.closures import CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
+from ..core.graph import KEPT, LEAF, Spec, StaticArgument, Tree, commit, pack, trace_of, value_of
+from ..core.inputs import AbsentInput
+from ..core.objects import is_node
+from ..core.tables import LiveTable, refreshed, sharing_of, table_of
+from ..core.variables import Cell, reader, write_cells, writer
+from .lift import Arguments, Outcome, check_traceable
+from .plan import Compiled, Plan
+
+_LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
+
+
+class Found(NamedTuple):
+    """What was found of a call."""
+
+    key: tuple[Hashable, tuple, tuple]  # of its entry: the signature, the layout of each object, what they share
+    leaves: Sequence[Any]  # objects are leaves, too
+    tables: list[LiveTable]  # of the objects
+    plain: list[Any]  # the other leaves
+
+
+class Miss(Exception):
+    """Raised for a call that has to be packed; ``found`` is for :meth:`Dispatch.add`, None if that is of no use."""
+
+    def __init__(self, found: Found | None):
+        self.found = found
+
+
+class Dispatch:
+    """Serves the calls of one jitted function.
+
+    Args:
+      has_static: whether there are static arguments, wrapped as :class:`StaticArgument`.
+      enabled: whether the key of an entry says all that a plan depends on; if not, each call has to be packed.
+    """
+
+    def __init__(self, has_static: bool, enabled: bool):
+        self._has_static, self._enabled = has_static, enabled
+        self._flatten = _FLATTEN[0] if has_static else None  # None: so far all arguments were leaves
+        self._signatures: dict[Hashable, Signature] = {}
+        self._entries: dict[Hashable, CacheEntry] = {}
+
+    def clear(self) -> None:
+        """Forget all entries and shortcuts."""
+        self._signatures.clear()
+        self._entries.clear()
+
+    def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple) -> Any:
+        """Call the function, and write what it changes; returns its output.
+
+        Raises:
+          Miss: if the call has to be packed, also because the function reads more for these shapes than it did before.
+        """
+        leaves: Sequence[Any] = args
+        key: Hashable = len(args)
+        if kwargs:
+            names = sorted(kwargs)  # they are packed in this order
+            leaves, key = (*args, *[kwargs[name] for name in names]), (key, *names)
+        if captured:
+            leaves, key = (*leaves, *captured), (key, len(captured))
+        try:
+            if self._flatten is not None:
+                leaves, key = _unfolded(leaves, key, self._flatten, self._has_static)
+            signature = self._signatures.get(key)
+            if signature is None:
+                return self._call_entry(leaves, key, captured)
+            objects, plain = signature.places
+            parts: Any = ()
+            try:
+                for place in objects:
+                    table = leaves[place]._nnx_table
+                    if table.unchecked == 1 or not (table.stamp.valid or refreshed(table)):
+                        raise LookupError
+                    part = table.shortcuts[signature]
+                    if part.place != place or (parts and part.shortcut is not parts[0].shortcut):
+                        raise LookupError
+                    table.unchecked -= 1
+                    parts += (part,)
+                for k in plain:
+                    if type(leaves[k]) not in _LEAF_TYPES:
+                        raise LookupError
+                shortcut = part.shortcut
+                compiled = shortcut.compiled()
+                jitted = compiled.jitted
+            except (AttributeError, LookupError):  # something is not as in the call that made the shortcut
+                return self._call_entry(leaves, key, captured)
+            alone = part is parts[0]
+            if alone and not plain:
+                returned = part.read(jitted)
+            else:
+                cells = [cell.value for part in parts for cell in part.inputs]
+                returned = jitted(*cells, *[leaves[k] for k in plain])
+            if type(returned) is not tuple:  # a trace with another outcome
+                tables = [leaves[k]._nnx_table for k in objects]
+                return shortcut.entry().finish(
+                    leaves, tables, compiled.leaves_of(returned), compiled.outcome_of(returned)
+                )
+            out = shortcut.output(returned)
+            if not alone:
+                write_cells([cell for part in parts for cell in part.outputs], returned)
+            elif part.outputs:
+                part.write(returned)
+            return out
+        except (AbsentInput, CapturedObjects):
+            raise Miss(None) from None
+        except TypeError:
+            packed = pack(Arguments(args, kwargs, captured))
+            check_traceable(packed.layout, packed.leaves)
+            raise
+
+    def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple) -> Any:
+        if not self._enabled:
+            raise Miss(None)
+        if Loans.now[1] and any(is_lent_elsewhere(trace_of(x)) for x in captured):
+            wait_for_loans()
+        found = _find(leaves, signature)
+        if found is None:  # a leaf is a container, or an object has to be walked at each call
+            self._flatten = _FLATTEN[0] if self._flatten is None else _FLATTEN[1]
+            raise Miss(None)
+        entry = self._entries.get(found.key)
+        if entry is None:
+            raise Miss(found)
+        return entry.call(found, self._signatures)
+
+    def add(self, found: Found, arguments: Arguments, plan: Plan) -> None:
+        """Add an entry for calls like one that was packed in the meantime, and has this plan."""
+        packed = [x for x in _FLATTEN[1](arguments)[0] if type(x) is not StaticArgument]
+        if len(packed) != len(found.leaves) or not all(map(operator.is_, packed, found.leaves)):
+            self._flatten = _FLATTEN[1]  # a class registered with JAX has an order of its own
+            return
+        again = _find(found.leaves, found.key[0])
+        if again is not None and again.key == found.key:  # no other thread has changed anything in between
+            self._entries[found.key] = CacheEntry(plan, found)
+
+
+# --- the key of an entry --------------------------------------------------------------------------------------------
+
+# Two ways to flatten arguments: the first only knows tuples, lists and dicts, and takes half the time of the second,
+# which knows all pytrees except nodes and Variables.
+_containers = type(jtu.default_registry)(
+    enable_none=True, enable_tuple=True, enable_namedtuple=True, enable_list=True, enable_dict=True
+)
+_FLATTEN = _containers.flatten, functools.partial(jtu.tree_flatten, is_leaf=is_node)
+
+
+def _unfolded(leaves: Sequence[Any], key: Hashable, flatten: Callable, has_static: bool) -> tuple[list[Any], Hashable]:
+    """The leaves of arguments in containers, and the signature with the containers and the static arguments."""
+    found, treedef = flatten(leaves)
+    if not has_static:
+        return found, (key, treedef)
+    static = [x.frozen() for x in found if type(x) is StaticArgument]
+    return [x for x in found if type(x) is not StaticArgument], (key, treedef, *static)
+
+
+def _find(leaves: Sequence[Any], signature: Hashable) -> Found | None:
+    """Find the tables of the objects among the leaves; None if one is not reliable, or if a leaf is a container."""
+    layouts, tables, plain = [], [], []
+    for x in leaves:
+        if type(x) in _LEAF_TYPES:
+            layouts.append(None)
+            plain.append(x)
+        elif is_node(x):
+            table = x._nnx_table
+            if table is None or table.mutable or not table.try_use():
+                table = table_of(x)
+                if table.snapshot is not None:
+                    return None
+            layouts.append(table.layout)
+            tables.append(table)
+        elif _is_leaf(x):
+            layouts.append(None)
+            plain.append(x)
+        else:
+            return None
+    sharing = sharing_of([x for x in leaves if is_node(x)], tables) if len(tables) > 1 else ()
+    return Found((signature, tuple(layouts), sharing), leaves, tables, plain)
+
+
+def _is_leaf(x: Any) -> bool:
+    if isinstance(x, jax.Array | np.generic):
+        _LEAF_TYPES.add(type(x))
+        return True
+    return jtu.all_leaves([x]) and not isinstance(x, types.MethodType)  # a method may be bound to a Module
+
+
+# --- entries --------------------------------------------------------------------------------------------------------
+
+Numbers = list[tuple[int, list[int]]]  # of cells: for some of the tables its number, and the numbers of cells in it
+
+
+def _by_table(pairs: Iterable[tuple[int, int]]) -> Numbers:
+    return [(k, [j for _, j in group]) for k, group in itertools.groupby(pairs, operator.itemgetter(0))]
+
+
+def _cells(numbers: Numbers, tables: Sequence[LiveTable]) -> list[Cell]:
+    return [cells[j] for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
+
+
+class _Reads(NamedTuple):
+    """What a compiled function is passed: the values of cells, then arrays in nodes, then all plain leaves."""
+
+    compiled: Compiled
+    cells: Numbers
+    arrays: list[tuple[int, int]]  # (number of a table, number of an array in it)
+
+    def inputs(self, found: Found) -> list[Any]:
+        tables, (_, numbers, arrays) = found.tables, self
+        inputs = [cells[j].value for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
+        for k, j in arrays:
+            container, name = tables[k].arrays[j]
+            inputs.append(container[name])
+        return inputs + found.plain
+
+
+class _Writes(NamedTuple):
+    """Where the leaves that come back go: the first into cells; of the others ``output`` makes what the user gets."""
+
+    cells: Numbers
+    output: Callable[[Sequence[Any]], Any]
+
+
+class CacheEntry:
+    """Calls with one signature, and objects of certain layouts, which share certain parts."""
+
+    __slots__ = ("__weakref__", "_arrays", "_cells", "_reads", "_writes", "plan")
+
+    def __init__(self, plan: Plan, found: Found):
+        _, _, sharing = found.key
+        whole = [((), range(len(table.cells)), range(len(table.arrays))) for table in found.tables]
+        self.plan = plan
+        # In which table, and where in it, each Variable of the plan's layout has its cell; and each array of a node.
+        self._cells = [(k, j) for k, (_, cells, _) in enumerate(sharing or whole) for j in cells]
+        self._arrays = [(k, j) for k, (_, _, arrays) in enumerate(sharing or whole) for j in arrays]
+        self._reads: _Reads | None = None  # of the plan's compiled function
+        self._writes: dict[Outcome, _Writes] = {}
+
+    def call(self, found: Found, signatures: dict[Hashable, Signature]) -> Any:
+        """Call the compiled function with what was found, and write what it changed; keep a shortcut for next time.
+
+        Raises:
+          AbsentInput: if the inputs are not known yet, or the function reads more of these arguments than before.
+        """
+        compiled, reads, tables = self.plan.compiled, self._reads, found.tables
+        if compiled is None:
+            raise AbsentInput
+        if reads is None or reads.compiled is not compiled:
+            reads = self._reads = self._reads_of(compiled)
+        returned = compiled.jitted(*reads.inputs(found))
+        outcome = compiled.outcome_of(returned)
+        if type(returned) is tuple and _only_writes_cells(outcome, tables):
+            self._keep_shortcut(found, signatures, reads, self._writes_of(outcome))
+        out = self.finish(found.leaves, tables, compiled.leaves_of(returned), outcome)
+        if self.plan.has_shardings:
+            self.plan.settle([tables[k].cells[j] for k, j in self._cells])
+        return out
+
+    def finish(
+        self, leaves: Sequence[Any], tables: Sequence[LiveTable], values: Sequence[Any], outcome: Outcome
+    ) -> Any:
+        """Write the ``values`` that came back from a call with these leaves; returns the user's output."""
+        if outcome.delta.rows:
+            return commit(self.plan.crossing.layout, outcome.delta, values, _objects_in(leaves))
+        writes = self._writes_of(outcome)
+        if outcome.returns_objects:
+            start = len(outcome.delta.values)
+            out = value_of(outcome.delta.root, _objects_in(leaves), iter(values[start:]))
+        else:
+            out = writes.output(values)
+        if writes.cells:  # last, after everything that can fail
+            write_cells(_cells(writes.cells, tables), values)
+        return out
+
+    def _keep_shortcut(
+        self, found: Found, signatures: dict[Hashable, Signature], reads: _Reads, writes: _Writes
+    ) -> None:
+        objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
+        places = objects, [k for k in range(len(found.leaves)) if k not in objects]
+        signature = signatures.setdefault(found.key[0], Signature(places))
+        signature.places = places
+        shortcut = Shortcut(self, reads.compiled, writes.output)
+        for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):
+            inputs, outputs = (_cells([x for x in one.cells if x[0] == k], found.tables) for one in (reads, writes))
+            if len(table.shortcuts) >= KEPT:  # probably of functions that are gone
+                table.shortcuts.clear()
+            table.shortcuts[signature] = Part(shortcut, place, inputs, outputs)
+
+    def _reads_of(self, compiled: Compiled) -> _Reads:
+        both = [*self._cells, *self._arrays]
+        chosen = [both[k] for k in compiled.inputs if k < len(both)]  # then come all plain leaves
+        count = sum(k < len(self._cells) for k in compiled.inputs)
+        return _Reads(compiled, _by_table(chosen[:count]), chosen[count:])
+
+    def _writes_of(self, outcome: Outcome) -> _Writes:
+        found = self._writes.get(outcome)
+        if found is None:
+            delta, position = outcome.delta, self.plan.crossing.layout.owner_positions
+            cells = _by_table(self._cells[position[i, 0]] for i in delta.values)
+            found = self._writes[outcome] = _Writes(cells, _output_of(delta.root, len(delta.values)))
+        return found
+
+
+def _only_writes_cells(outcome: Outcome, tables: Sequence[LiveTable]) -> bool:
+    """Whether a call can have a shortcut: it has objects, all values are in cells, and nothing but values changes."""
+    for table in tables:
+        if table.arrays or table.mutable:
+            return False
+    return 0 < len({*tables}) == len(tables) and not outcome.delta.rows and not outcome.returns_objects
+
+
+def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
+    """A function from the leaves that came back to the output, which has no objects; its leaves begin at ``start``."""
+    if root is LEAF:
+        return operator.itemgetter(start)
+    if isinstance(root, Tree) and all(x is LEAF for x in root.children):
+        unflatten = root.treedef.unflatten
+        return lambda leaves: unflatten(leaves[start:])
+    return lambda leaves: value_of(root, (), iter(leaves[start:]))
+
+
+def _objects_in(leaves: Sequence[Any]) -> list[Any]:
+    """All objects in the leaves of a call, by row."""
+    found = [y for x in leaves if is_node(x) for y in table_of(x).objects_with(x)]
+    return list({id(y): y for y in found}.values())
+
+
+# --- shortcuts ------------------------------------------------------------------------------------------------------
+
+
+class Signature:
+    """Stands for one signature of one function: under it, live tables keep the shortcuts of such calls.
+
+    It refers to nothing, so a model does not keep a function alive that it was passed to.
+    """
+
+    __slots__ = ("places",)
+
+    def __init__(self, places: tuple[Sequence[int], Sequence[int]]):
+        self.places = places  # of the objects, and of the other leaves, in the call that has made the last shortcut
+
+
+class Shortcut:
+    """A call with certain objects, whose tables keep a :class:`Part` of it each. Refers to the function weakly."""
+
+    __slots__ = ("compiled", "entry", "output")
+
+    def __init__(self, entry: CacheEntry, compiled: Compiled, output: Callable[[Sequence[Any]], Any]):
+        self.compiled: Callable[[], Any] = weakref.ref(compiled)
+        self.entry: Callable[[], Any] = weakref.ref(entry)  # its plan refers to `compiled`
+        self.output = output
+
+
+class Part:
+    """The cells of one object that a shortcut reads and writes. Kept on the table of the object, and nowhere else."""
+
+    __slots__ = ("inputs", "outputs", "place", "read", "shortcut", "write")
+
+    def __init__(self, shortcut: Shortcut, place: int, inputs: list[Cell], outputs: list[Cell]):
+        self.shortcut, self.place = shortcut, place  # of the object among the leaves
+        self.inputs, self.outputs = inputs, outputs
+        self.read, self.write = reader(inputs), writer(outputs)  # used if the object is the only one
