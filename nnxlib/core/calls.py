@@ -240,6 +240,18 @@ def listening(listener: Listener | None) -> Iterator[None]:
             following.remove(listener)
 
 
+@contextmanager
+def recording(listener: Listener, kinds: tuple[type, ...], on_call: Callable | None) -> Iterator[None]:
+    """Within the block, the active listener has these for ``recorded`` and ``on_call``."""
+    outer = listener.recorded, listener.on_call
+    listener.recorded, listener.on_call = kinds, on_call
+    try:
+        with listening(listener):
+            yield
+    finally:
+        listener.recorded, listener.on_call = outer
+
+
 def repeated(f: Callable, times: int | None) -> Callable:
     """``f``, for a transform that traces it once and runs it ``times`` times."""
 

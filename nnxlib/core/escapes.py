@@ -37,7 +37,7 @@ def check_contained(after: After, borrowed: Iterable[Any]) -> None:
     inside = {id(x) for x in after.walk.objects} - seen.keys()
     for i, row in enumerate(after.rows):
         for name, spec in row.fields if isinstance(row, NodeRow) else (("metadata", row.metadata),):
-            if type(spec) is Const and id(spec.value) not in seen and type(spec.value) not in ATOMS:
+            if type(spec) is Const and type(spec.value) not in ATOMS and id(spec.value) not in seen:
                 found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, seen)
                 if found is not None:
                     where = place_of((*after.walk.paths[i], name))

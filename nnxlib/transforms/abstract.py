@@ -6,24 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.tree_util import all_leaves
 
-from ..core.calls import inside, listening
 from ..core.closures import all_borrowed, borrowed
 from ..core.errors import TraceContextError, reachable
 from ..core.escapes import check_contained
-from ..core.graph import After, Packed, build, commit, diff, pack
+from ..core.graph import Packed, commit, diff, pack
 from ..core.inputs import lend
 from ..core.objects import Node
 from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
 from ..core.references import ways_from
-from ..core.stamps import Stamp
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import Variable
 from .callables import resolve
-from .lift import Arguments, Outcome, check_returned, check_traceable
+from .lift import Arguments, Outcome, check_returned, check_traceable, cross
 from .naming import named
 
 
@@ -71,18 +68,12 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
             for x in referred:
                 if isinstance(x, Variable):
                     lend(x, x.get_raw_value())
-            return run(leaves)
-
-    def run(leaves: list[Any]) -> tuple[list[Any], Outcome]:
-        stamp = Stamp()
-        (args, kwargs, _), objects = build(layout, leaves, stamp=stamp)
-        with listening(inside(layout, objects)):
-            out = f(*args, **kwargs)
-        unchanged = stamp.valid and layout.blueprint.only_variables and all_leaves(leaves)
-        if not unchanged or any(objects[i]._cell.value is not x for i, x in zip(layout.variables, leaves)):
-            _checked(diff(layout, leaves, objects, out))
-        after = _checked(diff(_NOTHING, (), (), out))
-        return after.leaves, Outcome(after.delta, ())
+            out, changed = cross(f, layout, leaves, part=lambda out: None)
+            check_returned(changed)
+            after = diff(_NOTHING, (), (), out)
+            check_contained(after, all_borrowed())
+            check_returned(after)
+            return after.leaves, Outcome(after.delta, ())
 
     pure = named(pure, f)
     try:
@@ -105,9 +96,3 @@ def _live_below(roots: list[Any]) -> list[Any]:
 
 
 _NOTHING = pack(()).layout
-
-
-def _checked(after: After) -> After:
-    check_contained(after, all_borrowed())
-    check_returned(after)
-    return after

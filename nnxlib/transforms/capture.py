@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from ..core.calls import inside, listening
-from ..core.closures import borrowed
+from ..core.calls import recording, running
+from ..core.closures import Loans
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed, reachable
 from ..core.filters import Filter, to_predicate
-from ..core.graph import build, commit, diff
+from ..core.graph import commit
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.ops import iter_graph, pop, update
@@ -26,9 +27,9 @@ from ..core.references import ways_from
 from ..core.state import State, from_flat_state
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from ..core.variables import Variable, new_cell
+from ..core.variables import Variable
 from .callables import resolve
-from .lift import Arguments, captured_rows
+from .lift import Arguments, captured_rows, cross
 
 
 def capture(
@@ -86,6 +87,9 @@ def capture(
         raise ArgumentError("nnx.capture needs a type of Variable to take out: nnx.capture(model, nnx.Intermediate).")
     function, bound, bound_kwargs = resolve(fn)
 
+    def is_asked(owner: Node, name: str, variable: Variable) -> bool:
+        return type(variable) in kinds
+
     @boundary
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         arguments = Arguments((*bound, *args), {**bound_kwargs, **kwargs})
@@ -93,28 +97,26 @@ def capture(
             arguments = arguments._replace(captured=(_referred(function),))
         packed = pack_call(arguments)
         loan = {i: packed.objects[i] for i in captured_rows(packed.layout)}
-        with borrowed(list(loan.values()), wait=True):
-            for k, i in enumerate(packed.layout.variables):
-                if i in loan:
-                    object.__setattr__(loan[i], "_cell", new_cell(packed.leaves[k]))
-            inner, objects = build(packed.layout, packed.leaves, loan)
+
+        def run(*args: Any, **kwargs: Any) -> tuple[Any, Sequence[State]]:
+            inner = Arguments(args, kwargs, arguments.captured)
             module: Any = _first_module(inner)
-            earlier = take_out(inner, lambda owner, name, variable: type(variable) in kinds)
-            listener = inside(packed.layout, objects)
-            listener.recorded = kinds
-            follower = None
-            if method_outputs is not None:
-                follower = listener.on_call = _Recorder(method_outputs, only, listener.path_of(module))
-            with listening(listener), follower or nullcontext():
+            earlier = take_out(inner, is_asked)
+            listener: Any = running()  # of this crossing
+            follower = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
+            with recording(listener, kinds, follower), follower or nullcontext():
                 attached = [] if init is None else _attach(module, init)
-                out = function(*inner.args, **inner.kwargs)
+                out = function(*args, **kwargs)
                 recorded = _pop_recorded(module, kinds) if kinds else ()
-            take_out(inner, lambda owner, name, variable: type(variable) in kinds)  # of other Modules than this one
+            take_out(inner, is_asked)  # of other Modules than this one
             for owner, name in attached:
                 if name in recorded_in(owner):  # of a type that was not asked for
                     delattr(owner, name)
             put_back(earlier)
-            after = diff(packed.layout, packed.leaves, objects, out)
+            return out, recorded
+
+        with Loans.lock if loan else nullcontext():  # waits until no other thread borrows
+            (_, recorded), after = cross(run, packed.layout, packed.leaves, part=operator.itemgetter(0), loan=loan)
         out = commit(packed.layout, after.delta, after.leaves, packed.objects)
         return (out, *map(_renamed, recorded)) if kinds else out
 

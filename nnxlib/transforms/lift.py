@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import all_leaves, register_static
 
 from ..core.calls import inside, listening, recorded_types, repeated
 from ..core.closures import all_borrowed, borrowable, borrowed, watching
@@ -74,7 +75,7 @@ class Arguments(NamedTuple):
     captured: tuple = ()  # objects that the function captures, see core/closures.py
 
 
-@jax.tree_util.register_static
+@register_static
 class Outcome:
     """What one trace of a function did: its Delta, and the lane of each leaf that comes back. Static."""
 
@@ -125,8 +126,10 @@ def cross(
       loan: live objects by row, which ``f`` captures: they are used in place of fresh ones.
       cell: makes the cells of the Variables.
     """
-    leaves = jax.tree.map(lambda x: x, list(leaves))  # copies dicts that are values of Variables: f may edit them
-    pytrees = {i: jax.tree.flatten(x) for i, x in enumerate(leaves) if not jax.tree_util.all_leaves([x])}
+    pytrees = {}
+    if not all_leaves(leaves):  # f may edit a dict that is the value of a Variable: it gets a copy
+        leaves = jax.tree.map(lambda x: x, list(leaves))
+        pytrees = {i: jax.tree.flatten(x) for i, x in enumerate(leaves) if not all_leaves([x])}
     with borrowed(list(loan.values())):
         for i, leaf in zip(layout.variables, leaves, strict=False):
             if i in loan:
@@ -276,7 +279,7 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
         try:
             jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
         except TypeError:
-            if jax.tree_util.all_leaves([leaf]):
+            if all_leaves([leaf]):
                 name, kind = format_path(path), type(leaf).__name__
                 raise ArgumentError(message.format(name=name, kind=kind, value=leaf)) from None
 
