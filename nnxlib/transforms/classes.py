@@ -62,8 +62,9 @@ class Transform(Protocol[P, R]):
 
 
 def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
-    """Let a transform of functions take classes, with a further keyword argument ``methods``.
+    """Let a transform of functions be a decorator with options, and take classes.
 
+    Without a function it returns a decorator. For classes it has a further keyword argument ``methods``.
     ``methods`` is the name of a method or several, or a mapping from names to options of the transform that are only
     for this method. ``default`` are the methods where it is not given; if there are none, a class is a function.
     """
@@ -78,7 +79,7 @@ def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
             f = args[0] if args else options.pop(name, MISSING)
             given = {**dict(zip(list(parameters)[1:], args[1:], strict=False)), **options}
             chosen = default if methods is None else methods
-            if f is MISSING and methods is not None:
+            if f is MISSING:  # to be used as a decorator
                 return functools.partial(wrapper, methods=methods, **given)
             target: Any = f
             while isinstance(target, functools.partial):

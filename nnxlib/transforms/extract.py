@@ -204,6 +204,11 @@ def from_tree(
       is_inner: with ``ctxtag``: whether this is inside of the transformation.
       ctxtag: the tag of an open :func:`nnxlib.update_context`.
 
+    >>> import nnxlib as nnx, jax
+    >>> tree = nnx.to_tree({'a': nnx.Param(1.0)})
+    >>> nnx.from_tree(jax.tree.map(lambda x: 2 * x, tree))
+    {'a': Param(2.0)}
+
     Raises:
       PrefixError: if ``prefix`` does not fit.
     """

@@ -39,8 +39,6 @@ def grad(
     [1.0, 1.0, 1.0]
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}
-    if f is MISSING:
-        return functools.partial(grad, argnums=argnums, has_aux=has_aux, **options)
     both = value_and_grad(f, argnums=argnums, has_aux=has_aux, **options)
 
     @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
@@ -89,8 +87,6 @@ def value_and_grad(
       ArgumentError: if a leaf to be differentiated is not of floating or complex type; names its path.
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}
-    if f is MISSING:
-        return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, **options)
     refuse_nodes(argnums, "argnums")
     function, bound, bound_kwargs = resolve(f)
     chosen = [argnums] if isinstance(argnums, int | DiffState) else list(argnums)

@@ -49,8 +49,7 @@ def jacfwd(
     Raises:
       ArgumentError: if an argument or an output is not of floating or complex type; names its path.
     """
-    options = {"holomorphic": holomorphic}
-    return _jacobian(jax.jacfwd, f, argnums, has_aux, options)
+    return _jacobian(jax.jacfwd, f, argnums, has_aux, holomorphic=holomorphic)
 
 
 @lifts_classes()
@@ -76,8 +75,7 @@ def jacrev(
     >>> nnx.jacrev(lambda layer, x: layer(x), argnums=1)(layer, jnp.ones((1, 2))).shape
     (1, 3, 1, 2)
     """
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    return _jacobian(jax.jacrev, f, argnums, has_aux, options)
+    return _jacobian(jax.jacrev, f, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
 
 
 @lifts_classes()
@@ -102,14 +100,10 @@ def hessian(
     ((2, 1, 1), [[2.0]])
     """
     options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "holomorphic": holomorphic}
-    if f is MISSING:
-        return functools.partial(hessian, **options)
     return jacfwd(jacrev(f, **options), **options)
 
 
-def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool, options: dict[str, Any]) -> Callable:
-    if f is MISSING:
-        return lambda f: _jacobian(transform, f, argnums, has_aux, options)
+def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool, **options: bool) -> Callable:
     single = isinstance(argnums, int | DiffState)
     chosen = [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
 

@@ -110,17 +110,16 @@ def jit(
       StaticValueError: for a static argument that cannot be compared.
       TraceContextError: if the call changes an object that belongs to another trace.
     """
-    settings = {
-        "in_shardings": in_shardings,
-        "out_shardings": out_shardings,
-        "static_argnums": _as_tuple(static_argnums),
-        "static_argnames": _as_tuple(static_argnames),
-        "donate_argnums": _as_tuple(donate_argnums),
-        "donate_argnames": _as_tuple(donate_argnames),
-    }
-    if fun is MISSING:
-        return lambda fun: JitWrapped(fun, **settings, options=options)
-    return JitWrapped(fun, **settings, options=options)
+    return JitWrapped(
+        fun,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        static_argnums=_as_tuple(static_argnums),
+        static_argnames=_as_tuple(static_argnames),
+        donate_argnums=_as_tuple(donate_argnums),
+        donate_argnames=_as_tuple(donate_argnames),
+        options=options,
+    )
 
 
 def _as_tuple(value: Any) -> tuple:

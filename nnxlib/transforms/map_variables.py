@@ -64,8 +64,6 @@ def map_variables(
         errors, nothing has been changed then.
       StateMismatchError: if ``trans_in`` or ``trans_out`` returns other paths than it may; names them.
     """
-    if f is MISSING:
-        return functools.partial(map_variables, filter=filter, trans_in=trans_in, trans_out=trans_out)
     if not callable(trans_in):
         raise ArgumentError(
             "map_variables needs trans_in, a function of a State: nnx.map_variables(f, filter, trans_in)."

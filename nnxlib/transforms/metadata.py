@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,8 +39,6 @@ def transform_metadata(
     >>> make(jax.random.split(jax.random.key(0), 5)).kernel.sharding_names
     ('layers', 'in', 'out')
     """
-    if f is MISSING:
-        return functools.partial(transform_metadata, in_axes=in_axes, out_axes=out_axes, partition=partition)
     name = AxisName(partition)
     return mapped(f, lambda pure, lanes: pure, in_axes, out_axes, "transform_metadata", name, others=(Carry,))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +36,6 @@ def remat(
     >>> nnx.grad(loss)(layer, jnp.ones((1, 2))).kernel.shape
     (2, 3)
     """
-    if f is MISSING:
-        return functools.partial(remat, prevent_cse=prevent_cse, static_argnums=static_argnums, policy=policy)
 
     def checkpointed(pure: Callable) -> Callable:
         raw = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)

@@ -72,17 +72,17 @@ def remat_scan(
       ArgumentError: if a length is not a positive number.
       PrefixError: if an axis does not have ``prod(lengths)`` slices; and as of :func:`scan`.
     """
-    ours: dict[str, Any] = {
-        "in_axes": in_axes,
-        "out_axes": out_axes,
-        "transform_metadata": transform_metadata,
-        "data_transform": data_transform,
-    }
-    if f is MISSING:
-        return functools.partial(remat_scan, lengths=lengths, policy=policy, reverse=reverse, unroll=unroll, **ours)
     lengths = check_lengths(lengths)
-    loop = functools.partial(_nested, lengths=lengths, policy=policy, reverse=reverse, unroll=unroll)
-    return looped(f, loop, ("remat_scan", lengths, policy, reverse, unroll), length=math.prod(lengths), **ours)
+    return looped(
+        f,
+        functools.partial(_nested, lengths=lengths, policy=policy, reverse=reverse, unroll=unroll),
+        ("remat_scan", lengths, policy, reverse, unroll),
+        length=math.prod(lengths),
+        in_axes=in_axes,
+        out_axes=out_axes,
+        transform_metadata=transform_metadata,
+        data_transform=data_transform,
+    )
 
 
 def check_lengths(lengths: Any) -> tuple[int, ...]:

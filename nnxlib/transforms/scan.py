@@ -113,16 +113,16 @@ def scan(
         Variables to an object with an axis; names the path.
     """
     options: dict[str, Any] = {"reverse": reverse, "unroll": unroll, "_split_transpose": _split_transpose}
-    ours: dict[str, Any] = {
-        "length": length,
-        "in_axes": in_axes,
-        "out_axes": out_axes,
-        "transform_metadata": transform_metadata,
-        "data_transform": data_transform,
-    }
-    if f is MISSING:
-        return functools.partial(scan, **ours, **options)
-    return looped(f, functools.partial(jax.lax.scan, **options), ("scan", *options.values()), **ours)
+    return looped(
+        f,
+        functools.partial(jax.lax.scan, **options),
+        ("scan", *options.values()),
+        length=length,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        transform_metadata=transform_metadata,
+        data_transform=data_transform,
+    )
 
 
 Loop = Callable[..., tuple[list[Any], list[Any]]]

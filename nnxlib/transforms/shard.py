@@ -56,8 +56,6 @@ def shard_map(
       ValueError: by JAX, if a spec does not fit an array, or a value in a replicated place varies; names its path.
     """
     options: dict[str, Any] = {"mesh": mesh, "axis_names": set(axis_names), "check_vma": check_vma}
-    if f is MISSING:
-        return functools.partial(shard_map, in_specs=in_specs, out_specs=out_specs, **options)
     function, bound, bound_kwargs = resolve(f)
 
     @functools.wraps(f, updated=())

@@ -58,10 +58,6 @@ def vmap(
       AliasingError: if a shared object is given two axes.
     """
     options: dict[str, Any] = {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
-    if f is MISSING:
-        return functools.partial(
-            vmap, in_axes=in_axes, out_axes=out_axes, transform_metadata=transform_metadata, **options
-        )
 
     def over(pure: Callable, lanes: tuple) -> Callable:
         return _checked(pure, lanes, lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options))
@@ -97,11 +93,13 @@ def pmap(
       static_broadcasted_argnums: numbers of arguments that are part of the program; their ``in_axes`` must be None.
       donate_argnums: accepted, without effect: nothing is deleted.
       transform_metadata: as of :func:`vmap`.
+
+    >>> import nnxlib as nnx, jax, jax.numpy as jnp
+    >>> layer, n = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jax.device_count()
+    >>> nnx.pmap(lambda layer, x: layer(x), in_axes=(None, 0))(layer, jnp.ones((n, 4, 2))).shape == (n, 4, 3)
+    True
     """
     options: dict[str, Any] = {"axis_name": axis_name, "devices": devices, "backend": backend, "axis_size": axis_size}
-    if f is MISSING:
-        ours = {"static_broadcasted_argnums": static_broadcasted_argnums, "transform_metadata": transform_metadata}
-        return functools.partial(pmap, in_axes=in_axes, out_axes=out_axes, **ours, **options)
 
     def over(pure: Callable, lanes: tuple) -> Callable:
         def transform(fun: Callable, out: Any) -> Callable:
