@@ -255,7 +255,13 @@ def _iter_kind(node: Any, kind: type[Node]) -> Iterator[tuple[Path, Any]]:
 
 
 def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
-    """Yield (key, child) for the Modules that are attributes or items of ``node``."""
+    """Yield (key, child) for the Modules that are attributes or items of ``node``.
+
+    >>> import nnxlib as nnx
+    >>> model = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5)])
+    >>> [(key, type(child).__name__) for key, child in nnx.iter_module_children(model)]
+    [(0, 'Linear'), (1, 'Dropout')]
+    """
     for key, child in iter_children(node):
         if isinstance(child, Module) or (isinstance(child, List | Dict) and holds_data(child)):
             yield key, child
@@ -391,7 +397,13 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
 
 
 def view_info(node: Any, /, *, only: Filter = ...) -> str:
-    """Describe the settings that ``nnx.view`` can make on the Modules of ``node``, class by class."""
+    """Describe the settings that ``nnx.view`` can make on the Modules of ``node``, class by class.
+
+    >>> import nnxlib as nnx
+    >>> print(nnx.view_info(nnx.Dropout(0.5)))
+    Dropout:
+      deterministic: bool | None = None
+    """
     predicate, found = to_predicate(only), {}
     for path, module in iter_graph(node):
         if isinstance(module, Node) and hasattr(type(module), "set_view") and predicate(path, module):

@@ -244,7 +244,15 @@ def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
 
 
 def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
-    """Declare an attribute or a dataclass field to be static, whatever its value is; see :func:`data`."""
+    """Declare an attribute or a dataclass field to be static, whatever its value is; see :func:`data`.
+
+    >>> import nnxlib as nnx
+    >>> class Table(nnx.Module):
+    ...   def __init__(self):
+    ...     self.sizes = nnx.static((1, 2))
+    >>> Table().sizes
+    (1, 2)
+    """
     return _field(False, value, kwargs)
 
 
@@ -259,6 +267,13 @@ def register_data_type(type_: T, /) -> T:
     """Declare that instances of a class are data wherever they occur; can be used as a decorator.
 
     If JAX flattens the class, its instances are pytrees like others; if not, they are leaves.
+
+    >>> import nnxlib as nnx
+    >>> @nnx.register_data_type
+    ... class Handle:
+    ...   pass
+    >>> nnx.is_data(Handle())
+    True
     """
     _DATA_TYPES.add(type_)
     return type_
@@ -312,12 +327,26 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def has_data(value: Any, /) -> list[Any]:
-    """Return the data found in ``value``: its arrays, Variables and nodes."""
+    """Return the data found in ``value``: its arrays, Variables and nodes.
+
+    >>> import nnxlib as nnx
+    >>> nnx.has_data([nnx.Param(1.0), 'a', (nnx.Dict(), 2)])
+    [Param(1.0), {}]
+    """
     return [leaf for leaf in _leaves(value) if is_data_leaf(leaf)]
 
 
 def check_pytree(pytree: Any) -> None:
     """Check that each explicitly static attribute of a Pytree holds no data.
+
+    >>> import nnxlib as nnx
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.check_pytree(layer)
+    >>> vars(layer)['kernel'] = nnx.static(layer.kernel)
+    >>> nnx.check_pytree(layer)
+    Traceback (most recent call last):
+        ...
+    nnxlib.core.errors.StaticValueError: ...
 
     Raises:
       StaticValueError: naming the attribute.

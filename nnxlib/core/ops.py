@@ -506,7 +506,13 @@ def state(node: Any, *filters: Filter) -> Any:
 
 @boundary
 def variables(node: Any, *filters: Filter) -> Any:
-    """Return the State of a node with its Variables only, without the arrays that are plain attributes."""
+    """Return the State of a node with its Variables only, without the arrays that are plain attributes.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> node = nnx.Dict(kernel=nnx.Param(jnp.ones(2)), mask=jnp.ones(2))
+    >>> list(nnx.state(node)), list(nnx.variables(node))
+    (['kernel', 'mask'], ['kernel'])
+    """
     layout, leaves, _ = _packed(node)
     n = len(layout.variables)
     found = _to_state(list(zip(layout.leaf_paths[:n], _copies(layout, leaves)[:n], strict=True)))
@@ -515,7 +521,12 @@ def variables(node: Any, *filters: Filter) -> Any:
 
 @boundary
 def graphdef(node: A, /) -> GraphDef[A]:
-    """Return the structure of a node, as :func:`split` does."""
+    """Return the structure of a node, as :func:`split` does.
+
+    >>> import nnxlib as nnx
+    >>> nnx.graphdef(nnx.Linear(2, 3, rngs=nnx.Rngs(0))) == nnx.graphdef(nnx.Linear(2, 3, rngs=nnx.Rngs(1)))
+    True
+    """
     layout, leaves, _ = _packed(node)
     return _graphdef(layout, leaves)
 
@@ -818,7 +829,12 @@ def _places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
 
 
 def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
-    """Yield (key, child) for the nodes and Variables that are attributes or items of ``node``."""
+    """Yield (key, child) for the nodes and Variables that are attributes or items of ``node``.
+
+    >>> import nnxlib as nnx
+    >>> [(key, type(child).__name__) for key, child in nnx.iter_children(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
+    [('bias', 'Param'), ('kernel', 'Param')]
+    """
     return ((key[0] if len(key) == 1 else key, child) for key, child in _children(node) if is_node(child))
 
 
@@ -876,6 +892,11 @@ def recursive_map(f: Callable[[Path, Any], Any], node: Any, /) -> Any:
     """Return a copy of a graph in which each leaf, and then each node, is replaced by ``f(path, x)``.
 
     Children come before their parents. An object with several paths is mapped once, at its first path.
+
+    >>> import nnxlib as nnx
+    >>> node = nnx.Dict(a=nnx.Param(2.0))
+    >>> nnx.recursive_map(lambda path, x: x.copy(x / 2) if isinstance(x, nnx.Param) else x, node).a
+    Param(1.0)
     """
     copies: dict[int, Any] = {}
     for path, value in iter_graph(node):
@@ -921,7 +942,13 @@ as_pure = pure
 
 @boundary
 def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
-    """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of its leaves)."""
+    """Split into a GraphDef and a FlatState (with ``with_paths=False``, the list of its leaves).
+
+    >>> import nnxlib as nnx
+    >>> graphdef, flat = nnx.flatten(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    >>> flat.paths
+    (('bias',), ('kernel',))
+    """
     layout, leaves, _ = _packed(node)
     flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves), strict=True), sort=True)
     return _graphdef(layout, leaves), flat if with_paths else flat.leaves
@@ -929,7 +956,13 @@ def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
 
 @boundary
 def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
-    """Merge a GraphDef with a State, a FlatState, or the list of leaves that :func:`flatten` returned."""
+    """Merge a GraphDef with a State, a FlatState, or the list of leaves that :func:`flatten` returned.
+
+    >>> import nnxlib as nnx
+    >>> graphdef, leaves = nnx.flatten(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), with_paths=False)
+    >>> nnx.unflatten(graphdef, leaves).kernel.shape
+    (2, 3)
+    """
     if isinstance(state, list):
         order = FlatState([(path, None) for path in graphdef.layout.leaf_paths], sort=True).paths
         state = FlatState.from_sorted_keys_values(order, state)
@@ -994,7 +1027,13 @@ exportable(GraphState)
 
 @boundary
 def unpack(node: Any, *filters: Filter) -> Any:
-    """Return a :class:`GraphState`, or one for each filter; ``nnx.merge`` takes it alone."""
+    """Return a :class:`GraphState`, or one for each filter; ``nnx.merge`` takes it alone.
+
+    >>> import nnxlib as nnx
+    >>> packed = nnx.unpack(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    >>> nnx.merge(packed).kernel.shape
+    (2, 3)
+    """
     graphdef, *states = split(node, *filters)
     found: Sequence[Any] = [GraphState(graphdef, state) for state in states]
     return tuple(found) if len(found) > 1 else found[0]
@@ -1048,7 +1087,14 @@ GraphDef.apply = _apply  # type: ignore[attr-defined]  # merge is defined here, 
 
 @boundary
 def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> None:
-    """Set metadata on each Variable of a node that the filter takes."""
+    """Set metadata on each Variable of a node that the filter takes.
+
+    >>> import nnxlib as nnx
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.set_metadata(layer, only=nnx.PathContains('kernel'), frozen=True)
+    >>> layer.kernel.frozen, layer.bias.has_metadata('frozen')
+    (True, False)
+    """
     predicate = to_predicate(only)
     for path, x in iter_graph(node):
         if isinstance(x, Variable) and predicate(path, x):

@@ -457,7 +457,13 @@ def split_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) ->
 
 
 def filter_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -> Any:
-    """Select leaves: like :func:`split_state`, but leaves that no filter takes are left out."""
+    """Select leaves: like :func:`split_state`, but leaves that no filter takes are left out.
+
+    >>> import nnxlib as nnx
+    >>> state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    >>> list(nnx.filter_state(state, nnx.PathContains('bias')))
+    ['bias']
+    """
     return _group(_pairs(state), (first, *filters), from_flat_state)[0]
 
 

@@ -48,7 +48,16 @@ class SplitBackups(list[StreamBackup]):
 
 
 def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
-    """Put the keys and counts of streams back; the counts are those reached when they were split or forked."""
+    """Put the keys and counts of streams back; the counts are those reached when they were split or forked.
+
+    >>> import nnxlib as nnx
+    >>> rngs = nnx.Rngs(0)
+    >>> backups = nnx.split_rngs(rngs, splits=3)
+    >>> split = rngs.default.key.shape
+    >>> nnx.restore_rngs(backups)
+    >>> split, rngs.default.key.shape
+    ((3,), ())
+    """
     for stream, key, count in backups:
         stream.key.set_value(key)
         if count is not None:

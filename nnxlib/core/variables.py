@@ -891,7 +891,15 @@ def register_variable_name(name: str, typ: Any = MISSING, *, overwrite: bool = F
 
 
 def variable_type_from_name(name: str, /, *, base: type[Variable] = Variable, allow_register: bool = False) -> Any:
-    """Return the Variable class of a collection name; with ``allow_register``, make a subclass of ``base`` for it."""
+    """Return the Variable class of a collection name; with ``allow_register``, make a subclass of ``base`` for it.
+
+    >>> import nnxlib as nnx
+    >>> nnx.variable_type_from_name('batch_stats').__name__
+    'BatchStat'
+
+    Raises:
+      VariableNameError: if no class has the name.
+    """
     if name not in _TYPE_OF_NAME:
         if not allow_register:
             raise errors.VariableNameError(
@@ -903,7 +911,15 @@ def variable_type_from_name(name: str, /, *, base: type[Variable] = Variable, al
 
 
 def variable_name_from_type(typ: type[Variable], /, *, allow_register: bool = False) -> str:
-    """Return the collection name of a Variable class; with ``allow_register``, make one from the class name."""
+    """Return the collection name of a Variable class; with ``allow_register``, make one from the class name.
+
+    >>> import nnxlib as nnx
+    >>> nnx.variable_name_from_type(nnx.BatchStat)
+    'batch_stats'
+
+    Raises:
+      VariableNameError: if the class has no name.
+    """
     if typ not in _NAME_OF_TYPE:
         if not allow_register:
             raise errors.VariableNameError(
