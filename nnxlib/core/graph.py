@@ -640,7 +640,7 @@ class Blueprint:
         the values, those of the first node, then of the second, and so on.
       lists: for Lists without attributes: the row, and the places of the items.
       others: for each other node: the row, the names of the fields, and the places of their values.
-      contents: the same for every node, to see later whether it has changed.
+      contents: for each node its row, the names and the places, to see later whether it holds something else.
       only_variables: whether nothing in the objects can change in place but the values of Variables.
       reliable: whether, besides, a stamp attached to the fresh objects reveals every change of their structure.
     """

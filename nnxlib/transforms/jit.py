@@ -245,7 +245,7 @@ class JitWrapped:
                 args, kwargs = self._bind(args, kwargs)
             captured = self._captures.objects() if self._captures.steps else ()
             if running_trace() is not EAGER or following or (Watch.count and all_borrowed()):
-                return self._call_packed(args, kwargs, captured, None)
+                return self._call_packed(args, kwargs, captured)
             try:
                 return self._dispatch.call(args, kwargs, captured)
             except Miss as miss:
@@ -259,7 +259,7 @@ class JitWrapped:
             hide_frames(error)
             raise
 
-    def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None) -> Any:
+    def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None = None) -> Any:
         """Call the function on packed arguments; ``found`` is for the dispatch of the next call."""
         if followed():
             return self._call_followed(Arguments(args, kwargs))
@@ -398,7 +398,7 @@ class JitWrapped:
         options, in_shardings = self._options, None
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(new_crossing(), self._function, options, donated)
-        out = jax.tree.map(lambda x: _to_lane(x, False), self._out_shardings, is_leaf=_is_label)
+        out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
         lanes: tuple[Any, ...] = tuple(dict.fromkeys([*in_order, *labels_in(entries), *labels_in(out)]))
         crossing = new_crossing(lanes, lane_numbers(in_order, lanes), labels, out)
         options = {**options, "out_shardings": [*[lane.sharding for lane in lanes], None]}
@@ -407,7 +407,7 @@ class JitWrapped:
         return Plan(crossing, self._function, options, donated, in_shardings)
 
     def _entries(self, arguments: Arguments, donate: bool) -> list[Any]:
-        """For each node and leaf of the arguments its lane, or a mapping to lanes."""
+        """For each node and leaf of the arguments its label, or a mapping to labels."""
         args, kwargs, captured = arguments
         count, bound = len(args), len(self._args)
         has_prefix = [i >= bound and type(x) is not StaticArgument for i, x in enumerate(args)]
@@ -419,10 +419,10 @@ class JitWrapped:
             own: Any = same_entries(None, x)
             if has_prefix[i]:
                 own = itertools.islice(shardings, len(own))
-            entries += [_to_lane(sharding, donated) for sharding in own]
+            entries += [_to_label(sharding, donated) for sharding in own]
         for name in sorted(kwargs):
-            entries += same_entries(_Lane(None, donate and self._donated.has(name)), kwargs[name])
-        return entries + [_Lane()] * len(captured)
+            entries += same_entries(_Label(None, donate and self._donated.has(name)), kwargs[name])
+        return entries + [_Label()] * len(captured)
 
 
 def _as_static(x: Any, argument: int | str) -> StaticArgument:
@@ -477,14 +477,14 @@ class _Selection:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lane:
+class _Label:
     sharding: Any = None
     donated: bool = False
 
     def __repr__(self) -> str:
         return f"{self.sharding}{', donated' if self.donated else ''}"
 
-    def yields_to(self, other: _Lane) -> bool:
+    def yields_to(self, other: _Label) -> bool:
         """An object that is returned or moved stays in its lane, unless it is to get another sharding."""
         return self.sharding in (None, other.sharding)
 
@@ -493,10 +493,10 @@ def _is_label(x: Any) -> bool:
     return x is None or isinstance(x, PrefixMapping | jax.sharding.Sharding | jax.sharding.PartitionSpec)
 
 
-def _to_lane(sharding: Any, donated: bool) -> Any:
+def _to_label(sharding: Any, donated: bool) -> Any:
     if isinstance(sharding, PrefixMapping):
-        return sharding.relabelled(lambda label: _Lane(label, donated))
-    return _Lane(sharding, donated)
+        return sharding.relabelled(lambda label: _Label(label, donated))
+    return _Label(sharding, donated)
 
 
 # --- checks and stages ----------------------------------------------------------------------------------------------

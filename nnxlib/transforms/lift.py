@@ -135,7 +135,7 @@ def cross(
             if i in loan:
                 lend(loan[i], leaf)
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
-        with listening(inside(layout, objects)):
+        with listening(inside(layout, objects)):  # so Modules that are called know their paths
             out = f(*args, **kwargs)
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
         after = diff(layout, leaves, objects, part(out), {*forced, *edited})
@@ -351,8 +351,8 @@ def lift_lanes(
       arguments: of the call.
       entries: what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
       out: the prefix of the output.
-      check: ``check(packed, labels)`` may raise if the leaves do not fit their labels; it returns how often what is
-        traced once will run, if that is known.
+      check: ``check(packed, labels)`` raises if the leaves do not fit their labels, and returns how often the function
+        will run for one trace of it; None if that is not known.
       axis_name: as of :class:`Crossing`.
     """
     with recorded_anew(arguments):

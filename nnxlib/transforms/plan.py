@@ -49,7 +49,7 @@ class Compiled:
       inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
       donated: those of them that are donated.
       options: of ``jax.jit``.
-      again: for the first trace, in place of the user's function: an evaluated jaxpr of it, and its Outcome.
+      replay: for the first trace, in place of the user's function: one that evaluates its jaxpr, and its Outcome.
     """
 
     __slots__ = ("__weakref__", "_first", "in_groups", "inputs", "jitted")
@@ -61,15 +61,15 @@ class Compiled:
         inputs: Sequence[int],
         donated: frozenset[int],
         options: dict[str, Any],
-        again: tuple[Callable[..., Any], Outcome] | None = None,
+        replay: tuple[Callable[..., Any], Outcome] | None = None,
     ):
         count, in_groups = len(crossing.layout.leaf_paths), crossing.labels is not None
         first: dict[None, Outcome] = {}
 
         def step(*values: Any) -> Sequence[Any]:
-            nonlocal again
-            if again is not None:
-                (evaluate, outcome), again = again, None
+            nonlocal replay
+            if replay is not None:
+                (evaluate, outcome), replay = replay, None
                 returned = evaluate(*values)
             else:
                 leaves = [ABSENT] * count
@@ -134,14 +134,14 @@ class Plan:
         self,
         inputs: Sequence[int],
         donated: frozenset[int] = frozenset(),
-        again: tuple[Callable[..., Any], Outcome] | None = None,
+        replay: tuple[Callable[..., Any], Outcome] | None = None,
     ) -> Compiled:
         options = dict(self._options)
         if self._in_shardings is not None:
             options["in_shardings"] = tuple([self._in_shardings[k] for k in inputs])
         if donated:
             options["donate_argnums"] = tuple([i for i, k in enumerate(inputs) if k in donated])
-        return Compiled(self.crossing, self._function, inputs, donated, options, again)
+        return Compiled(self.crossing, self._function, inputs, donated, options, replay)
 
     def _compile(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> Compiled:
         """The function of these inputs; by default, of what this and earlier traces have read.
@@ -157,7 +157,7 @@ class Plan:
             return self.everything
         donated = donated.intersection(inputs)
         compiled = self._compiled(inputs, donated, (_evaluated(traced, leaves, inputs), outcome))
-        compiled.jitted.trace(*compiled.of(leaves))  # uses up `again`, before another thread can see `compiled`
+        compiled.jitted.trace(*compiled.of(leaves))  # uses up `replay`, before another thread can see `compiled`
         return compiled
 
     def _replaced(self, outcome: Outcome) -> list[int]:
