@@ -383,10 +383,9 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     """
     made, predicate, missing = clone(node, variables=False), to_predicate(only), set(settings)
     for path, module in list(iter_graph(made)):
-        set_view = getattr(module, "set_view", None)
-        if isinstance(module, Node) and set_view is not None and predicate(path, module):
+        if _has_view(module) and predicate(path, module):
             accepted = set(_view_parameters(type(module)))
-            set_view(**{name: value for name, value in settings.items() if name in accepted})
+            module.set_view(**{name: value for name, value in settings.items() if name in accepted})
             missing -= accepted
     if raise_if_not_found and missing:
         raise UsageError(
@@ -406,9 +405,14 @@ def view_info(node: Any, /, *, only: Filter = ...) -> str:
     """
     predicate, found = to_predicate(only), {}
     for path, module in iter_graph(node):
-        if isinstance(module, Node) and hasattr(type(module), "set_view") and predicate(path, module):
+        if _has_view(module) and predicate(path, module):
             found[type(module).__qualname__] = type(module)
     return "\n".join(f"{name}:\n{_settings_text(cls)}" for name, cls in sorted(found.items()))
+
+
+def _has_view(module: Any) -> bool:
+    """Whether it is a node whose class has a ``set_view``; an Rngs has a stream of every name, also of this one."""
+    return isinstance(module, Node) and hasattr(type(module), "set_view")
 
 
 def _settings_text(cls: type) -> str:

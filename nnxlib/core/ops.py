@@ -504,19 +504,7 @@ def state(node: Any, *filters: Filter) -> Any:
     return (found, *more) if more else found
 
 
-@boundary
-def variables(node: Any, *filters: Filter) -> Any:
-    """Return the State of a node with its Variables only, without the arrays that are plain attributes.
-
-    >>> import nnxlib as nnx, jax.numpy as jnp
-    >>> node = nnx.Dict(kernel=nnx.Param(jnp.ones(2)), mask=jnp.ones(2))
-    >>> list(nnx.state(node)), list(nnx.variables(node))
-    (['kernel', 'mask'], ['kernel'])
-    """
-    layout, leaves, _ = _packed(node)
-    n = len(layout.variables)
-    found = _to_state(list(zip(layout.leaf_paths[:n], _copies(layout, leaves)[:n], strict=True)))
-    return filter_state(found, *filters) if filters else found
+variables = state  # the name of older code
 
 
 @boundary

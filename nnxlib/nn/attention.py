@@ -606,7 +606,7 @@ class MultiHeadAttention(Module):
       rngs: the stream ``params`` gives two keys for each map; ``dropout`` is forked for dropout.
       keep_rngs: whether to keep that fork; if not, each call that drops needs ``rngs``.
       kernel_metadata, bias_metadata, out_kernel_metadata, out_bias_metadata, query_ln_scale_metadata,
-        key_ln_scale_metadata: metadata of the Params.
+        key_ln_scale_metadata: metadata of the Params. Empty ones of the map to the output are those of the others.
 
     Attributes: ``query``, ``key``, ``value``, ``out``, of class :class:`LinearGeneral`; ``query_ln`` and ``key_ln`` or
     ``None``; ``cached_key`` and ``cached_value``, Caches of shape ``[..., max_length, kv_heads, depth]``, and
@@ -752,8 +752,8 @@ class MultiHeadAttention(Module):
             dot_general=out_dot_general,
             dot_general_cls=out_dot_general_cls,
             rngs=rngs,
-            kernel_metadata=out_kernel_metadata,
-            bias_metadata=out_bias_metadata,
+            kernel_metadata=out_kernel_metadata or kernel_metadata,
+            bias_metadata=out_bias_metadata or bias_metadata,
         )
         self.rngs = rngs["dropout"].fork() if keep_rngs and dropout_rate > 0 else None
         self.cached_key = self.cached_value = self.cache_index = None

@@ -169,7 +169,8 @@ SCRIPTS = {
     "state by filters": lambda nnx: nnx.state(model(nnx), nnx.BatchStat, nnx.Param),
     "state by one": lambda nnx: nnx.state(model(nnx), nnx.PathContains(10)),
     "flat state": lambda nnx: nnx.state(model(nnx)).flat_state(),
-    "variables": lambda nnx: nnx.variables(model(nnx), nnx.Param),
+    "variables": lambda nnx: nnx.variables(model(nnx)),
+    "variables by type": lambda nnx: nnx.variables(model(nnx), nnx.Param),
     "merge": lambda nnx: (lambda m: (m.name, m.tied is m.zeta, nnx.state(m)))(nnx.merge(*nnx.split(model(nnx)))),
     "merge in another order": lambda nnx: nnx.state(
         (lambda g, a, b, c: nnx.merge(g, c, a, b))(*nnx.split(model(nnx), nnx.Param, nnx.BatchStat, ...))

@@ -285,6 +285,14 @@ def test_view_keeps_sharing():
     assert v.again is v.drop
 
 
+def test_view_passes_over_random_streams():
+    """An Rngs has a stream under every name, but no setting; nothing is drawn from it."""
+    m = nnx.Dict(drop=Drop(), rngs=nnx.Rngs(0))
+    v = nnx.view(m, deterministic=True)
+    assert v["drop"].deterministic and v["rngs"].default.count.value == 0
+    assert nnx.view_info(m) == nnx.view_info(m["drop"])
+
+
 def test_view_info_lists_the_settings():
     """Each class that has set_view, with its parameters."""
     assert nnx.view_info(Net()).splitlines() == [

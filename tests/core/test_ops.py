@@ -932,9 +932,9 @@ def test_pure():
     assert nnx.as_pure([nnx.Param(1.0), 2]) == [1.0, 2]
 
 
-def test_variables_leaves_out_arrays():
-    """variables(m) is the State without arrays that are plain attributes; filters as for state."""
-    assert paths(nnx.variables(Net())) == [p for p in PATHS if p not in [("scale",), ("pair", 1)]]
+def test_variables_is_state():
+    """As in flax.nnx, it is another name: with the arrays that are plain attributes."""
+    assert paths(nnx.variables(Net())) == PATHS
     params, stats = nnx.variables(Net(), nnx.Param, nnx.BatchStat)
     assert (len(paths(params)), len(paths(stats))) == (4, 3)
 

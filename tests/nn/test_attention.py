@@ -250,6 +250,18 @@ def test_normalized_queries_and_keys():
     assert not np.allclose(layer(x, x, 10 * x), layer(x), atol=1e-2)
 
 
+def test_the_map_to_the_output_has_the_metadata_of_the_others():
+    """Unless it is given its own: as the initializers."""
+
+    def roles(**kwargs):
+        layer = make(kernel_metadata={"role": "k"}, bias_metadata={"role": "b"}, **kwargs)
+        return {v.role for v in (layer.query.kernel, layer.query.bias)}, layer.out.kernel.role, layer.out.bias.role
+
+    assert roles() == ({"k", "b"}, "k", "b")
+    own = {"out_kernel_metadata": {"role": "ok"}, "out_bias_metadata": {"role": "ob"}}
+    assert roles(**own) == ({"k", "b"}, "ok", "ob")
+
+
 def test_dropout_and_modes():
     """train and eval switch it; masks differ call by call; streams and keys given to the call are used."""
     layer, x = make(dropout_rate=0.5), array(2, 3, 8)
