@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import UsageError, format_path, listed
+from ..core.errors import ArgumentError, UsageError, describe, format_path, listed
 from ..core.graph import Delta, Layout
 from ..core.recordings import fill_up, recorded_anew
 from ..core.tables import pack_call
@@ -45,9 +45,11 @@ def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> 
     1
 
     Raises:
+      TypeError: if ``pred`` is not a number.
       BodyError: if the outputs, or the structure of the operands afterwards, differ between the two.
     """
-    return switch(jnp.asarray(pred, bool).astype(jnp.int32), (false_fun, true_fun), *operands)
+    chosen = jnp.asarray(_as_array(pred, "The predicate of nnx.cond"), bool)
+    return switch(chosen.astype(jnp.int32), (false_fun, true_fun), *operands)
 
 
 @boundary
@@ -92,7 +94,14 @@ def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
     with recorded_anew(arguments):
         packed = pack_call(arguments)
         program = program_of(functions, ("switch", packed.layout), lambda: make(packed.layout))
-        return run_program(program, packed, jnp.asarray(index))
+        return run_program(program, packed, _as_array(index, "The index of nnx.switch"))
+
+
+def _as_array(value: Any, what: str) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{what} must be a scalar, got {describe(value)}.") from error
 
 
 def _once_each(function: Callable[[Any], R], items: Sequence[Any]) -> list[R]:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.errors import ArgumentError
+from ..core.errors import ArgumentError, PrefixError
 from ..core.graph import StaticArgument
 from ..core.objects import Node, is_data
 
@@ -98,7 +98,7 @@ def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(call, args, kwargs)
         if any(not -len(args) <= n < len(args) for n in static):
-            raise ArgumentError(f"static_argnums={static} does not fit a call with {len(args)} positional arguments.")
+            raise PrefixError(f"static_argnums={static} does not fit a call with {len(args)} positional arguments.")
         chosen = {n % len(args) for n in static}
         return call(*(StaticArgument(x, (n,)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
 

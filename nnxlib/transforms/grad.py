@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..core.errors import ArgumentError, describe
+from ..core.errors import ArgumentError, describe_nested
 from ..core.graph import commit
 from ..core.tables import pack_call
 from ..core.variables import MISSING, Variable
@@ -134,6 +134,6 @@ def value_and_grad(
 def split_aux(out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise ArgumentError(
-            f"With has_aux=True the function must return a pair (loss, aux), but it returned a {describe(out)}."
+            f"With has_aux=True the function must return a pair (loss, aux), but it returned {describe_nested(out)}."
         )
     return out[0], out[1]

@@ -149,6 +149,9 @@ def _known(bound: Any) -> int | None:
 
 
 def _promoted(*bounds: Any) -> list[Any]:
+    """The bounds in one integer type; JAX refuses a bound of another kind."""
+    if not all(jnp.issubdtype(jnp.result_type(bound), jnp.integer) for bound in bounds):
+        return list(bounds)
     wide = jnp.result_type(*bounds)
     return [jax.lax.convert_element_type(bound, wide) for bound in bounds]
 

@@ -226,6 +226,11 @@ def test_no_branches_and_choices_that_are_no_scalar_are_errors():
         nnx.cond(jnp.array([True, False]), skip, skip, Layer(), X)
     with pytest.raises(TypeError, match="integer"):
         nnx.switch(1.5, [skip, skip], Layer(), X)
+    for choice in ("no", None):  # `bool("no")` is True
+        with pytest.raises(errors.ArgumentError, match=r"The predicate of nnx.cond must be a scalar, got (str|None)"):
+            nnx.cond(choice, skip, skip, Layer(), X)
+        with pytest.raises(errors.ArgumentError, match=r"The index of nnx.switch must be a scalar, got (str|None)"):
+            nnx.switch(choice, [skip, skip], Layer(), X)
 
 
 def test_weak_types_stay_as_in_jax():

@@ -101,6 +101,14 @@ def test_bounds_may_be_of_any_integer_type():
     assert jax.jit(lambda n: nnx.fori_loop(0, n, lambda i, x: x + i, 0))(jnp.int16(3)) == 3
 
 
+@pytest.mark.parametrize("bounds", [(0, 2.5), (jnp.array(True), 2)])
+def test_bounds_of_other_kinds_are_refused_as_in_jax(bounds):
+    """A float or a bool beside an int."""
+    for fori_loop in (nnx.fori_loop, jax.lax.fori_loop):
+        with pytest.raises(TypeError, match="must have equal types"):
+            fori_loop(*bounds, lambda i, x: x + i, jnp.array(0.0))
+
+
 def test_only_what_changes_is_carried():
     """A parameter that is only read is a constant of the loop, and no copy of it comes out."""
     m = Layer()
