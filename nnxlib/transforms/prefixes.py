@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.errors import AliasingError, PrefixError, describe_nested, format_path
-from ..core.filters import Filter, PathIn, to_predicate
+from ..core.filters import Filter, PathIn, filters_to_predicates
 from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, pack
 from ..core.objects import is_node
 from ..core.state import State, from_flat_state, map_state, to_flat_state
@@ -38,6 +38,7 @@ class PrefixMapping(Mapping):
         :func:`nnxlib.get_named_sharding`.
 
     Raises:
+      FilterOrderError: if ``...`` or ``True`` comes before a filter that would then never be asked.
       PrefixError: when used, if no filter takes a leaf; names its path.
     """
 
@@ -46,7 +47,8 @@ class PrefixMapping(Mapping):
             mapping = [(PathIn(path), raw_value(label)) for path, label in to_flat_state(mapping)]
         items = mapping.items() if isinstance(mapping, Mapping) else mapping
         self._items = tuple([(key, label) for key, label in items])
-        self._predicates = tuple([(to_predicate(key), label) for key, label in self._items])
+        predicates = filters_to_predicates([key for key, _ in self._items])
+        self._predicates = tuple([(p, label) for p, (_, label) in zip(predicates, self._items, strict=True)])
 
     @property
     def filters(self) -> tuple[Filter, ...]:

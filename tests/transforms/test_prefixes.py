@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nnxlib as nnx
-from nnxlib.core.errors import AliasingError, InvalidFilterError, PrefixError
+from nnxlib.core.errors import AliasingError, FilterOrderError, InvalidFilterError, PrefixError
 from nnxlib.core.filters import PathIn
 from nnxlib.core.graph import diff, pack
 from nnxlib.transforms.lift import Arguments
@@ -42,6 +42,13 @@ def test_the_first_filter_that_takes_a_leaf_gives_its_label():
         assert prefix.map_prefix(("x",), nnx.Cache(1)) == 3
 
 
+def test_a_filter_that_would_never_be_asked_is_an_error():
+    """As in `split`: what takes everything comes last."""
+    for everything in (..., True):
+        with pytest.raises(FilterOrderError, match="can only be used as the last filters"):
+            nnx.StateAxes({everything: None, nnx.Param: 0})
+
+
 def test_a_mapping_is_a_mapping():
     """It has the items it was made of, in order, and says so."""
     prefix = PrefixMapping({nnx.Param: 0, ...: None})
@@ -56,7 +63,7 @@ def test_mappings_compare_by_what_they_do():
     """Equal filters and labels in the same order are equal, whatever form they were written in."""
     assert PrefixMapping({nnx.Param: 0, ...: 1}) == PrefixMapping([(nnx.OfType(nnx.Param), 0), (True, 1)])
     assert hash(PrefixMapping({nnx.Param: 0})) == hash(PrefixMapping([(nnx.Param, 0)]))
-    assert PrefixMapping({nnx.Param: 0, ...: 1}) != PrefixMapping({...: 1, nnx.Param: 0})
+    assert PrefixMapping({nnx.Param: 0, "a": 1}) != PrefixMapping({"a": 1, nnx.Param: 0})
     assert PrefixMapping({nnx.Param: 0}) != PrefixMapping({nnx.Param: 1})
     assert PrefixMapping({nnx.Param: 0}) != nnx.StateSharding({nnx.Param: 0})
 
