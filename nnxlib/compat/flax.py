@@ -5,7 +5,7 @@ calls by ``set_graph_mode`` and ``set_graph_updates``. nnxlib has one mode, whic
 switches are accepted, and only change what a caller can see. In tree mode, and without graph updates:
 
 - gradients have a Module in place of each Module, also those that the rules of ``custom_vjp`` take and return;
-- only the values of Variables come out of a transform, no other change of its arguments;
+- only the values and metadata of Variables come out of a transform, no other change of its arguments;
 - random streams are split and forked in a copy;
 - what cannot work there is refused: prefixes by filter, and a Variable with two paths in the arguments or the output.
 

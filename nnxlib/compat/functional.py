@@ -1,6 +1,6 @@
 """Transforms as flax.nnx has them in tree mode, and without graph updates.
 
-The values of Variables come out of such a transform, and no other change of what it was passed. Gradients have a Module
+The values and metadata of Variables come out of such a transform, and no other change of what it was passed. Gradients have a Module
 for each Module. What nothing but graph updates could carry is refused: prefixes by filter, and a Variable that comes
 out by two ways; in tree mode also one that goes in by two ways.
 """
@@ -20,6 +20,7 @@ import nnxlib
 from ..core.calls import followed
 from ..core.errors import AliasingError, format_path
 from ..core.objects import is_node
+from ..core.static import same_items
 from ..core.variables import MISSING
 from ..transforms.custom import CustomVjp
 from ..transforms.prefixes import PrefixMapping
@@ -66,7 +67,7 @@ def _refuse_shared(transform: str, places: dict[str, Any], are_refused: Callable
 
 
 def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
-    """A function, or functions, that run on a copy of their arguments, and only write back the values of Variables.
+    """A function, or functions, that run on a copy of their arguments, and only write back what Variables hold.
 
     Any other object is returned as it is.
     """
@@ -95,6 +96,8 @@ def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
         for variable, copy in pairs:
             if copy.get_raw_value() is not variable.get_raw_value():
                 variable.set_raw_value(copy.get_raw_value())
+            if not same_items(copy.get_metadata(), variable.get_metadata()):
+                variable.set_metadata(copy.get_metadata())
         return out
 
     made[transform, as_tree] = wrapper

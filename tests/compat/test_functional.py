@@ -44,6 +44,15 @@ def test_values_come_out_and_structure_does_not(mode):
     assert (m.x is y, m.calls, hasattr(m, "more")) == (True, 1, True)
 
 
+@without_updates
+def test_metadata_comes_out(mode):
+    """A Variable comes out whole, also if only its metadata has changed."""
+    for transform in (nnx.jit, nnx.remat, nnx.grad):
+        m = pair()
+        transform(lambda m: m.x.set_metadata("seen", 1) or m.x * m.y, **mode)(m)
+        assert (m.x.get_metadata("seen"), m.y.has_metadata("seen")) == (1, False)
+
+
 def test_what_is_compiled_for_a_function_is_found_again():
     """A branch that is passed again and again is not traced again."""
     traces = []
