@@ -1,8 +1,8 @@
 """Transforms as flax.nnx has them in tree mode, and without graph updates.
 
-The values and metadata of Variables come out of such a transform, and no other change of what it was passed. Gradients have a Module
-for each Module. What nothing but graph updates could carry is refused: prefixes by filter, and a Variable that comes
-out by two ways; in tree mode also one that goes in by two ways.
+The values and metadata of Variables come out of such a transform, and no other change of what it was passed. Gradients
+have a Module for each Module. What nothing but graph updates could carry is refused: prefixes by filter, and a Variable
+that comes out by two ways; in tree mode also one that goes in by two ways.
 """
 
 from __future__ import annotations
@@ -53,17 +53,22 @@ def _refuse_filters(transform: str, options: dict[str, Any]) -> None:
                 )
 
 
-def _refuse_shared(transform: str, places: dict[str, Any], are_refused: Callable[[set], bool] = bool) -> None:
-    """Refuse Variables with several paths, if the set of first keys of these ``are_refused``."""
+def _always(*_: Any) -> bool:
+    return True
+
+
+def _refuse_shared(
+    transform: str, places: dict[str, Any], is_refused: Callable[[nnxlib.Variable, list], bool] = _always
+) -> None:
+    """Refuse Variables with several paths, if each, and the first keys of its paths, ``is_refused``."""
     for paths in nnxlib.find_duplicates(places):
-        if are_refused({path[0] for path in paths}):
-            for below, x in nnxlib.iter_graph(dict(nnxlib.iter_graph(places))[paths[0]]):
-                if isinstance(x, nnxlib.Variable):
-                    found = ", ".join([format_path((*path, *below)) for path in paths])
-                    raise AliasingError(
-                        f"Duplicate {type(x).__name__} found at paths {found}. Without graph updates, {transform} does "
-                        "not support Variable aliasing; pass graph=True and graph_updates=True."
-                    )
+        for below, x in nnxlib.iter_graph(dict(nnxlib.iter_graph(places))[paths[0]]):
+            if isinstance(x, nnxlib.Variable) and is_refused(x, [path[0] for path in paths]):
+                found = ", ".join([format_path((*path, *below)) for path in paths])
+                raise AliasingError(
+                    f"Duplicate {type(x).__name__} found at paths {found}. Without graph updates, {transform} does "
+                    "not support Variable aliasing; pass graph=True and graph_updates=True."
+                )
 
 
 def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
@@ -79,9 +84,6 @@ def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
     if (transform, as_tree) in made:
         return made[transform, as_tree]
 
-    def refused(keys: set) -> bool:
-        return "out" in keys and (as_tree or len(keys) > 1)
-
     @functools.wraps(f, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if followed():  # sow attaches attributes
@@ -91,8 +93,14 @@ def _without_updates(f: Any, transform: str, as_tree: bool) -> Any:
             _refuse_shared(transform, outside)
         inside = nnxlib.clone(outside, arrays=False)
         pairs = list(zip(_variables(outside), _variables(inside), strict=True))
+        passed = {id(copy) for _, copy in pairs}
+
+        def is_refused(x: nnxlib.Variable, places: list) -> bool:
+            """What was passed may not come out as well; a new one may, since what it is attached to stays as it was."""
+            return "out" in places and (id(x) in passed or (as_tree and places.count("out") > 1))
+
         out = f(*inside["args"], **inside["kwargs"])
-        _refuse_shared(transform, {**inside, "out": out}, refused)
+        _refuse_shared(transform, {**inside, "out": out}, is_refused)
         for variable, copy in pairs:
             if copy.get_raw_value() is not variable.get_raw_value():
                 variable.set_raw_value(copy.get_raw_value())

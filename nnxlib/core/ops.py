@@ -41,7 +41,7 @@ from .graphdef import Avals, GraphDef, avals_of
 from .nesting import Nesting
 from .objects import HasAttributes, Node, check_writable, is_array, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
-from .state import FlatState, State, filter_state, flatten_with_keys, from_flat_state
+from .state import FlatState, State, flatten_with_keys, from_flat_state
 from .static import Const, same_items
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace

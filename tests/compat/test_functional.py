@@ -88,6 +88,22 @@ def test_a_variable_that_comes_out_is_refused(mode):
     assert isinstance(nnx.jit(lambda m: nnx.clone(m), **mode)(m), Pair)
 
 
+@without_updates
+def test_a_new_variable_may_be_attached_and_returned(mode):
+    """What it is attached to stays as it was, so there is one way by which it comes out."""
+
+    def attach(m):
+        m.more = nnx.Param(m.x * 2.0)
+        return m.more
+
+    m = pair()
+    assert nnx.jit(attach, **mode)(m) == 4.0
+    assert not hasattr(m, "more")
+    empty = Pair(1, 2)
+    made = nnx.jit(lambda m: setattr(m, "more", nnx.Param(jnp.ones(()))) or m, **mode)(empty)
+    assert (made is empty, made.more == 1.0, hasattr(empty, "more")) == (False, True, False)
+
+
 def test_a_variable_that_goes_in_twice_is_refused_in_tree_mode():
     v = nnx.Param(jnp.array(1.0))
     add = lambda a, b: a.x + b.x

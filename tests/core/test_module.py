@@ -289,7 +289,7 @@ def test_view_passes_over_random_streams():
     """An Rngs has a stream under every name, but no setting; nothing is drawn from it."""
     m = nnx.Dict(drop=Drop(), rngs=nnx.Rngs(0))
     v = nnx.view(m, deterministic=True)
-    assert v["drop"].deterministic and v["rngs"].default.count.value == 0
+    assert (v["drop"].deterministic, v["rngs"].default.count.value) == (True, 0)
     assert nnx.view_info(m) == nnx.view_info(m["drop"])
 
 
