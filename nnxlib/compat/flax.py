@@ -121,10 +121,13 @@ def with_vars(
 vars_as = with_vars
 
 
+def _of_trees(graph: bool | None) -> bool:
+    return not (set_graph_mode.value if graph is None else graph)
+
+
 def _in_tree_mode(graph: bool | None, graph_updates: bool | None) -> bool:
-    graph = set_graph_mode.value if graph is None else graph
     updates = set_graph_updates.value if graph_updates is None else graph_updates
-    return not (graph and updates)
+    return _of_trees(graph) or not updates
 
 
 def _without_switches(function: Callable) -> Callable:
@@ -134,7 +137,7 @@ def _without_switches(function: Callable) -> Callable:
     def wrapper(*args: Any, graph: bool | None = None, **kwargs: Any) -> Any:
         for name in _SWITCHES:
             kwargs.pop(name, None)
-        if checked is not None and len(args) > checked and not (set_graph_mode.value if graph is None else graph):
+        if checked is not None and len(args) > checked and _of_trees(graph):
             check_tree(args[checked])
         return function(*args, **kwargs)
 
@@ -157,8 +160,7 @@ def _transform(transform: Callable) -> Callable:
             return functools.partial(switched, graph=graph, graph_updates=graph_updates, **options)
         if not _in_tree_mode(graph, graph_updates):
             return transform(*args, **options)
-        as_tree = not (set_graph_mode.value if graph is None else graph)
-        return functional.call(transform.__name__, as_tree, args, options)
+        return functional.call(transform.__name__, _of_trees(graph), args, options)
 
     return switched
 
@@ -173,9 +175,11 @@ def _in_a_copy(replace: Callable) -> Callable:
     def wrapper(
         node: Any = MISSING, /, *, graph: bool | None = None, graph_updates: bool | None = None, **options: Any
     ) -> Any:
-        backups = replace(node, **options)
         if node is MISSING or not _in_tree_mode(graph, graph_updates):
-            return backups
+            return replace(node, **options)
+        if _of_trees(graph):
+            check_tree(node)
+        backups = replace(node, **options)
         new = {id(x): x.copy() for backup in backups for x in (backup.stream.key, backup.stream.count)}
         copied = nnxlib.clone(node, variables=False)
         for _, x in nnxlib.iter_graph(copied):

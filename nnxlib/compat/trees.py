@@ -13,7 +13,8 @@ from ..core.ops import find_duplicates, iter_graph
 from ..core.variables import Variable
 
 OF_GRAPHS = {  # the functions that take a graph, and the number of that argument
-    **dict.fromkeys("clone flatten graphdef iter_children iter_graph iter_modules split state".split(), 0),
+    **dict.fromkeys("as_abstract clone flatten graphdef iter_graph iter_modules reseed split state unpack".split(), 0),
+    **dict.fromkeys(["view", "view_info", "with_attributes"], 0),
     **dict.fromkeys(["map", "recursive_map"], 1),
 }
 
@@ -26,8 +27,9 @@ def check_tree(node: Any) -> None:
       ValueError: naming the path of what is not a pytree.
     """
     found = dict(iter_graph(node))
+    variables = [path for path, x in found.items() if isinstance(x, Variable)]
     for first, *more in find_duplicates(node):
-        if isinstance(found[first], Variable) or any(path[: len(first)] == first for path in more):
+        if any(path[: len(first)] == first for path in (*variables, *more)):
             paths = ", ".join(map(format_path, (first, *more)))
             raise AliasingError(
                 f"{type(found[first]).__name__} found at paths {paths}: a tree does not support shared references or "

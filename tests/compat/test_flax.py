@@ -211,14 +211,18 @@ def test_streams_are_exchanged_in_a_copy_in_tree_mode(options):
     with nnx.split_rngs(m, splits=5, only="dropout"):
         assert rngs.key.shape == (5,)
     shared = nnx.Dict(a=rngs, b=rngs)
-    lanes = nnx.split_rngs(shared, splits=2, **options)
-    assert lanes.a is lanes.b
+    if "graph" in options:
+        with pytest.raises(ValueError, match="RngStream found at paths a, b: a tree does not support shared"):
+            nnx.split_rngs(shared, splits=2, **options)
+    else:
+        lanes = nnx.split_rngs(shared, splits=2, **options)
+        assert lanes.a is lanes.b
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        *(nnx.split, nnx.state, nnx.graphdef, nnx.clone, nnx.graphlib.flatten),
+        *(nnx.split, nnx.state, nnx.graphdef, nnx.clone, nnx.graphlib.flatten, nnx.unpack, nnx.view, nnx.as_abstract),
         lambda x, **graph: list(nnx.iter_graph(x, **graph)),
         lambda x, **graph: nnx.recursive_map(lambda path, x: x, x, **graph),
     ],
@@ -226,11 +230,13 @@ def test_streams_are_exchanged_in_a_copy_in_tree_mode(options):
 def test_a_tree_has_no_variable_twice(function):
     """In tree mode a shared Variable, a cycle, and what is no pytree are refused with their paths."""
     variable, cycle = nnx.Param(jnp.ones(1)), nnx.Dict()
+    holder, empty = nnx.Dict(a=variable), nnx.Dict()
     cycle.inner = [cycle]
     ref = jax.new_ref(jnp.ones(1))
     opaque = type("Opaque", (nnx.Module,), {}, pytree=False)()
     for tree, message in [
         ([variable, {"a": variable}], r"Param found at paths \[0\], \[1\]\.a"),
+        ([holder, (holder,)], r"Dict found at paths \[0\], \[1\]\[0\]"),
         ([ref, (ref,)], r"Ref found at paths \[0\], \[1\]\[0\]"),
         (cycle, r"Dict found at paths <root>, inner\[0\]"),
         ([opaque], r"Opaque was made with pytree=False.*Found at path \[0\]"),
@@ -240,8 +246,8 @@ def test_a_tree_has_no_variable_twice(function):
         with nnx.set_graph_mode(False), pytest.raises(ValueError, match=message):
             function(tree)
         function(tree)
-    linear = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    function(linear, graph=False)
+    for tree in (nnx.Linear(1, 1, rngs=nnx.Rngs(0)), [empty, empty, nnx.Param(1.0)]):
+        function(tree, graph=False)
 
 
 def test_functions_of_modules_take_the_switches():
