@@ -100,9 +100,10 @@ def graph(lib, draw, sharing=True):
 def filters(lib, draw):
     drawn = draw.choices(
         [
-            lib.Param, lib.BatchStat, "a", lib.PathContains("a"), lib.PathContains(0), lib.Not(lib.Param), [lib.Cache, "b"],
-            lib.All(lib.Param, lib.PathContains("b")), lib.Any(lib.Intermediate, "a"), lib.OfType(lib.Variable), None,
-            lib.WithTag("b"), lambda path, x: len(path) > 1, lambda path, x: isinstance(x, lib.Param), jax.Array, True,
+            lib.Param, lib.BatchStat, "a", lib.PathContains("a"), lib.PathContains(0), lib.Not(lib.Param),
+            [lib.Cache, "b"], lib.All(lib.Param, lib.PathContains("b")), lib.Any(lib.Intermediate, "a"), jax.Array,
+            lib.OfType(lib.Variable), lib.WithTag("b"), lambda path, x: len(path) > 1, True, None,
+            lambda path, x: isinstance(x, lib.Param),
         ],
         k=draw.randint(1, 2),
     )  # fmt: skip
@@ -166,7 +167,8 @@ def of_a_state(lib, draw, m):
     state = lib.state(m)
     flat = lib.to_flat_state(state)
     return [
-        list(state), state.split(*filters(lib, draw), ...), state.filter(*filters(lib, draw)), lib.from_flat_state(flat),
+        list(state), state.split(*filters(lib, draw), ...), state.filter(*filters(lib, draw)),
+        lib.from_flat_state(flat),
         state - lib.state(m, lib.Param), lib.merge_state(lib.state(m, lib.Param), lib.state(m, lib.Not(lib.Param))),
         lib.map_state(lambda path, x: x.copy() if isinstance(x, lib.Variable) else x, state), state.to_pure_dict(),
         pickle.loads(pickle.dumps(lib.to_pure_dict(lib.state(m, lib.Param)))),
@@ -228,7 +230,7 @@ def operations(lib, draw: random.Random, note: Note) -> None:
         note("after", lambda m=m: m)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_operations(seed):
     assert_same(operations, f"graph {seed}", flax.nnx)
 
@@ -301,6 +303,6 @@ def streams(lib, draw: random.Random, note: Note) -> None:
         note("streams", lambda m=m: lib.state(m))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_streams(seed):
     assert_same(streams, f"streams {seed}", flax.nnx)
