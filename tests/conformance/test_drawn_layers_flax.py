@@ -12,7 +12,9 @@ import flax.nnx
 
 from .drawn import Note, array, assert_same, some
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning", "ignore:Casting complex"
+)
 
 INITS = [jax.nn.initializers.normal(1.0), jax.nn.initializers.constant(0.5)]
 METADATA = [{"role": "k"}, {"note": (1, 2), "tag": "z"}]
