@@ -33,7 +33,7 @@ from jax.tree_util import DictKey, tree_map_with_path
 from ..core.errors import ArgumentError, EmptySelectionError, StateMismatchError, describe
 from ..core.filters import Filter
 from ..core.objects import Node, Pytree, Static
-from ..core.ops import state, update, variables
+from ..core.ops import state, update
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
@@ -306,7 +306,7 @@ def _trained(model: Any, wrt: Filter) -> State:
     if params:
         in_refs = any(is_variable(x) and x.ref for _, x in to_flat_state(params))
         return params.map(lambda path, x: _out_of_ref(x) if is_variable(x) else x) if in_refs else params
-    kinds = Counter(type(variable).__name__ for _, variable in to_flat_state(variables(model)))
+    kinds = Counter(type(x).__name__ for _, x in to_flat_state(state(model)) if is_variable(x))
     found = ", ".join(f"{name} ({count})" for name, count in sorted(kinds.items())) or "no Variable at all"
     raise EmptySelectionError(
         f"wrt={shown(wrt)} takes nothing of this {type(model).__name__}, so there is nothing to train. It has: {found}."
