@@ -1,0 +1,76 @@
+"""The fast path of a jitted call: what earlier calls have left behind is used where it fits, and nowhere else."""
+
+import gc
+import itertools
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nnxlib as nnx
+from nnxlib import errors
+from nnxlib.core.tables import table_of
+
+
+def net(value=1.0):
+    return nnx.List([nnx.Param(jnp.full(2, value)), nnx.Param(jnp.ones(2))])
+
+
+def value_of(x):
+    return x[0].value.sum() if isinstance(x, nnx.List) else x
+
+
+def test_objects_and_plain_leaves_change_places(unchecked):
+    """Calls of one signature, with objects in any places, and one object in two."""
+
+    def f(*args):
+        for k, x in enumerate(args):
+            if isinstance(x, nnx.List):
+                x[1] += k + 1
+        return sum((k + 1) * value_of(x) for k, x in enumerate(args))
+
+    a, b = net(2.0), net(3.0)
+    jitted, calls = nnx.jit(f), [*itertools.product([a, b, jnp.float32(5.0)], repeat=2)]
+    for args in calls * 4:
+        before = [x[1].value for x in (a, b)]
+        expected = f(*args), [x[1].value for x in (a, b)]
+        for x, value in zip((a, b), before, strict=True):
+            x[1].value = value
+        assert jitted(*args) == expected[0]
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, [x[1].value for x in (a, b)], expected[1]))
+
+
+def test_a_model_keeps_no_function_alive(unchecked):
+    """A model that was called often knows nothing that keeps the function, or what that refers to."""
+    model, seen = net(), []
+    jitted = nnx.jit(lambda m, x: m[0] * x)
+    for _ in range(5):
+        jitted(model, 2.0)
+    assert table_of(model).shortcuts
+    seen.append(weakref.ref(jitted))
+    del jitted
+    gc.collect()
+    assert seen[0]() is None
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 5])
+def test_a_value_that_cannot_be_traced_is_named(calls, unchecked):
+    """At the first call, by a cache entry, and by a shortcut."""
+    model, jitted = net(), nnx.jit(lambda m: m[0].sum())
+    for _ in range(calls):
+        jitted(model)
+    model[0].value = "text"
+    with pytest.raises(errors.ArgumentError, match=r"The Variable args\[0\]\[0\] holds a str"):
+        jitted(model)
+    model[0].value = jnp.full(2, 4.0)
+    assert jitted(model) == 8.0
+
+
+def test_what_a_trace_for_other_shapes_reads_besides(unchecked):
+    """A shortcut for one shape does not serve another, for which the function reads more."""
+    model = net(3.0)
+    jitted = nnx.jit(lambda m, x: m[0].sum() + (m[1].sum() if x.ndim else 0.0))
+    for x, expected in ((jnp.float32(0), 6.0), (jnp.ones(1), 8.0)) * 3:
+        for _ in range(3):
+            assert jitted(model, x) == expected
