@@ -307,7 +307,6 @@ def observed(method: Callable, name: str) -> Callable:
             hide_frames(error)
             raise
 
-    wrapper._nnx_observed = True  # type: ignore[attr-defined]
     return wrapper
 
 

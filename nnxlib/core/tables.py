@@ -52,7 +52,7 @@ class LiveTable:
     """The table of one live object, the *root*: its layout, and where its leaves are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "index", "layout", "mutable", "nodes", "objects", "reliable",
+        "array_rows", "arrays", "cells", "index", "layout", "mutable", "objects", "reliable",
         "serial", "sharing", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables", "variant", "variants",
     )  # fmt: skip
 
@@ -62,7 +62,6 @@ class LiveTable:
     reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the table is used once
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
-    nodes: list[Node]  # without the root
     variables: list[Variable]  # without the root
     cells: list[Cell]  # of all Variables, in row order
     arrays: list[tuple[Any, Any]]  # (container, key) of each array held directly by a node
@@ -79,7 +78,6 @@ class LiveTable:
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
         self.objects = [None, *objects[1:]]
-        self.nodes = [x for x in self.objects[1:] if isinstance(x, Node)]
         self.variables = [objects[i] for i in layout.variables if i]
         self.reliable, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
         self.used = self.unchecked = 1

@@ -8,9 +8,9 @@ one of two ways:
 
 - The signature and the layouts of the objects are the key of a :class:`CacheEntry`. It has the plan, and the numbers of
   the cells that the compiled function reads and writes. It refers to no object: it is for all objects of these layouts.
-- For the very objects of an earlier call not even this key is needed. Their tables keep a :class:`Shortcut`: the entry,
-  and the cells themselves. (Compilers call that an inline cache: the signature is the call site, ``stamp.valid`` the
-  guard.) Only calls that change nothing but values of Variables have one.
+- For the very objects of an earlier call not even this key is needed: a :class:`Shortcut` has the entry, and each of
+  their tables has the cells themselves. (Compilers call that an inline cache: the signature is the call site, and
+  ``stamp.valid`` the guard.) Only calls that change nothing but values of Variables have one.
 
 A call that has neither is packed (jit.py), which adds an entry; a call by an entry adds a shortcut. Either way, only
 the loops over cells take time in proportion to a size: that of what the function touches, not of the model.
