@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .calls import observed, recorded_types
 from .containers import Dict, List, holds_data
-from .errors import ArgumentError, UsageError
+from .errors import ArgumentError, UsageError, describe
 from .filters import Filter, to_predicate
 from .objects import MISSING, HasAttributes, Node, Pytree, is_data
 from .ops import clone, iter_children, iter_graph
@@ -32,6 +32,11 @@ _EVALUATION = {"deterministic": True, "use_running_average": True}
 
 
 def _append(old: tuple, new: Any) -> tuple:
+    if not isinstance(old, tuple | list):  # an array would come apart
+        raise ArgumentError(
+            f"sow appends to a tuple, but the Variable of that name holds {describe(old)}. Record under another name, "
+            "or pass reduce_fn and init_fn."
+        )
     return *old, new
 
 
@@ -143,6 +148,7 @@ class Module(Pytree):
 
         Raises:
           ValueError: when the attribute exists and is something else.
+          TypeError: when there is a value to which nothing can be appended.
         """
         kind = _variable_type(variable_type)
         if not _records(kind, capture_noop):

@@ -211,6 +211,16 @@ def test_sow_under_a_name_that_is_taken():
             m.sow(nnx.Intermediate, name, 1.0)
 
 
+def test_sow_appends_to_no_array():
+    """An array in the place of the tuple would come apart into its items."""
+    m = Net()
+    m.h = nnx.Intermediate(jnp.arange(2.0))
+    with pytest.raises(TypeError, match=r"appends to a tuple, but the Variable of that name holds float32\[2\]"):
+        m.sow(nnx.Intermediate, "h", jnp.ones(2))
+    assert m.sow(nnx.Intermediate, "h", 1.0, reduce_fn=jnp.add)
+    assert m.h.value.tolist() == [1, 2]
+
+
 def test_sow_inside_jit_comes_out():
     """What is recorded in a jitted call is on the live Module afterwards."""
     m = Net()
