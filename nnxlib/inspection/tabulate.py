@@ -365,7 +365,7 @@ def _cost(jaxpr: Any, close: type, consts: Sequence[Any], inputs: Sequence[Any])
 
 
 def _repetitions(jaxpr: Any) -> list[float]:
-    """For each scan, what its repetitions add to an estimate that counts its body once."""
+    """For each scan, what its repetitions add to an estimate that counts its body as often as the program holds it."""
     found = []
     for eqn in jaxpr.eqns:
         for body in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
@@ -374,7 +374,9 @@ def _repetitions(jaxpr: Any) -> list[float]:
             inner = getattr(body, "jaxpr", body)
             if eqn.primitive.name == "scan":
                 total = _cost(inner, type(body), _avals(inner.constvars), _avals(inner.invars))
-                found.append(eqn.params["length"] * total - (total - sum(_repetitions(inner))))
+                length, unroll = eqn.params["length"], eqn.params["unroll"]
+                copies = length if unroll >= length else unroll + length % unroll
+                found.append(length * total - copies * (total - sum(_repetitions(inner))))
             else:
                 found += _repetitions(inner)
     return found

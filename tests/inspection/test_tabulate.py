@@ -307,6 +307,26 @@ def test_flops_of_a_scan():
     assert int(outer.replace(",", "")) >= 15 * per_layer
 
 
+@pytest.mark.parametrize("length", [0, 1, 5])
+@pytest.mark.parametrize("unroll", [2, 3, 5, 8, True])
+def test_flops_do_not_depend_on_unroll(length, unroll):
+    """However many copies of the body the program holds."""
+
+    class Looped(nnx.Module):
+        def __init__(self, unroll):
+            self.linear, self.unroll = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)), unroll
+
+        def __call__(self, x):
+            return jax.lax.scan(lambda x, _: (self.linear(x), None), x, length=length, unroll=self.unroll)[0]
+
+    def flops(unroll):
+        return int(rows(Looped(unroll), X, columns=("path", "flops"), compute_flops=True)[0][1])
+
+    each = 2 * X.shape[0] * 4 * 4
+    assert length * each <= flops(unroll) <= length * each + 4  # of the counter of the loop, which is not always there
+    assert abs(flops(unroll) - flops(1)) <= 4
+
+
 def test_the_text():
     """A title in the middle, lines of one length, and wrapped to the width that is asked for."""
     text = nnx.tabulate(net(), X, console_kwargs={"width": 70}, table_kwargs={"title": "A title"}, column_kwargs={})
