@@ -37,7 +37,9 @@ from ..core.errors import (
     format_path,
     listed,
 )
-from ..core.filters import Filter, to_predicate
+from ..core.filters import All as AllOf
+from ..core.filters import Any as AnyOf
+from ..core.filters import Filter, FilterObject, Not, Where, WithTag, to_predicate
 from ..core.graphdef import GraphDef
 from ..core.objects import Node, is_array, is_node
 from ..core.ops import clone, iter_graph, merge, split, state, update
@@ -60,7 +62,7 @@ M = TypeVar("M")
 Path = tuple[str | int, ...]
 Variables = dict[str, Any]
 Method = str | Callable[..., Any] | None
-Mutable = bool | Filter
+Mutable = Filter | set[str] | frozenset[str]
 Walk = Callable[[Any], Iterable[tuple[Path, Any]]]  # yields what there is in a graph, a shared object once
 
 ARRAYS = "arrays"  # the collection of arrays that are attributes themselves
@@ -178,7 +180,8 @@ class Functional(Generic[M]):
           *args: arguments of the call. What it does to them, and to attributes that are no arrays, is not looked at.
           rngs: keys for what the call draws (Dropout), given as for :meth:`init`. An :class:`Rngs` is drawn from once
             for each stream; the same key, or seed, gives the same numbers again.
-          mutable: what the call may change: True for all, a collection's name, a filter, or several of these.
+          mutable: what the call may change: True for all, a collection's name, a filter, or several of these. A name
+            may be in a filter: ``nnx.Not('params')`` is all but the parameters.
           method: the name of a method, or a function of the Module and the arguments; default: the Module is called.
           **kwargs: keyword arguments of the call.
 
@@ -202,7 +205,7 @@ class Functional(Generic[M]):
         refused: dict[str, str] = {}  # what is said of a Variable -> its collection
         for path, x in leaves_of(module).items():
             collection, value = collection_of(x), raw_value(x)
-            if is_mutable(collection, path, x):
+            if is_mutable(path, x):
                 updates[(collection, *path)] = value
             elif not isinstance(x, Intermediate) and (id(x) not in before or before[id(x)][1] is not value):
                 refused[f"{_said(collection, *path)} {describe(value)} {_past(id(x) in before)}"] = collection
@@ -423,14 +426,22 @@ def _call(module: Any, method: Method, args: tuple, kwargs: Mapping[str, Any]) -
     return getattr(module, method or "__call__")(*args, **kwargs)
 
 
-def _to_predicate(mutable: Mutable) -> Callable[[str, Path, Any], bool]:
-    """``(collection, path, leaf) -> bool``; a string among the filters is the name of a collection."""
-    several = mutable if isinstance(mutable, list | tuple | set | frozenset) else [mutable]
-    names = {name for name in several if isinstance(name, str)}
-    for name in names - {ARRAYS}:
-        variable_type_from_name(name)
-    predicates = [to_predicate(x) for x in several if not isinstance(x, str)]
-    return lambda collection, path, x: collection in names or any(f(path, x) for f in predicates)
+def _to_predicate(mutable: Mutable) -> FilterObject:
+    return _of_collections(to_predicate([*mutable] if isinstance(mutable, set | frozenset) else mutable))
+
+
+def _of_collections(filter: FilterObject) -> FilterObject:
+    """The same filter, with the names of collections where there are tags."""
+    match filter:
+        case WithTag(tag=name):
+            if name != ARRAYS:
+                variable_type_from_name(name)
+            return Where(lambda path, x: collection_of(x) == name)
+        case Not(predicate=inner):
+            return Not(_of_collections(inner))
+        case AllOf() | AnyOf():
+            return type(filter)(*map(_of_collections, filter.predicates))
+    return filter
 
 
 def _past(was_there: bool) -> str:

@@ -178,6 +178,11 @@ def test_apply_is_the_call_of_the_module(model, variables):
         (nnx.BatchStat, ["batch_stats"]),
         ((nnx.BatchStat, "params"), ["batch_stats", "params"]),
         (nnx.Not(nnx.Param), ["arrays", "batch_stats", "intermediates"]),
+        (nnx.Not("params"), ["arrays", "batch_stats", "intermediates"]),
+        (nnx.Not(["params", "arrays"]), ["batch_stats", "intermediates"]),
+        (nnx.OfType(nnx.BatchStat) | "params", ["batch_stats", "params"]),
+        (nnx.All("batch_stats", ...), ["batch_stats"]),
+        ({"batch_stats", "params"}, ["batch_stats", "params"]),
         (True, ["arrays", "batch_stats", "intermediates", "params"]),
     ],
     ids=repr,
@@ -321,7 +326,8 @@ def test_a_collection_of_no_known_name(model, variables):
     refused(
         errors.VariableNameError, "'batch_stat'; known names: .*'batch_stats'", model, {**variables, "batch_stat": {}}
     )
-    refused(errors.VariableNameError, "'batch_stat'; known names", model, variables, mutable=["batch_stat"])
+    for mutable in ["batch_stat"], nnx.Not("batch_stat"):
+        refused(errors.VariableNameError, "'batch_stat'; known names", model, variables, mutable=mutable)
 
 
 def test_a_missing_collection(model, variables):
