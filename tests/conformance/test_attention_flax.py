@@ -277,6 +277,33 @@ def test_the_dropout_stream():
     assert facts(nnx) == facts(flax)
 
 
+def test_custom_products_and_promotions_of_the_layer():
+    """What each of them changes shows in the output, so each is used in the same places."""
+
+    def run(lib):
+        def promote(scale):
+            return lambda arrays, **_: tuple([None if a is None else scale * jnp.asarray(a) for a in arrays])
+
+        def product(scale):
+            return lambda *args, **kwargs: scale * jax.lax.dot_general(*args, **kwargs)
+
+        outputs = []
+        for options in (
+            {"qkv_dot_general": product(2.0), "out_dot_general": product(3.0)},
+            {"qkv_dot_general_cls": lambda: product(2.0), "out_dot_general_cls": lambda: product(3.0)},
+            {"qkv_promote_dtype": promote(2.0)},
+            {"out_promote_dtype": promote(3.0)},
+            {"ln_promote_dtype": promote(0.5), "normalize_qk": True},
+        ):
+            layer = lib.MultiHeadAttention(2, 4, 8, decode=False, rngs=lib.Rngs(0), **options)
+            x = array(2, 3, 4)
+            outputs.append(layer(x, inputs_k=2 * x, inputs_v=3 * x))
+        return outputs
+
+    for ours, theirs in zip(run(nnx), run(flax), strict=True):
+        assert_close(ours, theirs)
+
+
 def test_attention_fn_is_called_alike():
     """A custom function sees the same keyword arguments; metadata and custom products reach the parameters."""
     seen = []

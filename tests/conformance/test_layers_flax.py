@@ -474,6 +474,32 @@ def test_custom_operations_are_called_alike():
     ]
 
 
+SHARDED_CALLS = {
+    "Linear": lambda lib, rngs, x, spec: lib.Linear(4, 3, rngs=rngs)(x, out_sharding=spec),
+    "LinearGeneral": lambda lib, rngs, x, spec: lib.LinearGeneral(4, (3, 2), rngs=rngs)(x, out_sharding=spec),
+    "Einsum": lambda lib, rngs, x, spec: lib.Einsum("abc,cd->abd", (4, 5), (5,), rngs=rngs)(x, out_sharding=spec),
+    "Embed": lambda lib, rngs, x, spec: lib.Embed(5, 3, rngs=rngs)(jnp.arange(4), out_sharding=spec),
+    "attend": lambda lib, rngs, x, spec: lib.Embed(5, 4, rngs=rngs).attend(x, out_sharding=spec),
+    "Conv": lambda lib, rngs, x, spec: lib.Conv(4, 3, (2,), rngs=rngs)(x, out_sharding=spec),
+    "LoRALinear": lambda lib, rngs, x, spec: lib.LoRALinear(4, 3, lora_rank=2, rngs=rngs)(x, out_sharding=spec),
+    "MultiHeadAttention": lambda lib, rngs, x, spec: lib.MultiHeadAttention(2, 4, 8, decode=False, rngs=rngs)(
+        x, out_sharding=spec, qkv_sharding=spec
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", SHARDED_CALLS)
+def test_the_sharding_of_an_output(layer):
+    """`out_sharding` of a call, under a mesh whose axes are part of the types of arrays."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        ours, theirs = [
+            SHARDED_CALLS[layer](lib, lib.Rngs(0), jnp.ones((2, 3, 4)), jax.P("data")) for lib in (nnx, flax)
+        ]
+    assert jax.typeof(ours) == jax.typeof(theirs)
+    assert jax.typeof(ours).sharding.spec[0] == "data"
+
+
 def test_metadata_reaches_the_parameters():
     """`*_metadata` and metadata of wrapped initializers end up on the Variables."""
 

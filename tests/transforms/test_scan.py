@@ -152,6 +152,17 @@ def test_reverse_unroll_and_length_reach_jax():
     assert "unroll=3" in text
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_split_transpose_reaches_jax(split):
+    """It splits the backward loop in two, and changes no gradient."""
+    body = lambda c, x: (c * jnp.sin(x), c)
+    ours = lambda c: nnx.scan(body, _split_transpose=split)(c, XS)[0].sum()
+    theirs = lambda c: jax.lax.scan(body, c, XS, _split_transpose=split)[0].sum()
+    np.testing.assert_allclose(jax.grad(ours)(X), jax.grad(theirs)(X), rtol=1e-6)
+    count = lambda f: str(jax.make_jaxpr(jax.grad(f))(X)).count("scan[")
+    assert count(ours) == count(theirs)
+
+
 def test_scan_without_a_carry_is_a_map():
     m = Norm()
     m.training = False

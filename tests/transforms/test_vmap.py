@@ -1,6 +1,7 @@
 """nnx.vmap and nnx.pmap: an axis for each kind of leaf; state comes out with the axis it went in with."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,23 @@ def test_a_mean_over_the_named_axis_may_be_stored_in_what_is_passed_whole():
     out = nnx.vmap(f, in_axes=(None, 0), axis_name="batch")(m, XS)
     np.testing.assert_allclose(m.mean.value, XS.mean(0))
     np.testing.assert_allclose(out.sum(0), jnp.zeros(3), atol=1e-6)
+
+
+def test_spmd_axis_name_reaches_jax():
+    """A constraint of a slice gets the mesh axis that the mapped axis is on."""
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    slices = jax.sharding.NamedSharding(mesh, jax.P(None))
+
+    def f(m, x):
+        return jax.lax.with_sharding_constraint(m.mean + x, slices)
+
+    def mapped(xs, **options):
+        return nnx.vmap(f, in_axes=(None, 0), **options)(Norm(), xs)
+
+    named = str(jax.make_jaxpr(lambda xs: mapped(xs, spmd_axis_name="batch"))(XS))
+    is_sharded = r"spec=\w+\('batch'"
+    assert re.search(is_sharded, named)
+    assert not re.search(is_sharded, str(jax.make_jaxpr(mapped)(XS)))
 
 
 def test_structure_changes_come_out_with_the_axis_of_what_holds_them():
