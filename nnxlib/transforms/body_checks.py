@@ -43,6 +43,7 @@ def refuse(changes: Sequence[Change], what: str) -> None:
 class Change(NamedTuple):
     """A change that a body made to the structure of an object."""
 
+    row: int  # of the object
     path: tuple
     said: str  # in the message
     added: bool  # whether it only added an attribute
@@ -73,10 +74,10 @@ def structural_changes(layout: Layout, body: Body) -> list[Change]:
             continue
         old, path = layout.rows[i], layout.paths[i]
         if isinstance(old, VariableRow) or old.type is not row.type:
-            changes.append(Change(path, "its type or metadata", added=False))
+            changes.append(Change(i, path, "its type or metadata", added=False))
         elif isinstance(row, NodeRow) and isinstance(old, NodeRow):
             recorded = _recordings(i, row, new)
-            found = _field_changes(path, old, row, functools.partial(_describe_field, layout))
+            found = _field_changes(i, path, old, row, functools.partial(_describe_field, layout))
             changes += [x._replace(recorded=recorded.get(x.path[-1])) if x.added else x for x in found]
     return changes
 
@@ -109,7 +110,9 @@ def _describe_field(layout: Layout, spec: Spec | None) -> str:
     return f"the {layout.rows[spec.index].type.__name__} {format_path(layout.paths[spec.index])}"
 
 
-def _field_changes(path: tuple, old: NodeRow, row: NodeRow, describe: Callable[[Spec | None], str]) -> list[Change]:
+def _field_changes(
+    i: int, path: tuple, old: NodeRow, row: NodeRow, describe: Callable[[Spec | None], str]
+) -> list[Change]:
     before, after = dict(old.fields), dict(row.fields)
     changes = []
     for name in {**before, **after}:
@@ -117,9 +120,9 @@ def _field_changes(path: tuple, old: NodeRow, row: NodeRow, describe: Callable[[
         if b is SAME or (a is not None and a == b):
             continue
         was, now = describe(a), describe(b)
-        changes.append(Change((*path, name), f"{was} became {now}", added=a is None))
+        changes.append(Change(i, (*path, name), f"{was} became {now}", added=a is None))
     if not changes and (old.names != row.names or old.marks != row.marks):
-        changes.append(Change(path, "the order of its attributes, or what was declared about them", added=False))
+        changes.append(Change(i, path, "the order of its attributes, or what was declared about them", added=False))
     return changes
 
 

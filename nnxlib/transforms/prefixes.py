@@ -295,6 +295,10 @@ class Labels:
             self._descend([(spec, path, own, plain)], entry, depth)
         return own
 
+    def may_have(self, row: int) -> list[Label]:
+        """The labels that leaves of the object in this row may have, whatever it comes to hold."""
+        return labels_in(self._reached[row][1])
+
     def of_variables(self, layout: Layout) -> list[Label]:
         """The labels of the Variables of the visited layout, in order."""
         return [self.of_row[i][0] for i in layout.variables]

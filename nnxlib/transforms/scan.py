@@ -2,7 +2,8 @@
 
 Each leaf of the arguments has one of three labels:
 
-- An *axis*: iteration ``i`` sees slice ``i``, and the values that it leaves there are stacked again.
+- An *axis*: iteration ``i`` sees slice ``i``, and the values that it leaves there are stacked again. So the structure
+  may change, too: a layer that has its kernel replaced in each iteration comes out with a stack of the new ones.
 - ``Carry``: each iteration sees the value that the one before it has left.
 - ``None``: every iteration sees the whole value, and may not change it. The exception is a random stream, which gives
   each iteration the same keys, and after the loop gives none of these again.
@@ -43,6 +44,7 @@ from .data_transform import DataTransform, transformed_data
 from .lift import Arguments
 from .naming import named
 from .prefixes import (
+    Labels,
     PrefixMapping,
     broadcast_prefix,
     check_axes,
@@ -109,8 +111,8 @@ def scan(
     Raises:
       PrefixError: if ``in_axes`` or ``out_axes`` does not fit, or sizes differ, or what is passed whole (None) is
         changed, other than by drawing from a random stream.
-      BodyError: if what is carried changes its shape or dtype, or any structure changes other than by attaching
-        Variables to an object with an axis; names the path.
+      BodyError: if what is carried changes its shape or dtype, or if the structure of anything changes that has no
+        axis; names the path.
     """
     options: dict[str, Any] = {"reverse": reverse, "unroll": unroll, "_split_transpose": _split_transpose}
     return looped(
@@ -193,7 +195,7 @@ def looped(
                 stack = functools.partial(stack_axes, name=name)
                 body = trace_body(repeated(named(step, function), size), inner, slices, label, stack, enter)
                 replaced = {} if carried is None else _check_carry(layout, carried, body, out_place or ())
-                _check_changes(layout, body, replaced)
+                _check_changes(layout, labels, body, replaced)
                 sources, types = _recurring(layout, body, in_order, replaced)
                 wider = widened(leaves, sources, types)
                 return program(wider) if wider else _run(layout, body, leaves, in_order, size, loop, sources, types)
@@ -256,9 +258,14 @@ def _moved(x: Any, source: int, destination: int) -> Any:
     return jnp.moveaxis(x, source, destination)
 
 
-def _check_changes(layout: Layout, body: Body, replaced: Mapping[int, int]) -> None:
-    """Refuse changes that a loop cannot make in each iteration, and values that have no place to go."""
-    refuse([change for change in structural_changes(layout, body) if not change.added], "body of scan")
+def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping[int, int]) -> None:
+    """Refuse changes that a loop cannot make in each iteration, and values that have no place to go.
+
+    What has an axis is another object in each iteration, so its structure may change; what is carried or passed whole
+    is the same one in all, but the body is traced on its first state only.
+    """
+    changes = [change for change in structural_changes(layout, body) if not change.added]
+    refuse([x for x in changes if not all(map(_is_axis, labels.may_have(x.row)))], "body of scan")
     structural = structural_rows(layout, body)
     problems = []
     for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):

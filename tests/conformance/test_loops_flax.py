@@ -331,3 +331,42 @@ def test_the_output_and_the_state_afterwards_are_those_of_flax(script):
     assert found.keys() == wanted.keys()
     for path in found:
         np.testing.assert_allclose(found[path], wanted[path], rtol=2e-5, atol=1e-6, err_msg=str(path))
+
+
+def quantize(lib, layer, x):
+    kernel = layer.kernel.value
+    scale = jnp.abs(kernel).max(0) / 127
+    layer.kernel = {"q": lib.Cache(jnp.round(kernel / scale).astype(jnp.int8)), "scale": lib.Param(scale)}
+    if lib is flax:
+        layer.kernel = lib.data(layer.kernel)
+
+
+def prune(lib, layer, x):
+    del layer.bias
+    layer.is_pruned = True
+
+
+def move(lib, layer, x):
+    layer.bias, layer.mean = lib.BatchStat(x.mean(0)), layer.bias
+
+
+@pytest.mark.parametrize("change", [quantize, prune, move])
+def test_a_body_of_scan_may_change_the_structure_of_stacked_layers(change):
+    def run(lib):
+        stack = make_stack(lib)
+
+        def step(x, layer):
+            y = jnp.tanh(layer(x))
+            change(lib, layer, x)
+            return y
+
+        out = lib.scan(step, in_axes=(lib.Carry, 0), out_axes=lib.Carry)(jnp.asarray(X), stack)
+        return out, values(stack, lib), getattr(stack, "is_pruned", False)
+
+    (out, found, flag), (expected_out, expected, expected_flag) = run(nnx), run(flax)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-6)
+    assert found.keys() == expected.keys()
+    assert flag == expected_flag
+    for path, value in found.items():
+        assert value.dtype == expected[path].dtype
+        np.testing.assert_allclose(value, expected[path], rtol=1e-6)

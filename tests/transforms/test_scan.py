@@ -288,6 +288,94 @@ def test_what_cannot_happen_once_for_each_iteration_is_refused_by_path(change):
     before.assert_unchanged()
 
 
+def halve(m, x):
+    m.w = nnx.BatchStat(m.w / 2)
+
+
+def to_tree(m, x):
+    m.w = {"scale": nnx.Param(x), "sign": nnx.Param(jnp.sign(m.w.value))}
+
+
+def to_layer(m, x):
+    m.w = Two(x)
+
+
+def attach_and_delete(m, x):
+    m.x, m.seen = nnx.Cache(x), True
+    del m.w
+
+
+def exchange(m, x):
+    m.w, m.b = m.b, m.w
+
+
+def tie(m, x):
+    m.b = m.w
+
+
+def mark(m, x):
+    m.w.set_metadata(frozen=True)
+
+
+class Two(nnx.Module):
+    def __init__(self, x):
+        self.w, self.b = nnx.Param(x * jnp.ones(3)), nnx.Param(-x * jnp.ones((2, 3)))
+
+
+def flat(m):
+    """The attributes of a module and their arrays, by path."""
+    static = {name: x for name, x in vars(m).items() if isinstance(x, bool)}
+    return {p: (type(v), v.get_metadata(), v.value) for p, v in nnx.to_flat_state(nnx.state(m))}, static
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("change", [halve, to_tree, to_layer, attach_and_delete, exchange, tie, mark])
+def test_what_has_an_axis_may_change_its_structure_as_each_iteration_has_its_own(change, axis, reverse):
+    make = nnx.vmap(Two, out_axes=axis)
+
+    def f(carry, m, x):
+        change(m, x)
+        return carry + 1, x.sum()
+
+    m, singles = make(jnp.arange(1.0, 4.0)), [Two(x) for x in (1.0, 2.0, 3.0)]
+    count, sums = nnx.scan(f, in_axes=(nnx.Carry, axis, 0), reverse=reverse)(0, m, XS)
+    for single, x in zip(singles, XS, strict=True):
+        change(single, x)
+    assert count == 3
+    np.testing.assert_array_equal(sums, XS.sum(1))
+    found, static = flat(m)
+    expected = [flat(single)[0] for single in singles]
+    assert static == flat(singles[0])[1]
+    assert found.keys() == expected[0].keys()
+    for path, (kind, metadata, value) in found.items():
+        assert (kind, metadata) == expected[0][path][:2]
+        np.testing.assert_array_equal(value, jnp.stack([x[path][2] for x in expected], axis))
+    assert (m.b is getattr(m, "w", None)) == (change is tie)
+    assert_no_tracer(m)
+
+
+def test_a_second_scan_sees_the_structure_that_the_first_one_left():
+    m = nnx.vmap(Two)(jnp.arange(1.0, 4.0))
+
+    def f(m, x):
+        if isinstance(m.w, nnx.Param):
+            halve(m, x)
+        return m.w * x
+
+    loop = nnx.scan(f, in_axes=(0, 0), out_axes=0)
+    first = loop(m, XS)
+    assert isinstance(m.w, nnx.BatchStat)
+    np.testing.assert_array_equal(loop(m, XS), first)
+
+
+def test_what_has_an_axis_in_part_only_keeps_its_structure():
+    m = nnx.vmap(Two)(jnp.arange(1.0, 4.0))
+    m.b = nnx.BatchStat(jnp.ones(3))
+    with pytest.raises(BodyError, match=r"args\[0\]\.w: the Param args\[0\]\.w became a new object"):
+        nnx.scan(halve, in_axes=(nnx.StateAxes({nnx.Param: 0, ...: nnx.Carry}), 0), out_axes=0)(m, XS)
+
+
 def test_the_carry_may_hold_modules_which_keep_their_identity():
     def f(carry, x):
         m, total = carry
