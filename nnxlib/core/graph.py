@@ -39,6 +39,7 @@ import jax.tree_util as jtu
 from . import errors
 from .calls import ObjectList, entering
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
+from .foreign import Foreign
 from .inputs import is_read, peek
 from .nesting import Nesting
 from .objects import (
@@ -385,6 +386,7 @@ class Walk:
         self.stamp = None if stamp is None else weakref.ref(stamp)
         self.reliable = True  # whether the stamp and `mutable` reveal every later change of what was visited
         self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
+        self.foreign = Foreign()  # the containers in pytrees, where a stamp is attached
         self.objects: list[Any] = ObjectList(known)
         self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
@@ -492,7 +494,8 @@ class Walk:
 
         def build(specs: list[Any]) -> None:
             frame.specs[place] = Tree(treedef, keys, tuple(specs))
-            self.reliable = self.reliable and is_fixed(value, children) and LEAF not in specs
+            if self.stamp is not None:
+                self.reliable = self.reliable and comparable(value, children, self.foreign) and LEAF not in specs
 
         mark = mark if frame.owner == -1 else None
         items = ((key, child, mark) for key, child in zip(keys, children, strict=True))
@@ -546,20 +549,9 @@ def flatten_once(value: Any) -> tuple[tuple[tuple, ...], list[Any], Any]:
     return tuple([tuple(map(path_key, keys)) for keys, _ in keyed]), [child for _, child in keyed], treedef
 
 
-def is_fixed(value: Any, children: list[Any]) -> bool:
-    """Whether a pytree can never get other children in place: a bound method, or nested tuples, also named ones."""
-    if type(value) is types.MethodType:
-        return True
-    items = list(_tuple_items(value)) if isinstance(value, tuple) else []
-    return len(items) == len(children) and all(map(operator.is_, items, children))
-
-
-def _tuple_items(value: Any) -> Iterator[Any]:
-    for item in value:
-        if isinstance(item, tuple):
-            yield from _tuple_items(item)
-        elif item is not None:
-            yield item
+def comparable(value: Any, children: list[Any], foreign: Foreign) -> bool:
+    """Whether a pytree can get other children in its containers only, which are added to ``foreign``; or never."""
+    return type(value) is types.MethodType or foreign.add(value, children)
 
 
 _NO_DATA = (type, types.FunctionType)

@@ -32,7 +32,6 @@ from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
-from jax.tree_util import GetAttrKey
 
 from . import errors
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
@@ -40,7 +39,7 @@ from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
 from .tracing import current_trace
-from .variables import MISSING, Identified, Variable, raw_value
+from .variables import MISSING, Identified
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
@@ -63,7 +62,6 @@ class Node(Identified):
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
-    _nnx_name_key: type = GetAttrKey  # how JAX writes a name in the path to a leaf
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -77,10 +75,6 @@ class Node(Identified):
     def _nnx_contents(self) -> dict[Any, Any]:
         """A new dict of what :meth:`_nnx_children` yields."""
         return dict(self._nnx_children())
-
-    def _nnx_pure(self) -> Any:
-        """The same with values in place of Variables; what stands for another container gives that one."""
-        return jax.tree.map(raw_value, self, is_leaf=lambda x: isinstance(x, Variable))
 
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
         """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
@@ -544,7 +538,7 @@ class HasAttributes(Node, _HasDict):
             self._nnx_mark(name, value.metadata[_MARK])
             value = value.metadata[_VALUE]
         kind = type(value)
-        if kind is list or kind is dict or kind is tuple:
+        if (kind is list or kind is dict or kind is tuple) and type(getattr(type(self), name, None)) is not property:
             value = adopt(value)
         old = attributes_of(self).get(name, MISSING)
         try:

@@ -915,11 +915,7 @@ def pure(tree: Any) -> Any:
     >>> nnx.pure(nnx.State({'a': nnx.Param(1.0)}))
     State({'a': 1.0})
     """
-    return jax.tree.map(_pure, tree, is_leaf=lambda x: isinstance(x, Variable | Node))
-
-
-def _pure(x: Any) -> Any:
-    return x._nnx_pure() if isinstance(x, Node) else raw_value(x)
+    return jax.tree.map(raw_value, tree, is_leaf=lambda x: isinstance(x, Variable))
 
 
 as_pure = pure

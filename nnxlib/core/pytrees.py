@@ -21,7 +21,8 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .containers import Dict, List, holds_data
-from .graph import Layout, NodeRow, Ref, Tree, build, flatten_once, is_fixed
+from .foreign import Foreign
+from .graph import Layout, NodeRow, Ref, Tree, build, comparable, flatten_once
 from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, explicit_mark, is_data, is_node, new_node
 from .pickling import exportable
 from .reprs import static_repr
@@ -193,7 +194,7 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
         elif type(spec) is Tree:
             value = node._nnx_contents()[name]
             fields += [(name, child) for child in spec.children]
-            inner = () if is_fixed(value, flatten_once(value)[1]) else None
+            inner = () if comparable(value, flatten_once(value)[1], Foreign()) else None
         if inner is None:
             return None
         found |= {id(value): (value, const) for value, const in inner}
@@ -232,7 +233,7 @@ def _is_child(value: Any, mark: bool | None) -> bool:
 
 def _key(node: Any, name: Any) -> Any:
     if isinstance(name, str):
-        return node._nnx_name_key(name)
+        return jtu.GetAttrKey(name)
     return jtu.SequenceKey(name) if isinstance(node, list) else jtu.DictKey(name)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -313,10 +313,11 @@ def _holds_data(value: Any) -> bool:
 
 
 def _tree_group(tree: Any) -> Group:
-    """A pytree as a group, with the names of its fields, if it is of a class that has some."""
+    """A pytree as a group, with the keys of a mapping, or the names of its fields if its class has some."""
     kind = type(tree)
-    if kind is dict:
-        return Group("{", [(f"{static_repr(key)}: ", key, x) for key, x in tree.items()], "}")
+    if isinstance(tree, Mapping):
+        opening, closing = ("{", "}") if kind is dict else (f"{kind.__name__}({{", "})")
+        return Group(opening, [(f"{static_repr(key)}: ", key, x) for key, x in tree.items()], closing)
     keyed, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     items = [(path_key(key), x) for (key,), x in keyed]
     opening, closing = {tuple: ("(", ")"), list: ("[", "]")}.get(kind, (f"{kind.__name__}(", ")"))

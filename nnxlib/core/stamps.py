@@ -7,25 +7,62 @@ value of a Variable invalidates nothing: values are no part of a layout.
 
 Objects refer to stamps weakly, so stamps of dropped descriptions do not pile up. An object that changes loses its
 stamps, so each stamp is told of an object once.
+
+Not everything that is described reports its changes (foreign.py). A stamp may be given a check, which is then made
+whenever it is asked whether it is valid; and all States share their stamps, those of :data:`STATES`.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
 class Stamp:
     """Whether the objects seen in one walk are unchanged since the walk began, and which have changed."""
 
-    __slots__ = ("__weakref__", "changed", "mended", "valid")
+    __slots__ = ("__weakref__", "changed", "check", "mended", "valid")
+
+    check: Callable[[], bool]  # whether what cannot report a change is unchanged; only of a _CheckingStamp
 
     def __init__(self) -> None:
         self.valid = True
         self.mended = 0  # how often it became valid again, because the description was brought up to date
-        self.changed: list[weakref.ref[Any]] = []  # the objects whose structure has changed
+        self.changed: list[Callable[[], Any]] = []  # weak references to the objects whose structure has changed
+
+    def add_check(self, check: Callable[[], bool]) -> None:
+        """From now on, be valid only while ``check()`` is true."""
+        self.check = check
+        object.__setattr__(self, "__class__", _CheckingStamp)
+
+
+class _CheckingStamp(Stamp):
+    """A class of its own, so that the test of other stamps stays the reading of a slot."""
+
+    __slots__ = ()
+
+    @property
+    def valid(self) -> bool:  # type: ignore[override]
+        if not _is_valid(self):
+            return False
+        if not self.check():
+            self.changed.append(_gone)
+            self.valid = False
+            return False
+        return True
+
+    @valid.setter
+    def valid(self, valid: bool) -> None:
+        _set_valid(self, valid)
+
+
+_is_valid, _set_valid = Stamp.valid.__get__, Stamp.valid.__set__  # type: ignore[attr-defined]
+
+
+def _gone() -> None:
+    """In place of a reference to what has changed; as of an object that is gone, the description is made anew."""
 
 
 Stamps = tuple[weakref.ref[Stamp], ...]
@@ -46,3 +83,24 @@ def invalidate(stamps: Iterable[weakref.ref[Stamp]], x: Any) -> None:
         if stamp is not None:
             stamp.changed.append(changed)  # atomic: another thread that mends the description takes the list away
             stamp.valid = False
+
+
+class _States:
+    """All States together, as an object that changes whenever one of them is written."""
+
+    _nnx_stamps: Stamps = ()
+
+    def changed(self) -> None:
+        stamps = self._nnx_stamps
+        if stamps:
+            invalidate(stamps, self)
+            if self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
+                self._nnx_stamps = ()
+
+
+STATES = _States()
+
+
+def attach(stamp: Stamp, x: Any) -> None:
+    """Let a change of a node, or of a State, invalidate a stamp."""
+    object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, weakref.ref(stamp)))

@@ -28,6 +28,7 @@ from .errors import ArgumentError, NonExhaustiveFiltersError, UsageError, format
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .pickling import exportable
 from .reprs import Group, Leaf, expand_object, read, write
+from .stamps import STATES
 from .traversals import build, empty_node, flatten_mapping, insert, path_sort_key, sorted_keys, walk
 from .variables import Variable, raw_value
 
@@ -83,7 +84,7 @@ class State(MutableMapping[K, V]):
 
     @property
     def raw_mapping(self) -> dict[K, Any]:
-        """The levels themselves, as nested dicts."""
+        """The levels themselves, as nested dicts, to be read."""
         return self._mapping
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -98,9 +99,11 @@ class State(MutableMapping[K, V]):
 
     def __setitem__(self, key: K, value: Any) -> None:
         insert(self._mapping, key, _copy_levels(value) if isinstance(value, Mapping) else value)
+        STATES.changed()
 
     def __delitem__(self, key: K) -> None:
         del self._mapping[key]
+        STATES.changed()
 
     def __contains__(self, key: object) -> bool:
         return key in self._mapping
@@ -126,7 +129,7 @@ class State(MutableMapping[K, V]):
     def __delattr__(self, name: str) -> None:
         if name not in self._mapping:
             raise self._no_attribute(name)
-        del self._mapping[name]  # type: ignore[arg-type]
+        del self[name]  # type: ignore[arg-type]
 
     def _no_attribute(self, name: str) -> AttributeError:
         keys = ", ".join(map(repr, itertools.islice(self._mapping, 8))) if name not in State.__slots__ else ""

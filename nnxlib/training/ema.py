@@ -20,7 +20,7 @@ from ..core.ops import state
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
 from ..core.tracing import boundary
 from ..core.variables import Variable
-from .stored import matched, set_values, shown, store, without_aliases
+from .stored import matched, set_values, shown, without_aliases
 
 A = TypeVar("A")
 
@@ -60,7 +60,7 @@ class EMA(Pytree):
         selected = _selected(params, only)
         if not selected:
             raise EmptySelectionError(f"only={shown(only)} takes nothing of this {type(params).__name__} to average.")
-        self.params = store(selected, _copied)
+        self.params = selected.map(lambda path, variable: _copied(variable))
 
     @boundary
     def update(self, updates: Any) -> None:

@@ -1,13 +1,15 @@
 """Optimizers: an optax transformation, its state in Variables, and the step that writes a model.
 
-The state of an :class:`Optimizer` is the pytree that ``tx.init`` made, with an :class:`OptVariable` at each place where
-that has a value per parameter (with the metadata of the parameter, so that its sharding and the names of its axes
+The state of an :class:`Optimizer` is the pytree that ``tx.init`` made, of the very same types, so that it fits whatever
+works on such states (``optax.tree_map_params``). Its leaves are Variables: an :class:`OptVariable` at each place where
+there is a value per parameter (with the metadata of the parameter, so that its sharding and the names of its axes
 follow, where the value has its shape) and an :class:`OptArray` for everything else. Moments that are to be sharded in
 another way than their parameter have their names in its metadata ``optimizer_sharding``. Below ``opt_state`` the path
 of a moment is the path of its parameter::
 
     optimizer.opt_state[0].mu['layers'][0]['kernel']
     optimizer.opt_state.hyperparams['learning_rate'].value = 1e-4
+    optimizer.opt_state = optax.tree.set(optimizer.opt_state, learning_rate=1e-4)
 
 ``tx.init`` sees the State of the Variables; ``tx.update`` sees plain values at the same paths, as does whatever is
 called from it. A mask or label function that is called in both, as those of ``optax.masked`` and
@@ -32,14 +34,14 @@ from jax.tree_util import DictKey, tree_map_with_path
 
 from ..core.errors import ArgumentError, EmptySelectionError, StateMismatchError, describe
 from ..core.filters import Filter
-from ..core.objects import Node, Pytree, Static
+from ..core.objects import Node, Pytree, Static, attributes_of, structure_changed
 from ..core.ops import state, update
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
 from ..core.variables import MISSING, Param, Variable, as_stored
 from ..core.variables import raw_value as plain
-from .stored import flat, is_variable, matched, restore, set_values, shown, store, without_aliases
+from .stored import flat, is_variable, matched, set_values, shown, without_aliases
 
 M = TypeVar("M")
 A = TypeVar("A")
@@ -64,7 +66,7 @@ def to_opt_state(tree: Any) -> Any:
     >>> nnx.optimizer.to_opt_state((3, nnx.Param(1.0, layer='first')))
     (OptArray(3), OptVariable(1.0, layer='first'))
     """
-    return store(tree, _boxed)
+    return jax.tree.map(_boxed, tree, is_leaf=is_variable)
 
 
 _VALUE_HOOKS = ("on_get_value", "on_set_value", "on_create_value")
@@ -92,7 +94,7 @@ class Optimizer(Pytree, Generic[M]):
 
     Attributes:
       step: how many updates were made, a uint32 in an :class:`OptState`.
-      opt_state: the state of ``tx``, see :mod:`nnxlib.training.optimizer`.
+      opt_state: the state of ``tx``, see :mod:`nnxlib.training.optimizer`. What is assigned is put into Variables.
       tx: as given.
       wrt: as given.
 
@@ -117,7 +119,6 @@ class Optimizer(Pytree, Generic[M]):
     tx: Static[Any]
     wrt: Static[Filter]
     step: OptState
-    opt_state: Any
 
     def __init__(self, model: M, tx: Any, *, wrt: Filter = Param):
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
@@ -125,19 +126,30 @@ class Optimizer(Pytree, Generic[M]):
                 f"tx has to be a transformation with `init` and `update`, such as optax.adam(1e-3), got "
                 f"{describe(tx) if isinstance(tx, Node) else repr(tx)}. Write nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
-        params = _trained(_as_node(model), wrt)
+        _check_model(model)
+        params = _trained(model, wrt)
         try:
             opt_state = to_opt_state(tx.init(params))
         except (TypeError, ValueError) as error:
             error.add_note(_LABELS)
             raise
-        kept, _ = flat(restore(opt_state))
+        kept, _ = flat(opt_state)
         _place(kept, flat(params)[0])
         set_values(kept, without_aliases([plain(x) for x in kept], [plain(x) for x in flat(params)[0]]))
         self.step = OptState(jnp.zeros((), jnp.uint32))
         self.tx = tx
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         self.opt_state = opt_state
+
+    @property
+    def opt_state(self) -> Any:
+        """The state of ``tx``: the pytree that ``tx.init`` made, with Variables for leaves."""
+        return attributes_of(self)["opt_state"]
+
+    @opt_state.setter
+    def opt_state(self, tree: Any) -> None:
+        attributes_of(self)["opt_state"] = to_opt_state(tree)
+        structure_changed(self)  # also if the very tree was assigned that was there: this is a copy of its containers
 
     @boundary
     def update(self, model: Any, grads: Any = MISSING, **extra: Any) -> Any:
@@ -167,7 +179,7 @@ class Optimizer(Pytree, Generic[M]):
                 f"Optimizer.update takes the model first: optimizer.update(model, grads), but got a State and then a "
                 f"{type(grads).__name__}."
             )
-        model = _as_node(model)
+        _check_model(model)
         trained = _trained(model, self.wrt)
         gradients = self._gradients(grads, trained, model)
         extra = {name: gradients if x is grads else x for name, x in extra.items()}
@@ -218,10 +230,10 @@ class Optimizer(Pytree, Generic[M]):
 
     def _kept(self) -> tuple[list[OptState], Any]:
         """The Variables of ``opt_state``, and the pytree that ``tx`` has around their values."""
-        kept, structure = flat(restore(self.opt_state))
-        if not all(isinstance(x, OptState) for x in kept):  # it was set by hand
-            self.opt_state = to_opt_state(self.opt_state)
-            kept, structure = flat(restore(self.opt_state))
+        kept, structure = flat(self.opt_state)
+        if not all(isinstance(x, OptState) for x in kept):  # an item was set by hand
+            self.opt_state = structure.unflatten(kept)
+            kept = flat(self.opt_state)[0]
         return kept, structure
 
 
@@ -268,14 +280,12 @@ Pass what nnx.grad returns for this model; what is trained is differentiated by 
 # --- helpers --------------------------------------------------------------------------------------------------------
 
 
-def _as_node(model: Any) -> Any:
-    """The model; for a State, a node around its Variables."""
+def _check_model(model: Any) -> None:
     if isinstance(model, Variable):
         raise ArgumentError(
             f"An optimizer trains a Module or a pytree of Modules, got a {type(model).__name__} by itself; put it into "
             "one: nnx.Dict(weight=variable)."
         )
-    return store(model, lambda leaf: leaf) if isinstance(model, State) else model
 
 
 def _place(kept: list[OptState], params: list[Any]) -> None:

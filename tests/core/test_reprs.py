@@ -55,7 +55,7 @@ Optimizer(                             # OptState: 1 (4 B), OptVariable: 3 (12 B
   tx=GradientTransformationExtraArgs(init=init_fn, update=update_fn), wrt=Param,
   opt_state=(                          # OptVariable: 3 (12 B)
     TraceState(                        # OptVariable: 3 (12 B)
-      trace=StateDict({                # OptVariable: 3 (12 B)
+      trace=State({                    # OptVariable: 3 (12 B)
         'w': OptVariable(float32[3]),  # 3 (12 B)
       }),
     ),

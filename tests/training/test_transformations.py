@@ -10,7 +10,6 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.errors import StateMismatchError
-from nnxlib.training.stored import restore
 
 optax = pytest.importorskip("optax")
 
@@ -66,6 +65,10 @@ TRANSFORMATIONS = {
     "injected schedule": lambda: scheduled(optax.linear_schedule(0.1, 0.0, 4)),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
     "low precision": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "named": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.adam(0.1))),
+    "in a dict": lambda: optax.GradientTransformation(
+        lambda params: ({"momentum": [params]}, {}), lambda g, s, p=None: (g, ({"momentum": [g]}, {}))
+    ),
 }
 WITH_VALUE = {
     "plateau": lambda: optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
@@ -90,7 +93,7 @@ def by_optimizer(tx, steps=4, extra=lambda value, grads: {}):
     for _ in range(steps):
         value, grads = nnx.value_and_grad(lambda model: loss(model.layers[0]))(model)
         optimizer.update(model, grads, **extra(value, grads))
-    return nnx.to_pure_dict(nnx.state(model)), jax.tree.leaves(nnx.pure(restore(optimizer.opt_state)))
+    return nnx.to_pure_dict(nnx.state(model)), jax.tree.leaves(nnx.pure(optimizer.opt_state))
 
 
 def assert_same(ours, theirs):
@@ -144,6 +147,54 @@ def test_lbfgs_searches_along_a_line():
     np.testing.assert_allclose(values, expected, rtol=1e-4)
     assert values[-1] < 0.05 * values[0]
     assert_same(nnx.to_pure_dict(nnx.state(model)), params)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_the_state_is_the_pytree_that_the_transformation_made(name):
+    """Of the very same types, so that what works on the states of optax works on it; also after a jitted step."""
+    tx, model = TRANSFORMATIONS[name](), Net()
+    made = tx.init(nnx.state(model))
+    optimizer = nnx.Optimizer(model, tx)
+    for _ in range(2):
+        assert jax.tree.structure(nnx.pure(optimizer.opt_state)) == jax.tree.structure(nnx.pure(made))
+        doubled = optax.tree_utils.tree_map_params(tx, lambda x: x * 2, optimizer.opt_state)
+        assert jax.tree.structure(doubled) == jax.tree.structure(optimizer.opt_state)
+        optimizer.opt_state = doubled
+        nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.state(model)) and None)(model, optimizer)
+
+
+def test_what_optax_finds_in_a_state_and_sets():
+    """By name; what is set is assigned as a whole, and takes effect in a step that was compiled before."""
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.chain(optax.clip(1.0), scheduled(0.1)))
+
+    @nnx.jit
+    def step(model, optimizer):
+        return optimizer.update(model, nnx.state(model))["layers"][0]["bias"]
+
+    assert step(model, optimizer).any()
+    rate = optax.tree_utils.tree_get(optimizer.opt_state, "learning_rate")
+    assert rate is optimizer.opt_state[1].hyperparams["learning_rate"]
+    ((path, mu),) = optax.tree_utils.tree_get_all_with_path(optimizer.opt_state, "mu")
+    assert jax.tree_util.keystr(path).endswith(".mu")
+    assert type(mu) is nnx.State
+    assert mu.layers[0].bias.shape == (2,)
+    optimizer.opt_state = optax.tree_utils.tree_set(optimizer.opt_state, learning_rate=0.0)
+    assert type(optimizer.opt_state[1].hyperparams["learning_rate"]) is nnx.OptArray
+    assert not step(model, optimizer).any()
+    optimizer.opt_state[1].hyperparams["learning_rate"] = 0.1
+    assert step(model, optimizer).any()
+
+
+def test_a_moment_may_be_exchanged_in_place():
+    """It is an item of a State, which a step that was compiled before reads anew."""
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.5))
+    step = nnx.jit(lambda model, optimizer: optimizer.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model))))
+    for _ in range(2):
+        step(model, optimizer)
+    optimizer.opt_state[0].trace.layers[0]["bias"] = nnx.OptVariable(jnp.full(2, 2.0))
+    assert step(model, optimizer)["layers"][0]["bias"].tolist() == pytest.approx([-0.1, -0.1])
 
 
 def test_what_is_masked_has_no_state():
