@@ -346,7 +346,7 @@ def lift_lanes(
     """Call ``function`` through a JAX transformation that has a lane for each label.
 
     Args:
-      over: ``over(pure, lanes)`` applies the JAX transformation to the pure function.
+      over: ``over(pure, crossing)`` applies the JAX transformation to the pure function of a :class:`Crossing`.
       function: the user's function.
       arguments: of the call.
       entries: what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
@@ -362,4 +362,4 @@ def lift_lanes(
         recorded = [0] if axis_name is not MISSING and recorded_types() else []
         lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(entries)), *labels_in(out), *recorded]))
         crossing = Crossing(packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name)
-        return finish(packed, over(crossing.purify(function), lanes)(*crossing.split(packed.leaves)))
+        return finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))

@@ -40,7 +40,7 @@ def transform_metadata(
     ('layers', 'in', 'out')
     """
     name = AxisName(partition)
-    return mapped(f, lambda pure, lanes: pure, in_axes, out_axes, "transform_metadata", name, others=(Carry,))
+    return mapped(f, lambda pure, crossing: pure, in_axes, out_axes, "transform_metadata", name, others=(Carry,))
 
 
 @lifts_classes()
@@ -66,4 +66,4 @@ def add_metadata_axis(
     ('layers', 'in', 'out')
     """
     axes = StateAxes({**variable_axes, ...: None})
-    return mapped(f, lambda pure, lanes: pure, axes, axes, "add_metadata_axis", axis_name_in(metadata_params))
+    return mapped(f, lambda pure, crossing: pure, axes, axes, "add_metadata_axis", axis_name_in(metadata_params))

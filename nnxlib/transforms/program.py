@@ -6,6 +6,7 @@ with ``jax.lax``. A body that captures a Module is traced at each call, since th
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,12 +24,17 @@ from .lift import check_traceable
 
 
 class Program:
-    """An operation on leaves, jitted for calls at top level."""
+    """An operation on leaves, jitted for calls at top level.
+
+    Args:
+      function: takes a list of leaves.
+      jitted: the same, compiled, and :func:`watched` while it is traced; by ``jax.jit`` if not given.
+    """
 
     __slots__ = ("captures", "function", "jitted")
 
-    def __init__(self, function: Callable):
-        self.function, self.jitted = function, jax.jit(_watched(function))
+    def __init__(self, function: Callable, jitted: Callable | None = None):
+        self.function, self.jitted = function, jitted or jax.jit(watched(function))
         self.captures = False  # whether it was found to capture objects
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -45,12 +51,15 @@ class Program:
         return self.function(list(leaves))
 
 
-def _watched(function: Callable) -> Callable:
-    def watched(leaves: list[Any]) -> Any:
-        with watching():
-            return function(leaves)
+def watched(function: Callable) -> Callable:
+    """A function that raises CapturedObjects if it refers to live objects, whose present values would be kept."""
 
-    return watched
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        with watching():
+            return function(*args)
+
+    return wrapper
 
 
 class _Programs(dict):

@@ -17,7 +17,7 @@ from ..core.tracing import at_top_level
 from ..core.variables import MISSING, Cell
 from .callables import Observed, resolve
 from .classes import lifts_classes
-from .lift import Arguments, lift_lanes
+from .lift import Arguments, Crossing, lift_lanes
 from .prefixes import broadcast_prefix, label_arguments, same_entries
 
 
@@ -65,8 +65,8 @@ def shard_map(
         entries += same_entries(_REPLICATED, bound_kwargs)
         arguments = Arguments((*bound, *args), bound_kwargs)
 
-        def over(pure: Callable, lanes: tuple) -> Callable:
-            specs = tuple([_REPLICATED if spec is None else spec for spec in lanes])
+        def over(pure: Callable, crossing: Crossing) -> Callable:
+            specs = tuple([_REPLICATED if spec is None else spec for spec in crossing.lanes])
 
             def run(*groups: Any) -> Any:
                 function = Observed(pure)
@@ -75,7 +75,7 @@ def shard_map(
                 except ValueError as error:
                     if function.has_raised(error):
                         raise
-                    named = map(_by_name, _names(arguments, entries, lanes), groups)
+                    named = map(_by_name, _names(arguments, entries, crossing.lanes), groups)
                     raise ValueError(_explain(pure, specs, options, tuple(named)) or str(error)) from None
 
             return run

@@ -15,8 +15,9 @@ from ..core.variables import MISSING
 from .axes import NO_METADATA, AxisName, axis_name_in
 from .callables import Observed, by_position, resolve, static_arguments
 from .classes import lifts_classes
-from .lift import Arguments, lift_lanes
-from .prefixes import broadcast_prefix, check_axes, mapped_size, same_entries
+from .lift import Arguments, Crossing, lift_lanes
+from .prefixes import broadcast_prefix, check_axes, mapped_size, prefix_key, same_entries
+from .program import Program, program_of, watched
 
 
 @lifts_classes()
@@ -59,7 +60,8 @@ def vmap(
     """
     options: dict[str, Any] = {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
 
-    def over(pure: Callable, lanes: tuple) -> Callable:
+    def over(pure: Callable, crossing: Crossing) -> Callable:
+        lanes = crossing.lanes
         return _checked(pure, lanes, lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options))
 
     check = functools.partial(_check_sizes, "vmap", axis_size)
@@ -82,6 +84,8 @@ def pmap(
 ) -> Callable:
     """Map a function over devices, with Modules; ``jax.pmap`` with state. JAX recommends ``shard_map`` instead.
 
+    It is compiled once for each structure of the arguments, unless it refers to a Module that it was not passed.
+
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
       axis_name: a name for the axis, for collectives inside.
@@ -101,18 +105,40 @@ def pmap(
     """
     options: dict[str, Any] = {"axis_name": axis_name, "devices": devices, "backend": backend, "axis_size": axis_size}
 
-    def over(pure: Callable, lanes: tuple) -> Callable:
+    function, axis = resolve(f)[0], axis_name_in(transform_metadata)
+    settings = (axis_name, axis, axis_size, backend, None if devices is None else tuple(devices))
+
+    def over(pure: Callable, crossing: Crossing) -> Callable:
+        lanes = crossing.lanes
+
         def transform(fun: Callable, out: Any) -> Callable:
-            def run(*groups: Sequence[Any]) -> Any:
-                axes = [[axis] * len(group) for axis, group in zip(lanes, groups, strict=True)]  # for JAX mistakes
-                return jax.pmap(fun, in_axes=tuple(axes), out_axes=out, **options)(*groups)  # (0, None) above ([x], [])
+            @functools.cache
+            def compiled(*sizes: int) -> Callable:
+                axes = [[axis] * size for axis, size in zip(lanes, sizes, strict=True)]  # for JAX mistakes (0, None)
+                return jax.pmap(fun, in_axes=tuple(axes), out_axes=out, **options)  # above ([x], [])
 
-            return run
+            return lambda *groups: compiled(*map(len, groups))(*groups)
 
-        return _checked(pure, lanes, transform)
+        def make() -> Program:
+            kept: Callable | None = None
+
+            def compiled_once(groups: Any) -> Any:
+                nonlocal kept
+                call = kept or _checked(watched(pure), lanes, transform)
+                kept = None  # if it fails: JAX 0.8 does not trace a function again whose trace has failed
+                out = call(*groups)
+                kept = call
+                return out
+
+            return Program(lambda groups: _checked(pure, lanes, transform)(*groups), compiled_once)
+
+        prefixes = (*prefix_key(in_axes), *prefix_key(out_axes))
+        key = ("pmap", crossing.layout, lanes, crossing.lane_of, *prefixes, *settings)
+        program = program_of((function,), key, make)
+        return lambda *groups: program(groups)
 
     check = functools.partial(_check_sizes, "pmap", axis_size)
-    call = mapped(f, over, in_axes, out_axes, "pmap", axis_name_in(transform_metadata), check)
+    call = mapped(f, over, in_axes, out_axes, "pmap", axis, check)
     return static_arguments(call, static_broadcasted_argnums)
 
 
@@ -164,12 +190,12 @@ def _check_sizes(what: str, axis_size: int | None, packed: Packed, labels: Seque
 
 def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
     """``transform(pure, out_axes)``, with an error that names the value if JAX refuses one that comes back."""
-    out_axes = (lanes, None)
+    function = Observed(pure)
+    transformed = transform(function, (lanes, None))
 
     def run(*groups: Sequence[Any]) -> Any:
-        function = Observed(pure)
         try:
-            return transform(function, out_axes)(*groups)
+            return transformed(*groups)
         except ValueError as error:
             if function.has_raised(error):
                 raise
@@ -180,6 +206,8 @@ def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
             if not found:
                 raise
             raise PrefixError(listed(_MAPPED, found, _REDUCE)) from None
+        finally:
+            function.raised.clear()  # an error holds the frames of a trace
 
     return run
 

@@ -349,6 +349,74 @@ def test_pmap_takes_static_arguments():
     assert jnp.array_equal(f(m, "off", x)[0], x)
 
 
+def on_one_device(value=1.0):
+    return nnx.vmap(lambda value: Layer(value))(jnp.full(1, value))
+
+
+def test_pmap_is_traced_once_for_each_structure():
+    """And shape, as by jax.pmap; a second model of the structure finds the program, also in another pmap."""
+    traces = []
+
+    def call(m, x, scale=1.0):
+        traces.append(x.shape)
+        return m(x) * scale
+
+    f, m, other = nnx.pmap(call), on_one_device(), on_one_device(2.0)
+    for count in range(1, 5):
+        np.testing.assert_allclose(f(m, X[None])[0], jnp.sin(X), rtol=1e-6)
+        np.testing.assert_array_equal(m.calls.value, [count])
+        assert len(traces) <= 2  # JAX traces once more for arrays that the first call has placed on the devices
+    traces.clear()
+    np.testing.assert_allclose(f(other, X[None])[0], jnp.sin(2 * X), rtol=1e-6)
+    nnx.pmap(call)(m, X[None])
+    assert not traces
+    for other_call in (
+        lambda: f(m, X[None, :1]),
+        lambda: f(m, X[None], scale=jnp.ones(1)),
+        lambda: nnx.pmap(call, in_axes=(0, None))(m, X),
+        lambda: (setattr(m, "flag", True), f(m, X[None])),
+    ):
+        other_call()
+        other_call()
+        assert 1 <= len(traces) <= 2
+        traces.clear()
+        other_call()
+        assert not traces
+
+
+def test_pmap_of_a_function_that_refers_to_a_model_sees_it_as_it_is():
+    m = Layer(1.0)
+    f = nnx.pmap(lambda x: m.w * x)
+    for value in (1.0, 2.0):
+        m.w.value = jnp.asarray(value)
+        assert f(jnp.ones(1)) == value
+    holder = {"model": m}
+    g = nnx.pmap(lambda x: holder["model"].w * x)
+    for value in (1.0, 2.0):
+        m.w.value = jnp.asarray(value)
+        assert g(jnp.ones(1)) == value
+
+
+def test_pmap_fails_and_goes_on():
+    """An error changes nothing, and does not spoil the next call."""
+
+    def call(m, x, fail):
+        m.calls.value += 1
+        if fail:
+            raise ValueError("now")
+        return x
+
+    m = on_one_device()
+    f = nnx.pmap(call, in_axes=(0, 0, None), static_broadcasted_argnums=2)
+    for fail in (True, False, True, False):
+        if fail:
+            with pytest.raises(ValueError, match="now"):
+                f(m, jnp.ones(1), fail)
+        else:
+            f(m, jnp.ones(1), fail)
+    np.testing.assert_array_equal(m.calls.value, [2])
+
+
 def test_an_error_of_the_function_itself_runs_it_once():
     """Only when JAX complains is the function looked at again, to find out about what."""
     calls = []
