@@ -41,7 +41,7 @@ from .graphdef import Avals, GraphDef, avals_of
 from .nesting import Nesting
 from .objects import HasAttributes, Node, check_writable, is_array, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
-from .state import FlatState, State, flatten_with_keys, from_flat_state
+from .state import FlatState, State, flatten_with_keys, from_flat_state, is_without_leaves
 from .static import Const, same_items
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
@@ -387,7 +387,8 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
     """Path -> leaf of several States, for an object whose leaves have the paths and avals ``known``.
 
     Two variants of known paths, as in checkpoints, are understood: ``'0'`` for ``0``, and a further key ``'value'``,
-    which is what JAX calls the value of a Variable.
+    which is what JAX calls the value of a Variable. (Not below a value that is a mapping itself; but one without
+    leaves, such as what optax has in place of a masked moment, is stored as None.)
     """
     by_string: dict[Path, Path] | None = None
     flat: dict[Path, Any] = {}
@@ -398,7 +399,8 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
                     by_string = {tuple([str(k) for k in p]): p for p in known}
                 written = tuple([str(k) for k in path])
                 held = by_string.get(written[:-1]) if written[-1:] == ("value",) else None
-                path = by_string.get(written, held if held is not None and known[held] else path)
+                is_value = held is not None and (known[held] is not None or leaf is None)
+                path = by_string.get(written, held if is_value else path)
             flat[path] = leaf
     return flat
 
@@ -427,6 +429,11 @@ def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tupl
             f"Expected a State, a FlatState or a nested dict as state number {number}, got {describe(state)}; nothing "
             "was changed. Pass what nnx.split or nnx.state returned."
         )
+
+
+def _is_none(leaf: Any) -> bool:
+    """Whether a leaf is None, or that as the value of a Variable."""
+    return leaf is None or (type(leaf) is dict and leaf.keys() == {"value"} and leaf["value"] is None)
 
 
 def _placed(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
@@ -553,6 +560,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         values, metadata = {k: fitting[0][k] for k in given}, fitting[1]
     else:
         new, unexpected = (given, {}) if given else _placed(layout, states, avals_of(leaves))
+        new = {k: x for k, x in new.items() if not (_is_none(x) and is_without_leaves(leaves[k]))}
         present = [leaves[k] for k in new]
         avals = zip(new, present, avals_of(present), strict=True)
         before = {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}

@@ -563,7 +563,14 @@ def _split(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]
     return groups
 
 
+def is_without_leaves(value: Any) -> bool:
+    """Whether a value is a pytree without leaves; in a checkpoint that is None."""
+    return value is not None and not jax.tree.leaves(value)
+
+
 def _replace_value(leaf: Any, value: Any) -> Any:
+    if value is None and is_without_leaves(raw_value(leaf)):
+        return leaf
     return leaf.replace(value) if isinstance(leaf, Variable) else value
 
 

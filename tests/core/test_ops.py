@@ -502,6 +502,22 @@ def test_values_one_level_below_their_variables():
     assert nnx.merge(nnx.graphdef(net.first), written).mean.value is written["mean"]["value"]
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"value": x}], ids=["bare", "below"])
+def test_what_has_no_leaves_is_none_in_a_checkpoint(wrap):
+    """It stays what it is, as the masked moments of an optimizer; in place of an array, None is an error."""
+    node = nnx.Dict(masked=nnx.Param(()), w=nnx.Param(jnp.zeros(2)))
+    restored = {"masked": wrap(None), "w": wrap(jnp.ones(2))}
+    nnx.update(node, restored)
+    assert (node.masked.value, node.w.value.tolist()) == ((), [1, 1])
+    state = nnx.state(node)
+    state.replace_by_pure_dict(restored)
+    assert state.masked.value == ()
+    nnx.update(node, state)
+    assert node.masked.value == ()
+    with pytest.raises(StateMismatchError, match="w.*None"):
+        nnx.update(node, {"w": wrap(None)})
+
+
 def test_a_level_in_place_of_an_array_is_an_error():
     layer = Layer()
     with pytest.raises(StateMismatchError, match=r"w\.kernel: unexpected int"):
