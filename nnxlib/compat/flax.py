@@ -12,7 +12,8 @@ switches are accepted, and only change what a caller can see. In tree mode, and 
 In both modes a ``scan`` may change what it passes whole, and a State is not a snapshot: it holds the Variables of the
 model itself, and ``merge`` puts the Variables of a State into the new model.
 
-All other names are nnxlib's own, looked up when they are first used.
+All other names are nnxlib's own, looked up when they are first used. Where the constructor of a class takes a switch,
+its name here is that of a subclass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import nnxlib
 
@@ -35,6 +36,7 @@ from .variablelib import var_defaults as var_defaults
 if TYPE_CHECKING:
     from typing import Any  # at run time it is the filter of that name
 
+M = TypeVar("M")
 _SWITCHES = ("graph_updates", "copy_variables")
 
 
@@ -146,6 +148,28 @@ def _without_switches(function: Callable) -> Callable:
 
 state, split, merge = map(_without_switches, (aliases.state, aliases.split, aliases.merge))
 variables = state
+
+
+class Optimizer(nnxlib.Optimizer[M]):
+    __doc__ = nnxlib.Optimizer.__doc__
+
+    def __init__(self, model: M, tx: Any, *, wrt: nnxlib.filterlib.Filter = nnxlib.Param, graph: bool | None = None):
+        if _of_trees(graph):
+            check_tree(model)
+        super().__init__(model, tx, wrt=wrt)
+
+
+class ModelAndOptimizer(nnxlib.ModelAndOptimizer[M], Optimizer[M]):  # so that it is an Optimizer of this namespace
+    __doc__ = nnxlib.ModelAndOptimizer.__doc__
+
+
+class EMA(nnxlib.EMA):
+    __doc__ = nnxlib.EMA.__doc__
+
+    def __init__(self, params: Any, decay: float, *, only: nnxlib.filterlib.Filter = ..., graph: bool | None = None):
+        if _of_trees(graph):
+            check_tree(params)
+        super().__init__(params, decay, only=only)
 
 
 def _transform(transform: Callable) -> Callable:

@@ -399,8 +399,8 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
                     by_string = {tuple([str(k) for k in p]): p for p in known}
                 written = tuple([str(k) for k in path])
                 held = by_string.get(written[:-1]) if written[-1:] == ("value",) else None
-                is_value = held is not None and (known[held] is not None or leaf is None)
-                path = by_string.get(written, held if is_value else path)
+                is_value = held is not None and (known[held] or leaf is None)
+                path = by_string.get(written, (held if is_value else None) or path)
             flat[path] = leaf
     return flat
 

@@ -27,7 +27,10 @@ X = jnp.ones((2, 2))
 
 
 def test_the_names_are_those_of_nnxlib():
-    assert all(getattr(nnx, name) is x for name, x in vars(nnxlib).items() if isinstance(x, type))
+    classes = {name: x for name, x in vars(nnxlib).items() if isinstance(x, type)}
+    switched = {name for name, x in classes.items() if getattr(nnx, name) is not x}
+    assert switched == {"Optimizer", "ModelAndOptimizer", "EMA"}
+    assert all(issubclass(getattr(nnx, name), classes[name]) for name in switched)
     assert {name for name in dir(nnxlib) if not name.startswith("_")} <= set(dir(nnx))
     with pytest.raises(AttributeError, match="no_such_name"):
         nnx.no_such_name
@@ -248,6 +251,22 @@ def test_a_tree_has_no_variable_twice(function):
         function(tree)
     for tree in (nnx.Linear(1, 1, rngs=nnx.Rngs(0)), [empty, empty, nnx.Param(1.0)]):
         function(tree, graph=False)
+
+
+def test_an_optimizer_and_an_average_take_the_switch():
+    tx, model, shared = optax.sgd(0.1), Net(nnx.Rngs(0)), nnx.Param(jnp.ones(2))
+    for graph in (True, False, None):
+        optimizer, average = nnx.Optimizer(model, tx, wrt=nnx.Param, graph=graph), nnx.EMA(model, 0.5, graph=graph)
+        optimizer.update(model, nnx.state(model, nnx.Param))
+        average.update(model)
+        assert optimizer.step.value == 1
+    for make in (lambda: nnx.Optimizer([shared] * 2, tx, graph=False), lambda: nnx.EMA([shared] * 2, 0.5, graph=False)):
+        with pytest.raises(ValueError, match="shared references"):
+            make()
+    both = nnx.optimizer.ModelAndOptimizer(model, tx)
+    both.update(nnx.state(both.model, nnx.Param))
+    assert isinstance(both, nnx.Optimizer)
+    assert isinstance(nnx.clone(both), nnxlib.ModelAndOptimizer)
 
 
 def test_functions_of_modules_take_the_switches():

@@ -514,7 +514,7 @@ def test_what_has_no_leaves_is_none_in_a_checkpoint(wrap):
     assert state.masked.value == ()
     nnx.update(node, state)
     assert node.masked.value == ()
-    with pytest.raises(StateMismatchError, match="w.*None"):
+    with pytest.raises(StateMismatchError, match=r"w.*None"):
         nnx.update(node, {"w": wrap(None)})
 
 
