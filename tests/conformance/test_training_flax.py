@@ -122,6 +122,34 @@ def test_same_steps(name, jitted):
     assert_same(ours[3], theirs[3], rtol=2e-5, atol=1e-7)
 
 
+def seen_from_outside(lib, make_tx):
+    """The types in the state of an optimizer by path, the paths of JAX, and what optax makes of it."""
+    model, tx, types = make_net(lib), make_tx(), {}
+    optimizer = lib.Optimizer(model, tx, wrt=lib.Param)
+    lib.jit(lambda model, optimizer: optimizer.update(model, lib.state(model, lib.Param)) and None)(model, optimizer)
+
+    def note(tree, path):
+        types[path] = type(tree).__name__
+        items = list(tree.items()) if hasattr(tree, "items") else enumerate(tree) if isinstance(tree, tuple) else ()
+        for key, item in () if isinstance(tree, lib.Variable) else items:
+            note(item, (*path, str(key)))
+
+    note(optimizer.opt_state, ())
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(optimizer.opt_state)]
+    doubled = optax.tree_utils.tree_map_params(tx, lambda x: x * 2, optimizer.opt_state)
+    found = optax.tree_utils.tree_get_all_with_path(optimizer.opt_state, "learning_rate")
+    same = jax.tree.structure(doubled) == jax.tree.structure(optimizer.opt_state)
+    return types, paths, same, [(jax.tree_util.keystr(path), type(x).__name__) for path, x in found]
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_same_state_from_outside(name):
+    """Named tuples, dicts and States stand where flax.nnx has them, so the functions of optax for states work."""
+    ours, theirs = (seen_from_outside(lib, TRANSFORMATIONS[name]) for lib in (nnxlib, flax_nnx))
+    assert ours == theirs
+    assert ours[2]
+
+
 def test_same_steps_bit_for_bit_when_eager():
     """Without compilation the parameters after Adam are the same bits."""
     ours, theirs = (trained(lib, TRANSFORMATIONS["adam"], jitted=False)[2] for lib in (nnxlib, flax_nnx))
