@@ -379,3 +379,31 @@ def compare(ours, theirs, where=""):
         np.testing.assert_allclose(np.float64(ours), np.float64(theirs), rtol=2e-6, atol=1e-7, err_msg=where)
     else:
         assert ours == theirs, where
+
+
+@pytest.mark.parametrize("name", ["adam", "masked", "inject_hyperparams", "named_chain"])
+def test_a_checkpoint_of_flax_is_restored(name, tmp_path):
+    """Model and optimizer, saved by orbax, with a target and without one; training goes on alike."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+
+    def start(lib):
+        model = make_net(lib)
+        return model, lib.Optimizer(model, TRANSFORMATIONS[name](), wrt=lib.Param)
+
+    def step(lib, model, optimizer):
+        optimizer.update(model, lib.grad(loss_of)(model))
+        return described(lib, (model, optimizer))
+
+    model, optimizer = start(flax_nnx)
+    step(flax_nnx, model, optimizer)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "1", {"m": flax_nnx.state(model), "o": flax_nnx.state(optimizer)})
+    expected = step(flax_nnx, model, optimizer)
+    for targeted in (True, False):
+        model, optimizer = start(nnxlib)
+        target = {"m": nnxlib.state(model), "o": nnxlib.state(optimizer)}
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(tmp_path / "1", *([target] if targeted else []))
+        nnxlib.update(model, restored["m"])
+        nnxlib.update(optimizer, restored["o"])
+        assert_same(step(nnxlib, model, optimizer), expected, rtol=1e-3, atol=1e-4)  # a gradient in bfloat16
