@@ -158,7 +158,8 @@ class Optimizer(Pytree, Generic[M]):
         Args:
           model: the model that the optimizer was made for, or one with parameters at the same paths.
           grads: a gradient for each trained Variable, as a State (what :func:`nnx.grad` returns), a nested dict of
-            values, or a Module that holds them. Gradients of Variables that are not trained are left out.
+            values, or a Module that holds them. Gradients of Variables that are not trained are left out. All of them
+            may have an axis of examples in front, for a ``tx`` that reduces it, such as ``optax.contrib.dpsgd``.
           **extra: further arguments of ``tx.update``, such as ``value``, ``grad`` and ``value_fn`` for L-BFGS.
 
         Returns:
@@ -181,12 +182,14 @@ class Optimizer(Pytree, Generic[M]):
             )
         _check_model(model)
         trained = _trained(model, self.wrt)
-        gradients = self._gradients(grads, trained, model)
+        gradients, misfit = self._gradients(grads, trained, model)
         extra = {name: gradients if x is grads else x for name, x in extra.items()}
         try:
             return self._step(model, trained, gradients, extra, _without_variables)
         except (TypeError, ValueError) as error:
             self._check_state(trained)
+            if misfit is not None:
+                raise misfit from None
             with suppress(TypeError, ValueError):
                 return self._step(model, trained, gradients, extra, lambda tree: _as_variables(tree, trained))
             if isinstance(error, TypeError) and (not extra or any(map(callable, extra.values()))):
@@ -205,6 +208,8 @@ class Optimizer(Pytree, Generic[M]):
         extra = {name: given[0] if x is gradients else seen(x) for name, x in extra.items()}
         updates, new_state = map(_without_variables, self.tx.update(*given, **extra))
         moved = [added(*pair) for pair in zip(values, structure.flatten_up_to(updates))]
+        if _shapes(moved) != _shapes(values):
+            raise StateMismatchError("tx.update returned updates of other shapes than the parameters have.")
         new_kept = without_aliases(_like(kept_structure, new_state), moved)
         if _shapes(new_kept) != _shapes(old):  # a moment of size 1 is broadcast to any parameter
             self._check_state(trained)
@@ -221,12 +226,22 @@ class Optimizer(Pytree, Generic[M]):
         expected = dict(to_flat_state(state({"opt_state": made})))
         matched(state({"opt_state": self.opt_state}), expected, (), _CHANGED, _MAKE_A_NEW_ONE)
 
-    def _gradients(self, grads: Any, params: Any, model: Any) -> Any:
-        """The State of the gradients of the trained Variables, as plain values."""
-        untrained = to_flat_state(state(model)).paths
+    def _gradients(self, grads: Any, params: State, model: Any) -> tuple[State, StateMismatchError | None]:
+        """The State of the gradients of the trained Variables, as plain values; if it is one of many examples, also the
+        error for a ``tx`` that does not reduce them.
+        """
+        untrained = frozenset(to_flat_state(state(model)).paths)
         head = f"The gradients do not fit what this optimizer trains (wrt={shown(self.wrt)}); nothing was changed."
-        found = matched(grads, dict(to_flat_state(params)), frozenset(untrained), head, _DIFFERENTIATE)
-        return map_state(lambda path, _: found[path], params)
+        expected, misfit = dict(to_flat_state(params)), None
+        try:
+            found = matched(grads, expected, untrained, head, _DIFFERENTIATE)
+        except StateMismatchError as error:
+            misfit = error
+            try:
+                found = matched(grads, _of_examples(expected, grads), untrained, head, _DIFFERENTIATE)
+            except StateMismatchError:
+                raise misfit from None
+        return map_state(lambda path, _: found[path], params), misfit
 
     def _kept(self) -> tuple[list[OptState], Any]:
         """The Variables of ``opt_state``, and the pytree that ``tx`` has around their values."""
@@ -327,6 +342,16 @@ def _trained(model: Any, wrt: Filter) -> State:
 def added(params: Any, updates: Any) -> Any:
     """Return ``params + updates`` in the dtypes of ``params``, leaf by leaf."""
     return jax.tree.map(lambda p, u: jnp.asarray(p + u).astype(jnp.asarray(p).dtype), params, updates)
+
+
+def _of_examples(leaves: dict[Any, Any], grads: Any) -> dict[Any, Any]:
+    """Leaves of which each has an axis more, in front, of the length that it has in the gradients."""
+    size = next((jnp.shape(x)[:1] for x in jax.tree.leaves(grads)), ())
+
+    def with_axis(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*size, *jnp.shape(x)), jnp.result_type(x))
+
+    return {path: jax.tree.map(with_axis, plain(leaf)) for path, leaf in leaves.items()}
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:

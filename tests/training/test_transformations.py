@@ -295,6 +295,37 @@ def test_a_state_of_other_parameters_is_refused(change, message):
     assert jax.tree.all(jax.tree.map(jnp.array_equal, before, nnx.to_pure_dict(nnx.state((model, optimizer)))))
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_gradients_of_examples(jitted):
+    """They have an axis in front, which the transformation of differentially private training reduces."""
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
+    model, tx = Net(), optax.chain(private, optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, tx)
+    scales = jnp.array([1.0, 2.0, 3.0])
+
+    def step(model, optimizer):
+        example = lambda model, scale: scale * loss(model.layers[0])
+        optimizer.update(model, nnx.vmap(nnx.grad(example), in_axes=(None, 0))(model, scales))
+
+    (nnx.jit(step) if jitted else step)(model, optimizer)
+    params = {"kernel": jnp.ones((2, 4)), "bias": jnp.array([0.5, 0.5])}
+    grads = jax.vmap(jax.grad(lambda p, scale: scale * loss(p)), in_axes=(None, 0))(params, scales)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(model.layers[0].bias.value, params["bias"] + updates["bias"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
+def test_gradients_of_examples_for_a_transformation_that_does_not_reduce_them(tx):
+    """The error is that of gradients that do not fit, and names the paths."""
+    model = Net()
+    optimizer = nnx.Optimizer(model, tx)
+    grads = jax.tree.map(lambda x: jnp.stack([x, x]), nnx.state(model))
+    with pytest.raises(StateMismatchError, match=r"bias: expected shape \(2,\), got \(2, 2\)\n(?s:.)*nnx.grad returns"):
+        optimizer.update(model, grads)
+    assert model.layers[0].kernel.shape == (2, 4)
+    assert optimizer.step.value == 0
+
+
 def test_other_errors_of_a_transformation_are_left_alone():
     """A missing argument is not the fault of the state."""
     model = Net()
