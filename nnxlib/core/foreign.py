@@ -1,10 +1,10 @@
-"""Foreign containers: dicts, lists and States in an attribute that is a pytree, which do not report their changes.
+"""Foreign containers: the dicts, lists and States in an attribute that is a pytree, and how changes of them are found.
 
 The state of an optimizer is such a pytree. It has to stay what the transformation has made, to the very types, since
 JAX compares these: a List is no list to ``jax.tree.map(f, [1], nnx.List([2]))``. So a table that describes foreign
-containers notes what each of them holds, to compare later. For dicts and lists its stamp does so whenever it is asked
-whether it is valid, which takes half a microsecond for one of five items. States are large, and hardly ever written.
-They are compared only after *any* State was written: these report to :data:`STATES`, which has stamps like an object.
+dicts and lists notes what each of them holds, and its stamp compares whenever it is asked whether it is valid, which
+takes half a microsecond for one of five items. States are large, and report their writes: each write looks among the
+levels that stamps know (:class:`~nnxlib.core.stamps.States`).
 
 Other mutable pytrees, such as a dataclass that is not frozen, cannot be compared without flattening them. A graph that
 holds one is walked at each call.
@@ -16,7 +16,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .stamps import STATES, Stamp, attach
+from .stamps import Stamp, States
 from .state import State
 
 
@@ -35,7 +35,7 @@ class Foreign:
     __slots__ = ("levels", "others")
 
     def __init__(self) -> None:
-        self.levels: list[Items] = []  # of States
+        self.levels: dict[int, dict] = {}  # of States, by id
         self.others: list[Items] = []
 
     def __bool__(self) -> bool:
@@ -43,34 +43,39 @@ class Foreign:
 
     def add(self, tree: Any, children: Sequence[Any]) -> bool:
         """Add the containers of a pytree; False if it can get other children than these without a change of them."""
-        found, stack = set(), [(tree, self.others)]
+        found, stack = set(), [tree]
         while stack:
-            x, items = stack.pop()
+            x = stack.pop()
             if isinstance(x, State):
-                stack.append((x.raw_mapping, self.levels))
+                stack += self._items_of_levels(x.raw_mapping)
             elif type(x) in _DICTS:
                 values = list(x.values())
-                items.append(Items(x, list(x), list(map(id, values)), values))
-                stack += [(value, items if type(value) is dict else self.others) for value in values]
+                self.others.append(Items(x, list(x), list(map(id, values)), values))
+                stack += values
             elif type(x) is list:
-                items.append(Items(x, None, list(map(id, x)), x.copy()))
-                stack += [(value, self.others) for value in x]
+                self.others.append(Items(x, None, list(map(id, x)), x.copy()))
+                stack += x
             elif isinstance(x, tuple):
-                stack += [(value, self.others) for value in x]
+                stack += x
             elif x is not None:
                 found.add(id(x))
         return found == set(map(id, children))
+
+    def _items_of_levels(self, top: dict) -> list[Any]:
+        found, stack = [], [top]
+        while stack:
+            level = stack.pop()
+            self.levels[id(level)] = level
+            for x in level.values():
+                (stack if type(x) is dict else found).append(x)
+        return found
 
     def watch(self, stamp: Stamp) -> None:
         """Let a change invalidate a stamp."""
         if self.others:
             stamp.add_check(lambda: _are_unchanged(self.others))
         if self.levels:
-            attach(stamp, STATES)
-
-    def states_unchanged(self) -> bool:
-        """Whether the States hold what they held."""
-        return _are_unchanged(self.levels)
+            States.attach(stamp, self.levels)
 
 
 _DICTS = (dict, OrderedDict, defaultdict)

@@ -9,7 +9,7 @@ Objects refer to stamps weakly, so stamps of dropped descriptions do not pile up
 stamps, so each stamp is told of an object once.
 
 Not everything that is described reports its changes (foreign.py). A stamp may be given a check, which is then made
-whenever it is asked whether it is valid; and all States share their stamps, those of :data:`STATES`.
+whenever it is asked whether it is valid; and a State reports to the stamps that know it (:class:`States`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any
 class Stamp:
     """Whether the objects seen in one walk are unchanged since the walk began, and which have changed."""
 
-    __slots__ = ("__weakref__", "changed", "check", "mended", "valid")
+    __slots__ = ("__weakref__", "changed", "check", "levels", "mended", "valid")
 
     check: Callable[[], bool]  # whether what cannot report a change is unchanged; only of a _CheckingStamp
+    levels: dict[int, dict]  # of the States that were seen, by id; only if there are some
 
     def __init__(self) -> None:
         self.valid = True
@@ -85,22 +86,25 @@ def invalidate(stamps: Iterable[weakref.ref[Stamp]], x: Any) -> None:
             stamp.valid = False
 
 
-class _States:
-    """All States together, as an object that changes whenever one of them is written."""
+class States:
+    """The stamps of all States. A State has none itself, to be as cheap as a dict, and there are many views of one: a
+    write looks which stamps know the level, a dict, that it changes.
+    """
 
-    _nnx_stamps: Stamps = ()
+    stamps: Stamps = ()
 
-    def changed(self) -> None:
-        stamps = self._nnx_stamps
-        if stamps:
-            invalidate(stamps, self)
-            if self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
-                self._nnx_stamps = ()
+    @classmethod
+    def attach(cls, stamp: Stamp, levels: dict[int, dict]) -> None:
+        """Let a write to one of these levels, given by id, invalidate a stamp."""
+        stamp.levels = levels
+        with stamping:
+            cls.stamps = with_stamp(cls.stamps, weakref.ref(stamp))
 
-
-STATES = _States()
-
-
-def attach(stamp: Stamp, x: Any) -> None:
-    """Let a change of a node, or of a State, invalidate a stamp."""
-    object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, weakref.ref(stamp)))
+    @classmethod
+    def wrote(cls, level: dict) -> None:
+        """Note that a level has other items now."""
+        for reference in cls.stamps:
+            stamp = reference()
+            if stamp is not None and id(level) in stamp.levels:
+                stamp.changed.append(_gone)
+                stamp.valid = False

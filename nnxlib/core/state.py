@@ -28,7 +28,7 @@ from .errors import ArgumentError, NonExhaustiveFiltersError, UsageError, format
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .pickling import exportable
 from .reprs import Group, Leaf, expand_object, read, write
-from .stamps import STATES
+from .stamps import States
 from .traversals import build, empty_node, flatten_mapping, insert, path_sort_key, sorted_keys, walk
 from .variables import Variable, raw_value
 
@@ -99,11 +99,11 @@ class State(MutableMapping[K, V]):
 
     def __setitem__(self, key: K, value: Any) -> None:
         insert(self._mapping, key, _copy_levels(value) if isinstance(value, Mapping) else value)
-        STATES.changed()
+        States.wrote(self._mapping)
 
     def __delitem__(self, key: K) -> None:
         del self._mapping[key]
-        STATES.changed()
+        States.wrote(self._mapping)
 
     def __contains__(self, key: object) -> bool:
         return key in self._mapping

@@ -13,7 +13,7 @@ it is certain that no structure has changed since it was made:
    same values as after an earlier transition, nothing is described.
 4. Otherwise the object is walked again.
 
-Dicts, lists and States in a pytree that is an attribute report no changes. What they hold is compared (foreign.py). A
+Dicts, lists and States in a pytree that is an attribute are no nodes; changes of them are found, too (foreign.py). A
 graph with parts that can change unnoticed (an array inside a tuple or a foreign pytree) is walked at every call. As a
 guard against writes that bypass every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a table
 walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the table no longer describes the object. With
@@ -36,11 +36,10 @@ import jax.tree_util as jtu
 from . import errors
 from .calls import ObjectList, entering
 from .closures import Watch, notice
-from .foreign import Foreign
 from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Ref, Row, Walk, build, pack, trace_of
 from .graphdef import differences_listed
 from .objects import HasAttributes, Node, Pytree, attributes_of, is_bound_method, is_node
-from .stamps import STATES, Stamp, attach, stamping, with_stamp
+from .stamps import Stamp, stamping, with_stamp
 from .static import Const, same_items
 from .tracing import at_top_level
 from .variables import NO_METADATA, Cell, Variable
@@ -54,14 +53,13 @@ class LiveTable:
     """The table of one live object, the *root*: its layout, and where its leaves are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "foreign", "index", "layout", "mutable", "objects", "reliable",
+        "array_rows", "arrays", "cells", "index", "layout", "mutable", "objects", "reliable",
         "serial", "sharing", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
     stamp: Stamp
     mutable: list[tuple[Any, Const]]  # the static values that can be changed in place, and what they were
-    foreign: Foreign | None  # of containers that do not report their changes, see foreign.py
     reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the table is used once
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
@@ -83,7 +81,6 @@ class LiveTable:
         self.objects = [None, *objects[1:]]
         self.variables = [objects[i] for i in layout.variables if i]
         self.reliable, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
-        self.foreign = None
         self.used = self.unchecked = 1
         self.serial, self.sharing, self.shortcuts = next(_serials), {}, {}
         self.variant, self.variants = None, []
@@ -267,10 +264,6 @@ def _mend(table: LiveTable, root: Any) -> bool:
             return True
         changed, stamp.changed = stamp.changed, []
         objects = {id(x): x for x in [reference() for reference in changed]}
-        if id(STATES) in objects and table.foreign is not None:
-            attach(stamp, STATES)
-            if table.foreign.states_unchanged():  # it was another State that was written
-                del objects[id(STATES)]
         nodes = [x for x in objects.values() if isinstance(x, Node)]
         found = None
         try:
@@ -362,7 +355,7 @@ def _make(root: Any) -> LiveTable:
     rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
     layout = Layout(rows, spec)
     table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
-    table.reliable, table.mutable, table.foreign = walk.reliable, list(walk.mutable.values()), walk.foreign
+    table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
     for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
         if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
             names = [name for name, field in row.fields if field is LEAF]
