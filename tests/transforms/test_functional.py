@@ -185,7 +185,7 @@ def test_apply_is_the_call_of_the_module(model, variables):
         ({"batch_stats", "params"}, ["batch_stats", "params"]),
         (True, ["arrays", "batch_stats", "intermediates", "params"]),
     ],
-    ids=repr,
+    ids=range(11),
 )
 def test_apply_returns_the_mutable_collections(model, variables, mutable, collections):
     """The statistics that a Module has after the call; a collection whole, also what is as before."""
