@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ArgumentError, EmptySelectionError, UsageError
+from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError, UsageError
 from ..core.filters import Filter, to_predicate
 from ..core.module import Module
 from ..core.ops import iter_graph
@@ -114,7 +114,7 @@ class _VectorCell(RNNCellBase):
 
         Args:
           input_shape: shape of the input of one step.
-          rngs: where an initializer draws from: the stream ``carry``, one key for each vector.
+          rngs: where an initializer draws from: the stream ``carry``, one key for each vector. Zeros use them up, too.
           carry_init: initializer to use instead of the cell's own.
 
         Raises:
@@ -128,6 +128,9 @@ class _VectorCell(RNNCellBase):
         shape = (*input_shape[:-1], self.hidden_features)
         init = self.carry_init if carry_init is None else carry_init
         if init is None:
+            with suppress(TraceContextError):  # zeros need no keys; where the stream can be written, some are used up,
+                for _ in range(0 if rngs is None else count):  # so that what is drawn next is what flax.nnx draws
+                    (rngs.carry if isinstance(rngs, Rngs) else rngs)()
             return (initializers.zeros(None, shape, self.param_dtype),) * count
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
@@ -591,7 +594,8 @@ class RNN(Module):
         batch = step_shape[:n_batch]
         if initial_carry is None:
             stream = self.rngs if rngs is None else rngs.carry.fork() if isinstance(rngs, Rngs) else rngs
-            initial_carry = self.cell.initialize_carry(step_shape, stream)
+            is_zero = isinstance(self.cell, _VectorCell) and self.cell.carry_init is None
+            initial_carry = self.cell.initialize_carry(step_shape, None if is_zero else stream)
         if seq_lengths is not None:
             seq_lengths = jnp.asarray(seq_lengths)
             if seq_lengths.ndim > n_batch or not _agree(seq_lengths.shape, batch):

@@ -87,6 +87,19 @@ def test_cells(name, kwargs, input_dtype, batch):
     assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("name", CELLS)
+def test_a_carry_of_zeros_uses_up_the_keys_of_a_drawn_one(name):
+    """So what a hand-written loop draws next is the same."""
+
+    def facts(lib):
+        rngs, carry = lib.Rngs(7), lib.Rngs(0, carry=5)
+        cell = getattr(lib, name)(3, 4, rngs=lib.Rngs(3))
+        made = [cell.initialize_carry((2, 3), rngs=x) for x in (rngs, carry, rngs.default)]
+        return made, streams(lib, rngs), streams(lib, carry)
+
+    jax.tree.map(np.testing.assert_array_equal, facts(nnx), facts(flax))
+
+
 def test_defaults_metadata_and_streams():
     """Default initializers, the metadata that was asked for, the streams that are kept, and what is drawn of them."""
 

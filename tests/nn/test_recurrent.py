@@ -478,3 +478,12 @@ def test_carries_that_do_not_fit():
     assert nnx.RNN(Counting())(array(2, 5, 3), seq_lengths=[1, 2]).shape == (2, 5, 3)
     with pytest.raises(ValueError, match=r"With seq_lengths of shape \[2\].*has the shape \[\]"):
         nnx.RNN(Counting(), return_carry=True)(array(2, 5, 3), seq_lengths=[1, 2])
+
+
+def test_a_carry_of_zeros_needs_no_stream_that_can_be_written():
+    """Keys are used up as if they were drawn; in a trace that the stream does not belong to, none are."""
+    cell, rngs = nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), nnx.Rngs(0)
+    carry = jax.jit(lambda: cell.initialize_carry((2, 3), rngs))()
+    assert rngs.default.count.value == 0
+    assert all((x == 0).all() for x in (*carry, *cell.initialize_carry((2, 3), rngs)))
+    assert rngs.default.count.value == 2
