@@ -310,7 +310,7 @@ class RngStream(_Samplers, Pytree):
         self.count.set_value(count)
         return drawn
 
-    def split(self, k: Shape, /) -> RngStream:
+    def split(self, k: Shape) -> RngStream:
         """Return a stream of ``k`` lanes (an int or a shape), each with its own root, for ``nnx.vmap`` over axis 0.
 
         >>> import nnxlib as nnx
@@ -331,7 +331,7 @@ class RngStream(_Samplers, Pytree):
         """Return an independent stream: a :meth:`fork`, since a literal copy would repeat the keys."""
         return self.fork()
 
-    def broadcast(self, k: Shape, /) -> RngStream:
+    def broadcast(self, k: Shape) -> RngStream:
         """Return a stream of ``k`` lanes (an int or a shape) that all draw the same keys, none of them drawn before."""
         shape = _lanes(k)
         return RngStream(jnp.broadcast_to(_as_root(self()), shape), tag=self.tag)
@@ -459,7 +459,7 @@ class Rngs(_Samplers, Pytree):
         """Iterate over the pairs of name and stream."""
         return iter(self._streams().items())
 
-    def split(self, k: Shape | Mapping[Filter, Shape | None], /) -> Rngs:
+    def split(self, k: Shape | Mapping[Filter, Shape | None]) -> Rngs:
         """Return an Rngs whose streams are split into ``k`` lanes, for ``nnx.vmap`` over the leading axes.
 
         Args:
@@ -474,7 +474,7 @@ class Rngs(_Samplers, Pytree):
         """
         return _each(self, k, RngStream.split, passed=lambda stream: stream)
 
-    def broadcast(self, k: Shape | Mapping[Filter, Shape | None] | None, /) -> Rngs:
+    def broadcast(self, k: Shape | Mapping[Filter, Shape | None] | None) -> Rngs:
         """Return an Rngs whose streams have ``k`` lanes that draw alike; ``k`` as in :meth:`split`."""
         return _each(self, k, RngStream.broadcast, passed=lambda stream: stream)
 

@@ -243,6 +243,8 @@ def test_filters_choose_what_is_split():
     assert same(forked.dropout.key.value, jax.random.fold_in(jax.random.key(1), 1))
     assert rngs.fork(split=4).noise.key.shape == rngs.split(4).noise.key.shape == (4,)
     assert rngs.broadcast({"dropout": 2}).params is rngs.params
+    assert rngs.split(k=4).noise.key.shape == rngs.broadcast(k=4).noise.key.shape == (4,)
+    assert rngs.noise.split(k=4).key.shape == rngs.noise.broadcast(k=4).key.shape == (4,)
     assert rngs.broadcast(None).params is rngs.params
     assert list(rngs.split(2)) == list(rngs)
 
