@@ -31,6 +31,7 @@ from ..core.errors import (
     MissingStreamError,
     MissingVariableError,
     NestedCollectionError,
+    PathError,
     StateMismatchError,
     VariableShapeError,
     describe,
@@ -191,6 +192,7 @@ class Functional(Generic[M]):
         Raises:
           InvalidVariablesError: if the variables are not a dict of collections.
           NestedCollectionError: for ``{'params': {'params': ...}}``.
+          PathError: if there is a variable of one path in two collections.
           MissingCollectionError, MissingVariableError, VariableShapeError: if they lack something, or a shape differs.
           StateMismatchError: if they hold something for which the Module has no place.
           InvalidRngError: for something that no random stream can be made from.
@@ -339,11 +341,17 @@ def _by_path(variables: Any, skeleton: Mapping[Path, Any]) -> dict[Path, tuple[s
         )
     for collection in variables:
         _check_collection(collection, variables[collection], skeleton)
-    return {
-        as_made(path, skeleton): (collection, raw_value(x))
-        for collection, tree in variables.items()
-        for path, x in flatten_mapping(tree).items()
-    }
+    found: dict[Path, tuple[str, Any]] = {}
+    twice = []
+    for collection, tree in variables.items():
+        for written, x in flatten_mapping(tree).items():
+            path = as_made(written, skeleton)
+            if path in found:
+                twice.append(f"{format_path(path)} is in {found[path][0]!r} and in {collection!r}")
+            found[path] = collection, raw_value(x)
+    if twice:
+        raise PathError(listed("A Module has one variable at a path, but two are given:", twice, _ONE))
+    return found
 
 
 def _check_collection(name: Any, tree: Any, skeleton: Mapping[Path, Any]) -> None:
@@ -474,6 +482,7 @@ def _takes_rngs(module_type: Callable) -> bool:
 
 
 _COMPLETE = "Pass all that `init` has returned."
+_ONE = "Remove or rename one of them."
 _SHAPES = "These are variables of a Module with other arguments."
 _REFUSED = "The call has changed variables that it may not change (mutable={mutable!r}):"
 _MUTABLE = "Pass mutable={collections}, and take the new values: y, updates = model.apply(...)."

@@ -322,6 +322,19 @@ def test_a_collection_within_itself(model, variables):
     refused(errors.NestedCollectionError, "'params' holds 'params' once more", model, {"params": variables})
 
 
+def test_two_variables_at_one_path(model, variables):
+    """Neither is silently left out: in two collections, and under the int and the string of a checkpoint."""
+    kernel = {"out": {"kernel": X}}
+    match = "(?s)out.kernel is in 'batch_stats' and in 'params'.*rename one"
+    swapped = {"batch_stats": {**variables["batch_stats"], **kernel}, "params": variables["params"]}
+    refused(errors.PathError, match, model, swapped)
+    new = {"cache": {"memory": X}, "intermediates": {"memory": X}}
+    refused(errors.PathError, "memory is in 'cache' and in 'intermediates'", model, {**variables, **new})
+    blocks = variables["params"]["blocks"]
+    doubled = {**variables["params"], "blocks": {**blocks, "0": blocks[0]}}
+    refused(errors.PathError, r"blocks\[0\].* is in 'params' and in 'params'", model, {**variables, "params": doubled})
+
+
 def test_a_collection_of_no_known_name(model, variables):
     refused(
         errors.VariableNameError, "'batch_stat'; known names: .*'batch_stats'", model, {**variables, "batch_stat": {}}
