@@ -132,7 +132,7 @@ class NonExhaustiveFiltersError(NnxError, ValueError):
 
 
 class PathError(NnxError, ValueError):
-    """A path that is empty, or is both a leaf and the beginning of another path."""
+    """A path that is not there, is empty, is both a leaf and the beginning of another path, or leads to two values."""
 
 
 class PlacementError(NnxError, ValueError):
