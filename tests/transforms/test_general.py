@@ -147,3 +147,16 @@ def test_export_of_a_jitted_function():
     exported = jax.export.export(nnx.jit(apply))(m, X)
     leaves = exported.call(*jax.tree.leaves(nnx.state(m)), X)
     np.testing.assert_allclose(leaves[-1], m(X), rtol=1e-6)
+
+
+def test_what_an_exported_function_takes_and_returns():
+    """The values of Variables come first, those of each argument in the order of its State; the output comes last."""
+    norm, linear = nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+    linear.offset = jnp.arange(2.0)  # an array that is an attribute comes after all Variables
+    f = lambda x, linear, norm: norm(linear(x) + linear.offset)
+    exported = jax.export.export(nnx.jit(f))(X, linear, norm)
+    values = jax.tree.leaves([nnx.state(m, nnx.Variable) for m in (linear, norm)])
+    mean, var, out = exported.call(*values, linear.offset, X)
+    np.testing.assert_allclose(out, f(X, linear, norm), rtol=1e-5)
+    np.testing.assert_allclose(mean, norm.mean.value, rtol=1e-5)
+    np.testing.assert_allclose(var, norm.var.value, rtol=1e-5)
