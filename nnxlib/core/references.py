@@ -2,8 +2,8 @@
 
 A jitted function finds out which objects it captures while it is traced. At later calls it must know, without a trace,
 whether it would still capture the same ones. So it keeps the *ways* that lead from the function to these objects, and
-follows them at each call: through closures, plain containers, plain objects and functions of the same file. Each step
-of a way is one look-up.
+follows them at each call: through closures, plain containers, plain objects and their classes, and functions of the
+same file. Each step of a way is one look-up.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
     """How to look up what is in ``x``; nothing for nodes, which are looked into elsewhere, and for arrays."""
     if isinstance(x, types.FunctionType):
         defaults = [functools.partial(getattr, x, name) for name in ("__defaults__", "__kwdefaults__")]
-        return [*defaults, *_names_of(x)] if x.__globals__ is namespace else ()
+        own = [functools.partial(x.__dict__.get, name) for name in x.__dict__]
+        return [*defaults, *_names_of(x), *own] if x.__globals__ is namespace else ()
     if isinstance(x, types.MethodType):
         return [functools.partial(getattr, x, name) for name in ("__self__", "__func__")]
     if isinstance(x, functools.partial):
@@ -99,18 +100,25 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
         return [functools.partial(_item, x, k) for k in range(len(x))]
     if isinstance(x, dict) and not isinstance(x, Node):
         return [functools.partial(x.get, key) for key in x]
-    if isinstance(x, Node | Variable | jax.Array | np.ndarray | type | types.ModuleType):
+    if isinstance(x, Node | Variable | jax.Array | np.ndarray | types.ModuleType):
         return ()
     attributes = getattr(x, "__dict__", None)
     found = [functools.partial(attributes.get, name) for name in attributes] if type(attributes) is dict else []
-    members = [name for cls in type(x).__mro__ for name, y in vars(cls).items() if inspect.ismemberdescriptor(y)]
+    classes = x.__mro__ if isinstance(x, type) else type(x).__mro__
+    members = [name for cls in classes for name, y in vars(cls).items() if _is_read_from(x, name, y)]
     return found + [functools.partial(getattr, x, name, None) for name in members if name != "__dict__"]
+
+
+def _is_read_from(x: Any, name: str, y: Any) -> bool:
+    """Whether an attribute of ``x`` is what its class holds under a name, or what a slot does; no method is."""
+    is_value = not hasattr(type(y), "__get__") and not name.startswith("__")
+    return is_value or (inspect.ismemberdescriptor(y) and not isinstance(x, type))
 
 
 def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     """How to look up what is in the closure of a function, and the globals that its code names.
 
-    Of a module or class among these globals also the attributes that the code names.
+    Of a module among these globals also the attributes that the code names.
     """
     for cell in function.__closure__ or ():
         yield functools.partial(getattr, cell, "cell_contents", None)  # None: it is empty
@@ -122,7 +130,7 @@ def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     namespace = function.__globals__
     for name in sorted(names & namespace.keys()):
         yield functools.partial(namespace.get, name)
-        if isinstance(namespace[name], types.ModuleType | type):
+        if isinstance(namespace[name], types.ModuleType):
             for inner in sorted(names & vars(namespace[name]).keys()):
                 yield functools.partial(_inside, namespace, name, inner)
 

@@ -37,6 +37,18 @@ class Settings:
 module = types.ModuleType("settings")
 
 
+class Base:
+    m = None
+
+    @classmethod
+    def step(cls):
+        return cls.m
+
+
+class Derived(Base):
+    pass
+
+
 class Trainer:
     def __init__(self, model):
         self.model = model
@@ -52,10 +64,19 @@ def ways():
     trainer = Trainer(old)
     bound = functools.partial(lambda m: m, old)
     queue, slotted = collections.deque([old]), Slotted()
-    slotted.m = Settings.m = module.m = old  # type: ignore[attr-defined]
+    slotted.m = Settings.m = module.m = Base.m = old  # type: ignore[attr-defined]
+    instance, own = Derived(), Derived()
+
+    class Local:
+        m = old
 
     def helper():
         return named["m"]
+
+    def with_attribute():
+        return with_attribute.m
+
+    with_attribute.m = old  # type: ignore[attr-defined]
 
     return {
         "list": (old, lambda: listed[0], lambda: listed.__setitem__(0, new)),
@@ -71,6 +92,11 @@ def ways():
         "slot": (old, lambda: slotted.m, lambda: setattr(slotted, "m", new)),
         "class": (old, lambda: Settings.m, lambda: setattr(Settings, "m", new)),
         "module": (old, lambda: module.m, lambda: setattr(module, "m", new)),
+        "class in a closure": (old, lambda: Local.m, lambda: setattr(Local, "m", new)),
+        "class method": (old, Base.step, lambda: setattr(Base, "m", new)),
+        "class of an object": (old, lambda: instance.m, lambda: setattr(Base, "m", new)),
+        "object in front of its class": (old, lambda: own.m, lambda: setattr(own, "m", new)),
+        "attribute of a function": (old, with_attribute, lambda: setattr(with_attribute, "m", new)),
     }
 
 

@@ -592,6 +592,29 @@ def test_a_closure_through_a_plain_container(holder):
     np.testing.assert_array_equal(jitted(1.0), second(1.0))
 
 
+class Experiment:
+    model = None
+
+    @classmethod
+    def run(cls, x):
+        return cls.model(x)
+
+
+def test_a_closure_through_a_class():
+    """A Module that is an attribute of a class, read from an object or the class, replaced in either of them."""
+    first, second, third = Layer(1.0), Layer(2.0), Layer(3.0)
+    Experiment.model, experiment = first, Experiment()
+    by_object, by_class = nnx.jit(lambda x: experiment.model(x)), nnx.jit(Experiment.run)
+    for jitted in (by_object, by_class):
+        np.testing.assert_array_equal(jitted(1.0), first(1.0))
+    Experiment.model = second
+    for jitted in (by_object, by_class):
+        np.testing.assert_array_equal(jitted(1.0), second(1.0))
+    experiment.model = third
+    np.testing.assert_array_equal(by_object(1.0), third(1.0))
+    np.testing.assert_array_equal(by_class(1.0), second(1.0))
+
+
 def test_a_closure_with_several_ways_to_a_module():
     """The way that the function goes need not be the shortest."""
     trainer = types.SimpleNamespace(models=[Layer(1.0), Layer(2.0)], state=types.SimpleNamespace())
