@@ -128,9 +128,8 @@ class _VectorCell(RNNCellBase):
         shape = (*input_shape[:-1], self.hidden_features)
         init = self.carry_init if carry_init is None else carry_init
         if init is None:
-            with suppress(TraceContextError):  # zeros need no keys; where the stream can be written, some are used up,
-                for _ in range(0 if rngs is None else count):  # so that what is drawn next is what flax.nnx draws
-                    (rngs.carry if isinstance(rngs, Rngs) else rngs)()
+            if rngs is not None:
+                _use_up(rngs.carry if isinstance(rngs, Rngs) else rngs, count)
             return (initializers.zeros(None, shape, self.param_dtype),) * count
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
@@ -149,6 +148,13 @@ class _VectorCell(RNNCellBase):
         for h in vectors:
             if h.shape != expected and (h.shape[-1:] != expected[-1:] or not _agree(h.shape, expected)):
                 raise input_error(self, f"a carry of {list(expected)} with inputs of {list(inputs.shape)}", h)
+
+
+def _use_up(stream: RngStream, count: int) -> None:
+    """Draw keys that nothing needs, so that later ones are those of flax.nnx; not where the stream is only read."""
+    with suppress(TraceContextError):
+        for _ in range(count):
+            stream()
 
 
 def _agree(a: Shape, b: Shape) -> bool:
