@@ -70,6 +70,7 @@ bench: $(call env,bench)/.installed
 	$(<D)/bin/python -m benchmarks.layers $(or $(ARGS),--results benchmarks/results)
 	$(<D)/bin/python -m benchmarks.structure $(or $(ARGS),--results benchmarks/results)
 	$(<D)/bin/python -m benchmarks.eager $(or $(ARGS),--results benchmarks/results)
+	$(<D)/bin/python -m benchmarks.imports $(or $(ARGS),--results benchmarks/results)
 
 clean:
 	rm -rf .venv demo_output gpt_output lstm_output vit_output .coverage .pytest_cache .ruff_cache .hypothesis build dist
