@@ -118,7 +118,7 @@ def _is_read_from(x: Any, name: str, y: Any) -> bool:
 def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     """How to look up what is in the closure of a function, and the globals that its code names.
 
-    Of a module among these globals also the attributes that the code names.
+    Of a module or class among these globals also the attributes that the code names.
     """
     for cell in function.__closure__ or ():
         yield functools.partial(getattr, cell, "cell_contents", None)  # None: it is empty
@@ -130,7 +130,7 @@ def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     namespace = function.__globals__
     for name in sorted(names & namespace.keys()):
         yield functools.partial(namespace.get, name)
-        if isinstance(namespace[name], types.ModuleType):
+        if isinstance(namespace[name], types.ModuleType | type):
             for inner in sorted(names & vars(namespace[name]).keys()):
                 yield functools.partial(_inside, namespace, name, inner)
 

@@ -613,6 +613,9 @@ def test_a_closure_through_a_class():
     experiment.model = third
     np.testing.assert_array_equal(by_object(1.0), third(1.0))
     np.testing.assert_array_equal(by_class(1.0), second(1.0))
+    reads_a_setting = nnx.jit(lambda: jnp.array(Experiment.model.setting))
+    for second.setting in (1, 2):
+        assert reads_a_setting() == second.setting
 
 
 def test_a_closure_with_several_ways_to_a_module():
