@@ -9,6 +9,7 @@ import of JAX itself. The contenders take turns. Byte code is written before the
 
 import importlib.util
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -24,15 +25,16 @@ STATEMENTS: Mapping[str, tuple[str, str]] = {  # what is imported before, and wh
     "equinox": ("import jax, jax.numpy", "import equinox"),
     "flax": ("import jax, jax.numpy", "from flax import nnx"),
 }
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPT = "{}\nimport time; start = time.perf_counter()\n{}\nprint(time.perf_counter() - start)"
 
 
 def seconds(label: str, folder: str) -> float:
     """The time of one import, in a new interpreter that keeps its byte code in ``folder``."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    code = SCRIPT.format(*STATEMENTS[label])
-    environment = {**kept, "PYTHONPYCACHEPREFIX": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    command = [sys.executable, "-c", SCRIPT.format(*STATEMENTS[label])]
+    environment = {**kept, "PYTHONPYCACHEPREFIX": folder}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
     return float(done.stdout)
 
 

@@ -150,12 +150,6 @@ from .nn.linear import Einsum as Einsum
 from .nn.linear import Embed as Embed
 from .nn.linear import Linear as Linear
 from .nn.linear import LinearGeneral as LinearGeneral
-from .nn.lora import LoRA as LoRA
-from .nn.lora import LoRALinear as LoRALinear
-from .nn.lora import LoRALinearGeneral as LoRALinearGeneral
-from .nn.lora import LoRAParam as LoRAParam
-from .nn.lora import add_lora as add_lora
-from .nn.lora import merge_lora as merge_lora
 from .nn.norm import BatchNorm as BatchNorm
 from .nn.norm import GroupNorm as GroupNorm
 from .nn.norm import InstanceNorm as InstanceNorm
@@ -175,11 +169,7 @@ from .sharding import get_partition_spec as get_partition_spec
 from .sharding import logical_axis_rules as logical_axis_rules
 from .sharding import use_eager_sharding as use_eager_sharding
 from .sharding import using_eager_sharding as using_eager_sharding
-from .training import metrics as metrics
 from .training import optimizer as optimizer
-from .training.ema import EMA as EMA
-from .training.metrics import Metric as Metric
-from .training.metrics import MultiMetric as MultiMetric
 from .training.optimizer import ModelAndOptimizer as ModelAndOptimizer
 from .training.optimizer import OptArray as OptArray
 from .training.optimizer import Optimizer as Optimizer
@@ -260,6 +250,12 @@ if _typing.TYPE_CHECKING:
     from .inspection.statistics import ValueStatistics as ValueStatistics
     from .inspection.statistics import statistics as statistics
     from .inspection.tabulate import tabulate as tabulate
+    from .nn.lora import LoRA as LoRA
+    from .nn.lora import LoRALinear as LoRALinear
+    from .nn.lora import LoRALinearGeneral as LoRALinearGeneral
+    from .nn.lora import LoRAParam as LoRAParam
+    from .nn.lora import add_lora as add_lora
+    from .nn.lora import merge_lora as merge_lora
     from .nn.recurrent import RNN as RNN
     from .nn.recurrent import Bidirectional as Bidirectional
     from .nn.recurrent import GRUCell as GRUCell
@@ -269,15 +265,23 @@ if _typing.TYPE_CHECKING:
     from .nn.recurrent import SimpleCell as SimpleCell
     from .nn.reparametrised import SpectralNorm as SpectralNorm
     from .nn.reparametrised import WeightNorm as WeightNorm
+    from .training import metrics as metrics
+    from .training.ema import EMA as EMA
+    from .training.metrics import Metric as Metric
+    from .training.metrics import MultiMetric as MultiMetric
     from .training.train_state import TrainState as TrainState
     from .transforms import extract as extract
     from .transforms.functional import functional as functional
 else:
     _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
-    _LATER = {  # few programs use these: each is imported when it is first asked for
+    _LORA = ("LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "add_lora", "merge_lora")
+    _LATER = {  # not all programs use these: each is imported when it is first asked for
         **dict.fromkeys(("Diff", "Difference", "diff"), ".inspection.diff"),
         **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
         **dict.fromkeys(_CELLS, ".nn.recurrent"),
+        **dict.fromkeys(_LORA, ".nn.lora"),
+        **dict.fromkeys(("Metric", "MultiMetric"), ".training.metrics"),
+        "EMA": ".training.ema",
         **dict.fromkeys(("SpectralNorm", "WeightNorm"), ".nn.reparametrised"),
         "TrainState": ".training.train_state",
         "functional": ".transforms.functional",
@@ -286,7 +290,7 @@ else:
         "tabulate": ".inspection.tabulate",
     }
     _MODULES = {"bridge", *compat.ALIASES}
-    __all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER]
+    __all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER, "metrics"]
     _OF_MODES = ("set_graph_mode", "set_graph_updates", "var_defaults", "vars_as", "with_vars")
     _LIFTED = {name.title(): name for name in ("cond", "grad", "jit", "pmap", "remat", "scan", "vmap")}
     _INSTEAD = {  # of names that flax.nnx has, or had in an earlier version

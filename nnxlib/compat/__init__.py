@@ -21,6 +21,7 @@ ALIASES = {  # nnxlib.NAME: the module that it is
     **{name: f"{__name__}.{name}" for name in _HERE},
     "extract": "nnxlib.transforms.extract",
     "graph": "nnxlib.compat.graphlib",
+    "metrics": "nnxlib.training.metrics",
     "object": "nnxlib.compat.pytreelib",
     "traversals": "nnxlib.core.traversals",
     "wrappers": "nnxlib.bridge.wrappers",

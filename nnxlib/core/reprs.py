@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -90,23 +89,20 @@ class Group(NamedTuple):
     identity: int | None = None
 
 
-@dataclass(slots=True, eq=False)
 class Part:
     """What is written at one place; see :func:`read`."""
 
-    label: str
-    key: Any
-    parent: Part | None
-    opening: str
-    closing: str | None = None  # None for what is written in one piece
-    children: list[Part] = field(default_factory=list)
-    kind: str | None = None
-    sizes: dict[str, Size] = field(default_factory=dict)
-    identity: int | None = None
-    target: Part | None = None  # of a reference: where the object is written
-    below: int = 0  # how many parts there are in it
-    is_setting: bool = True  # whether there is neither data nor an object in it, but for lists and dicts
-    form: int = 0  # equal for parts that are written alike but for their labels
+    def __init__(self, label: str, key: Any, parent: Part | None, opening: str):
+        self.label, self.key, self.parent, self.opening = label, key, parent, opening
+        self.closing: str | None = None  # None for what is written in one piece
+        self.children: list[Part] = []
+        self.kind: str | None = None
+        self.sizes: dict[str, Size] = {}
+        self.identity: int | None = None
+        self.target: Part | None = None  # of a reference: where the object is written
+        self.below = 0  # how many parts there are in it
+        self.is_setting = True  # whether there is neither data nor an object in it, but for lists and dicts
+        self.form = 0  # equal for parts that are written alike but for their labels
 
     @property
     def is_container(self) -> bool:

@@ -14,7 +14,6 @@ from . import conv as conv
 from . import dtypes as dtypes
 from . import initializers as initializers
 from . import linear as linear
-from . import lora as lora
 from . import norm as norm
 from . import pooling as pooling
 from . import stack as stack
@@ -22,6 +21,6 @@ from . import stochastic as stochastic
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("normalization", "recurrent", "reparametrised"):  # when asked for: few programs use them
+    if name in ("lora", "normalization", "recurrent", "reparametrised"):  # when asked for: few programs use them
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

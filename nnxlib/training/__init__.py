@@ -5,6 +5,13 @@ works on States of values; what is kept between steps lives in Variables, at the
 imports optax.
 """
 
-from . import ema as ema
-from . import metrics as metrics
+import importlib
+from typing import Any
+
 from . import optimizer as optimizer
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ema", "metrics", "train_state"):  # when asked for: not all programs use them
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

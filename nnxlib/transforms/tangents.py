@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,8 +143,7 @@ Leaves = Sequence[Any] | Mapping[int, Any]  # by position
 
 
 @jtu.register_static
-@dataclasses.dataclass(frozen=True)
-class Tangents:
+class Tangents(NamedTuple):
     """The leaves of a packed pytree that have a tangent, as positions in its layout. Static."""
 
     layout: Layout
