@@ -253,7 +253,8 @@ def reachable(
             below = items if isinstance(value, list) else _in_order(items)
         elif type(value) in (list, tuple, dict):
             seen.add(id(value))  # a local list may contain itself
-            below = [((key,), child) for key, child in (value.items() if type(value) is dict else enumerate(value))]
+            keyed = list(value.items() if type(value) is dict else enumerate(value))
+            below = [((key,), child) for key, child in keyed]
         elif type(value) is MethodType:
             below = [((), value.__self__)]
         else:

@@ -90,7 +90,7 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
     """How to look up what is in ``x``; nothing for nodes, which are looked into elsewhere, and for arrays."""
     if isinstance(x, types.FunctionType):
         defaults = [functools.partial(getattr, x, name) for name in ("__defaults__", "__kwdefaults__")]
-        own = [functools.partial(x.__dict__.get, name) for name in x.__dict__]
+        own = [functools.partial(x.__dict__.get, name) for name in list(x.__dict__)]
         return [*defaults, *_names_of(x), *own] if x.__globals__ is namespace else ()
     if isinstance(x, types.MethodType):
         return [functools.partial(getattr, x, name) for name in ("__self__", "__func__")]
@@ -99,13 +99,13 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
     if isinstance(x, list | tuple | deque) and not isinstance(x, Node):
         return [functools.partial(_item, x, k) for k in range(len(x))]
     if isinstance(x, dict) and not isinstance(x, Node):
-        return [functools.partial(x.get, key) for key in x]
+        return [functools.partial(x.get, key) for key in list(x)]  # a copy: a collection of garbage may shrink a cache
     if isinstance(x, Node | Variable | jax.Array | np.ndarray | types.ModuleType):
         return ()
     attributes = getattr(x, "__dict__", None)
-    found = [functools.partial(attributes.get, name) for name in attributes] if type(attributes) is dict else []
+    found = [functools.partial(attributes.get, name) for name in list(attributes)] if type(attributes) is dict else []
     classes = x.__mro__ if isinstance(x, type) else type(x).__mro__
-    members = [name for cls in classes for name, y in vars(cls).items() if _is_read_from(x, name, y)]
+    members = [name for cls in classes for name, y in vars(cls).copy().items() if _is_read_from(x, name, y)]
     return found + [functools.partial(getattr, x, name, None) for name in members if name != "__dict__"]
 
 

@@ -121,3 +121,17 @@ def test_cycles_end():
     held = []
     held.append(held)
     assert len(ways_from(lambda: held)) < 20
+
+
+def test_a_cache_may_shrink_while_it_is_looked_into():
+    """As one with weak references does when garbage is collected in between."""
+
+    class Shrinking(dict):
+        @property
+        def get(self):
+            self.popitem()
+            return super().get
+
+    held = [1]
+    cache = Shrinking(a=held, b=2, c=3)
+    assert any(way.value is cache for way in ways_from(lambda: cache))
