@@ -7,6 +7,7 @@ of a Module becomes one. A List may have attributes besides its items; the attri
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
@@ -109,6 +110,11 @@ def _holds_objects(node: Node) -> bool:
     return any(not isinstance(x, List | Dict) for _, x in reachable(node, set()))
 
 
+# What a List and a Dict have of a Module: methods that concern all Modules below. They are defined with Module, and
+# looked up last, so that an item or attribute of the name comes first.
+MODULE_METHODS: dict[str, Callable[..., Any]] = {}
+
+
 class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
     """A list of Modules, Variables, arrays or static values, whose changes are noticed; it may have attributes too.
 
@@ -131,6 +137,11 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
         super().__init__()
         if it is not None:
             fill_adopted(self, dict(enumerate(declared_items(it))))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MODULE_METHODS:
+            return types.MethodType(MODULE_METHODS[name], self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return node_repr(self) if _holds_objects(self) else super().__repr__()
@@ -247,12 +258,11 @@ class Dict(dict[str, A], Node):
         return type(self)({key: _declared_again(self[key], mark) for key, mark in item_marks(self).items()})
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        if name in self:
             return self[name]
-        except KeyError:
-            raise AttributeError(
-                f"{type(self).__name__} has no attribute or key {name!r}; keys: {list(self)}"
-            ) from None
+        if name in MODULE_METHODS:
+            return types.MethodType(MODULE_METHODS[name], self)
+        raise AttributeError(f"{type(self).__name__} has no attribute or key {name!r}; keys: {list(self)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":

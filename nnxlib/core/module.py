@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .calls import observed, recorded_types
-from .containers import Dict, List, holds_data
+from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, UsageError, describe
 from .filters import Filter, to_predicate
 from .objects import MISSING, HasAttributes, Node, Pytree, is_data
@@ -83,7 +83,7 @@ class Module(Pytree):
         >>> frozen.use_running_average
         True
         """
-        for module, name in self._with_mode():
+        for module, name in _with_mode(self):
             own = (module._nnx_marks or {}).get((name,), MISSING)
             if own is not MISSING or getattr(module, name) is None:
                 setattr(module, name, False if own is MISSING or own is None else own)
@@ -92,19 +92,13 @@ class Module(Pytree):
 
     def eval(self, **attributes: Any) -> None:
         """Switch to evaluation: ``deterministic`` and ``use_running_average`` become True; :meth:`train` undoes it."""
-        for module, name in self._with_mode():
+        for module, name in _with_mode(self):
             own = getattr(module, name)
             if own is not True:
                 setattr(module, name, True)
                 module._nnx_mark((name,), own)
         if attributes:
             self.set_attributes(raise_if_not_found=False, **attributes)
-
-    def _with_mode(self) -> Iterator[tuple[Any, str]]:
-        for _, module in list(iter_modules(self)):
-            for name in _EVALUATION:
-                if isinstance(module, HasAttributes) and _has_attribute(module, name):
-                    yield module, name
 
     def set_attributes(
         self, *filters: Filter, raise_if_not_found: bool = True, graph: bool | None = None, **attributes: Any
@@ -204,6 +198,17 @@ class Module(Pytree):
     def iter_children(self) -> Iterator[tuple[Any, Any]]:
         """Yield (key, child) for the Modules and Variables directly in this one."""
         return iter_children(self)
+
+
+for _method in (Module.train, Module.eval, Module.set_attributes, Module.iter_modules, Module.iter_children):
+    MODULE_METHODS[_method.__name__] = _method
+
+
+def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
+    for _, module in list(iter_modules(root)):
+        for name in _EVALUATION:
+            if isinstance(module, HasAttributes) and _has_attribute(module, name):
+                yield module, name
 
 
 def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:

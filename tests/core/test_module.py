@@ -472,3 +472,27 @@ def test_settings_are_no_modules():
     m.layers.rate = 0.5
     m.set_attributes(rate=0.0)
     assert (m.layers.rate, m.layers[0].rate, m.heads.rate, m.heads.a.rate, m.names["rate"]) == (0, 0, 0, 0, 0.5)
+
+
+def test_lists_and_dicts_switch_the_modes_of_what_is_in_them():
+    """As Modules do; an item or attribute of such a name comes first, and anything else is missing as before."""
+    rngs = nnx.Rngs(0)
+    layers = nnx.List([nnx.Dropout(0.5, rngs=rngs), nnx.Dict(norm=nnx.BatchNorm(2, rngs=rngs))])
+    layers.eval()
+    assert layers[0].deterministic
+    assert layers[1].norm.use_running_average
+    layers[1].train()
+    assert layers[0].deterministic
+    assert not layers[1].norm.use_running_average
+    layers.set_attributes(nnx.OfType(nnx.Dropout), rate=0.1)
+    assert layers[0].rate == 0.1
+    assert [path for path, _ in layers.iter_children()] == [0, 1]
+    assert (1, "norm") in dict(layers.iter_modules())
+    assert nnx.Dict(train=1).train == 1
+    assert nnx.Dict(train=1)["train"] == 1
+    layers.train = 3
+    assert layers.train == 3
+    with pytest.raises(AttributeError, match="'List' object has no attribute 'evaluate'"):
+        _ = layers.evaluate
+    with pytest.raises(AttributeError, match="no attribute or key 'evaluate'"):
+        _ = nnx.Dict().evaluate
