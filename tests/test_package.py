@@ -79,6 +79,7 @@ def test_what_few_programs_use_is_imported_when_it_is_asked_for():
     """Each such name is listed and starred, and is what type checkers take it for; `import nnxlib` loads none."""
     loaded, later = loaded_by("import nnxlib"), imported_for_types()
     assert {"tabulate", "diff", "graphlib", "bridge"} <= set(later) <= set(dir(nnxlib))
+    assert set(later) == {*nnxlib._LATER, *nnxlib._MODULES}
     assert not [name for name in loaded if name.startswith(("nnxlib.inspection", "nnxlib.compat.", "nnxlib.bridge"))]
     starred: dict = {}
     exec("from nnxlib import *", starred)

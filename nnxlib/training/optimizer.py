@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, tree_map_with_path
 
-from ..core.errors import ArgumentError, EmptySelectionError, StateMismatchError, describe
+from ..core.errors import ArgumentError, EmptySelectionError, StateMismatchError, describe, format_path, listed
 from ..core.filters import Filter
 from ..core.objects import Node, Pytree, Static, attributes_of, structure_changed
 from ..core.ops import state, update
@@ -209,7 +209,10 @@ class Optimizer(Pytree, Generic[M]):
         updates, new_state = map(_without_variables, self.tx.update(*given, **extra))
         moved = [added(*pair) for pair in zip(values, structure.flatten_up_to(updates))]
         if _shapes(moved) != _shapes(values):
-            raise StateMismatchError("tx.update returned updates of other shapes than the parameters have.")
+            items = zip(to_flat_state(trained).paths, values, moved, strict=True)
+            grown = [(path, old, new) for path, old, new in items if _shapes(old) != _shapes(new)]
+            lines = [f"{format_path(path)}: expected {describe(old)}, got {describe(new)}" for path, old, new in grown]
+            raise StateMismatchError(listed(_OTHER_SHAPES, lines, _RETURN_ONE_EACH))
         new_kept = without_aliases(_like(kept_structure, new_state), moved)
         if _shapes(new_kept) != _shapes(old):  # a moment of size 1 is broadcast to any parameter
             self._check_state(trained)
@@ -291,6 +294,10 @@ If the model was given other parameters after the optimizer was made, make a new
 wrt=...)."""
 _DIFFERENTIATE = """\
 Pass what nnx.grad returns for this model; what is trained is differentiated by argnums=nnx.DiffState(0, wrt)."""
+
+_OTHER_SHAPES = "tx.update returned updates that change the shapes of parameters; nothing was changed."
+_RETURN_ONE_EACH = "A transformation returns for each parameter an update of its shape (reduced over examples)."
+
 
 # --- helpers --------------------------------------------------------------------------------------------------------
 

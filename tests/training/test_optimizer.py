@@ -331,6 +331,20 @@ def test_gradients_without_the_model():
         optimizer.update(gradients(Net()))
 
 
+def test_a_transformation_whose_updates_have_other_shapes():
+    """It is refused with the paths, and nothing is changed."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    widen = lambda u: jnp.stack([u, u]) if u.ndim == 1 else u
+    tx = optax.stateless(lambda updates, params: jax.tree.map(widen, updates))
+    optimizer, before = nnx.Optimizer(model, tx), nnx.state(model)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    match = r"bias: expected float32\[3\], got float32\[2, 3\]\n.*of its shape"
+    with pytest.raises(StateMismatchError, match=match):
+        optimizer.update(model, grads)
+    assert nnx.state(model) == before
+    assert optimizer.step.value == 0
+
+
 def test_a_transformation_that_changes_the_structure_of_its_state():
     """It is refused before anything is written."""
     model = Net()
