@@ -2,8 +2,9 @@
 
 The idea: a program is traced and lowered before it runs, at every start of a training script, and a library that wraps
 each layer makes that longer. So one Adam step of a decoder-only transformer is traced and lowered, never compiled or
-run, for several numbers of layers: with the layers in a Python loop, and stacked in a scan. The baseline holds its
-parameters in nested dicts and calls `jax.numpy`; the arithmetic is the same.
+run, for several numbers of layers: with the layers in a Python loop, the same with each of them computed again in the
+backward pass (`jax.checkpoint`, `nnx.remat`), and stacked in a scan. The baseline holds its parameters in nested dicts
+and calls `jax.numpy`; the arithmetic is the same.
 
 Nothing may be left from an earlier trace, so each sample makes a new function of the step, and JAX's caches of traces
 are cleared before it (`jax.clear_caches`); XLA is not called.
@@ -27,8 +28,9 @@ import optax
 from .timing import Report, Table, main
 
 VOCABULARY, LENGTH, WIDTH, HEADS, BATCH = 64, 16, 32, 4, 2
-CASES = [(layers, scanned) for scanned in (False, True) for layers in (2, 12, 48)]
-QUICK_CASES = [(2, False), (2, True)]
+LOOP, REMAT, SCANNED = "", ", remat", ", scanned"  # how the layers are applied
+CASES = [(layers, how) for how in (LOOP, REMAT, SCANNED) for layers in (2, 12, 48)]
+QUICK_CASES = [(2, how) for how in (LOOP, REMAT, SCANNED)]
 ADAM = optax.adam(1e-3)
 Tokens = jax.Array
 
@@ -109,24 +111,27 @@ def raw_block(p: Mapping, x: jax.Array) -> jax.Array:
     return x + raw_linear(p["down"], jax.nn.gelu(raw_linear(p["up"], raw_norm(p["norm2"], x))))
 
 
-def raw_forward(p: Mapping, x: Tokens, stacked: bool) -> jax.Array:
+raw_remat_block = jax.checkpoint(raw_block)
+
+
+def raw_forward(p: Mapping, x: Tokens, how: str) -> jax.Array:
     h = p["embed"][x] + p["position"]
-    if stacked:
+    if how == SCANNED:
         h, _ = jax.lax.scan(lambda h, block: (raw_block(block, h), None), h, p["blocks"])
     else:
         for block in p["blocks"]:
-            h = raw_block(block, h)
+            h = raw_remat_block(block, h) if how == REMAT else raw_block(block, h)
     return raw_linear(p["head"], raw_norm(p["norm"], h))
 
 
-def raw(layers: int, stacked: bool) -> Callable[[], object]:
-    parameters = raw_parameters(layers, stacked)
+def raw(layers: int, how: str) -> Callable[[], object]:
+    parameters = raw_parameters(layers, how == SCANNED)
     moments = ADAM.init(parameters)
 
     def lower() -> object:
         def step(parameters: Any, moments: Any, x: Tokens) -> tuple:
             def loss(p: Any) -> jax.Array:
-                return loss_of(raw_forward(p, x, stacked), x)
+                return loss_of(raw_forward(p, x, how), x)
 
             value, gradients = jax.value_and_grad(loss)(parameters)
             updates, moments = ADAM.update(gradients, moments)
@@ -140,7 +145,7 @@ def raw(layers: int, stacked: bool) -> Callable[[], object]:
 # --- nnxlib and flax ----------------------------------------------------------------------------------------------
 
 
-def by_modules(library: str, layers: int, stacked: bool) -> Callable[[], object]:
+def by_modules(library: str, layers: int, how: str) -> Callable[[], object]:
     nnx: ModuleType = importlib.import_module(library)
 
     class Block(nnx.Module):
@@ -156,11 +161,14 @@ def by_modules(library: str, layers: int, stacked: bool) -> Callable[[], object]
             x = x + self.attention(self.norm1(x), mask=mask)
             return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
+        if how == REMAT:
+            __call__ = nnx.remat(__call__)
+
     class Transformer(nnx.Module):
         def __init__(self, *, rngs: Any) -> None:
             self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
             self.position = nnx.Param(jnp.full((LENGTH, WIDTH), 0.02))
-            if stacked:
+            if how == SCANNED:
                 make = nnx.vmap(lambda rngs: Block(rngs=rngs), in_axes=0, out_axes=0)
                 self.blocks = make(rngs.split(layers))
             else:
@@ -170,7 +178,7 @@ def by_modules(library: str, layers: int, stacked: bool) -> Callable[[], object]
 
         def __call__(self, x: Tokens) -> jax.Array:
             h = self.embed(x) + self.position[...]
-            if stacked:
+            if how == SCANNED:
                 h = nnx.scan(lambda h, block: block(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, self.blocks)
             else:
                 for block in self.blocks:
@@ -192,7 +200,7 @@ def by_modules(library: str, layers: int, stacked: bool) -> Callable[[], object]
 
 
 BASELINE = "raw JAX over dicts"
-ADAPTERS: Mapping[str, Callable[[int, bool], Callable[[], object]]] = {
+ADAPTERS: Mapping[str, Callable[[int, str], Callable[[], object]]] = {
     BASELINE: raw,
     "nnxlib": partial(by_modules, "nnxlib"),
     "flax": partial(by_modules, "flax.nnx"),
@@ -208,9 +216,9 @@ def seconds(lower: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def run(cases: list[tuple[int, bool]], rounds: int) -> Report:
+def run(cases: list[tuple[int, str]], rounds: int) -> Report:
     """Measure all cases in turns and put the medians in tables."""
-    columns = [f"{layers} layers{', scanned' if scanned else ''}" for layers, scanned in cases]
+    columns = [f"{layers} layers{how}" for layers, how in cases]
     ratios = Table("Tracing and lowering a training step: ratio to raw JAX (medians)", columns, list(ADAPTERS))
     times = Table("Tracing and lowering a training step: milliseconds (median)", columns, list(ADAPTERS))
     remarks = []

@@ -8,6 +8,7 @@ same file. Each step of a way is one look-up.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -122,17 +123,24 @@ def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     """
     for cell in function.__closure__ or ():
         yield functools.partial(getattr, cell, "cell_contents", None)  # None: it is empty
-    names, codes = set[str](), [function.__code__]
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    read, names = _names_in(function.__code__)
     namespace = function.__globals__
-    for name in sorted(names & namespace.keys()):
+    for name in sorted(read & namespace.keys()):
         yield functools.partial(namespace.get, name)
         if isinstance(namespace[name], types.ModuleType | type):
             for inner in sorted(names & vars(namespace[name]).keys()):
                 yield functools.partial(_inside, namespace, name, inner)
+
+
+@functools.lru_cache(maxsize=1000)
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that some code, and the functions defined in it, read as globals; and all names, also of attributes."""
+    read = {x.argval for x in dis.get_instructions(code) if x.opname.startswith("LOAD_") and x.opname.endswith(_GLOBAL)}
+    inner = [_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return frozenset(read).union(*[x[0] for x in inner]), frozenset(code.co_names).union(*[x[1] for x in inner])
+
+
+_GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions; a class body reads them by name
 
 
 def _inside(namespace: Any, name: str, inner: str) -> Any:

@@ -11,6 +11,7 @@ it is nan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -104,7 +105,7 @@ class Average(Metric):
 
     def compute(self) -> jax.Array:
         """Return the mean, a float32 scalar."""
-        return self.total.value / _float(self.count.value)
+        return _mean(self.total.value, self.count.value)
 
 
 class Accuracy(Average):
@@ -325,6 +326,11 @@ def _masked(values: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
 
 def _sum(values: jax.Array, counted: jax.Array | None) -> jax.Array:
     return jnp.sum(values, dtype=jnp.float32, where=counted)
+
+
+@functools.partial(jax.jit, inline=True)  # one operation for eager code
+def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    return total / _float(count)
 
 
 def _float(count: Any) -> jax.Array:

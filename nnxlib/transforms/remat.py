@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..core.tables import pack_call
+from ..core.tracing import boundary
 from ..core.variables import MISSING
-from .callables import static_arguments
+from .callables import resolve, static_arguments
 from .classes import lifts_classes
-from .lift import lift
+from .lift import Arguments, Crossing, finish
+from .program import Program, program_of
 
 
 @lifts_classes("__call__")
@@ -36,12 +40,25 @@ def remat(
     >>> nnx.grad(loss)(layer, jnp.ones((1, 2))).kernel.shape
     (2, 3)
     """
+    function, bound, bound_kwargs = resolve(f)
 
-    def checkpointed(pure: Callable) -> Callable:
-        raw = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
-        return lambda leaves: _as_arrays(raw(leaves))
+    @boundary
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        packed = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        layout = packed.layout
 
-    return static_arguments(lift(checkpointed)(f), static_argnums)
+        def make() -> Program:
+            def program(leaves: list[Any]) -> Any:
+                pure = Crossing(layout).purify(function)  # a new one, for JAX would not trace the same one again
+                return jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)(leaves)
+
+            return Program(program, compiled=False)
+
+        program = program_of((function,), ("remat", layout, prevent_cse, policy), make)
+        return finish(packed, _as_arrays(program(packed.leaves)))
+
+    return static_arguments(wrapped, static_argnums)
 
 
 def _as_arrays(out: Any) -> Any:

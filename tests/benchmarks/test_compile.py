@@ -9,8 +9,8 @@ from benchmarks import compile as tracing
 
 def test_the_step_has_the_same_arrays() -> None:
     """Both are lowered, and take about as many."""
-    raw = tracing.raw(1, False)().args_info
-    own = tracing.by_modules("nnxlib", 1, False)().args_info
+    raw = tracing.raw(1, tracing.LOOP)().args_info
+    own = tracing.by_modules("nnxlib", 1, tracing.LOOP)().args_info
     assert abs(len(jax.tree.leaves(raw)) - len(jax.tree.leaves(own))) <= 3  # Adam's count, the optimizer's step
 
 
@@ -24,7 +24,14 @@ def test_raw_attention_is_causal_attention() -> None:
 
 
 def test_a_run_fills_the_tables() -> None:
-    ratios, times = tracing.run([(1, True)], 1).tables
+    ratios, times = tracing.run([(1, tracing.SCANNED)], 1).tables
     assert set(ratios.cells["1 layers, scanned"]) >= {tracing.BASELINE, "nnxlib"}
     assert all(float(text) > 0 for text in ratios.cells["1 layers, scanned"].values())
     assert set(times.cells) == set(ratios.cells)
+
+
+def test_layers_that_are_computed_again_are() -> None:
+    """In both programs."""
+    for make in (tracing.raw, lambda layers, how: tracing.by_modules("nnxlib", layers, how)):
+        plain, again = (make(2, how)().as_text().count("tanh") for how in (tracing.LOOP, tracing.REMAT))
+        assert 0 < plain < again

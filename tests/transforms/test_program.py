@@ -1,6 +1,10 @@
-"""Programs: what is kept with a function for its next eager call, and what is not."""
+"""Programs: what is kept with a function for its next call, eager or in a trace, and what is not."""
 
+import threading
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import nnxlib as nnx
@@ -56,4 +60,205 @@ def test_a_function_that_names_no_module_is_traced_once():
 
     for _ in range(3):
         assert nnx.cond(True, f, same, X) == 2
+    assert len(traces) == 1
+
+
+# --- inside of a trace ----------------------------------------------------------------------------------------------
+
+TRACES = []
+
+
+class Block(nnx.Module):
+    """Reads a weight, counts its calls, draws a key, and has a setting."""
+
+    def __init__(self, seed, flag=2.0):
+        self.weight = nnx.Param(jnp.float32(1 + seed))
+        self.calls = nnx.Variable(jnp.int32(0))
+        self.rngs = nnx.Rngs(seed)
+        self.flag = flag
+
+
+def step(block, x):
+    TRACES.append(1)
+    block.calls += 1
+    return x * block.weight * block.flag + jax.random.uniform(block.rngs())
+
+
+def other(block, x):
+    return x
+
+
+def on_carry(carry):
+    return carry[0], step(*carry)
+
+
+def on_index(_, carry):
+    return on_carry(carry)
+
+
+def on_count(carry):
+    return *on_carry(carry[:2]), carry[2] + 1
+
+
+def is_first(carry):
+    return carry[2] < 1
+
+
+INSIDE = {
+    "remat": lambda block, x: nnx.remat(step)(block, x),
+    "scan": lambda block, x: nnx.scan(on_carry, in_axes=nnx.Carry, out_axes=nnx.Carry, length=1)((block, x))[1],
+    "cond": lambda block, x: nnx.cond(x > -1, step, other, block, x),
+    "switch": lambda block, x: nnx.switch(jnp.int32(x > -1), [other, step], block, x),
+    "while_loop": lambda block, x: nnx.while_loop(is_first, on_count, (block, x, 0))[1],
+    "fori_loop": lambda block, x: nnx.fori_loop(0, 1, on_index, (block, x))[1],
+}
+
+
+def blocks(*flags):
+    return [Block(seed, flag) for seed, flag in enumerate(flags)]
+
+
+@pytest.fixture
+def traces():
+    jax.clear_caches()
+    TRACES.clear()
+    return TRACES
+
+
+def through(call, layers, x):
+    for block in layers:
+        x = call(block, x)
+    return x
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_equal_layers_in_a_trace_are_traced_once_and_each_is_computed_and_changed(name, traces):
+    """With the keys of each."""
+    plain, model = blocks(2.0, 2.0, 2.0), blocks(2.0, 2.0, 2.0)
+    expected = through(step, plain, X)
+    traces.clear()
+    for calls in (1, 2):
+        y = nnx.jit(lambda model, x: through(INSIDE[name], model, x))(model, X)
+        assert len(traces) == 1
+        if calls == 1:
+            np.testing.assert_allclose(y, expected, rtol=1e-6)
+        assert [int(block.calls.value) for block in model] == [calls] * 3
+        assert [int(block.rngs.default.count.value) for block in model] == [calls] * 3
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_gradients_of_equal_layers_in_a_trace(name):
+    """Are those of the plain calls."""
+    if name == "while_loop":
+        pytest.skip("has no gradient")
+    loss = lambda call: lambda model: through(call, model, X)
+    wrt = nnx.DiffState(0, nnx.Param)
+    expected = nnx.grad(loss(step), argnums=wrt)(blocks(2.0, 2.0, 2.0))
+    got = nnx.jit(nnx.grad(loss(INSIDE[name]), argnums=wrt))(blocks(2.0, 2.0, 2.0))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+
+
+def changed(layers, change):
+    change(layers[1])
+    return layers
+
+
+CHANGES = {
+    "setting": lambda block: setattr(block, "flag", 3.0),
+    "new attribute": lambda block: setattr(block, "extra", 1.0),
+    "type of a Variable": lambda block: setattr(block, "weight", nnx.BatchStat(block.weight.value)),
+    "metadata": lambda block: block.weight.set_metadata(frozen=True),
+    "dtype": lambda block: setattr(block.weight, "value", jnp.bfloat16(2)),
+    "shape": lambda block: setattr(block.weight, "value", jnp.full((1,), 2.0)),
+    "weak type": lambda block: setattr(block.weight, "value", jnp.asarray(2.0)),
+    "sharing": lambda block: setattr(block, "also", block.weight),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_differs_is_traced_by_itself(change, traces):
+    """And computes what it computes eagerly."""
+    make = lambda: changed(blocks(2.0, 2.0, 2.0), CHANGES[change])
+    expected = through(step, make(), X)
+    traces.clear()
+    y = nnx.jit(lambda model, x: through(INSIDE["remat"], model, x))(make(), X)
+    np.testing.assert_allclose(y, expected, rtol=1e-2 if change == "dtype" else 1e-6)
+    assert len(traces) == (3 if change == "shape" else 2)  # the output of another shape is the input of the next
+
+
+def test_a_setting_of_jax_that_differs_between_two_calls_is_seen():
+    """As it is by jax.jit."""
+
+    def product(a, b):
+        return a @ b
+
+    def both(a):
+        call = nnx.remat(product)
+        one = call(a, a)
+        with jax.default_matmul_precision("float32"):
+            return one, call(a, a)
+
+    text = str(jax.make_jaxpr(both)(jnp.ones((2, 2))))
+    assert text.count("dot_general") == 2
+    assert text.count("precision=(Precision.HIGHEST") == 1
+
+
+HELD = threading.local()
+
+
+def reads_what_is_held(block, x):
+    return x * block.weight + HELD.value
+
+
+@pytest.mark.parametrize("name", ["remat", "cond"])
+def test_an_array_of_the_trace_that_a_function_finds_elsewhere_is_seen_at_each_call(name):
+    """Such as one that the model has left in a plain object: neither the first nor one of an earlier trace is kept."""
+    calls = {
+        "remat": lambda block, x: nnx.remat(reads_what_is_held)(block, x),
+        "cond": lambda block, x: nnx.cond(x > -1, reads_what_is_held, other, block, x),
+    }
+
+    def forward(model, x):
+        for k, block in enumerate(model):
+            HELD.value = x + k
+            x = calls[name](block, x)
+        return x
+
+    expected = X
+    for k, block in enumerate(blocks(2.0, 2.0, 2.0)):
+        expected = expected * block.weight + (expected + k)
+    for _ in range(2):
+        assert nnx.jit(lambda model, x: forward(model, x))(blocks(2.0, 2.0, 2.0), X) == expected
+        assert jax.jit(lambda x: forward(blocks(2.0, 2.0, 2.0), x))(X) == expected
+    if name == "remat":  # the others are compiled in eager code, with what they find for a constant, as in JAX
+        assert forward(blocks(2.0, 2.0, 2.0), X) == expected
+
+
+class Owner(nnx.Module):
+    """Keeps a function that closes over its own layer."""
+
+    def __init__(self):
+        self.block = Block(0)
+        self.call = lambda x: x * self.block.weight * self.block.flag
+
+
+def test_a_function_that_closes_over_a_module_of_the_trace_is_traced_at_each_call():
+    """It may have changed."""
+
+    def forward(owner, x):
+        remat = nnx.remat(owner.call)
+        x = remat(x)
+        owner.block.flag = 5.0
+        return remat(x)
+
+    assert jax.jit(lambda x: forward(Owner(), x))(X) == 10
+    assert forward(Owner(), X) == 10
+
+
+def test_remat_is_traced_once_and_not_compiled_in_eager_code(traces):
+    """So its gradient is not traced again either."""
+    call, block = nnx.remat(step), Block(0)
+    for _ in range(3):
+        call(block, X)
+        nnx.grad(call, argnums=1)(block, X)
     assert len(traces) == 1
