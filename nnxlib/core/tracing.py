@@ -62,6 +62,11 @@ def at_top_level() -> bool:
     return trace is EAGER or trace is None
 
 
+def evaluate(closed: Any, *args: Any) -> list[Any]:
+    """Call a closed jaxpr; unlike the function of :func:`jaxpr_as_fun`, with JAX's checks for NaNs, if these are on."""
+    return list(_core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, *args))
+
+
 def abandon_trace() -> None:
     """Let go of what the running trace, which has failed, has taken for constants: JAX would keep them for ever."""
     if not at_top_level():

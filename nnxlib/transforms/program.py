@@ -23,7 +23,7 @@ from ..core.closures import CapturedObjects, lending, watching
 from ..core.graph import Delta, Packed, commit
 from ..core.objects import Node
 from ..core.references import named_in
-from ..core.tracing import Tracer, at_top_level, jaxpr_as_fun
+from ..core.tracing import Tracer, at_top_level, evaluate
 from .lift import check_traceable
 
 
@@ -69,8 +69,7 @@ class Program:
             closed, out = jax.make_jaxpr(self._watched, return_shape=True)(leaves)
         if any(isinstance(x, Tracer) for x in closed.consts):
             self._watched = None  # with which JAX forgets the trace
-        values = jaxpr_as_fun(closed)(*jtu.tree_leaves(leaves))
-        return jtu.tree_unflatten(jtu.tree_structure(out), values)
+        return jtu.tree_unflatten(jtu.tree_structure(out), evaluate(closed, *jtu.tree_leaves(leaves)))
 
 
 def watched(function: Callable) -> Callable:

@@ -235,3 +235,12 @@ def test_constants_come_out_as_arrays():
     assert isinstance(reset(v), jax.Array)
     assert isinstance(v.get_raw_value(), jax.Array)
     assert jnp.array_equal(v.at[0].set(1.0), jnp.array([1.0, 0.0]))
+
+
+def test_a_nan_is_found_in_eager_code():
+    """With the layer that made it."""
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.constant(jnp.nan))
+    for _ in range(2):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as caught:
+            nnx.remat(layer)(jnp.ones((1, 2)))
+        assert any("dot_general. In Linear" in note for note in caught.value.__notes__)
