@@ -530,7 +530,8 @@ def _pairs(state: Mapping[Any, Any]) -> list[tuple[PathParts, Any]]:
     pairs, stack = [], [((), state._mapping if isinstance(state, State) else state)]
     while stack:
         path, node = stack.pop()
-        if isinstance(node, Mapping):
+        # Nearly all are one of the first two; to ask whether something is a Mapping takes as long as all the rest.
+        if type(node) is dict or (not isinstance(node, Variable) and isinstance(node, Mapping)):
             stack += [((*path, key), node[key]) for key in reversed(sorted_keys(node))]
         else:
             pairs.append((path, node))
