@@ -8,7 +8,6 @@ Bound Modules are seen as they are at each call: their structure may change, ins
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -33,15 +32,7 @@ def cached_partial(f: Callable, *cached_args: Any) -> functools.partial:
     >>> double(2.0).item(), double(2.0).item()
     (12.0, 24.0)
     """
-    return _named_like(f, functools.partial(f, *cached_args))
-
-
-def _named_like(f: Callable, partial: Any) -> Any:
-    """A partial with the name and the docstring of the function that it binds."""
-    for name in functools.WRAPPER_ASSIGNMENTS:
-        with contextlib.suppress(AttributeError):  # a callable object has none of its own
-            setattr(partial, name, getattr(f, name))
-    return partial
+    return functools.partial(f, *cached_args)
 
 
 class JitPartial(functools.partial):
@@ -87,4 +78,4 @@ def jit_partial(fun: Callable, *partial_args: Any, **options: Any) -> JitPartial
     >>> nnx.jit_partial(scaled, layer, static_argnums=2)(2.0, False).item()
     12.0
     """
-    return _named_like(fun, JitPartial(jit(fun, **options), *partial_args))
+    return JitPartial(jit(fun, **options), *partial_args)

@@ -136,15 +136,3 @@ def test_a_partial_can_be_transformed_and_need_not_be_of_a_jitted_function():
     assert nnx.jit(nnx.cached_partial(step, model))(1.0) == 5.0
     assert nnx.jit(nnx.jit_partial(step, model))(1.0) == 6.0
     assert model.by == 6.0
-
-
-def test_a_partial_has_the_name_and_docstring_of_the_function(bind):
-    """As a decorated function has."""
-
-    def forward(model, x):
-        """Scale."""
-        return step(model, x)
-
-    call = bind(forward, Scale())
-    assert (call.__name__, call.__doc__) == ("forward", "Scale.")
-    assert call.__qualname__.endswith("<locals>.forward")
