@@ -19,14 +19,14 @@ from ..core.contexts import merge_context as merge_context
 from ..core.contexts import split_context as split_context
 from ..core.contexts import update_context as update_context
 from ..core.filters import PathParts as PathParts
-from ..core.graph import NodeRow as NodeDef
-from ..core.graph import Ref as NodeRef  # noqa: F401
-from ..core.graph import VariableRow as VariableDef
 from ..core.graphdef import GraphDef as GraphDef
 from ..core.module import iter_module_children as iter_module_children
 from ..core.objects import is_array as is_array
 from ..core.objects import is_node as is_graph_node
 from ..core.ops import *  # noqa: F403
+from ..core.rows import NodeRow as NodeDef
+from ..core.rows import Ref as NodeRef  # noqa: F401
+from ..core.rows import VariableRow as VariableDef
 from ..core.state import FlatState as FlatState
 from ..core.state import FlatState as GraphFlatState  # noqa: F401
 from ..core.state import State as State

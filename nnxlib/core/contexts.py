@@ -36,26 +36,15 @@ import jax
 from .differences import Aval, aval_of
 from .errors import StateMismatchError, UsageError, format_path
 from .filters import Filter
-from .graph import (
-    SAME,
-    Delta,
-    Layout,
-    NodeRow,
-    Packed,
-    Ref,
-    Row,
-    VariableRow,
-    Walk,
-    check_commit,
-    commit,
-    count_leaves,
-    pack,
-)
+from .graph import Delta, Packed, check_commit, commit, pack
 from .graphdef import GraphDef
+from .layout import Layout
 from .ops import merge
+from .rows import SAME, NodeRow, Ref, Row, VariableRow, count_leaves
 from .state import FlatState, from_flat_state, split_state
 from .tracing import TraceRef, at_top_level, current_trace
 from .variables import Variable, make_variable
+from .walk import Walk
 
 A = TypeVar("A")
 Path = tuple[Any, ...]

@@ -154,9 +154,12 @@ def format_path(path: Iterable[Any], root: str = "") -> str:
     return (text if root else text.removeprefix(".")) or "<root>"
 
 
+OUTPUT = "<output>"  # the first key of a path in the output of a function, as opposed to its arguments
+
+
 def place_of(path: tuple) -> str:
-    """Write the path of a leaf that comes back: in the arguments, or in ``<output>``."""
-    return format_path(path[1:], "<output>") if path[:1] == ("<output>",) else format_path(path)
+    """Write the path of a leaf that comes back from a function: in the arguments, or in the output."""
+    return format_path(path[1:], OUTPUT) if path[:1] == (OUTPUT,) else format_path(path)
 
 
 def describe(value: Any) -> str:

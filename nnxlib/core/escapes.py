@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .errors import TraceContextError, describe, place_of
-from .graph import After, NodeRow
+from .graph import After
 from .inputs import peek
 from .objects import Node
+from .rows import NodeRow
 from .static import ATOMS, Const
 from .tracing import in_current_trace
 from .variables import Variable

@@ -12,6 +12,7 @@ holds one is walked at each call.
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ class Foreign:
 
     def add(self, tree: Any, children: Sequence[Any]) -> bool:
         """Add the containers of a pytree; False if it can get other children than these without a change of them."""
+        if type(tree) is types.MethodType:  # bound to a node, for good
+            return True
         found, stack = set(), [tree]
         while stack:
             x = stack.pop()

@@ -1,6 +1,6 @@
 """GraphDef: the static half of a model, as a value that can be compared, hashed, printed, pickled and diffed.
 
-It wraps an interned :class:`~nnxlib.core.graph.Layout`. It also has the avals (shapes and dtypes) that the leaves had
+It wraps an interned :class:`~nnxlib.core.layout.Layout`. It also has the avals (shapes and dtypes) that the leaves had
 when the model was split. These do not count when GraphDefs are compared (a model cast to bfloat16 has an equal one);
 they only serve to refuse a State that does not fit.
 """
@@ -18,9 +18,11 @@ import numpy as np
 
 from .differences import Aval, Difference, as_change, aval_of
 from .errors import format_path
-from .graph import LEAF, BoundMethod, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, build
+from .graph import build
+from .layout import Layout
 from .pickling import exportable
 from .reprs import Group, Leaf, node_group, read, static_repr, write
+from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow
 from .static import Const
 from .tracing import Tracer
 

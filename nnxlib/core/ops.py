@@ -19,34 +19,25 @@ import jax.tree_util as jtu
 import numpy as np
 
 from . import errors
+from .blueprint import fresh
 from .closures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
 from .errors import ArgumentError, UsageError, describe, format_path
 from .filters import Filter, filters_to_predicates, first_of, to_predicate
-from .graph import (
-    SAME,
-    Delta,
-    Layout,
-    NodeRow,
-    Row,
-    VariableRow,
-    build,
-    commit,
-    count_leaves,
-    flatten_once,
-    fresh,
-    pack,
-)
+from .graph import Delta, build, commit, pack
 from .graphdef import Avals, GraphDef, avals_of
+from .layout import Layout
 from .nesting import Nesting
 from .objects import HasAttributes, Node, check_writable, is_array, is_bound_method, is_data_leaf, is_node, new_node
 from .pickling import exportable
+from .rows import SAME, NodeRow, Row, VariableRow, count_leaves
 from .state import FlatState, State, flatten_with_keys, from_flat_state, is_without_leaves
 from .static import Const, same_items
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
 from .traversals import sorted_keys
 from .variables import Variable, all_unshared, make_variable, make_variables, raw_value, unshared
+from .walk import flatten_once
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
@@ -615,7 +606,7 @@ def _by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | No
     """The leaves of States by position, if each is nested like all leaves of the layout or a known group; else None."""
     new: dict[int, Any] = {}
     for state in states:
-        found = layout.by_position(state.raw_mapping) if isinstance(state, State) else None
+        found = layout.leaves_in(state.raw_mapping) if isinstance(state, State) else None
         if found is None or dict in [type(x) for x in found.values()]:  # a level where there is a leaf
             return None
         new |= found

@@ -22,15 +22,18 @@ import jax.tree_util as jtu
 
 from .containers import Dict, List, holds_data
 from .foreign import Foreign
-from .graph import Layout, NodeRow, Ref, Tree, build, comparable, flatten_once
+from .graph import build
+from .layout import Layout
 from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, explicit_mark, is_data, is_node, new_node
 from .pickling import exportable
 from .reprs import static_repr
+from .rows import NodeRow, Ref, Tree
 from .stamps import Stamp
 from .static import Const
 from .tables import have_changed, table_of
 from .traversals import sorted_keys
 from .variables import Variable
+from .walk import flatten_once
 
 _set = object.__setattr__
 
@@ -194,7 +197,7 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
         elif type(spec) is Tree:
             value = node._nnx_contents()[name]
             fields += [(name, child) for child in spec.children]
-            inner = () if comparable(value, flatten_once(value)[1], Foreign()) else None
+            inner = () if Foreign().add(value, flatten_once(value)[1]) else None
         if inner is None:
             return None
         found |= {id(value): (value, const) for value, const in inner}

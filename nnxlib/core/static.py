@@ -95,6 +95,18 @@ class Const:
         return repr(self.value)
 
 
+class StaticArgument:
+    """Marks an argument that is part of the program (``static_argnums``), whatever it is; packed as a Const."""
+
+    __slots__ = ("path", "value")
+
+    def __init__(self, value: Any, path: tuple = ()):
+        self.value, self.path = value, path
+
+    def frozen(self) -> Const:
+        return Const.of(self.value, self.path)
+
+
 _MUTABLE: weakref.WeakValueDictionary[Hashable, Const] = weakref.WeakValueDictionary()  # the mutable Consts, by key
 
 

@@ -34,15 +34,18 @@ from typing import Any
 import jax.tree_util as jtu
 
 from . import errors
-from .calls import ObjectList, entering
+from .calls import entering
 from .closures import Watch, notice
-from .graph import KEPT, LEAF, Layout, NodeRow, Packed, Ref, Row, Walk, build, pack, trace_of
+from .graph import Packed, build, pack, trace_of
 from .graphdef import differences_listed
+from .layout import KEPT, Layout
 from .objects import HasAttributes, Node, Pytree, attributes_of, is_bound_method, is_node
+from .rows import LEAF, ROOT, NodeRow, Ref, Row
 from .stamps import Stamp, stamping, with_stamp
 from .static import Const, same_items
 from .tracing import at_top_level
 from .variables import NO_METADATA, Cell, Variable
+from .walk import Walk
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
 
@@ -198,13 +201,12 @@ def pack_call(arguments: tuple) -> Packed:
     table = table_of(root)
     if table.snapshot is not None:
         return pack(arguments)
-    walk = Walk(index=table.index)
-    walk.objects = ObjectList(table.objects_with(root))
-    layout = table.layout.within(walk.run(arguments))
+    walk = Walk(table.objects_with(root), index=table.index)
+    layout = table.layout.with_root(walk.run(arguments))
     if Watch.count:
         notice(root, trace_of(root))
     entering(layout, walk.objects)
-    return Packed(layout, [*table.leaves(root), *walk.arrays[-1]], walk.objects)
+    return Packed(layout, [*table.leaves(root), *walk.arrays[ROOT]], walk.objects)
 
 
 def sharing_of(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple:
@@ -323,8 +325,7 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
 def _rows_with_other_statics(table: LiveTable, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:
     """The rows of some nodes as they are now; None if not only static values differ in them."""
     known = table.layout.rows
-    walk = Walk((), table.stamp, table.index)
-    walk.objects = table.objects_with(root)
+    walk = Walk(table.objects_with(root), table.stamp, table.index)
     try:
         for x in nodes:
             walk.revisit(table.index[id(x)], ())
@@ -352,7 +353,7 @@ def _make(root: Any) -> LiveTable:
     with stamping:
         spec = walk.run(root)
         walk.foreign.watch(stamp)
-    rows = tuple([walk.rows[i] for i in range(len(walk.objects))])
+    rows = walk.all_rows()
     layout = Layout(rows, spec)
     table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
     table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())

@@ -24,12 +24,13 @@ from ..core.containers import Dict
 from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.escapes import check_contained
 from ..core.filters import Filter, PathContains, to_predicate
-from ..core.graph import LEAF, Delta, build, commit, diff
+from ..core.graph import Delta, build, commit, diff
 from ..core.module import Module
 from ..core.objects import is_bound_method, is_node
 from ..core.ops import iter_graph
 from ..core.programs import step
 from ..core.rngs import Rngs
+from ..core.rows import LEAF
 from ..core.stamps import Stamp
 from ..core.tables import LiveTable, pack_call, table_of
 from ..core.tracing import at_top_level

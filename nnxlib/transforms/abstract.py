@@ -20,7 +20,8 @@ from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import Variable
 from .callables import resolve
-from .lift import Arguments, Outcome, check_returned, check_traceable, cross
+from .leaf_checks import check_returned, check_traceable
+from .lift import Arguments, Outcome, cross
 from .naming import named
 
 

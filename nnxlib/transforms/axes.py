@@ -17,7 +17,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.calls import recorded_types
-from ..core.graph import After, Delta, Layout, Row, VariableRow
+from ..core.graph import After, Delta
+from ..core.layout import Layout
+from ..core.rows import Row, VariableRow
 from ..core.static import Const
 from ..core.variables import Perturbation, Variable, make_variable, name_axis, unname_axis
 

@@ -16,18 +16,11 @@ import jax.tree_util as jtu
 
 from ..core.calls import recorded_types
 from ..core.errors import BodyError, format_path, listed, place_of
-from ..core.graph import (
-    SAME,
-    Layout,
-    NodeRow,
-    Ref,
-    Spec,
-    Tree,
-    VariableRow,
-)
 from ..core.graphdef import describe_spec
+from ..core.layout import Layout
 from ..core.recordings import appends, is_recorded
 from ..core.reprs import static_repr
+from ..core.rows import SAME, NodeRow, Ref, Spec, Tree, VariableRow
 from .body import Body, structural_rows
 
 

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import ArgumentError, UsageError, describe, format_path, listed
-from ..core.graph import Delta, Layout
+from ..core.errors import OUTPUT, ArgumentError, UsageError, describe, format_path, listed
+from ..core.graph import Delta
+from ..core.layout import Layout
 from ..core.recordings import fill_up, recorded_anew
+from ..core.rows import ROOT
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from .body import Body, Owner, delta_of, own_states, structural_rows, trace_body, type_of, zeros
@@ -159,7 +161,7 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
     n = len(layout.rows)
     touched = {owner for body in bodies for owner in body.owners if 0 <= owner[0] < n}
     delta, owners = delta_of(layout, touched, first, first.delta.root)
-    owners += [owner for owner in first.owners if owner[0] < 0]
+    owners += [owner for owner in first.owners if owner[0] == ROOT]
     positions = layout.owner_positions
     sources = [_sources(body, owners, positions) for body in bodies]
     types = [
@@ -187,7 +189,7 @@ def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:
         other.delta.root,
         f"Branch 0 and branch {k} (for cond: false and true) return different structures:",
         "Return the same pytree, with the same objects in the same places, from every branch, or nothing at all.",
-        "<output>",
+        OUTPUT,
     )
     if structural_rows(layout, first) == structural_rows(layout, other):
         return

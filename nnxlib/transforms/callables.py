@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.errors import ArgumentError, PrefixError
-from ..core.graph import StaticArgument
 from ..core.objects import Node, is_data
+from ..core.static import StaticArgument
 
 
 def name_of(f: Callable) -> str:

@@ -34,9 +34,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 import jax.tree_util as jtu
 
 from ..core.errors import ArgumentError, StaticValueError
-from ..core.graph import StaticArgument
 from ..core.objects import Pytree, is_data, new_node
-from ..core.static import Const
+from ..core.static import Const, StaticArgument
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 

@@ -18,18 +18,21 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ..core.errors import ArgumentError, describe, format_path
+from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Filter, Nothing, to_predicate
-from ..core.graph import After, Delta, Layout, NodeRow, Packed, StaticArgument, Tree, build, count_leaves, pack
+from ..core.graph import After, Delta, Packed, build, pack
+from ..core.layout import Layout
 from ..core.objects import is_data
+from ..core.rows import ROOT, NodeRow, Tree, count_leaves
+from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve
-from .lift import Arguments, Outcome, check_returned, check_traceable, cross, finish
+from .leaf_checks import check_returned, check_traceable
+from .lift import Arguments, Outcome, cross, finish
 from .tangents import (
     INEXACT,
-    OUTPUT,
     DiffState,
     Tangents,
     by_argument,
@@ -289,7 +292,7 @@ class _Call:
         if self._delta != after.delta:
             raise ArgumentError(_OTHER_CHANGES.format(paths=self._describe(self._delta, after.delta)))
         root = Tree(_PAIR, ((), (OUTPUT,)), (self.layout.root, after.root))
-        table = Layout(tuple(after.rows), root)
+        table = Layout(after.rows, root)
         return after.leaves, Outcome(after.delta, ()), Tangents(table, _places(table, self.layout, after))
 
     def _describe(self, a: Delta, b: Delta) -> str:
@@ -366,7 +369,7 @@ def _places(table: Layout, before: Layout, after: After) -> tuple[int, ...]:
                 place[i, k] = count
                 count += 1
     count += count_leaves(before.root)
-    return tuple([count + k if i < 0 else place.get((i, k), -1) for i, k in after.owners])
+    return tuple([count + k if i == ROOT else place.get((i, k), -1) for i, k in after.owners])
 
 
 _PAIR = jtu.tree_structure((0, 0))

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import PrefixError
-from ..core.graph import Layout, VariableRow
+from ..core.layout import Layout
+from ..core.rows import VariableRow
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.variables import Variable, make_variable
 

@@ -31,12 +31,16 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.closures import CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
-from ..core.graph import KEPT, LEAF, Spec, StaticArgument, Tree, commit, pack, trace_of, value_of
+from ..core.graph import commit, pack, trace_of
 from ..core.inputs import AbsentInput
+from ..core.layout import KEPT
 from ..core.objects import is_node
+from ..core.rows import LEAF, Spec, Tree, value_of
+from ..core.static import StaticArgument
 from ..core.tables import LiveTable, refreshed, sharing_of, table_of
 from ..core.variables import Cell, reader, write_cells, writer
-from .lift import Arguments, Outcome, check_traceable
+from .leaf_checks import check_traceable
+from .lift import Arguments, Outcome
 from .plan import Compiled, Plan
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met

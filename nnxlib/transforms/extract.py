@@ -19,10 +19,11 @@ import jax.tree_util as jtu
 
 from ..core.contexts import MergeContext, SplitContext, merge_context, split_context, update_context
 from ..core.errors import UsageError
-from ..core.graph import Ref, Tree, Walk
 from ..core.graphdef import GraphDef
 from ..core.objects import is_node
+from ..core.rows import Ref, Tree
 from ..core.variables import MISSING
+from ..core.walk import Walk
 from .prefixes import Labels, broadcast_prefix
 from .prefixes import TreeState as TreeState
 
@@ -286,8 +287,7 @@ def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
     """
     walk = Walk()
     root = walk.run(tree)
-    rows = [walk.rows[i] for i in range(len(walk.objects))]
-    labels = Labels(rows, lambda i: (walk.objects[i],) if i in walk.cells else walk.arrays[i])
+    labels = Labels(walk.all_rows(), lambda i: (walk.objects[i],) if i in walk.cells else walk.arrays[i])
     children = zip(root.paths, root.children, strict=True) if isinstance(root, Tree) else [((), root)]
     for (path, spec), prefix in zip(children, prefixes, strict=True):
         if isinstance(spec, Ref):

@@ -86,7 +86,7 @@ def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
     """
     from jax.experimental.checkify import user_checks  # here, as few programs want it
 
-    from .checks import checked
+    from .checkify import checked
 
     errors = user_checks if errors is None else errors
     return lift(lambda pure: checked(pure, errors), result=_error_and_output)(f)
@@ -94,7 +94,7 @@ def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
 
 def name_nan(error: FloatingPointError, f: Callable, arguments: Arguments) -> None:
     """Note which layer has made the NaN that JAX has found in a jitted function, where no call has said so."""
-    from .checks import note_nan
+    from .checkify import note_nan
 
     with contextlib.suppress(Exception):
         packed = pack_call(arguments)

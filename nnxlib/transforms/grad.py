@@ -116,7 +116,7 @@ def value_and_grad(
         try:
             (value, (leaves, outcome)), grads = differentiate(packed.leaves)
         except FloatingPointError as error:
-            from .checks import note_nan  # only now: it takes long to import
+            from .checkify import note_nan  # only now: it takes long to import
 
             note_nan(error, differentiate, packed.leaves)
             raise

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from ..core.errors import ArgumentError, format_path
-from ..core.graph import LEAF, Tree
+from ..core.errors import OUTPUT, ArgumentError, place_of
+from ..core.rows import LEAF, Tree
 from ..core.variables import MISSING
 from .classes import lifts_classes
-from .tangents import OUTPUT, PARAMS, DiffState, Tangents, check_differentiable
+from .tangents import PARAMS, DiffState, Tangents, check_differentiable
 from .vjp import Derivation
 
 Argnums = int | DiffState | Sequence[int | DiffState]
@@ -136,7 +136,7 @@ def _check_outputs(outputs: Tangents) -> None:
     own = {path for path, child in zip(layout.root.paths, layout.root.children, strict=True) if child is LEAF}
     own |= {layout.paths[i] for i in layout.variables if len(layout.paths[i]) == 1}
     for path in own - {layout.leaf_paths[k] for k in outputs.positions}:
-        raise ArgumentError(_NOT_DIFFERENTIABLE.format(path=format_path(path[1:], OUTPUT)))
+        raise ArgumentError(_NOT_DIFFERENTIABLE.format(path=place_of(path)))
 
 
 _NOT_DIFFERENTIABLE = """\

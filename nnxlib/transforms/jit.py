@@ -35,10 +35,12 @@ from ..core.closures import (
 )
 from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed, reachable
 from ..core.filters import looks_at_values
-from ..core.graph import Layout, Packed, StaticArgument, commit, pack, trace_of
+from ..core.graph import Packed, commit, pack, trace_of
 from ..core.graphdef import differences_listed
+from ..core.layout import Layout
 from ..core.objects import Node
 from ..core.references import LookUp, named_in, ways_from
+from ..core.static import StaticArgument
 from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, running_trace
 from ..core.variables import MISSING
 from .abstract import eval_packed
@@ -48,7 +50,8 @@ from .callables import resolve
 from .classes import lifts_classes
 from .dispatch import Dispatch, Found, Miss
 from .general import name_nan
-from .lift import Arguments, Crossing, check_traceable, cross
+from .leaf_checks import check_traceable
+from .lift import Arguments, Crossing, cross
 from .plan import Compiled, Plan
 from .prefixes import (
     Labels,

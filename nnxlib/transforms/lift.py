@@ -31,28 +31,19 @@ from jax.tree_util import all_leaves, register_static
 
 from ..core.calls import inside, listening, recorded_types, repeated
 from ..core.closures import all_borrowed, borrowable, borrowed, watching
-from ..core.errors import ArgumentError, OutputError, format_path, place_of
+from ..core.errors import place_of
 from ..core.escapes import check_contained
-from ..core.graph import (
-    After,
-    Delta,
-    Layout,
-    NodeRow,
-    Packed,
-    Ref,
-    Tree,
-    build,
-    commit,
-    diff,
-    has_refs,
-)
+from ..core.graph import After, Delta, Packed, build, commit, diff
 from ..core.inputs import AbsentInput, Input, is_read, lend
+from ..core.layout import Layout
 from ..core.recordings import recorded_anew
+from ..core.rows import NodeRow, Ref, Tree, has_refs
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING, Cell, new_cell
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve
+from .leaf_checks import check_returned
 from .naming import named
 from .prefixes import (
     Labels,
@@ -85,7 +76,7 @@ class Outcome:
         self.delta, self.lane_of = delta, lane_of
         self.paths = paths  # of the leaves that come back, for messages
         self.read = read  # the positions of the leaves that it read, if it was watched
-        self.returns_objects = has_refs(delta.root)
+        self.returns_objects = has_refs(delta.root)  # if not, the output can be made from its leaves alone
         self._hash: int | None = None
 
     def names(self, lane: int) -> list[str]:
@@ -123,19 +114,19 @@ def cross(
       leaves: of the same.
       forced: positions of leaves that count as changed if they are read.
       part: the part of the output of ``f`` that is packed; all of it by default.
-      loan: live objects by row, which ``f`` captures: they are used in place of fresh ones.
-      cell: makes the cells of the Variables.
+      loan: live objects by row, which ``f`` captures: they are used in place of fresh ones (core/closures.py).
+      cell: makes the cells of the Variables; of inputs that note whether they are read, for ``nnx.jit``.
     """
     pytrees = {}
     if not all_leaves(leaves):  # f may edit a dict that is the value of a Variable: it gets a copy
         leaves = jax.tree.map(lambda x: x, list(leaves))
         pytrees = {i: jax.tree.flatten(x) for i, x in enumerate(leaves) if not all_leaves([x])}
-    with borrowed(list(loan.values())):
+    with borrowed(list(loan.values())):  # restored as they were when the block ends
         for i, leaf in zip(layout.variables, leaves, strict=False):
             if i in loan:
                 lend(loan[i], leaf)
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
-        with listening(inside(layout, objects)):  # so Modules that are called know their paths
+        with listening(inside(layout, objects)):  # so Modules that are called know their paths (core/calls.py)
             out = f(*args, **kwargs)
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
         after = diff(layout, leaves, objects, part(out), {*forced, *edited})
@@ -195,24 +186,29 @@ class Crossing:
 
         Leaves of Variables at the positions ``forced`` come back also if they were only read.
         """
-        layout, labels, stacks = self.layout, self.labels, self.axis_name is not MISSING
-        if labels is not None and stacks:
-            layout = strip_axes(layout, leaves, labels.of_variables(layout), self.axis_name)
+        layout = self.layout
+        if self.labels is not None and self.axis_name is not MISSING:  # the leaves are slices
+            layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
         watched = self.traces is not None
         with watching() if watched else nullcontext():
             out, after = cross(f, layout, leaves, forced, loan=self._loan(), cell=Input if watched else new_cell)
         check_returned(after)
         if self.traces is not None:
             self.traces.note(self.layout, leaves)
-        if labels is None:
-            return (after.leaves,), Outcome(after.delta, (), after.paths, self._read(after))
-        found = labels_after(labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
-        if stacks:
-            found = stack_recorded(found, layout, after)
-        delta = stack_axes(after, found, self.axis_name) if stacks else after.delta
-        lane_of = lane_numbers(found, self.lanes)
+        delta, lane_of = after.delta, ()
+        if self.labels is not None:
+            delta, lane_of = self._lanes_after(self.labels, layout, out, after)
         outcome = Outcome(delta, lane_of, after.paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
+
+    def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[Delta, tuple[int, ...]]:
+        """The Delta with the names of stacked axes, and the lane of each leaf that comes back."""
+        found = labels_after(labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
+        delta = after.delta
+        if self.axis_name is not MISSING:
+            found = stack_recorded(found, layout, after)
+            delta = stack_axes(after, found, self.axis_name)
+        return delta, lane_numbers(found, self.lanes)
 
     def _loan(self) -> dict[int, Any]:
         """The captured objects, by row, for a trace to borrow.
@@ -250,47 +246,6 @@ def captured_rows(layout: Layout) -> list[int]:
             if isinstance(row, NodeRow):
                 stack.extend(child for _, child in row.fields)
     return sorted(found)
-
-
-def check_returned(after: After) -> None:
-    """Check that JAX can return each leaf that is to come back from a trace.
-
-    Raises:
-      OutputError: naming the path, in the arguments or in the output.
-    """
-    for path, leaf in zip(after.paths, after.leaves, strict=True):
-        try:
-            jax.tree.map(jax.typeof, leaf)
-        except TypeError:
-            raise OutputError(
-                f"{place_of(path)} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come out of a "
-                "compiled function. Return arrays, and keep other values in static attributes or outside."
-            ) from None
-
-
-def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments.
-
-    Raises:
-      ArgumentError: naming the argument, and what to do.
-    """
-    places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
-    for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
-        try:
-            jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
-        except TypeError:
-            if all_leaves([leaf]):
-                name, kind = format_path(path), type(leaf).__name__
-                raise ArgumentError(message.format(name=name, kind=kind, value=leaf)) from None
-
-
-_UNTRACEABLE = """\
-{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
-static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""
-
-_UNTRACEABLE_VALUE = """\
-The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \
-attribute of its own, `module.name = value`, which is a part of the program."""
 
 
 def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: finish(raw)) -> Callable:
@@ -359,7 +314,7 @@ def lift_lanes(
         packed = pack_call(arguments)
         labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
         function = repeated(function, check(packed, in_order))
-        recorded = [0] if axis_name is not MISSING and recorded_types() else []
+        recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked
         lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(entries)), *labels_in(out), *recorded]))
         crossing = Crossing(packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name)
         return finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))

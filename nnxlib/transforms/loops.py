@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import format_path
-from ..core.graph import Layout, count_leaves
+from ..core.layout import Layout
 from ..core.recordings import recorded_anew
+from ..core.rows import ROOT, count_leaves
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, boundary
 from .body import Body, delta_of, structural_rows, trace_body, zeros
@@ -180,7 +181,7 @@ class _Loop:
         refuse_written(layout, body, replaced, what)
         touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
         self.delta, owners = delta_of(layout, touched, body, body.delta.root)
-        owners += [(-1, k) for k in range(count_leaves(layout.root))]
+        owners += [(ROOT, k) for k in range(count_leaves(layout.root))]
         positions, place = layout.owner_positions, {owner: k for k, owner in enumerate(body.owners)}
         self.body, self.constant = body, leaves
         self.positions = [positions.get((replaced.get(i, i), k)) for i, k in owners]  # None for what the body records
@@ -212,7 +213,7 @@ _HINT = (
 
 def _output(test: Body, leaves: Sequence[Any]) -> Any:
     """The output of a test; if there are several values, JAX raises an error."""
-    found = [x for x, (row, _) in zip(test.run(leaves), test.owners, strict=True) if row < 0]
+    found = [x for x, (row, _) in zip(test.run(leaves), test.owners, strict=True) if row == ROOT]
     return found[0] if len(found) == 1 else found
 
 

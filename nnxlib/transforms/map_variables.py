@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.differences import ANY_VALUE, leaf_differences, refuse
-from ..core.errors import ArgumentError, EmptySelectionError, ReadOnlyError, format_path
+from ..core.errors import OUTPUT, ArgumentError, EmptySelectionError, ReadOnlyError, format_path
 from ..core.filters import Filter, to_predicate
-from ..core.graph import After, Packed, VariableRow, commit
+from ..core.graph import After, Packed, commit
+from ..core.rows import VariableRow
 from ..core.state import from_flat_state, to_flat_state
 from ..core.tables import pack_call
 from ..core.variables import MISSING, Param, Variable
@@ -96,7 +97,7 @@ def _by_argument(
     found: dict[tuple, Rows] = {}
     for i in rows:
         argument, path = paths[i][:2], paths[i][2:]
-        if argument[0] != "<output>" and predicate(path, objects[i]):
+        if argument[0] != OUTPUT and predicate(path, objects[i]):
             found.setdefault(argument, {})[i] = path
     return list(found.values())
 

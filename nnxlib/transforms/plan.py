@@ -30,12 +30,15 @@ import jax.tree_util as jtu
 
 from ..core.closures import lending
 from ..core.errors import describe, format_path, listed
-from ..core.graph import Layout, Packed, commit, count_leaves
+from ..core.graph import Packed, commit
 from ..core.inputs import ABSENT, AbsentInput
+from ..core.layout import Layout
 from ..core.placement import settle
+from ..core.rows import count_leaves
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from ..core.variables import Cell
-from .lift import Crossing, Outcome, check_traceable
+from .leaf_checks import check_traceable
+from .lift import Crossing, Outcome
 from .naming import named
 from .prefixes import join_lanes
 

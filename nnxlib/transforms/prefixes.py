@@ -20,8 +20,10 @@ import numpy as np
 
 from ..core.errors import AliasingError, PrefixError, describe_nested, format_path
 from ..core.filters import Filter, PathIn, filters_to_predicates
-from ..core.graph import LEAF, After, Layout, NodeRow, Ref, Row, Spec, Tree, VariableRow, pack
+from ..core.graph import After, pack
+from ..core.layout import Layout
 from ..core.objects import is_node
+from ..core.rows import LEAF, ROOT, NodeRow, Ref, Row, Spec, Tree, VariableRow
 from ..core.state import State, from_flat_state, map_state, to_flat_state
 from ..core.static import Const
 from ..core.traversals import path_key
@@ -396,8 +398,8 @@ def labels_after(before: Labels, layout: Layout, after: After, out_entries: Sequ
     labels.returning = True
     labels.of_row, labels._reached = dict(before.of_row), dict(before._reached)
     labels.revisit(len(layout.rows), after.rows, after.values_of)
-    own = labels.visit(after.root, out_entries, after.own)
-    return [own[k] if i < 0 else labels.of_row[i][k] for i, k in after.owners]
+    own = labels.visit(after.root, out_entries, after.output_leaves)
+    return [own[k] if i == ROOT else labels.of_row[i][k] for i, k in after.owners]
 
 
 def lane_numbers(labels: Sequence[Label], lanes: Sequence[Label]) -> tuple[int, ...]:
@@ -435,9 +437,9 @@ def label_arguments(
     for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
         values.setdefault(i, []).append(leaf)
     labels = Labels(layout.rows, lambda i: values.get(i, ()))
-    own = labels.visit(layout.root, entries, values.get(-1, ()), depth)
+    own = labels.visit(layout.root, entries, values.get(ROOT, ()), depth)
     labels.values = _no_values  # a compiled function keeps the labels, and must not keep the model that it first saw
-    return labels, [own[k] if i < 0 else labels.of_row[i][k] for i, k in layout.owners]
+    return labels, [own[k] if i == ROOT else labels.of_row[i][k] for i, k in layout.owners]
 
 
 def _no_values(row: int) -> Sequence[Any]:

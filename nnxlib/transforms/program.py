@@ -24,7 +24,7 @@ from ..core.graph import Delta, Packed, commit
 from ..core.objects import Node
 from ..core.references import named_in
 from ..core.tracing import Tracer, at_top_level, evaluate
-from .lift import check_traceable
+from .leaf_checks import check_traceable
 
 
 class Program:
@@ -51,7 +51,7 @@ class Program:
             except CapturedObjects:
                 self.captures = True
             except FloatingPointError as error:
-                from .checks import note_nan  # only now: it takes long to import
+                from .checkify import note_nan  # only now: it takes long to import
 
                 note_nan(error, self.function, leaves)
                 raise

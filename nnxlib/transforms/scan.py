@@ -23,8 +23,9 @@ import jax.tree_util as jtu
 
 from ..core.calls import repeated
 from ..core.errors import PrefixError, describe_nested, format_path, listed, place_of
-from ..core.graph import Layout, Spec, Tree
+from ..core.layout import Layout
 from ..core.recordings import recorded_anew
+from ..core.rows import ROOT, Spec, Tree
 from ..core.tables import pack_call
 from ..core.variables import MISSING, RngCount
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
@@ -247,7 +248,7 @@ def _run(
         found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
     touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
     delta, owners = delta_of(layout, touched, body, body.delta.root)
-    owners += [owner for owner in body.owners if owner[0] < 0]
+    owners += [owner for owner in body.owners if owner[0] == ROOT]
     place = {owner: k for k, owner in enumerate(body.owners)}
     return [found[place[owner]] for owner in owners], Result(delta)
 
@@ -302,10 +303,10 @@ def _recurring(
 ) -> tuple[list[int], list[Any]]:
     """For each leaf that goes to the next iteration, its position among the leaves of the arguments, and its type."""
     handed_on, positions = _handed_on(body), layout.owner_positions
-    first_plain = positions.get((-1, 0), len(labels))
+    first_plain = positions.get((ROOT, 0), len(labels))
     plain = iter([k for k in range(first_plain, len(labels)) if labels[k] is Carry])
     owners = [body.owners[k] for k in handed_on]
-    sources = [next(plain) if i < 0 else positions[replaced.get(i, i), k] for i, k in owners]
+    sources = [next(plain) if i == ROOT else positions[replaced.get(i, i), k] for i, k in owners]
     return sources, [body.types[k] for k in handed_on]
 
 

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ..core.errors import ArgumentError, PrefixError, describe, format_path
+from ..core.errors import ArgumentError, PrefixError, describe, format_path, place_of
 from ..core.filters import Filter
-from ..core.graph import LEAF, Layout, NodeRow, Packed, Ref, Spec, Tree, VariableRow, pack
+from ..core.graph import Packed, pack
+from ..core.layout import Layout
 from ..core.objects import Node, is_node
+from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, VariableRow
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.variables import MISSING, Param, Variable, make_variable
 from .prefixes import PrefixMapping, label_arguments
@@ -207,14 +209,14 @@ class Tangents(NamedTuple):
         for path, value in _unfold(self.layout, self.layout.root, (), tree, name):
             k = self.layout.positions.get(path)
             if k is not None and k in self.positions:
-                found[k] = _like(leaves[k], value, f"The {name} of {_where(path)}")
+                found[k] = _like(leaves[k], value, f"The {name} of {place_of(path)}")
             elif path not in ignored and not is_float0(value):
-                raise ArgumentError(_NO_TANGENT.format(name=name, path=_where(path), why=self._why(k, leaves)))
+                raise ArgumentError(_NO_TANGENT.format(name=name, path=place_of(path), why=self._why(k, leaves)))
         return found
 
     def _why(self, position: int | None, leaves: Leaves) -> str:
         if position is None:
-            known = ", ".join(_where(self.layout.leaf_paths[k]) for k in self.positions[:5])
+            known = ", ".join(place_of(self.layout.leaf_paths[k]) for k in self.positions[:5])
             more = ", ..." if len(self.positions) > 5 else ""
             return f"there is no such leaf (a shared one has one path, its first). These have one: {known}{more}."
         return f"that leaf ({describe(leaves[position])}) is not differentiated. Leave it out of the State."
@@ -223,12 +225,6 @@ class Tangents(NamedTuple):
         """A value for each position: zeros for those that are not in ``found``."""
         return [found[k] if k in found else zeros_like(leaves[k]) for k in self.positions]
 
-
-def _where(path: tuple) -> str:
-    return format_path(path[1:], OUTPUT) if path[:1] == (OUTPUT,) else format_path(path)
-
-
-OUTPUT = "<output>"  # the key under which an output is packed
 
 _NO_TANGENT = "A {name} was given for {path}, but {why}"
 
@@ -254,7 +250,7 @@ def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> It
         try:
             children = _flatten_up_to(spec.treedef, tree)
         except ValueError as error:
-            where = f" of {_where(path)}" if path else ""
+            where = f" of {place_of(path)}" if path else ""
             raise ArgumentError(
                 f"The {name}{where} must be a pytree like the value that it belongs to, with a State in place of each "
                 f"Module: {error}"
@@ -286,7 +282,7 @@ def _entries(tree: Any, path: tuple, name: str) -> Iterator[tuple[tuple, Any]]:
     if isinstance(tree, Mapping):
         return iter(to_flat_state(State(tree) if not isinstance(tree, State) else tree))
     raise ArgumentError(
-        f"The {name} of the Module at {_where(path)} must be a State by path (nnx.State), not {describe(tree)}."
+        f"The {name} of the Module at {place_of(path)} must be a State by path (nnx.State), not {describe(tree)}."
     )
 
 

@@ -1,6 +1,6 @@
 """Traces: how often a jitted function was traced, and why it was traced again.
 
-A jitted function is traced once for each structure of its arguments (a :class:`~nnxlib.core.graph.Layout`: classes,
+A jitted function is traced once for each structure of its arguments (a :class:`~nnxlib.core.layout.Layout`: classes,
 static values, sharing, the metadata of Variables) and each set of shapes and dtypes of the arrays that it reads. Each
 trace leaves a note of these in the :class:`Traces` of the function. To *explain* the last trace, its note is compared
 with the earlier note that is most similar: what differs between the two is why the function had to be traced again.
@@ -22,9 +22,10 @@ import jax
 
 from ..core.differences import Difference, as_change
 from ..core.errors import RetraceWarning, format_path, listed
-from ..core.graph import Layout, Tree
 from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
+from ..core.layout import Layout
+from ..core.rows import Tree
 
 _KEPT = 32  # how many notes
 _IN_A_ROW = 8  # how many traced calls cause a warning

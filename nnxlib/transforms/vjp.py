@@ -13,16 +13,17 @@ from typing import Any
 
 import jax
 
-from ..core.errors import ArgumentError
+from ..core.errors import OUTPUT, ArgumentError
 from ..core.graph import Packed, commit, pack
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve
 from .grad import split_aux
-from .lift import Arguments, Outcome, check_traceable, cross
+from .leaf_checks import check_traceable
+from .lift import Arguments, Outcome, cross
 from .prefixes import PrefixMapping, join_lanes, split_lanes
-from .tangents import INEXACT, OUTPUT, DiffState, Tangents, by_argument, differentiated, shape_of
+from .tangents import INEXACT, DiffState, Tangents, by_argument, differentiated, shape_of
 
 
 class Derivation:

@@ -11,7 +11,8 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.contexts import LinkedGraphDef
 from nnxlib.core.errors import NonExhaustiveFiltersError, StateMismatchError
-from nnxlib.core.graph import NodeRow, Ref, VariableRow, pack
+from nnxlib.core.graph import pack
+from nnxlib.core.rows import NodeRow, Ref, VariableRow
 from nnxlib.core.tables import table_of
 
 

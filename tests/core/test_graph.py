@@ -1,32 +1,13 @@
 """The graph as a table: pack, build, diff, commit."""
 
-import gc
-import pickle
-import weakref
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.graph import (
-    LEAF,
-    SAME,
-    Delta,
-    Layout,
-    NodeRow,
-    Ref,
-    StaticArgument,
-    Tree,
-    VariableRow,
-    build,
-    check_commit,
-    commit,
-    diff,
-    flatten_once,
-    pack,
-)
+from nnxlib.core.graph import Delta, build, check_commit, commit, diff, pack
+from nnxlib.core.rows import LEAF, SAME, NodeRow, Ref, VariableRow
 from nnxlib.core.static import Const
 
 
@@ -76,72 +57,6 @@ def test_the_table_of_the_docstring():
         ((), ("embed",), ("embed", "kernel")),
         (("embed", "kernel"), ("table",)),
     )
-
-
-def test_leaves_are_variables_then_arrays_then_those_of_the_pytree():
-    """The order in which build takes them."""
-    v, a, b = nnx.Param(1.0), jnp.ones(1), jnp.ones(2)
-    packed = pack((b, nnx.Dict(a=a, v=v)))
-    assert [x is y for x, y in zip(packed.leaves, (1.0, a, b), strict=True)] == [True] * 3
-    assert packed.layout.leaf_paths == ((1, "v"), (1, "a"), (0,))
-
-
-def test_equal_layouts_are_one_object():
-    """Layouts are interned, so that `is` compares them, and go when nobody needs them."""
-    layout = pack(Net()).layout
-    assert pack(Net()).layout is layout
-    assert pickle.loads(pickle.dumps(layout)) is layout
-    other = Net()
-    other.tied = Embed()
-    assert pack(other).layout is not layout
-    m = Net()
-    m.odd = "only here"
-    ref = weakref.ref(pack(m).layout)
-    del m
-    gc.collect()
-    assert ref() is None
-
-
-def test_trees_and_graphs_are_told_apart():
-    """is_tree: nothing is reached twice."""
-    m = Net()
-    assert not pack(m).layout.is_tree
-    m.tied = None
-    assert pack(m).layout.is_tree
-    m.pair = (m.embed, 1)
-    assert not pack(m).layout.is_tree
-
-
-def test_sharing_across_arguments():
-    """Rows are numbered over the whole pytree, so an object in two arguments is one row."""
-    m = Embed()
-    packed = pack((m, [m.kernel, m]))
-    assert (len(packed.objects), packed.layout.leaf_paths) == (2, ((0, "kernel"),))
-    (a, (v, b)), _ = build(packed.layout, packed.leaves)
-    assert (a is b, a.kernel is v) == (True, True)
-
-
-def test_what_pytrees_become():
-    """An attribute that is a pytree of data is a Tree, one without data a constant; arguments are always data."""
-    fields = dict(pack(nnx.Dict(a=(nnx.Param(1.0), "x"), b=(1, "x"))).layout.rows[0].fields)
-    assert isinstance(fields["a"], Tree)
-    assert (fields["a"].children, fields["b"]) == ((Ref(1), Const.of("x")), Const.of((1, "x")))
-    array = jnp.ones(2)
-    marked = nnx.Dict(a=nnx.data((jnp.sin, 1, "x", array)))  # the attribute is data: not a number or function in it
-    assert pack(marked).leaves == [array]
-    assert nnx.jit(lambda m: m.a[1] + m.a[3])(marked).tolist() == [2, 2]
-    assert pack((1, 2.0)).leaves == [1, 2.0]
-    assert pack((StaticArgument("x"), 2.0)).leaves == [2.0]
-
-
-def test_flatten_once_stops_at_nodes():
-    """Keys, children and how to put them together; a method keeps its Module."""
-    m = Embed()
-    keys, children, treedef = flatten_once({"b": m, "a": [1, nnx.Param(2.0)]})
-    assert (keys, children[0], children[2] is m) == ((("a", 0), ("a", 1), ("b",)), 1, True)
-    assert treedef.unflatten(children)["b"] is m
-    keys, children, method = flatten_once(m.__repr__)
-    assert (keys, children[0] is m, method.unflatten([m])()) == (((),), True, repr(m))
 
 
 # --- build ---
@@ -269,7 +184,7 @@ def test_a_glance_at_what_was_built_misses_nothing(edit, monkeypatch):
 
 def test_what_is_as_it_was_built_is_not_described_again(monkeypatch):
     """A call that changes values only enters no object; it would take most of the time that a trace takes of ours."""
-    monkeypatch.setattr("nnxlib.core.graph.Walk.revisit", None)
+    monkeypatch.setattr("nnxlib.core.walk.Walk.revisit", None)
     assert run(EDITS["value"], Pair())[1].values == (2,)
     with pytest.raises(TypeError):
         run(EDITS["attribute"], Pair())
@@ -387,10 +302,3 @@ def test_large_tables():
         assert (len(packed.objects) >= 10_000, after.delta.values, after.delta.rows) == (True, (), ())
     while node is not None:  # a chain this long is taken apart by hand: Python frees it recursively
         node = node.pop("next")
-
-
-def test_layouts_print_and_pickle():
-    """The marks in a table have readable reprs and keep their identity through pickle."""
-    assert (repr(LEAF), repr(SAME), pickle.loads(pickle.dumps((LEAF, SAME)))) == ("*", "same", (LEAF, SAME))
-    assert pickle.loads(pickle.dumps(LEAF)) is LEAF
-    assert isinstance(pack(Net()).layout, Layout)

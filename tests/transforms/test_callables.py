@@ -7,7 +7,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core import errors
-from nnxlib.core.graph import StaticArgument
+from nnxlib.core.static import StaticArgument
 from nnxlib.transforms.callables import resolve
 
 

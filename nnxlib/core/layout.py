@@ -1,0 +1,220 @@
+"""Layouts: the static half of a packed pytree.
+
+A :class:`Layout` is the rows of the objects in a pytree (rows.py), and its *root*, the spec of the pytree itself. The
+other half of the table is a list of *leaves*: the values of the Variables in the order of their rows, then the arrays
+that nodes hold directly, row by row, then the leaves of the pytree itself. The *position* of a leaf is its place in
+this list, and its *owner* the row that holds it.
+
+Layouts are *interned*: equal ones are the same object. So the structures of two models are compared by ``is``, a layout
+is a good key for a cache, and whatever follows from it (paths, owners, how to build its objects) is computed once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, cast
+
+from .blueprint import Blueprint
+from .nesting import Nesting
+from .rows import LEAF, ROOT, BoundMethod, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, count_leaves
+
+KEPT = 64  # how many entries a cache keeps whose keys may belong to functions or objects that are gone
+
+
+class _Key:
+    """Rows and root, hashed once: a tuple would hash a thousand rows again at each look-up."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, *parts: Any):
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Key and self._parts == other._parts
+
+
+class Layout:
+    """The static half of a packed pytree. Interned: equal layouts are the same object, so they compare by ``is``."""
+
+    __slots__ = ("__dict__", "__weakref__", "avals", "root", "rows", "variables")  # the dict: cached properties
+
+    rows: tuple[Row, ...]
+    root: Spec  # of the pytree
+    variables: tuple[int, ...]  # the rows of the Variables
+    avals: Any  # of the leaves of the last model with this layout that was split; shared by its GraphDefs
+
+    _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+    def __new__(cls, rows: tuple[Row, ...], root: Spec):
+        key = _Key(rows, root)
+        self = cls._interned.get(key)
+        if self is None:
+            self = object.__new__(cls)
+            self.rows, self.root, self.avals = rows, root, None
+            self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
+            self = cls._interned.setdefault(key, self)
+        return self
+
+    def __reduce__(self):
+        return Layout, (self.rows, self.root)
+
+    # --- paths, positions and owners ---
+
+    @property
+    def paths(self) -> tuple[tuple, ...]:
+        """The first path to each row."""
+        return self._all_paths[0]
+
+    @property
+    def leaf_paths(self) -> tuple[tuple, ...]:
+        """The path of each leaf, in the order of the leaves."""
+        return self._all_paths[1]
+
+    @functools.cached_property
+    def _all_paths(self) -> tuple[tuple, tuple]:
+        return _find_paths(self)
+
+    @functools.cached_property
+    def positions(self) -> dict[tuple, int]:
+        """The position of each leaf, by its path."""
+        return {path: k for k, path in enumerate(self.leaf_paths)}
+
+    @functools.cached_property
+    def owners(self) -> tuple[Owner, ...]:
+        """The owner of each leaf."""
+        nodes = [(i, row.fields) for i, row in enumerate(self.rows) if type(row) is NodeRow]
+        counts = [(i, sum(count_leaves(spec) for _, spec in fields)) for i, fields in nodes]
+        counts.append((ROOT, count_leaves(self.root)))
+        return *[(i, 0) for i in self.variables], *[(i, k) for i, count in counts for k in range(count)]
+
+    @functools.cached_property
+    def owner_positions(self) -> dict[Owner, int]:
+        """The position of each leaf, by its owner."""
+        return {owner: k for k, owner in enumerate(self.owners)}
+
+    @functools.cached_property
+    def in_refs(self) -> frozenset[int]:
+        """The positions of the Variables that keep their value in a :class:`jax.Ref`."""
+        metadata = [cast(VariableRow, self.rows[i]).metadata.value for i in self.variables]
+        return frozenset(k for k, found in enumerate(metadata) if found.get("ref"))
+
+    # --- how to make objects, and other layouts ---
+
+    @functools.cached_property
+    def blueprint(self) -> Blueprint:
+        """How to build objects of this layout."""
+        return Blueprint(self.rows, self.variables, len(self.leaf_paths))
+
+    @functools.cached_property
+    def is_tree(self) -> bool:
+        """Whether JAX can flatten the objects level by level: none is shared, there is no cycle, nothing is too deep,
+        and the pytrees in them hold nothing but data.
+        """
+        specs = [self.root, *(spec for row in self.rows if type(row) is NodeRow for _, spec in row.fields)]
+        trees = [spec for spec in specs if type(spec) is Tree]
+        references = specs + [child for tree in trees for child in tree.children]
+        return (
+            sum(type(spec) is Ref for spec in references) == len(self.rows)
+            and all(map(self._holds_data_only, trees))
+            and max(map(len, self.paths), default=0) < _DEEPEST_TREE
+        )
+
+    def _holds_data_only(self, tree: Tree) -> bool:
+        """Whether there is no static value in a pytree, nor a List or Dict, which may hold some."""
+        return type(tree.treedef) is not BoundMethod and all(
+            child is LEAF or (type(child) is Ref and not issubclass(self.rows[child.index].type, list | dict))
+            for child in tree.children
+        )
+
+    def with_rows(self, rows: tuple[tuple[int, Row], ...]) -> Layout:
+        """The layout with some rows replaced, given as (number, row); cached."""
+        found = self._variants.get(rows)
+        if found is None:
+            replaced = dict(rows)
+            found = Layout(tuple([replaced.get(i, row) for i, row in enumerate(self.rows)]), self.root)
+            self._variants[rows] = found
+        return found
+
+    @functools.cached_property
+    def _variants(self) -> weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]:
+        return weakref.WeakValueDictionary()
+
+    def with_root(self, root: Spec) -> Layout:
+        """The layout of another pytree that holds the same objects: one of arguments, around a model; cached."""
+        found = self._around.get(root)
+        if found is None:
+            if len(self._around) >= KEPT:
+                self._around.clear()
+            found = self._around[root] = Layout(self.rows, root)
+        return found
+
+    @functools.cached_property
+    def _around(self) -> dict[Spec, Layout]:
+        return {}
+
+    # --- the leaves in nested dicts, those of States ---
+
+    @functools.cached_property
+    def nesting(self) -> Nesting | None:
+        """How all leaves stand in nested dicts; None if JAX cannot flatten these."""
+        lengths = set(map(len, self.leaf_paths))
+        if 0 in lengths or max(lengths, default=0) >= _DEEPEST_TREE:
+            return None
+        try:
+            return Nesting(self.leaf_paths)
+        except ValueError:  # JAX cannot sort the keys
+            return None
+
+    def grouped(self, filters: Hashable, groups: Callable[[], Iterable[Sequence[tuple]]]) -> list[Nesting]:
+        """How the leaves of each group stand in nested dicts; ``groups`` gives their paths. Cached by the filters."""
+        found = self._grouped.get(filters)
+        if found is None:
+            found = [Nesting(self.leaf_paths, [self.positions[path] for path in paths]) for paths in groups()]
+            if len(self._grouped) >= KEPT:
+                self._grouped.clear()
+            self._grouped[filters] = found
+        return found
+
+    @functools.cached_property
+    def _grouped(self) -> dict[Hashable, list[Nesting]]:
+        return {}
+
+    def leaves_in(self, levels: Any) -> dict[int, Any] | None:
+        """The leaves in nested dicts, by position; None unless the dicts have the keys of all leaves, or of a group
+        that :meth:`grouped` has made.
+        """
+        for nesting in (self.nesting, *itertools.chain(*self._grouped.values())):
+            if nesting is not None and (leaves := nesting.flatten(levels)) is not None:
+                return dict(zip(nesting.positions, leaves, strict=True))
+        return None
+
+
+_DEEPEST_TREE = 100  # JAX flattens recursively, and Python allows about 1,000 nested calls
+
+
+def _find_paths(layout: Layout) -> tuple[tuple, tuple]:
+    """The first path to each row, and the path of each leaf, found depth first in the order of the fields."""
+    paths: list[Any] = [None] * len(layout.rows)
+    of_row: list[list] = [[] for _ in range(len(layout.rows) + 1)]  # of ROOT: in the last entry
+    stack: list[tuple[Spec, tuple, int]] = [(layout.root, (), ROOT)]
+    while stack:
+        spec, path, owner = stack.pop()
+        if spec is LEAF:
+            of_row[owner].append(path)
+        elif type(spec) is Tree:
+            stack.extend(
+                (child, (*path, *suffix), owner)
+                for suffix, child in zip(reversed(spec.paths), reversed(spec.children), strict=True)
+            )
+        elif type(spec) is Ref and paths[spec.index] is None:
+            paths[spec.index], row = path, layout.rows[spec.index]
+            if type(row) is NodeRow:
+                stack.extend((child, (*path, name), spec.index) for name, child in reversed(row.fields))
+    leaf_paths = [paths[i] for i in layout.variables] + [path for found in of_row for path in found]
+    return tuple(paths), tuple(leaf_paths)

@@ -1,0 +1,134 @@
+"""Rows: the entries of the table that describes an object graph.
+
+There is one *row* for each Variable and each node (Module, List, Dict). It says everything that is static about the
+object: its class, and what is in each of its *fields* (the attributes of a Module, the items of a List or Dict). The
+content of a field is a *spec*, one of four:
+
+- ``LEAF``: an array, which is in the list of leaves, the other half of the table;
+- ``Ref(i)``: the object of row ``i``. So sharing and cycles need no special case;
+- a :class:`~nnxlib.core.static.Const`: a static value, which is part of the program;
+- a :class:`Tree`: a pytree, such as a tuple of arrays, whose children have specs in turn.
+
+Rows and specs are plain data, compared by value: two models with equal rows have the same structure.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast, final
+
+from .static import Const
+
+
+class _Leaf:
+    """The spec of a leaf: the next one in the list."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "*"
+
+    def __reduce__(self) -> str:
+        return "LEAF"
+
+
+LEAF = _Leaf()
+
+
+class _Same:
+    """In a row of a Delta (graph.py): the field has not changed, so the live node keeps what it holds there."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "same"
+
+    def __reduce__(self) -> str:
+        return "SAME"
+
+
+SAME = _Same()
+
+
+@final
+class Ref(NamedTuple):
+    """The spec of an object: the number of its row."""
+
+    index: int
+
+
+class Tree(NamedTuple):
+    """The spec of a pytree that holds data."""
+
+    treedef: Any
+    paths: tuple[tuple, ...]  # of the children, within the pytree
+    children: tuple[Any, ...]  # specs
+
+
+class BoundMethod(NamedTuple):
+    """The treedef of a method that is bound to a node, as in ``self.apply = self.block.forward``: it holds the node."""
+
+    function: Callable
+
+    def unflatten(self, children: Sequence[Any]) -> Any:
+        return types.MethodType(self.function, *children)
+
+
+Spec = _Leaf | _Same | Ref | Const | Tree
+
+
+@final
+class VariableRow(NamedTuple):
+    """What is static about a Variable. Its value is a leaf."""
+
+    type: type
+    metadata: Const
+
+
+@final
+class NodeRow(NamedTuple):
+    """What is static about a node."""
+
+    type: type
+    names: tuple  # of the fields, in the order of insertion, which users can see
+    fields: tuple[tuple[Any, Spec], ...]  # (name, spec) in the order of visiting, which is that of paths and leaves
+    marks: Const  # which fields were declared data or static, see objects.py
+
+
+Row = VariableRow | NodeRow
+
+Owner = tuple[int, int]  # of a leaf: the row that holds it, or ROOT; and which leaf of that row it is
+ROOT = -1  # in place of the number of a row: the pytree around the objects, which holds leaves of its own
+
+
+def value_of(spec: Spec, objects: Sequence[Any], leaves: Iterator[Any]) -> Any:
+    """The value of a spec, given the objects by row, and the leaves that have not been used yet."""
+    if spec is LEAF:
+        return next(leaves)
+    if type(spec) is Ref:
+        return objects[spec.index]
+    if type(spec) is Const:
+        return spec.fresh()
+    tree = cast(Tree, spec)
+    return tree.treedef.unflatten([value_of(child, objects, leaves) for child in tree.children])
+
+
+def count_leaves(spec: Spec) -> int:
+    """How many leaves a spec has itself; not those of the objects that it refers to."""
+    if type(spec) is Tree:
+        return sum(map(count_leaves, spec.children))
+    return int(spec is LEAF)
+
+
+def leaf_suffixes(spec: Spec) -> list[tuple]:
+    """The paths of the leaves that a spec has itself, below the path of the spec."""
+    if type(spec) is Tree:
+        pairs = zip(spec.paths, spec.children, strict=True)
+        return [(*path, *suffix) for path, child in pairs for suffix in leaf_suffixes(child)]
+    return [()] if spec is LEAF else []
+
+
+def has_refs(spec: Spec) -> bool:
+    """Whether a spec refers to any object."""
+    return type(spec) is Ref or (type(spec) is Tree and any(map(has_refs, spec.children)))

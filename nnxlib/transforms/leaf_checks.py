@@ -1,0 +1,57 @@
+"""Checks of leaves: JAX must be able to trace what goes into a function, and to return what comes out.
+
+JAX's own errors name a position among hundreds of arrays. These name the path, and say what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import all_leaves
+
+from ..core.errors import ArgumentError, OutputError, format_path, place_of
+from ..core.graph import After
+from ..core.layout import Layout
+
+
+def check_returned(after: After) -> None:
+    """Check that JAX can return each leaf that is to come back from a trace.
+
+    Raises:
+      OutputError: naming the path, in the arguments or in the output.
+    """
+    for path, leaf in zip(after.paths, after.leaves, strict=True):
+        try:
+            jax.tree.map(jax.typeof, leaf)
+        except TypeError:
+            raise OutputError(
+                f"{place_of(path)} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come out of a "
+                "compiled function. Return arrays, and keep other values in static attributes or outside."
+            ) from None
+
+
+def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
+    """Check that JAX can trace each leaf of the arguments.
+
+    Raises:
+      ArgumentError: naming the argument, and what to do.
+    """
+    places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
+    for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
+        try:
+            jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
+        except TypeError:
+            if all_leaves([leaf]):
+                name, kind = format_path(path), type(leaf).__name__
+                raise ArgumentError(message.format(name=name, kind=kind, value=leaf)) from None
+
+
+_UNTRACEABLE = """\
+{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
+static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""
+
+_UNTRACEABLE_VALUE = """\
+The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \
+attribute of its own, `module.name = value`, which is a part of the program."""

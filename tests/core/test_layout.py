@@ -1,0 +1,57 @@
+"""Layouts: the order of leaves, interning, and what follows from a layout."""
+
+import gc
+import pickle
+import weakref
+
+import jax.numpy as jnp
+
+import nnxlib as nnx
+from nnxlib.core.graph import pack
+
+
+class Embed(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones(2))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.embed = Embed()
+        self.scale = 0.5
+        self.tied = self.embed
+        self.table = jnp.zeros(3)
+
+
+def test_leaves_are_variables_then_arrays_then_those_of_the_pytree():
+    """The order in which build takes them."""
+    v, a, b = nnx.Param(1.0), jnp.ones(1), jnp.ones(2)
+    packed = pack((b, nnx.Dict(a=a, v=v)))
+    assert [x is y for x, y in zip(packed.leaves, (1.0, a, b), strict=True)] == [True] * 3
+    assert packed.layout.leaf_paths == ((1, "v"), (1, "a"), (0,))
+
+
+def test_equal_layouts_are_one_object():
+    """Layouts are interned, so that `is` compares them, and go when nobody needs them."""
+    layout = pack(Net()).layout
+    assert pack(Net()).layout is layout
+    assert pickle.loads(pickle.dumps(layout)) is layout
+    other = Net()
+    other.tied = Embed()
+    assert pack(other).layout is not layout
+    m = Net()
+    m.odd = "only here"
+    ref = weakref.ref(pack(m).layout)
+    del m
+    gc.collect()
+    assert ref() is None
+
+
+def test_trees_and_graphs_are_told_apart():
+    """is_tree: nothing is reached twice."""
+    m = Net()
+    assert not pack(m).layout.is_tree
+    m.tied = None
+    assert pack(m).layout.is_tree
+    m.pair = (m.embed, 1)
+    assert not pack(m).layout.is_tree
