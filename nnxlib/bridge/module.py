@@ -27,9 +27,10 @@ from flax.core.scope import in_filter
 
 from ..core import errors
 from ..core import module as core
+from ..core.iteration import iter_graph
 from ..core.objects import Pytree, attributes_of, is_node
 from ..core.objects import dataclass as nnx_dataclass
-from ..core.ops import clone, iter_graph
+from ..core.ops import clone
 from ..core.rngs import Rngs, RngStream
 from ..core.traversals import sort_key
 from ..core.variables import MISSING, Variable, make_variable

@@ -8,8 +8,8 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.errors import AliasingError, format_path
+from ..core.iteration import find_duplicates, iter_graph
 from ..core.objects import Node
-from ..core.ops import find_duplicates, iter_graph
 from ..core.variables import Variable
 
 OF_GRAPHS = {  # the functions that take a graph, and the number of that argument

@@ -18,8 +18,9 @@ from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, UsageError, describe
 from .filters import Filter, to_predicate
+from .iteration import iter_children, iter_graph
 from .objects import MISSING, HasAttributes, Node, Pytree, is_data
-from .ops import clone, iter_children, iter_graph
+from .ops import clone
 from .recordings import attribute_for, record
 from .variables import Perturbation, Variable, variable_type_from_name
 

@@ -1,4 +1,4 @@
-"""Operations on graphs: split, merge, state, update, clone, pop, and functions to inspect and map a graph.
+"""Operations on graphs: split, merge, state, update, pop, clone, map.
 
 A *node* is here anything that can be packed: a Module, a List or Dict, a Variable, or any pytree of these. A leaf is
 identified by its path, the first one in the order of the walk. A State never shares Variables with the live model: it
@@ -7,37 +7,48 @@ holds new ones.
 
 from __future__ import annotations
 
-import functools
 import operator
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
-from . import errors
 from .blueprint import fresh
 from .closures import Watch, notice
-from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
-from .errors import ArgumentError, UsageError, describe, format_path
+from .differences import refuse
+from .errors import ArgumentError, StateMismatchError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, first_of, to_predicate
+from .fitting import (
+    Values,
+    bare_values,
+    have_avals,
+    in_layout_order,
+    is_none,
+    leaves_by_position,
+    listed_by_path,
+    matched,
+    misfitting,
+    stacked_where_all_are_given,
+    unshared_leaves,
+    values_and_metadata,
+    values_compared,
+    values_that_fit,
+)
 from .graph import Delta, build, commit, pack
 from .graphdef import Avals, GraphDef, avals_of
+from .graphstate import GraphState
+from .iteration import holder_of, places
 from .layout import Layout
 from .nesting import Nesting
-from .objects import HasAttributes, Node, check_writable, is_array, is_bound_method, is_data_leaf, is_node, new_node
-from .pickling import exportable
+from .objects import HasAttributes, Node, check_writable
 from .rows import SAME, NodeRow, Row, VariableRow, count_leaves
-from .state import FlatState, State, flatten_with_keys, from_flat_state, is_without_leaves
-from .static import Const, same_items
+from .state import FlatState, State, from_flat_state, is_without_leaves
+from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
-from .traversals import sorted_keys
-from .variables import Variable, all_unshared, make_variable, make_variables, raw_value, unshared
-from .walk import flatten_once
+from .variables import Variable, all_unshared, make_variables, raw_value
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
@@ -71,8 +82,8 @@ class _Snapshot:
     __slots__ = ("_trace", "group", "layout", "values")
 
     def __init__(self, layout: Layout, leaves: list[Any], group: Nesting | None = None):
-        count = len(leaves) if group is not None else len(layout.variables)
-        self.layout, self.group, self.values, self._trace = layout, group, _unshared(leaves, count), current_trace()
+        self.layout, self.group, self._trace = layout, group, current_trace()
+        self.values = unshared_leaves(leaves, len(leaves) if group is not None else len(layout.variables))
 
     def leaves(self) -> list[Any]:
         kinds, metadata = self.layout.blueprint.variable_types, self.layout.blueprint.metadata
@@ -85,16 +96,6 @@ class _Snapshot:
         leaves, nesting = self.leaves(), self.layout.nesting
         assert nesting is not None
         return nesting.nest(nesting.sort(leaves)) if self.group is None else self.group.nest(leaves)
-
-
-def _copied(variables: list[Variable]) -> list[Any]:
-    values = all_unshared([x._cell.value for x in variables])
-    return make_variables([type(x) for x in variables], values, [x._metadata for x in variables])
-
-
-def _unshared(values: list[Any], count: int) -> list[Any]:
-    """Leaves of which the first ``count``, the values of Variables, have copies of the dicts and lists in them."""
-    return all_unshared(values) if len(values) == count else all_unshared(values[:count]) + values[count:]
 
 
 def _copies(layout: Layout, leaves: list[Any]) -> list[Any]:
@@ -119,7 +120,8 @@ def _states(
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
 
     def divided(flat: FlatState) -> tuple[FlatState, ...]:
-        return _as_tuple(flat.split(*filters) if exhaustive else flat.filter(*filters), filters)
+        groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
+        return groups if len(filters) > 1 else (groups,)
 
     if nesting is None:
         flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves), strict=True))
@@ -135,11 +137,6 @@ def _states(
         return tuple([from_flat_state(group) for group in groups_of(_copies(layout, leaves))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in groups_of(variables)])
     return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
-
-
-def _as_tuple(groups: Any, filters: Sequence[Filter]) -> tuple[Any, ...]:
-    """What ``State.split`` returns, as a tuple also for a single filter."""
-    return groups if len(filters) > 1 else (groups,)
 
 
 def _to_state(items: list[tuple[Path, Any]]) -> Any:
@@ -214,10 +211,10 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     # are known to fit by their types and avals; and any others, which are compared one by one.
     fitting = _values_as_split(graphdef, states)
     if fitting is None:
-        states = _by_path(layout, states)
-        given = _in_order(layout, states)
-        fitting = None if given is None else _values_that_fit(graphdef, given)
-    values, metadata = fitting or _values_looked_at(graphdef, *_placed(layout, states, graphdef.avals), strict)
+        states = listed_by_path(layout, states)
+        given = in_layout_order(layout, states)
+        fitting = None if given is None else values_that_fit(graphdef, given)
+    values, metadata = fitting or values_compared(graphdef, *matched(layout, states, graphdef.avals), strict)
     if not metadata:
         return build_described(layout, values)
     tree, objects = build(layout, values)
@@ -230,260 +227,21 @@ def _of_graphdef(graphdef: GraphDef, state: Any) -> Any:
     if type(state) is not GraphState:
         return state
     if state._graphdef != graphdef:
-        raise errors.StateMismatchError(
+        raise StateMismatchError(
             "The GraphDef must be the same in all GraphStates that are merged; nothing was made. nnx.diff of two "
             "GraphDefs tells where they differ."
         )
     return state._state
 
 
-_Values = tuple[list[Any], dict[int, Any]]  # of the leaves; and by position, metadata that differs from the layout's
-
-
-def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> _Values | None:
+def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> Values | None:
     """The values in a State that was split off with this GraphDef, and has not been looked into; else None."""
     source = getattr(states[0], "_source", None) if len(states) == 1 and isinstance(states[0], State) else None
     if not isinstance(source, _Snapshot) or source.group is not None or source.layout is not graphdef.layout:
         return None
-    if not _have_avals(source.values, graphdef.avals):
+    if not have_avals(source.values, graphdef.avals):
         return None
-    return _unshared(source.values, len(source.layout.variables)), {}
-
-
-def _by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The States; in place of a list of leaves, a FlatState with their paths.
-
-    Raises:
-      StateMismatchError: if the list has another number of leaves.
-    """
-    leaves = states[0] if len(states) == 1 else None
-    if type(leaves) is not list or not leaves or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
-        return states
-    expected = FlatState(zip(layout.leaf_paths, layout.leaf_paths, strict=True)).paths
-    if len(leaves) != len(expected):
-        raise errors.StateMismatchError(
-            f"Expected {len(expected)} leaves, those of all States in their order, got {len(leaves)}; nothing was made."
-            " Pass jax.tree.leaves(state) of the whole state, or the State itself."
-        )
-    return (FlatState.from_sorted_keys_values(expected, leaves),) if expected != ((),) else (leaves[0],)
-
-
-def _in_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
-    """The leaves of States in the order of the layout; None if together they have other paths."""
-    if layout.nesting is None or not states or not all(isinstance(state, State) for state in states):
-        return None
-    levels = states[0].raw_mapping if len(states) == 1 else _overlaid([state.raw_mapping for state in states])
-    return layout.nesting.flatten(levels)
-
-
-def _overlaid(states: list[dict]) -> dict:
-    """Nested dicts with the leaves of all; if several have the same path, that of the last."""
-    root: dict = {}
-    stack = [(root, state) for state in reversed(states)]
-    while stack:
-        level, given = stack.pop()
-        for key, value in given.items():
-            if type(value) is dict:
-                below = level.get(key)
-                if type(below) is not dict:
-                    below = level[key] = {}
-                stack.append((below, value))
-            else:
-                level[key] = value
-    return root
-
-
-def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> _Values | None:
-    """The values of leaves, if their types and avals are those at the split; None if they need a closer look."""
-    layout, n = graphdef.layout, len(graphdef.layout.variables)
-    variables = leaves[:n]
-    if [type(x) for x in variables] != layout.blueprint.variable_types:
-        return None
-    values = all_unshared([x._cell.value for x in variables]) + _plain(leaves[n:])
-    if not _have_avals(values, graphdef.avals):
-        return None
-    metadata = [x._metadata for x in variables]
-    same = [const.value for const in layout.blueprint.metadata]
-    changed = [k for k in range(n) if metadata[k] is not same[k] and not same_items(metadata[k], same[k])]
-    return values, {k: metadata[k] for k in changed}
-
-
-def _plain(leaves: Iterable[Any]) -> list[Any]:
-    return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
-
-
-def _have_avals(values: list[Any], avals: list[Aval]) -> bool:
-    if isinstance(avals, Avals) and avals.fit(values):
-        return True
-    return all(a is None or a == b for a, b in zip(avals, avals_of(values), strict=True))
-
-
-def _values_looked_at(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> _Values:
-    """The values of leaves, which are compared one by one with those at the split.
-
-    Raises:
-      StateMismatchError: naming the paths, and what was expected there.
-    """
-    layout, n = graphdef.layout, len(graphdef.layout.variables)
-    leaves: list[Any] = [new.get(k) for k in range(len(graphdef.avals))]
-    values = _plain(leaves)
-    avals = _remapped(_kinds(layout), graphdef.avals, values)
-    found = _misfits(layout, dict(enumerate(avals)), new, unexpected)
-    by_path = [x for x in found if x.kind in ("removed", "added")]
-    remedy = _ALL_OF_THEM if by_path else "Pass strict=False to take these as they are."
-    refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy)
-    same = [const.value for const in layout.blueprint.metadata]
-    changed = [k for k in range(n) if isinstance(x := leaves[k], Variable) and not same_items(x._metadata, same[k])]
-    return _unshared(values, n), {k: leaves[k]._metadata for k in changed}
-
-
-_ALL_OF_THEM = """\
-Pass every State that nnx.split returned, of a model built alike; nnx.update writes a part of one into a model."""
-
-
-def _remapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
-    """The avals that leaves must have if a function may have been mapped over them.
-
-    It may have stacked all of a kind; or none of its results may be an array.
-    """
-    after = avals_of(values)
-    if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
-        return [None] * len(before)
-    return _stacked(kinds, before, after)
-
-
-def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
-    """The avals that leaves must have if all leaves of a kind may have got, or lost, the same axes."""
-    changes: dict[Any, set] = {}
-    for kind, old, new in zip(kinds, before, after, strict=True):
-        if old is not None and new is not None:
-            change = _stacking(old[0], new[0])
-            changes[kind] = changes.get(kind, change) & change
-    stacked = {kind for kind, found in changes.items() if found}
-    return [
-        (new[0], old[1]) if old and new and kind in stacked else old
-        for kind, old, new in zip(kinds, before, after, strict=True)
-    ]
-
-
-def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, tuple[int, ...]]]:
-    """The ways in which adjacent axes were added to, or taken from, a shape: (whether taken, where, their sizes)."""
-    long, short = (old, new) if len(old) > len(new) else (new, old)
-    n = len(long) - len(short)
-    places = [k for k in range(len(short) + 1) if n and long[:k] + long[k + n :] == short]
-    return {(long is old, k - end, long[k : k + n]) for k in places for end in (0, len(long))}
-
-
-def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:
-    """Path -> leaf of several States, for an object whose leaves have the paths and avals ``known``.
-
-    Two variants of known paths, as in checkpoints, are understood: ``'0'`` for ``0``, and a further key ``'value'``,
-    which is what JAX calls the value of a Variable. (Not below a value that is a mapping itself; but one without
-    leaves, such as what optax has in place of a masked moment, is stored as None.)
-    """
-    by_string: dict[Path, Path] | None = None
-    flat: dict[Path, Any] = {}
-    for number, state in enumerate(states):
-        for path, leaf in _items(state, number, known):
-            if path not in known:
-                if by_string is None:
-                    by_string = {tuple([str(k) for k in p]): p for p in known}
-                written = tuple([str(k) for k in path])
-                held = by_string.get(written[:-1]) if written[-1:] == ("value",) else None
-                is_value = held is not None and (known[held] or leaf is None)
-                path = by_string.get(written, (held if is_value else None) or path)
-            flat[path] = leaf
-    return flat
-
-
-def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a State; a mapping at the known path of a leaf is its value, unless it was an array."""
-    if isinstance(state, State) and not state:
-        return
-    if isinstance(state, FlatState):
-        yield from state
-    elif isinstance(state, Variable) or () in known:
-        yield (), state
-    elif isinstance(state, Mapping):
-        stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
-        while stack:
-            path, value = stack.pop()
-            if isinstance(value, Mapping) and known.get(path, value) is not None:
-                stack.extend(((*path, key), child) for key, child in reversed(list(value.items())))
-            else:
-                yield path, value
-    elif isinstance(state, list | tuple):
-        for item in state:
-            yield from _items(item, number, known)
-    else:
-        raise errors.StateMismatchError(
-            f"Expected a State, a FlatState or a nested dict as state number {number}, got {describe(state)}; nothing "
-            "was changed. Pass what nnx.split or nnx.state returned."
-        )
-
-
-def _is_none(leaf: Any) -> bool:
-    """Whether a leaf is None, or that as the value of a Variable."""
-    return leaf is None or (type(leaf) is dict and leaf.keys() == {"value"} and leaf["value"] is None)
-
-
-def _placed(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
-    """The leaves of States by position; and by path those that are unexpected."""
-    flat, position = _flat_leaves(states, dict(zip(layout.leaf_paths, avals, strict=True))), layout.positions
-    unexpected = {path: leaf for path, leaf in flat.items() if path not in position}
-    return {position[path]: leaf for path, leaf in flat.items() if path in position}, unexpected
-
-
-def _misfits(
-    layout: Layout, avals: Mapping[int, Aval], new: Mapping[int, Any], unexpected: dict[Path, Any]
-) -> list[Difference]:
-    """The differences between leaves and what they must be, by position, as :func:`merge` and :func:`update` see them.
-
-    Nearly all leaves certainly fit; these are left out first, which is fast. A leaf of the class Variable itself, which
-    older code makes by ``VariableState(type=Param, value=x)``, is of any type.
-    """
-    kinds = _kinds(layout)
-    now = dict(zip(new, avals_of(_plain(new.values())), strict=True))
-    compared = [
-        k
-        for k, was in avals.items()
-        if k not in new
-        or (now[k] != was and not _fits(now[k], was))
-        or (isinstance(new[k], Variable) and type(new[k]) not in (kinds[k], Variable))
-    ]
-    expected = {layout.leaf_paths[k]: _leaf(kinds[k], avals[k]) for k in compared}
-    given = {layout.leaf_paths[k]: x._value if type(x := new[k]) is Variable else x for k in compared if k in new}
-    return leaf_differences(expected, given | unexpected, _compare)
-
-
-def _kinds(layout: Layout) -> list[type | None]:
-    """The type of each leaf that is a Variable, None for a bare array."""
-    return [*layout.blueprint.variable_types, *[None] * (len(layout.leaf_paths) - len(layout.variables))]
-
-
-def _leaf(kind: type | None, aval: Aval) -> Any:
-    """A leaf as it was at the split: a Variable, or a bare value, with this aval."""
-    value = ANY_VALUE if aval is None else jax.ShapeDtypeStruct(*aval)
-    return value if kind is None else make_variable(kind, value, {})
-
-
-def _fits(new: Aval, old: Aval) -> bool:
-    """Whether avals alone tell that :func:`_compare` finds no difference."""
-    return old is None or (new is not None and new[0] == old[0] and _kind(new[1]) is _kind(old[1]))
-
-
-def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
-    """The differences of two leaves; none if one is traced, or was cast within a kind (float32 to bfloat16)."""
-    found = [] if isinstance(given, Tracer) else misfits(path, expected, given)
-    return [x for x in found if x.kind != "dtype" or _kind(expected.dtype) is not _kind(given.dtype)]
-
-
-@functools.cache
-def _kind(dtype: Any) -> Any:
-    for kind in (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
-        if jnp.issubdtype(dtype, kind):
-            return kind
-    return type(dtype)
+    return unshared_leaves(source.values, len(source.layout.variables)), {}
 
 
 # --- state, update, pop ---------------------------------------------------------------------------------------------
@@ -541,26 +299,9 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
       TraceContextError: under another trace than the node was made under; nothing has been written then.
     """
     layout, leaves, objects = _packed(node)
-    states = (state, *states)
-    given = _by_position(layout, states)
-    fitting = None
-    if given is not None and at_top_level():
-        live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
-        fitting = _values_that_fit(_graphdef(layout, leaves), [given.get(k, x) for k, x in live])
-    if given is not None and fitting is not None:
-        values, metadata = {k: fitting[0][k] for k in given}, fitting[1]
-    else:
-        new, unexpected = (given, {}) if given else _placed(layout, states, avals_of(leaves))
-        new = {k: x for k, x in new.items() if not (_is_none(x) and is_without_leaves(leaves[k]))}
-        present = [leaves[k] for k in new]
-        avals = zip(new, present, avals_of(present), strict=True)
-        before = {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}
-        found = _misfits(layout, _stacked_where_all_are_given(layout, before, new), new, unexpected)
-        if strict:
-            refuse(found, "The State does not fit the object; nothing was written.", "Pass strict=False to skip these.")
-        for x in found:
-            new.pop(layout.positions.get(x.path), None)
-        values, metadata = _contents(layout, new)
+    values, metadata = _values_to_write(layout, leaves, objects, (state, *states), strict)
+    # Most are committed. The leaves of a pytree around the objects are set in the container that holds them, and those
+    # that are kept in a Ref are written there, which is possible under any trace.
     own = range(len(leaves) - (0 if isinstance(node, Node) else count_leaves(layout.root)), len(leaves))
     items = [(*_settable(node, layout.leaf_paths[k]), values.pop(k)) for k in own if k in values]
     in_refs = {k: values.pop(k) for k in layout.in_refs & values.keys() - metadata.keys()}
@@ -571,55 +312,42 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         holder[key] = value
 
 
+def _values_to_write(
+    layout: Layout, leaves: list[Any], objects: list[Any], states: tuple[Any, ...], strict: bool
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """By position, the values in States for an object with these leaves; and the metadata that differ from its own."""
+    given = leaves_by_position(layout, states)
+    if given is not None and at_top_level():
+        live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
+        fitting = values_that_fit(_graphdef(layout, leaves), [given.get(k, x) for k, x in live])
+        if fitting is not None:
+            return {k: fitting[0][k] for k in given}, fitting[1]
+    leaves_given, unexpected = (given, {}) if given else matched(layout, states, avals_of(leaves))
+    new: dict[Any, Any] = {k: x for k, x in leaves_given.items() if not (is_none(x) and is_without_leaves(leaves[k]))}
+    present = [leaves[k] for k in new]
+    avals = zip(new, present, avals_of(present), strict=True)
+    before = {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}
+    found = misfitting(layout, stacked_where_all_are_given(layout, before, new), new, unexpected)
+    if strict:
+        refuse(found, "The State does not fit the object; nothing was written.", "Pass strict=False to skip these.")
+    for x in found:
+        new.pop(layout.positions.get(x.path), None)
+    return values_and_metadata(layout, new)
+
+
 def _settable(tree: Any, path: Path) -> tuple[Any, Any]:
     """The container that holds a leaf of a pytree, and its key there.
 
     Raises:
       ValueError: if its items cannot be set.
     """
-    holder = _holder(tree, path) if path else None
+    holder = holder_of(tree, path) if path else None
     if not isinstance(holder, MutableMapping | list):
         raise UsageError(
             f"Cannot set {format_path(path)}: it is no item of a list or dict, whose items can be set. Keep what "
             "changes in a Variable, an attribute, a list or a dict."
         )
     return holder, path[-1]
-
-
-def _holder(tree: Any, path: Path) -> Any:
-    """The container that the last key of a path belongs to."""
-    for key in path[:-1]:
-        is_item = isinstance(tree, Mapping | list) or (isinstance(tree, tuple) and isinstance(key, int))
-        tree = tree[key] if is_item else getattr(tree, str(key), None)
-    return tree
-
-
-def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
-    """:func:`_stacked` for those kinds of which every leaf is given."""
-    kinds = _kinds(layout)
-    missing = {kind for k, kind in enumerate(kinds) if k not in new}
-    stacked = _stacked([kinds[k] for k in new], [*before.values()], avals_of(_plain(new.values())))
-    return {k: old if kinds[k] in missing else aval for (k, old), aval in zip(before.items(), stacked, strict=True)}
-
-
-def _by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
-    """The leaves of States by position, if each is nested like all leaves of the layout or a known group; else None."""
-    new: dict[int, Any] = {}
-    for state in states:
-        found = layout.leaves_in(state.raw_mapping) if isinstance(state, State) else None
-        if found is None or dict in [type(x) for x in found.values()]:  # a level where there is a leaf
-            return None
-        new |= found
-    return new
-
-
-def _contents(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-    """By position, the values of leaves; and the metadata of Variables, if it differs from the layout's."""
-    same, n = layout.blueprint.metadata, len(layout.variables)
-    held = zip(new, _plain(new.values()), strict=True)
-    boxed = {k: x._metadata for k, x in new.items() if k < n and isinstance(x, Variable)}
-    others = {k: metadata for k, metadata in boxed.items() if not same_items(metadata, same[k].value)}
-    return {k: unshared(x) if k < n else x for k, x in held}, others
 
 
 def _write(
@@ -640,7 +368,7 @@ def _write(
                     held = [next(positions) for _ in range(count_leaves(spec))]
                     touched = not new.keys().isdisjoint(held)
                     fields.append((name, spec if touched else SAME))
-                    arrays += _plain([new.get(k, leaves[k]) for k in held if touched])
+                    arrays += bare_values([new.get(k, leaves[k]) for k in held if touched])
                 if any(spec is not SAME for _, spec in fields):
                     rows[i] = row._replace(fields=tuple(fields))
     plain = [k for k in new if k < n and k not in metadata]
@@ -671,45 +399,54 @@ def pop(node: Any, *filters: Filter) -> Any:
     """
     if not filters:
         raise UsageError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
+    taken, to_delete = _taken(node, filters)
+    states = [_to_state(list(zip([path for path, _ in group], _snapshot([x for _, x in group])))) for group in taken]
+    trace = current_trace()
+    for holder, key in to_delete:
+        if isinstance(holder, Node) and holder._nnx_trace is not trace:
+            check_writable(holder, f"delete attribute {key!r}")
+    for holder, key in reversed(to_delete):  # items of a list from the last to the first
+        _delete(holder, key)
+    return tuple(states) if len(states) > 1 else states[0]
+
+
+def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, Any]]], list[tuple[Any, Any]]]:
+    """The leaves that each filter takes, with their first paths; and all places, (holder, key), where these are.
+
+    Raises:
+      UsageError: for a leaf in a tuple or another pytree.
+    """
     first_to_take = first_of([to_predicate(f) for f in filters])
-    *taken, _ = groups = [[] for _ in (*filters, None)]
+    *taken, left = groups = [[] for _ in (*filters, None)]
     chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path
-    places = []
-    for path, x, holder in _places(node):
-        if isinstance(x, Variable):
-            identity: Any = id(x)
-        elif isinstance(x, Node):
+    found, removable = [], set()
+    for path, x, holder in places(node):
+        if isinstance(x, Node):
             if Watch.count:
                 notice(x, x._nnx_trace)
             continue
-        else:
-            identity = path
+        identity = id(x) if isinstance(x, Variable) else path
         group = chosen.get(identity)
         if group is None:
             group = chosen[identity] = groups[first_to_take(path, x)]
             group.append((path, x))
-        if group is not groups[-1] and isinstance(holder, Node | dict | list):
-            places.append((holder, path[-1], identity))
-    removed = {identity for _, _, identity in places}
+        if group is not left and isinstance(holder, Node | dict | list):
+            found.append((holder, path[-1]))
+            removable.add(identity)
     for path, x in (item for group in taken for item in group):
-        if (id(x) if isinstance(x, Variable) else path) not in removed:
+        if (id(x) if isinstance(x, Variable) else path) not in removable:
             raise UsageError(
                 f"Cannot pop {format_path(path)}: it is inside a tuple or another pytree, which cannot lose an item. "
                 "Keep it in an attribute, a list or a dict."
             )
-    states = [_to_state(list(zip([path for path, _ in group], _snapshot([x for _, x in group])))) for group in taken]
-    trace = current_trace()
-    for holder, name, _ in places:
-        if isinstance(holder, Node) and holder._nnx_trace is not trace:
-            check_writable(holder, f"delete attribute {name!r}")
-    for holder, name, _ in reversed(places):  # items of a list from the last to the first
-        _delete(holder, name)
-    return tuple(states) if len(states) > 1 else states[0]
+    return taken, found
 
 
 def _snapshot(leaves: list[Any]) -> list[Any]:
     """The leaves, with copies of the Variables."""
-    copies = iter(_copied([x for x in leaves if isinstance(x, Variable)]))
+    variables = [x for x in leaves if isinstance(x, Variable)]
+    values = all_unshared([x._cell.value for x in variables])
+    copies = iter(make_variables([type(x) for x in variables], values, [x._metadata for x in variables]))
     return [next(copies) if isinstance(x, Variable) else x for x in leaves]
 
 
@@ -744,108 +481,6 @@ def _copy_array(x: Any) -> Any:
     return x.copy() if isinstance(x, np.ndarray) else x
 
 
-# --- looking --------------------------------------------------------------------------------------------------------
-
-
-def _children(value: Any) -> list[tuple[Path, Any]]:
-    """What is directly below a value, by path: the attributes or items of a node, the leaves and nodes of a pytree."""
-    if isinstance(value, Node):
-        held = value._nnx_contents()
-        is_plain_list = isinstance(value, list) and len(held) == len(value)
-        return [((name,), held[name]) for name in (held if is_plain_list else sorted_keys(held))]
-    if isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)) or is_data_leaf(value):
-        return []
-    keys, leaves, _ = flatten_once(value)
-    return list(zip(keys, leaves, strict=True))
-
-
-def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, value) for everything in a graph, children before parents; objects once, at their first path.
-
-    >>> import nnxlib as nnx
-    >>> [path for path, x in nnx.iter_graph(nnx.Linear(1, 1, rngs=nnx.Rngs(0))) if isinstance(x, nnx.Variable)]
-    [('bias',), ('kernel',)]
-    """
-    seen: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
-    plain = {type(None)}  # classes whose instances are always leaves
-    stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
-    while stack:
-        remaining, above, parent = stack[-1]
-        for key, value in remaining:
-            if type(value) not in plain:
-                if is_node(value):
-                    if id(value) in seen:
-                        continue
-                    seen[id(value)] = value
-                elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
-                    plain.add(type(value))
-                if not isinstance(value, Variable) and (children := _children(value)):
-                    stack.append((iter(children), above + key, value))
-                    break
-            yield above + key, value
-        else:
-            stack.pop()
-            if stack:
-                yield above, parent
-
-
-def _places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield each place of a node, Variable or array in a graph: its path, the value, what holds it; parents first."""
-    seen, plain = set(), {type(None)}  # plain: as in iter_graph
-    stack: list[tuple[Path, Any, Any]] = [((), node, None)]
-    while stack:
-        path, value, _ = place = stack.pop()
-        if isinstance(value, Variable):
-            yield place
-            continue
-        if isinstance(value, Node):
-            yield place
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-        elif is_array(value):
-            yield place
-            continue
-        elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
-            plain.add(type(value))
-        stack += [
-            (path + key, x, value if len(key) == 1 else _holder(value, key))
-            for key, x in reversed(_children(value))
-            if type(x) not in plain
-        ]
-
-
-def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
-    """Yield (key, child) for the nodes and Variables that are attributes or items of ``node``.
-
-    >>> import nnxlib as nnx
-    >>> [(key, type(child).__name__) for key, child in nnx.iter_children(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
-    [('bias', 'Param'), ('kernel', 'Param')]
-    """
-    return ((key[0] if len(key) == 1 else key, child) for key, child in _children(node) if is_node(child))
-
-
-@boundary
-def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
-    """Return the paths of each Variable or node that is reached by more than one path, first path first.
-
-    >>> import nnxlib as nnx
-    >>> shared = nnx.Param(1.0)
-    >>> nnx.find_duplicates(nnx.Dict(a=shared, b=shared))
-    [[('a',), ('b',)]]
-    """
-    predicate, places = to_predicate(only), list(_places(node))  # a list keeps the objects alive: no id is reused
-    paths: dict[int, list[Path]] = {}
-    for path, value, _ in places:
-        if not is_node(value):
-            continue
-        if id(value) in paths or predicate(path, value):
-            paths.setdefault(id(value), []).append(path)
-        else:
-            paths[id(value)] = []
-    return [found for found in paths.values() if len(found) > 1]
-
-
 # --- mapping --------------------------------------------------------------------------------------------------------
 
 
@@ -872,38 +507,6 @@ def _result(leaf: Any, new: Any) -> Any:
     if isinstance(leaf, Variable):
         return leaf.copy() if new is leaf else new if isinstance(new, Variable) else leaf.replace(new)
     return new
-
-
-@boundary
-def recursive_map(f: Callable[[Path, Any], Any], node: Any, /) -> Any:
-    """Return a copy of a graph in which each leaf, and then each node, is replaced by ``f(path, x)``.
-
-    Children come before their parents. An object with several paths is mapped once, at its first path.
-
-    >>> import nnxlib as nnx
-    >>> node = nnx.Dict(a=nnx.Param(2.0))
-    >>> nnx.recursive_map(lambda path, x: x.copy(x / 2) if isinstance(x, nnx.Param) else x, node).a
-    Param(1.0)
-    """
-    copies: dict[int, Any] = {}
-    for path, value in iter_graph(node):
-        if isinstance(value, Variable):
-            copies[id(value)] = f(path, value)
-        elif isinstance(value, Node):
-            copied = new_node(type(value), value._nnx_marks)
-            copied._nnx_fill({k: _mapped(f, (*path, k), child, copies) for k, child in value._nnx_children()})
-            copies[id(value)] = f(path, copied)
-    return _mapped(f, (), node, copies)
-
-
-def _mapped(f: Callable, path: Path, value: Any, copies: dict[int, Any]) -> Any:
-    if is_node(value):
-        return copies.get(id(value), value)
-    children = _children(value)
-    if not children:
-        return f(path, value)
-    _, _, treedef = flatten_once(value)
-    return f(path, treedef.unflatten([_mapped(f, (*path, *key), child, copies) for key, child in children]))
 
 
 @boundary
@@ -950,62 +553,6 @@ def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
         order = FlatState([(path, None) for path in graphdef.layout.leaf_paths], sort=True).paths
         state = FlatState.from_sorted_keys_values(order, state)
     return merge(graphdef, state)
-
-
-class GraphState(MutableMapping, Generic[A]):
-    """A GraphDef together with its State, as one pytree; reads and writes like the State."""
-
-    __slots__ = ("_graphdef", "_state")
-
-    def __init__(self, _graphdef: GraphDef[A], _state: State):
-        object.__setattr__(self, "_graphdef", _graphdef)
-        object.__setattr__(self, "_state", _state)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._state[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._state[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._state[key]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in GraphState.__slots__:  # of one that is being unpickled
-            raise AttributeError(name)
-        return getattr(self._state, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._state, name, value)
-
-    def __reduce__(self) -> tuple:
-        return GraphState, (self._graphdef, self._state)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-    def __repr__(self) -> str:
-        return f"GraphState({self._graphdef!r}, {self._state!r})"
-
-
-def _flatten_graph_state(x: GraphState) -> tuple[Sequence[tuple[Any, Any]], tuple[GraphDef, Any]]:
-    """The children of the State, so that leaves have the same paths as in a State."""
-    if isinstance(x._state, State):
-        children, keys = flatten_with_keys(x._state)
-        return children, (x._graphdef, keys)
-    return ((jtu.GetAttrKey("_state"), x._state),), (x._graphdef, None)
-
-
-def _unflatten_graph_state(static: tuple[GraphDef, Any], children: Iterable[Any]) -> GraphState:
-    graphdef, keys = static
-    return GraphState(graphdef, *children if keys is None else (State._view(dict(zip(keys, children))),))
-
-
-jtu.register_pytree_with_keys(GraphState, _flatten_graph_state, _unflatten_graph_state)
-exportable(GraphState)
 
 
 @boundary
@@ -1066,19 +613,3 @@ def _apply(self: GraphDef, state: Any, *states: Any) -> Any:
 
 
 GraphDef.apply = _apply  # type: ignore[attr-defined]  # merge is defined here, above GraphDef
-
-
-@boundary
-def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> None:
-    """Set metadata on each Variable of a node that the filter takes.
-
-    >>> import nnxlib as nnx
-    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    >>> nnx.set_metadata(layer, only=nnx.PathContains('kernel'), frozen=True)
-    >>> layer.kernel.frozen, layer.bias.has_metadata('frozen')
-    (True, False)
-    """
-    predicate = to_predicate(only)
-    for path, x in iter_graph(node):
-        if isinstance(x, Variable) and predicate(path, x):
-            x.set_metadata(**metadata)

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from .errors import UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
-from .ops import clone, iter_graph
+from .iteration import iter_graph
+from .ops import clone
 from .rngs import RngStream, RngValue, Shape, as_key
 from .variables import MISSING
 

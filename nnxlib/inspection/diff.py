@@ -20,8 +20,8 @@ from ..core.differences import Difference, array_differences, aval_of, leaf_diff
 from ..core.errors import ArgumentError, describe, format_path
 from ..core.graph import pack
 from ..core.graphdef import GraphDef, structural_differences, values_of
+from ..core.graphstate import GraphState
 from ..core.objects import Node, is_node
-from ..core.ops import GraphState
 from ..core.reprs import static_repr
 from ..core.state import FlatState, State
 from ..core.static import same_items

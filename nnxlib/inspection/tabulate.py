@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from ..core.calls import Listener, listening, runs
 from ..core.errors import ArgumentError, UsageError
 from ..core.graph import pack
+from ..core.iteration import iter_graph
 from ..core.objects import Node, is_node
-from ..core.ops import iter_graph, state
+from ..core.ops import state
 from ..core.reprs import Size
 from ..core.rngs import Rngs, RngStream
 from ..core.state import to_flat_state

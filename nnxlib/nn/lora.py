@@ -22,9 +22,9 @@ import jax.numpy as jnp
 
 from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.filters import Filter, to_predicate
+from ..core.iteration import iter_children, iter_graph
 from ..core.module import Module
 from ..core.objects import Node
-from ..core.ops import iter_children, iter_graph
 from ..core.programs import step
 from ..core.rngs import Rngs
 from ..core.variables import Param, Variable

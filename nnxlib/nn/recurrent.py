@@ -22,8 +22,8 @@ import numpy as np
 
 from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError, UsageError
 from ..core.filters import Filter, to_predicate
+from ..core.iteration import iter_graph
 from ..core.module import Module
-from ..core.ops import iter_graph
 from ..core.programs import step
 from ..core.rngs import Rngs, RngStream
 from ..core.streams import split_rngs

@@ -25,9 +25,9 @@ from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.escapes import check_contained
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.graph import Delta, build, commit, diff
+from ..core.iteration import iter_graph
 from ..core.module import Module
 from ..core.objects import is_bound_method, is_node
-from ..core.ops import iter_graph
 from ..core.programs import step
 from ..core.rngs import Rngs
 from ..core.rows import LEAF

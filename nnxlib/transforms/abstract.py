@@ -12,8 +12,8 @@ from ..core.errors import TraceContextError, reachable
 from ..core.escapes import check_contained
 from ..core.graph import Packed, commit, diff, pack
 from ..core.inputs import lend
+from ..core.iteration import iter_graph
 from ..core.objects import Node
-from ..core.ops import iter_graph
 from ..core.placement import placed, using_eager_sharding
 from ..core.references import ways_from
 from ..core.tables import pack_call

@@ -19,9 +19,10 @@ from ..core.closures import Loans
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed, reachable
 from ..core.filters import Filter, to_predicate
 from ..core.graph import commit
+from ..core.iteration import iter_graph
 from ..core.module import Module
 from ..core.objects import Node
-from ..core.ops import iter_graph, pop, update
+from ..core.ops import pop, update
 from ..core.recordings import attribute_for, put_back, record, recorded_in, recorded_name, take_out
 from ..core.references import ways_from
 from ..core.state import State, from_flat_state

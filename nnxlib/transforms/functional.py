@@ -42,8 +42,9 @@ from ..core.filters import All as AllOf
 from ..core.filters import Any as AnyOf
 from ..core.filters import Filter, FilterObject, Not, Where, WithTag, to_predicate
 from ..core.graphdef import GraphDef
+from ..core.iteration import iter_graph
 from ..core.objects import Node, is_array, is_node
-from ..core.ops import clone, iter_graph, merge, split, state, update
+from ..core.ops import clone, merge, split, state, update
 from ..core.rngs import Rngs, RngStream, as_key
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import inputs_needed, jaxpr_as_fun

@@ -1,0 +1,318 @@
+"""Fitting: the leaves of given States, matched to the leaves of a layout.
+
+``merge`` and ``update`` take States in many forms: as ``split`` returned them, changed by a transformation, restored
+from a checkpoint as nested dicts, several of them, some with a part of the leaves. Here it is found out which leaf
+belongs to which position of the layout, and whether it fits there: the same type of Variable, the same shape, the same
+kind of dtype.
+
+A State that is nested like the layout, with leaves of the types and avals at the split, is recognised in a few C calls
+(:func:`in_layout_order`, :func:`values_that_fit`). Anything else is matched path by path (:func:`matched`) and compared
+leaf by leaf (:func:`values_compared`), which also finds what to say of each leaf that does not fit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
+from .errors import StateMismatchError, describe
+from .graphdef import Avals, GraphDef, avals_of
+from .layout import Layout
+from .state import FlatState, State
+from .static import same_items
+from .tracing import Tracer
+from .variables import Variable, all_unshared, make_variable, unshared
+
+Path = tuple[Any, ...]
+
+
+Values = tuple[list[Any], dict[int, Any]]  # of the leaves; and by position, metadata that differs from the layout's
+
+
+def bare_values(leaves: Iterable[Any]) -> list[Any]:
+    """The leaves, with values in place of Variables."""
+    return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
+
+
+def unshared_leaves(values: list[Any], count: int) -> list[Any]:
+    """Leaves of which the first ``count``, the values of Variables, have copies of the dicts and lists in them."""
+    return all_unshared(values) if len(values) == count else all_unshared(values[:count]) + values[count:]
+
+
+def have_avals(values: list[Any], avals: list[Aval]) -> bool:
+    """Whether values have these shapes and dtypes; None among them fits any."""
+    if isinstance(avals, Avals) and avals.fit(values):
+        return True
+    return all(a is None or a == b for a, b in zip(avals, avals_of(values), strict=True))
+
+
+# --- which leaf belongs where -----------------------------------------------------------------------------------------
+
+
+def listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The States; in place of a list of leaves, a FlatState with their paths.
+
+    Raises:
+      StateMismatchError: if the list has another number of leaves.
+    """
+    leaves = states[0] if len(states) == 1 else None
+    if type(leaves) is not list or not leaves or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
+        return states
+    expected = FlatState(zip(layout.leaf_paths, layout.leaf_paths, strict=True)).paths
+    if len(leaves) != len(expected):
+        raise StateMismatchError(
+            f"Expected {len(expected)} leaves, those of all States in their order, got {len(leaves)}; nothing was made."
+            " Pass jax.tree.leaves(state) of the whole state, or the State itself."
+        )
+    return (FlatState.from_sorted_keys_values(expected, leaves),) if expected != ((),) else (leaves[0],)
+
+
+def in_layout_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
+    """The leaves of States in the order of the layout; None if together they have other paths."""
+    if layout.nesting is None or not states or not all(isinstance(state, State) for state in states):
+        return None
+    levels = states[0].raw_mapping if len(states) == 1 else _overlaid([state.raw_mapping for state in states])
+    return layout.nesting.flatten(levels)
+
+
+def _overlaid(states: list[dict]) -> dict:
+    """Nested dicts with the leaves of all; if several have the same path, that of the last."""
+    root: dict = {}
+    stack = [(root, state) for state in reversed(states)]
+    while stack:
+        level, given = stack.pop()
+        for key, value in given.items():
+            if type(value) is dict:
+                below = level.get(key)
+                if type(below) is not dict:
+                    below = level[key] = {}
+                stack.append((below, value))
+            else:
+                level[key] = value
+    return root
+
+
+def leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
+    """The leaves of States by position, if each is nested like all leaves of the layout or a known group; else None."""
+    new: dict[int, Any] = {}
+    for state in states:
+        found = layout.leaves_in(state.raw_mapping) if isinstance(state, State) else None
+        if found is None or dict in [type(x) for x in found.values()]:  # a level where there is a leaf
+            return None
+        new |= found
+    return new
+
+
+def matched(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
+    """The leaves of States by position; and by path those that are unexpected."""
+    flat, position = _flat_leaves(states, dict(zip(layout.leaf_paths, avals, strict=True))), layout.positions
+    unexpected = {path: leaf for path, leaf in flat.items() if path not in position}
+    return {position[path]: leaf for path, leaf in flat.items() if path in position}, unexpected
+
+
+def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Path, Any]:
+    """Path -> leaf of several States, for an object whose leaves have the paths and avals ``known``.
+
+    Two variants of known paths, as in checkpoints, are understood: ``'0'`` for ``0``, and a further key ``'value'``,
+    which is what JAX calls the value of a Variable. (Not below a value that is a mapping itself; but one without
+    leaves, such as what optax has in place of a masked moment, is stored as None.)
+    """
+    by_string: dict[Path, Path] | None = None
+    flat: dict[Path, Any] = {}
+    for number, state in enumerate(states):
+        for path, leaf in _items(state, number, known):
+            if path not in known:
+                if by_string is None:
+                    by_string = {tuple([str(k) for k in p]): p for p in known}
+                written = tuple([str(k) for k in path])
+                held = by_string.get(written[:-1]) if written[-1:] == ("value",) else None
+                is_value = held is not None and (known[held] or leaf is None)
+                path = by_string.get(written, (held if is_value else None) or path)
+            flat[path] = leaf
+    return flat
+
+
+def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a State; a mapping at the known path of a leaf is its value, unless it was an array."""
+    if isinstance(state, State) and not state:
+        return
+    if isinstance(state, FlatState):
+        yield from state
+    elif isinstance(state, Variable) or () in known:
+        yield (), state
+    elif isinstance(state, Mapping):
+        stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
+        while stack:
+            path, value = stack.pop()
+            if isinstance(value, Mapping) and known.get(path, value) is not None:
+                stack.extend(((*path, key), child) for key, child in reversed(list(value.items())))
+            else:
+                yield path, value
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from _items(item, number, known)
+    else:
+        raise StateMismatchError(
+            f"Expected a State, a FlatState or a nested dict as state number {number}, got {describe(state)}; nothing "
+            "was changed. Pass what nnx.split or nnx.state returned."
+        )
+
+
+# --- the values of leaves ---------------------------------------------------------------------------------------------
+
+
+def values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
+    """The values of leaves, if their types and avals are those at the split; None if they need a closer look."""
+    layout, n = graphdef.layout, len(graphdef.layout.variables)
+    variables = leaves[:n]
+    if [type(x) for x in variables] != layout.blueprint.variable_types:
+        return None
+    values = all_unshared([x._cell.value for x in variables]) + bare_values(leaves[n:])
+    if not have_avals(values, graphdef.avals):
+        return None
+    metadata = [x._metadata for x in variables]
+    same = [const.value for const in layout.blueprint.metadata]
+    changed = [k for k in range(n) if metadata[k] is not same[k] and not same_items(metadata[k], same[k])]
+    return values, {k: metadata[k] for k in changed}
+
+
+def values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> Values:
+    """The values of leaves, which are compared one by one with those at the split.
+
+    Raises:
+      StateMismatchError: naming the paths, and what was expected there.
+    """
+    layout, n = graphdef.layout, len(graphdef.layout.variables)
+    leaves: list[Any] = [new.get(k) for k in range(len(graphdef.avals))]
+    values = bare_values(leaves)
+    avals = _avals_once_mapped(_kinds(layout), graphdef.avals, values)
+    found = misfitting(layout, dict(enumerate(avals)), new, unexpected)
+    by_path = [x for x in found if x.kind in ("removed", "added")]
+    remedy = _ALL_OF_THEM if by_path else "Pass strict=False to take these as they are."
+    refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy)
+    same = [const.value for const in layout.blueprint.metadata]
+    changed = [k for k in range(n) if isinstance(x := leaves[k], Variable) and not same_items(x._metadata, same[k])]
+    return unshared_leaves(values, n), {k: leaves[k]._metadata for k in changed}
+
+
+_ALL_OF_THEM = """\
+Pass every State that nnx.split returned, of a model built alike; nnx.update writes a part of one into a model."""
+
+
+def values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """By position, the values of leaves; and the metadata of Variables, if it differs from the layout's."""
+    same, n = layout.blueprint.metadata, len(layout.variables)
+    held = zip(new, bare_values(new.values()), strict=True)
+    boxed = {k: x._metadata for k, x in new.items() if k < n and isinstance(x, Variable)}
+    others = {k: metadata for k, metadata in boxed.items() if not same_items(metadata, same[k].value)}
+    return {k: unshared(x) if k < n else x for k, x in held}, others
+
+
+def is_none(leaf: Any) -> bool:
+    """Whether a leaf is None, or that as the value of a Variable."""
+    return leaf is None or (type(leaf) is dict and leaf.keys() == {"value"} and leaf["value"] is None)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def misfitting(
+    layout: Layout, avals: Mapping[int, Aval], new: Mapping[int, Any], unexpected: dict[Path, Any]
+) -> list[Difference]:
+    """The differences between leaves and what they must be, by position, as :func:`merge` and :func:`update` see them.
+
+    Nearly all leaves certainly fit; these are left out first, which is fast. A leaf of the class Variable itself, which
+    older code makes by ``VariableState(type=Param, value=x)``, is of any type.
+    """
+    kinds = _kinds(layout)
+    now = dict(zip(new, avals_of(bare_values(new.values())), strict=True))
+    compared = [
+        k
+        for k, was in avals.items()
+        if k not in new
+        or (now[k] != was and not _fits(now[k], was))
+        or (isinstance(new[k], Variable) and type(new[k]) not in (kinds[k], Variable))
+    ]
+    expected = {layout.leaf_paths[k]: _leaf(kinds[k], avals[k]) for k in compared}
+    given = {layout.leaf_paths[k]: x._value if type(x := new[k]) is Variable else x for k in compared if k in new}
+    return leaf_differences(expected, given | unexpected, _compare)
+
+
+def _kinds(layout: Layout) -> list[type | None]:
+    """The type of each leaf that is a Variable, None for a bare array."""
+    return [*layout.blueprint.variable_types, *[None] * (len(layout.leaf_paths) - len(layout.variables))]
+
+
+def _leaf(kind: type | None, aval: Aval) -> Any:
+    """A leaf as it was at the split: a Variable, or a bare value, with this aval."""
+    value = ANY_VALUE if aval is None else jax.ShapeDtypeStruct(*aval)
+    return value if kind is None else make_variable(kind, value, {})
+
+
+def _fits(new: Aval, old: Aval) -> bool:
+    """Whether avals alone tell that :func:`_compare` finds no difference."""
+    return old is None or (new is not None and new[0] == old[0] and _kind(new[1]) is _kind(old[1]))
+
+
+def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
+    """The differences of two leaves; none if one is traced, or was cast within a kind (float32 to bfloat16)."""
+    found = [] if isinstance(given, Tracer) else misfits(path, expected, given)
+    return [x for x in found if x.kind != "dtype" or _kind(expected.dtype) is not _kind(given.dtype)]
+
+
+@functools.cache
+def _kind(dtype: Any) -> Any:
+    """What a dtype is, whatever its width; a leaf may be cast from float32 to bfloat16, but not to int32."""
+    for kind in (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(dtype, kind):
+            return kind
+    return type(dtype)
+
+
+# --- axes that a transformation has added -----------------------------------------------------------------------------
+
+
+def _avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
+    """The avals that leaves must have if a function may have been mapped over them.
+
+    It may have stacked all of a kind; or none of its results may be an array.
+    """
+    after = avals_of(values)
+    if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
+        return [None] * len(before)
+    return _stacked(kinds, before, after)
+
+
+def stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
+    """:func:`_stacked` for those kinds of which every leaf is given."""
+    kinds = _kinds(layout)
+    missing = {kind for k, kind in enumerate(kinds) if k not in new}
+    stacked = _stacked([kinds[k] for k in new], [*before.values()], avals_of(bare_values(new.values())))
+    return {k: old if kinds[k] in missing else aval for (k, old), aval in zip(before.items(), stacked, strict=True)}
+
+
+def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
+    """The avals that leaves must have if all leaves of a kind may have got, or lost, the same axes."""
+    changes: dict[Any, set] = {}
+    for kind, old, new in zip(kinds, before, after, strict=True):
+        if old is not None and new is not None:
+            change = _stacking(old[0], new[0])
+            changes[kind] = changes.get(kind, change) & change
+    stacked = {kind for kind, found in changes.items() if found}
+    return [
+        (new[0], old[1]) if old and new and kind in stacked else old
+        for kind, old, new in zip(kinds, before, after, strict=True)
+    ]
+
+
+def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, tuple[int, ...]]]:
+    """The ways in which adjacent axes were added to, or taken from, a shape: (whether taken, where, their sizes)."""
+    long, short = (old, new) if len(old) > len(new) else (new, old)
+    n = len(long) - len(short)
+    places = [k for k in range(len(short) + 1) if n and long[:k] + long[k + n :] == short]
+    return {(long is old, k - end, long[k : k + n]) for k in places for end in (0, len(long))}

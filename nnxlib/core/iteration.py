@@ -1,0 +1,177 @@
+"""Iterating over the graph below a node: what is where, for users who want to look at, count or map its parts.
+
+These functions see the objects as they are now, and describe nothing: no rows, no table.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.tree_util as jtu
+
+from .filters import Filter, to_predicate
+from .objects import Node, is_array, is_bound_method, is_data_leaf, is_node, new_node
+from .state import State
+from .tracing import boundary
+from .traversals import sorted_keys
+from .variables import Variable
+from .walk import flatten_once
+
+Path = tuple[Any, ...]
+
+
+def children_of(value: Any) -> list[tuple[Path, Any]]:
+    """What is directly below a value, by path: the attributes or items of a node, the leaves and nodes of a pytree."""
+    if isinstance(value, Node):
+        held = value._nnx_contents()
+        is_plain_list = isinstance(value, list) and len(held) == len(value)
+        return [((name,), held[name]) for name in (held if is_plain_list else sorted_keys(held))]
+    if isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)) or is_data_leaf(value):
+        return []
+    keys, leaves, _ = flatten_once(value)
+    return list(zip(keys, leaves, strict=True))
+
+
+def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, value) for everything in a graph, children before parents; objects once, at their first path.
+
+    >>> import nnxlib as nnx
+    >>> [path for path, x in nnx.iter_graph(nnx.Linear(1, 1, rngs=nnx.Rngs(0))) if isinstance(x, nnx.Variable)]
+    [('bias',), ('kernel',)]
+    """
+    seen: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
+    plain = {type(None)}  # classes whose instances are always leaves
+    stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
+    while stack:
+        remaining, above, parent = stack[-1]
+        for key, value in remaining:
+            if type(value) not in plain:
+                if is_node(value):
+                    if id(value) in seen:
+                        continue
+                    seen[id(value)] = value
+                elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
+                    plain.add(type(value))
+                if not isinstance(value, Variable) and (children := children_of(value)):
+                    stack.append((iter(children), above + key, value))
+                    break
+            yield above + key, value
+        else:
+            stack.pop()
+            if stack:
+                yield above, parent
+
+
+def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
+    """Yield each place of a node, Variable or array in a graph: its path, the value, what holds it; parents first."""
+    seen, plain = set(), {type(None)}  # plain: as in iter_graph
+    stack: list[tuple[Path, Any, Any]] = [((), node, None)]
+    while stack:
+        path, value, _ = place = stack.pop()
+        if isinstance(value, Variable):
+            yield place
+            continue
+        if isinstance(value, Node):
+            yield place
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        elif is_array(value):
+            yield place
+            continue
+        elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
+            plain.add(type(value))
+        stack += [
+            (path + key, x, value if len(key) == 1 else holder_of(value, key))
+            for key, x in reversed(children_of(value))
+            if type(x) not in plain
+        ]
+
+
+def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
+    """Yield (key, child) for the nodes and Variables that are attributes or items of ``node``.
+
+    >>> import nnxlib as nnx
+    >>> [(key, type(child).__name__) for key, child in nnx.iter_children(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
+    [('bias', 'Param'), ('kernel', 'Param')]
+    """
+    return ((key[0] if len(key) == 1 else key, child) for key, child in children_of(node) if is_node(child))
+
+
+@boundary
+def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
+    """Return the paths of each Variable or node that is reached by more than one path, first path first.
+
+    >>> import nnxlib as nnx
+    >>> shared = nnx.Param(1.0)
+    >>> nnx.find_duplicates(nnx.Dict(a=shared, b=shared))
+    [[('a',), ('b',)]]
+    """
+    predicate, found = to_predicate(only), list(places(node))  # a list keeps the objects alive: no id is reused
+    paths: dict[int, list[Path]] = {}
+    for path, value, _ in found:
+        if not is_node(value):
+            continue
+        if id(value) in paths or predicate(path, value):
+            paths.setdefault(id(value), []).append(path)
+        else:
+            paths[id(value)] = []
+    return [several for several in paths.values() if len(several) > 1]
+
+
+def holder_of(tree: Any, path: Path) -> Any:
+    """The container that the last key of a path belongs to."""
+    for key in path[:-1]:
+        is_item = isinstance(tree, Mapping | list) or (isinstance(tree, tuple) and isinstance(key, int))
+        tree = tree[key] if is_item else getattr(tree, str(key), None)
+    return tree
+
+
+@boundary
+def recursive_map(f: Callable[[Path, Any], Any], node: Any, /) -> Any:
+    """Return a copy of a graph in which each leaf, and then each node, is replaced by ``f(path, x)``.
+
+    Children come before their parents. An object with several paths is mapped once, at its first path.
+
+    >>> import nnxlib as nnx
+    >>> node = nnx.Dict(a=nnx.Param(2.0))
+    >>> nnx.recursive_map(lambda path, x: x.copy(x / 2) if isinstance(x, nnx.Param) else x, node).a
+    Param(1.0)
+    """
+    copies: dict[int, Any] = {}
+    for path, value in iter_graph(node):
+        if isinstance(value, Variable):
+            copies[id(value)] = f(path, value)
+        elif isinstance(value, Node):
+            copied = new_node(type(value), value._nnx_marks)
+            copied._nnx_fill({k: _mapped(f, (*path, k), child, copies) for k, child in value._nnx_children()})
+            copies[id(value)] = f(path, copied)
+    return _mapped(f, (), node, copies)
+
+
+def _mapped(f: Callable, path: Path, value: Any, copies: dict[int, Any]) -> Any:
+    if is_node(value):
+        return copies.get(id(value), value)
+    children = children_of(value)
+    if not children:
+        return f(path, value)
+    _, _, treedef = flatten_once(value)
+    return f(path, treedef.unflatten([_mapped(f, (*path, *key), child, copies) for key, child in children]))
+
+
+@boundary
+def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> None:
+    """Set metadata on each Variable of a node that the filter takes.
+
+    >>> import nnxlib as nnx
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.set_metadata(layer, only=nnx.PathContains('kernel'), frozen=True)
+    >>> layer.kernel.frozen, layer.bias.has_metadata('frozen')
+    (True, False)
+    """
+    predicate = to_predicate(only)
+    for path, x in iter_graph(node):
+        if isinstance(x, Variable) and predicate(path, x):
+            x.set_metadata(**metadata)
