@@ -1,0 +1,75 @@
+"""Iterating over a graph: what is where, and what is reached by several paths."""
+
+import jax.numpy as jnp
+
+import nnxlib as nnx
+
+
+class Layer(nnx.Module):
+    def __init__(self, n=2):
+        self.w = nnx.Param(jnp.ones(n))
+        self.mean = nnx.BatchStat(jnp.zeros(n))
+
+    def __call__(self, x):
+        self.mean.value = self.mean + x
+        return x * self.w
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.first = Layer()
+        self.layers = [Layer(), Layer(3)]
+        self.scale = jnp.ones(())
+        self.pair = (nnx.Param(jnp.zeros(1)), jnp.ones(1))
+        self.name = "net"
+
+    def run(self, x):
+        return self.first(x) * self.scale
+
+
+def test_iter_graph():
+    """Everything with its path: children before parents, sorted, objects once at their first path."""
+    m = nnx.Dict(b=nnx.Param(1.0), a=[nnx.Param(2.0), 3, (nnx.Param(4.0), "x")])
+    m.c = m.a
+    m.self = m
+    found = list(nnx.iter_graph(m))
+    assert [path for path, _ in found] == [("a", 0), ("a", 1), ("a", 2, 0), ("a", 2, 1), ("a", 2), ("a",), ("b",), ()]
+    assert found[0][1] is m.a[0]
+    assert found[-1][1] is m
+
+
+def test_iter_graph_of_pytrees():
+    """A list of Modules is walked like a Module that holds them."""
+    a = Layer()
+    assert [path for path, _ in nnx.iter_graph([a, {"x": a}])] == [(0, "mean"), (0, "w"), (0,), ()]
+
+
+def test_iter_graph_while_the_graph_is_edited():
+    """Of a node that was not entered yet, what it holds by then is found; of one that was, what it held before."""
+    m = nnx.Dict(a=[nnx.Param(0.0), nnx.Param(1.0)], b=[], c=nnx.Param(2.0))
+    found = []
+    for path, x in nnx.iter_graph(m):
+        found.append(path)
+        if isinstance(x, nnx.Variable) and path[0] == "a":
+            m.a[path[1]] = None  # the Variable is gone, and its memory free for the next
+            m.b.append(nnx.Param(3.0))
+        del x
+    assert found == [("a", 0), ("a", 1), ("a",), ("b", 0), ("b", 1), ("b",), ("c",), ()]
+
+
+def test_iter_children():
+    """Nodes and Variables that are attributes, with their names; shared ones each time, those in a tuple not."""
+    m = Net()
+    m.again = m.first
+    assert [key for key, _ in nnx.iter_children(m)] == ["again", "first", "layers"]
+
+
+def test_find_duplicates():
+    """Paths of what is reached more than once, the first first; `only` chooses."""
+    m = Net()
+    assert nnx.find_duplicates(m) == []
+    m.again, m.layers[0].w = m.layers, m.first.w
+    assert nnx.find_duplicates(m) == [[("again",), ("layers",)], [("again", 0, "w"), ("first", "w")]]
+    assert nnx.find_duplicates(m, only=nnx.Param) == [[("again", 0, "w"), ("first", "w")]]
+    m.self = m
+    assert nnx.find_duplicates(m)[0] == [(), ("self",)]
