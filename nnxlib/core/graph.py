@@ -160,8 +160,8 @@ class After(NamedTuple):
             """The paths of the leaves that a node, or the output, holds itself."""
             if row == ROOT:
                 return [(errors.OUTPUT, *suffix) for suffix in leaf_suffixes(self.root)]
-            fields = cast(NodeRow, self.rows[row]).fields
-            return [(*self.walk.paths[row], name, *suffix) for name, spec in fields for suffix in leaf_suffixes(spec)]
+            fields = cast(NodeRow, self.rows[row]).at(self.walk.paths[row])
+            return [(*path, *suffix) for path, spec in fields for suffix in leaf_suffixes(spec)]
 
         variables = self.walk.cells
         return tuple([self.walk.paths[row] if row in variables else held_by(row)[k] for row, k in self.owners])

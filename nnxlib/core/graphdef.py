@@ -140,7 +140,7 @@ def render(layout: Layout) -> str:
 def _expander(layout: Layout) -> Callable[[Spec], Leaf | Group]:
     def expand(spec: Spec) -> Leaf | Group:
         if isinstance(spec, Tree):
-            items = list(zip(spec.paths, spec.children, strict=True))
+            items = spec.at(())
             children = [(f"{format_path(keys)}: ", keys[0] if len(keys) == 1 else keys, x) for keys, x in items]
             return Group(f"{_head(spec)}(", children, ")")
         row = layout.rows[spec.index] if isinstance(spec, Ref) else spec

@@ -202,19 +202,16 @@ def _find_paths(layout: Layout) -> tuple[tuple, tuple]:
     """The first path to each row, and the path of each leaf, found depth first in the order of the fields."""
     paths: list[Any] = [None] * len(layout.rows)
     of_row: list[list] = [[] for _ in range(len(layout.rows) + 1)]  # of ROOT: in the last entry
-    stack: list[tuple[Spec, tuple, int]] = [(layout.root, (), ROOT)]
+    stack: list[tuple[tuple, Spec, int]] = [((), layout.root, ROOT)]
     while stack:
-        spec, path, owner = stack.pop()
+        path, spec, owner = stack.pop()
         if spec is LEAF:
             of_row[owner].append(path)
         elif type(spec) is Tree:
-            stack.extend(
-                (child, (*path, *suffix), owner)
-                for suffix, child in zip(reversed(spec.paths), reversed(spec.children), strict=True)
-            )
+            stack += [(below, child, owner) for below, child in reversed(spec.at(path))]
         elif type(spec) is Ref and paths[spec.index] is None:
             paths[spec.index], row = path, layout.rows[spec.index]
             if type(row) is NodeRow:
-                stack.extend((child, (*path, name), spec.index) for name, child in reversed(row.fields))
+                stack += [(below, child, spec.index) for below, child in reversed(row.at(path))]
     leaf_paths = [paths[i] for i in layout.variables] + [path for found in of_row for path in found]
     return tuple(paths), tuple(leaf_paths)

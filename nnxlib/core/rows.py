@@ -65,6 +65,10 @@ class Tree(NamedTuple):
     paths: tuple[tuple, ...]  # of the children, within the pytree
     children: tuple[Any, ...]  # specs
 
+    def at(self, path: tuple) -> list[tuple[tuple, Spec]]:
+        """(path, spec) of each child, given the path of the pytree."""
+        return [((*path, *suffix), child) for suffix, child in zip(self.paths, self.children, strict=True)]
+
 
 class BoundMethod(NamedTuple):
     """The treedef of a method that is bound to a node, as in ``self.apply = self.block.forward``: it holds the node."""
@@ -95,6 +99,10 @@ class NodeRow(NamedTuple):
     fields: tuple[tuple[Any, Spec], ...]  # (name, spec) in the order of visiting, which is that of paths and leaves
     marks: Const  # which fields were declared data or static, see objects.py
 
+    def at(self, path: tuple) -> list[tuple[tuple, Spec]]:
+        """(path, spec) of each field, given the path of the node."""
+        return [((*path, name), spec) for name, spec in self.fields]
+
 
 Row = VariableRow | NodeRow
 
@@ -124,8 +132,7 @@ def count_leaves(spec: Spec) -> int:
 def leaf_suffixes(spec: Spec) -> list[tuple]:
     """The paths of the leaves that a spec has itself, below the path of the spec."""
     if type(spec) is Tree:
-        pairs = zip(spec.paths, spec.children, strict=True)
-        return [(*path, *suffix) for path, child in pairs for suffix in leaf_suffixes(child)]
+        return [(*path, *suffix) for path, child in spec.at(()) for suffix in leaf_suffixes(child)]
     return [()] if spec is LEAF else []
 
 

@@ -24,8 +24,9 @@ from ..core.objects import is_node
 from ..core.rows import Ref, Tree
 from ..core.variables import MISSING
 from ..core.walk import Walk
-from .prefixes import Labels, broadcast_prefix
+from .labels import Labels
 from .prefixes import TreeState as TreeState
+from .prefixes import broadcast_prefix
 
 KeyPath = tuple[Hashable, ...]
 
@@ -273,8 +274,7 @@ def merge_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_input
     def wrapped(*args: Any) -> Any:
         merged = from_tree(args, ctxtag=ctxtag, is_inner=True)
         out = f(*merged)
-        objects = jtu.tree_map(lambda x: x if is_node(x) else None, merged, is_leaf=is_node)
-        return to_tree((objects, out), ctxtag=ctxtag)
+        return to_tree((clear_non_graph_nodes(merged), out), ctxtag=ctxtag)
 
     return wrapped
 
@@ -288,7 +288,7 @@ def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
     walk = Walk()
     root = walk.run(tree)
     labels = Labels(walk.all_rows(), lambda i: (walk.objects[i],) if i in walk.cells else walk.arrays[i])
-    children = zip(root.paths, root.children, strict=True) if isinstance(root, Tree) else [((), root)]
+    children = root.at(()) if isinstance(root, Tree) else [((), root)]
     for (path, spec), prefix in zip(children, prefixes, strict=True):
         if isinstance(spec, Ref):
             labels.visit(Tree(None, (path,), (spec,)), [prefix], (), len(path))

@@ -14,9 +14,10 @@ from ..core.tables import pack_call
 from ..core.variables import MISSING, Variable
 from .callables import by_position, resolve
 from .classes import lifts_classes
+from .labels import join_lanes, split_lanes
 from .lift import Arguments, Outcome, cross
 from .naming import named
-from .prefixes import join_lanes, refuse_nodes, split_lanes
+from .prefixes import refuse_nodes
 from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
 
 

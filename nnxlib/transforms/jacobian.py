@@ -133,7 +133,7 @@ def _check_outputs(outputs: Tangents) -> None:
     """Check that what is returned, as opposed to what is in a Module that is returned, can be differentiated."""
     layout = outputs.layout
     assert isinstance(layout.root, Tree)
-    own = {path for path, child in zip(layout.root.paths, layout.root.children, strict=True) if child is LEAF}
+    own = {path for path, child in layout.root.at(()) if child is LEAF}
     own |= {layout.paths[i] for i in layout.variables if len(layout.paths[i]) == 1}
     for path in own - {layout.leaf_paths[k] for k in outputs.positions}:
         raise ArgumentError(_NOT_DIFFERENTIABLE.format(path=place_of(path)))

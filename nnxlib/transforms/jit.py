@@ -50,19 +50,11 @@ from .callables import resolve
 from .classes import lifts_classes
 from .dispatch import Dispatch, Found, Miss
 from .general import name_nan
+from .labels import Labels, label_arguments, lane_numbers
 from .leaf_checks import check_traceable
 from .lift import Arguments, Crossing, cross
 from .plan import Compiled, Plan
-from .prefixes import (
-    Labels,
-    PrefixMapping,
-    broadcast_prefix,
-    label_arguments,
-    labels_in,
-    lane_numbers,
-    refuse_nodes,
-    same_entries,
-)
+from .prefixes import PrefixMapping, broadcast_prefix, labels_in, refuse_nodes, same_entries
 from .traces import Traces
 
 

@@ -13,8 +13,8 @@ only ever sees the fresh objects. So whatever it does, live objects stay as they
 can reach them.
 
 Some transformations treat leaves differently: ``vmap`` maps some of them and not the others. Then each leaf has a
-*label* (for ``vmap`` its axis), and the leaves with one label form a *lane* (prefixes.py). The pure function takes and
-returns one list of leaves per lane.
+*label* (for ``vmap`` its axis), which users give by prefixes (prefixes.py). The leaves with one label form a *lane*
+(labels.py), and the pure function takes and returns one list of leaves per lane.
 """
 
 from __future__ import annotations
@@ -43,18 +43,10 @@ from ..core.tracing import boundary
 from ..core.variables import MISSING, Cell, new_cell
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve
+from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, split_lanes
 from .leaf_checks import check_returned
 from .naming import named
-from .prefixes import (
-    Labels,
-    broadcast_prefix,
-    join_lanes,
-    label_arguments,
-    labels_after,
-    labels_in,
-    lane_numbers,
-    split_lanes,
-)
+from .prefixes import broadcast_prefix, labels_in
 from .traces import Traces
 
 
@@ -234,7 +226,7 @@ def captured_rows(layout: Layout) -> list[int]:
     """The rows of the captured objects in packed :class:`Arguments`, and of those below them."""
     root = layout.root
     assert isinstance(root, Tree)
-    stack: list[Any] = [child for path, child in zip(root.paths, root.children, strict=True) if path[0] == "captured"]
+    stack: list[Any] = [child for path, child in root.at(()) if path[0] == "captured"]
     found: dict[int, None] = {}
     while stack:
         spec = stack.pop()

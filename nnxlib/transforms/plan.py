@@ -37,10 +37,10 @@ from ..core.placement import settle
 from ..core.rows import count_leaves
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from ..core.variables import Cell
+from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Crossing, Outcome
 from .naming import named
-from .prefixes import join_lanes
 
 
 class Compiled:

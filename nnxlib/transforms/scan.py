@@ -42,20 +42,10 @@ from .body_checks import (
 from .callables import by_position, resolve
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
+from .labels import Labels, label_arguments, labels_after, mapped_size
 from .lift import Arguments
 from .naming import named
-from .prefixes import (
-    Labels,
-    PrefixMapping,
-    broadcast_prefix,
-    check_axes,
-    label_arguments,
-    labels_after,
-    labels_in,
-    mapped_size,
-    prefix_key,
-    same_entries,
-)
+from .prefixes import PrefixMapping, broadcast_prefix, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, Result, program_of, run_program
 
 
@@ -345,7 +335,7 @@ def _check_carry(layout: Layout, place: tuple, body: Body, out_place: tuple) -> 
     """Check that the carry comes out with the structure that went in; returns :func:`successors` of the objects."""
 
     def below(spec: Spec, prefix: tuple) -> list[tuple[tuple, Spec]]:
-        items = zip(spec.paths, spec.children, strict=True) if isinstance(spec, Tree) else [((), spec)]
+        items = spec.at(()) if isinstance(spec, Tree) else [((), spec)]
         return [(path[len(prefix) :], child) for path, child in items if path[: len(prefix)] == prefix]
 
     before, after = below(layout.root, place), below(body.delta.root, out_place)

@@ -17,8 +17,9 @@ from ..core.tracing import at_top_level
 from ..core.variables import MISSING, Cell
 from .callables import Observed, resolve
 from .classes import lifts_classes
+from .labels import label_arguments
 from .lift import Arguments, Crossing, lift_lanes
-from .prefixes import broadcast_prefix, label_arguments, same_entries
+from .prefixes import broadcast_prefix, same_entries
 
 
 @lifts_classes()

@@ -24,7 +24,8 @@ from ..core.objects import Node, is_node
 from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, VariableRow
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.variables import MISSING, Param, Variable, make_variable
-from .prefixes import PrefixMapping, label_arguments
+from .labels import label_arguments
+from .prefixes import PrefixMapping
 
 _LANES = ("differentiated", "rest")
 _DIFFERENTIATED, _REST = _LANES
@@ -233,7 +234,7 @@ def _fold(layout: Layout, spec: Spec, value: Any) -> Any:
     """The pytree for ``spec``; ``value`` is what the nested State has at its path, or None."""
     if isinstance(spec, Tree):
         children = []
-        for path, child in zip(spec.paths, spec.children, strict=True):
+        for path, child in spec.at(()):
             below = value
             for key in path:
                 below = below.get(key) if isinstance(below, Mapping) else None

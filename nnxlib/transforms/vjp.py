@@ -20,9 +20,10 @@ from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve
 from .grad import split_aux
+from .labels import join_lanes, split_lanes
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome, cross
-from .prefixes import PrefixMapping, join_lanes, split_lanes
+from .prefixes import PrefixMapping
 from .tangents import INEXACT, DiffState, Tangents, by_argument, differentiated, shape_of
 
 

@@ -15,8 +15,9 @@ from ..core.variables import MISSING
 from .axes import NO_METADATA, AxisName, axis_name_in
 from .callables import Observed, by_position, resolve, static_arguments
 from .classes import lifts_classes
+from .labels import mapped_size
 from .lift import Arguments, Crossing, lift_lanes
-from .prefixes import broadcast_prefix, check_axes, mapped_size, prefix_key, same_entries
+from .prefixes import broadcast_prefix, check_axes, prefix_key, same_entries
 from .program import Program, program_of, watched
 
 

@@ -1,25 +1,13 @@
-"""Prefixes: labels by filter, which label falls on which leaf, and lanes."""
+"""Prefixes: labels by filter, and entries for nodes and leaves."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import nnxlib as nnx
-from nnxlib.core.errors import AliasingError, FilterOrderError, InvalidFilterError, PrefixError
+from nnxlib.core.errors import FilterOrderError, InvalidFilterError, PrefixError
 from nnxlib.core.filters import PathIn
-from nnxlib.core.graph import diff, pack
-from nnxlib.transforms.lift import Arguments
-from nnxlib.transforms.prefixes import (
-    PrefixMapping,
-    broadcast_prefix,
-    join_lanes,
-    label_arguments,
-    labels_after,
-    lane_numbers,
-    split_lanes,
-)
+from nnxlib.transforms.prefixes import PrefixMapping, broadcast_prefix
 
 
 class Net(nnx.Module):
@@ -153,18 +141,6 @@ def test_a_prefix_that_does_not_fit(prefix):
         broadcast_prefix(prefix, (Net(), 1.0, {"k": 1.0}), "in_axes")
 
 
-# --- labels of leaves -----------------------------------------------------------------------------------------------
-
-
-def labels_of(entries, *args, **kwargs):
-    """Path -> label, of every leaf of packed arguments."""
-    packed = pack(Arguments(args, kwargs))
-    _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
-    assert len(labels) == len(packed.leaves)
-    paths = [".".join(map(str, path[1:])) for path in packed.layout.leaf_paths]
-    return dict(zip(paths, labels, strict=True))
-
-
 @pytest.mark.parametrize("node", [nnx.Dict(a=nnx.Param(1.0)), (nnx.Param(1.0),)], ids=type)
 def test_an_object_is_no_prefix(node):
     """Said where the transform is made."""
@@ -175,133 +151,6 @@ def test_an_object_is_no_prefix(node):
     ):
         with pytest.raises(PrefixError, match=r"(shardings|argnums) has a .* (Graph nodes|Variables) are not allowed"):
             make()
-
-
-def test_each_leaf_gets_the_label_of_its_entry():
-    """Variables, arrays of nodes and plain leaves, in the order of the leaves."""
-    assert labels_of(["m", "x", "kw"], Net(), 1.0, k=Net()) == {
-        "0.a": "m", "0.stat": "m", "0.array": "m", "1": "x", "k.a": "kw", "k.stat": "kw", "k.array": "kw",
-    }  # fmt: skip
-
-
-def test_filters_see_the_path_from_the_argument_down_and_the_leaf():
-    """A path filter does not see the number of the argument; a type filter sees the Variable, or the array."""
-    seen = []
-    by_path = PrefixMapping([(lambda path, x: seen.append((path, type(x).__name__)), 0), (nnx.Param, 1), (..., 2)])
-    assert labels_of([by_path], Net()) == {"0.a": 1, "0.stat": 2, "0.array": 2}
-    assert sorted(seen) == [(("a",), "Param"), (("array",), "ArrayImpl"), (("stat",), "BatchStat")]
-
-
-def test_arrays_in_tuples_lists_and_dataclasses():
-    """Arrays that a node holds inside pytrees, each with its own path."""
-    net = Net()
-    net.pair = (jnp.ones(1), {"k": jnp.ones(1)})
-    by_path = PrefixMapping({nnx.PathContains("k"): 1, nnx.PathContains("pair"): 2, ...: 3})
-    found = labels_of([by_path], net)
-    assert (found["0.pair.0"], found["0.pair.1.k"], found["0.a"]) == (2, 1, 3)
-
-
-def test_shared_objects_with_one_prefix():
-    """The same entry, or mappings that agree leaf by leaf, are fine along any number of paths; so are cycles."""
-    net, agreeing = Net(), PrefixMapping({nnx.Param: 0, nnx.BatchStat: 1, ...: 2})
-    net.self = net
-    assert labels_of([0, 0], net, net)["0.a"] == 0
-    labels_of([agreeing, PrefixMapping({nnx.Cache: 5, nnx.Param: 0, nnx.BatchStat: 1, ...: 2})], net, [net])
-
-
-def test_shared_objects_with_two_prefixes():
-    """The error names the Variable, both paths and both labels."""
-    net = Net()
-    with pytest.raises(
-        AliasingError,
-        match=r"Inconsistent aliasing.*Net is shared.*args\[0\]\.array: 0, but args\[1\]\.x\.array: 1\. Give both",
-    ):
-        labels_of([0, 1], net, {"x": net})
-    with pytest.raises(AliasingError, match=r"a BatchStat is shared.*args\[0\]\.stat: 1, but args\[1\]: 0"):
-        labels_of([PrefixMapping({nnx.Param: 0, ...: 1}), 0], net, net.stat)
-
-
-def test_shared_objects_deep_below_shared_nodes():
-    """What hangs below a shared node is compared too, with the paths of the filters."""
-    inner = nnx.List([Net()])
-    a, b = nnx.Dict(inner=inner), nnx.Dict(inner=inner)
-    with pytest.raises(AliasingError, match=r"args\[0\]\.inner\[0\]\.stat: 0, but args\[1\]\.inner\[0\]\.stat: 1"):
-        labels_of([PrefixMapping({...: 0}), PrefixMapping({nnx.BatchStat: 1, ...: 0})], a, b)
-
-
-class Holder(nnx.Module):
-    def __init__(self, **attributes):
-        vars(self).update(attributes)
-
-
-@pytest.mark.parametrize(
-    ("shared", "path"),
-    [
-        (Holder(array=jnp.ones(1)), r"\.array"),
-        (Holder(pair=(jnp.ones(1), 2)), r"\.pair\[0\]"),
-        (Holder(pair=(1, nnx.Param(jnp.ones(1)))), r"\.pair\[1\]"),
-        (nnx.List([1, jnp.ones(1)]), r"\[1\]"),
-    ],
-    ids=["array", "array in a tuple", "Variable in a tuple", "array in a list"],
-)
-def test_arrays_of_shared_nodes(shared, path):
-    """Arrays that a shared node holds, and what stands in its tuples, are compared like Variables."""
-    with pytest.raises(AliasingError, match=rf"args\[0\]{path}: 0, but args\[1\]{path}: 1"):
-        labels_of([0, 1], shared, shared)
-    labels_of([0, 0], shared, shared)
-
-
-def test_cycles_with_filters_that_look_at_paths():
-    """A cycle under a mapping ends."""
-    net = Net()
-    net.child = Holder(parent=net, array=jnp.ones(1))
-    labels_of([PrefixMapping({nnx.PathContains("a"): 0, ...: 0})], net)
-
-
-def test_three_paths_to_one_object():
-    """A mapping that looks at paths is asked along each of them."""
-    net = Net()
-    by_path = PrefixMapping({nnx.PathContains("odd"): 1, ...: 0})
-    with pytest.raises(AliasingError, match="odd"):
-        labels_of([by_path], nnx.Dict(a=net, b=net, odd=net))
-
-
-def test_new_objects_get_labels_from_what_holds_them():
-    """What a function attaches inherits from the argument it is attached to; what it returns, from the out prefix."""
-    a, b = Net(), Net()
-    packed = pack(Arguments((a, b), {}))
-    mapping = PrefixMapping({nnx.Param: "p", ...: "rest"})
-    labels, _ = label_arguments(packed.layout, packed.leaves, packed.objects, [mapping, "b"])
-    a.new, b.new, free = nnx.Param(jnp.ones(1)), nnx.List([nnx.Param(jnp.ones(1)), jnp.ones(1)]), Net()
-    a.stat.value = jnp.ones(1)
-    out = {"free": free, "x": jnp.ones(1)}
-    after = diff(packed.layout, packed.leaves, packed.objects, out)
-    found = labels_after(labels, packed.layout, after, broadcast_prefix({"free": "f", "x": "x"}, out, "out"))
-    by_leaf = {id(leaf): label for leaf, label in zip(after.leaves, found, strict=True)}
-    assert by_leaf[id(a.stat.value)] == "rest"
-    assert by_leaf[id(a.new.value)] == "p"
-    assert by_leaf[id(b.new[1])] == "b"
-    assert by_leaf[id(free.a.value)] == by_leaf[id(free.array)] == "f"
-    assert by_leaf[id(out["x"])] == "x"
-
-
-# --- lanes ----------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 3), max_size=12))
-def test_split_and_join(lane_of):
-    """Joining what was split gives the leaves back in order, for any assignment of lanes."""
-    leaves = list(range(len(lane_of)))
-    groups = split_lanes(leaves, lane_of, 4)
-    assert [len(g) for g in groups] == [lane_of.count(k) for k in range(4)]
-    assert list(join_lanes(groups, lane_of)) == leaves
-
-
-def test_one_lane():
-    """With a single lane no assignment is needed, and none is made."""
-    assert split_lanes((1, 2), (), 1) == ([1, 2],)
-    assert join_lanes(([1, 2],), ()) == [1, 2]
-    assert lane_numbers(["b", "a", "b"], ("a", "b")) == (1, 0, 1)
 
 
 # --- nnx.prefix ---

@@ -1,0 +1,238 @@
+"""Labels and lanes: which leaf of a packed pytree is treated how, given the prefixes that say so (prefixes.py).
+
+An object has one row, hence one label for each of its leaves. If it can be reached by two paths, both must give it the
+same labels, leaf by leaf; an error names both paths. The leaves with one label form a lane.
+
+A function may attach new objects to its arguments and return objects. So labels are found in two visits: before the
+call, those of the arguments (:func:`label_arguments`); after it, those of the leaves that come back
+(:func:`labels_after`), where what was attached inherits the entry of its holder.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+import numpy as np
+
+from ..core.errors import AliasingError, PrefixError, format_path
+from ..core.graph import After
+from ..core.layout import Layout
+from ..core.rows import LEAF, ROOT, NodeRow, Ref, Row, Spec, Tree, VariableRow
+from ..core.static import Const
+from ..core.variables import RngState
+from .prefixes import Label, PrefixMapping, labels_in
+
+
+class Labels:
+    """The labels of the leaves of a table, found row by row.
+
+    Args:
+      rows: of the table.
+      values: what filters see of each row: the Variable itself, or the arrays that a node holds.
+
+    Attributes:
+      of_row: the labels of the leaves of each row.
+    """
+
+    def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]):
+        self.rows, self.values = rows, values
+        self.of_row: dict[int, list[Label]] = {}
+        # Row -> its first path, the entry that holds there, and how many keys of the path filters do not see.
+        self._reached: dict[int, tuple[tuple, Any, int]] = {}
+        self.returning = False  # whether the call is over; then a label may give way to the one that an object has
+
+    def visit(self, root: Spec, entries: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
+        """Label everything below a pytree whose children have these entries.
+
+        Returns the labels of ``plain``, the leaves of the pytree itself. Filters see paths without the first ``depth``
+        keys, those that lead to an argument.
+        """
+        own: list[Label] = []
+        children = root.at(()) if isinstance(root, Tree) else [((), root)]
+        for (path, spec), entry in zip(children, entries, strict=True):
+            self._descend([(spec, path, own, plain)], entry, depth)
+        return own
+
+    def may_have(self, row: int) -> list[Label]:
+        """The labels that leaves of the object in this row may have, whatever it comes to hold."""
+        return labels_in(self._reached[row][1])
+
+    def of_variables(self, layout: Layout) -> list[Label]:
+        """The labels of the Variables of the visited layout, in order."""
+        return [self.of_row[i][0] for i in layout.variables]
+
+    def revisit(self, count: int, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]) -> None:
+        """Visit the first ``count`` rows as they are after a call; a new object gets its labels from its holder."""
+        before, self.rows, self.values = self.rows, rows, values
+        for i in range(count):
+            row = rows[i]
+            if row is before[i] and not values(i):  # it refers to the same objects as before, and has no leaves
+                continue
+            if isinstance(row, NodeRow) and i in self._reached:
+                path, entry, depth = self._reached[i]
+                self.of_row[i] = []
+                fields = [(spec, below, self.of_row[i], values(i)) for below, spec in reversed(row.at(path))]
+                self._descend(fields, entry, depth)
+
+    def _descend(self, stack: list[tuple[Spec, tuple, list[Label], Sequence[Any]]], entry: Any, depth: int) -> None:
+        """Label everything below the specs on the stack: (spec, path, labels of its row so far, values of its row)."""
+        while stack:
+            spec, path, labels, values = stack.pop()
+            if spec is LEAF:
+                labels.append(_resolve(entry, path[depth:], values[len(labels)]))
+            elif isinstance(spec, Tree):
+                stack += [(child, below, labels, values) for below, child in reversed(spec.at(path))]
+            elif isinstance(spec, Ref):
+                i, row = spec.index, self.rows[spec.index]
+                if i in self._reached:
+                    self._check_alias(i, path, entry, depth)
+                    continue
+                self._reached[i] = path, entry, depth
+                if isinstance(row, VariableRow):
+                    self.of_row[i] = [_resolve(entry, path[depth:], self.values(i)[0])]
+                else:
+                    self.of_row[i] = []
+                    stack.extend(
+                        (child, (*path, name), self.of_row[i], self.values(i))
+                        for name, child in reversed(row.fields)
+                        if type(child) is not Const
+                    )
+
+    def _check_alias(self, i: int, path: tuple, entry: Any, depth: int) -> None:
+        """Check that a shared object gets the same labels by this path as by its first, leaf by leaf."""
+        stack, seen = [(i, path)], set()
+        while stack:
+            i, path = stack.pop()
+            if i not in self._reached or i in seen:
+                continue
+            seen.add(i)
+            first, first_entry, _ = self._reached[i]
+            if entry == first_entry and not isinstance(entry, PrefixMapping):
+                continue
+            row = self.rows[i]
+            parts = list(_parts(row)) if isinstance(row, NodeRow) else [((), LEAF)]
+            stack.extend((spec.index, (*path, *key)) for key, spec in parts if isinstance(spec, Ref))
+            leaves = [key for key, spec in parts if spec is LEAF]
+            for key, value, old in zip(leaves, self.values(i), self.of_row[i], strict=False):  # in a cycle not yet all
+                new = _resolve(entry, (*path, *key)[depth:], value)
+                if new != old and not (self.returning and _yields(new, old)):
+                    raise AliasingError(
+                        f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
+                        f"different treatment: {format_path((*first, *key))}: {old!r}, but "
+                        f"{format_path((*path, *key))}: {new!r}. Give both the same prefix."
+                    )
+
+
+def _parts(row: NodeRow) -> Iterator[tuple[tuple, Spec]]:
+    """The leaves and objects that a node holds directly, with their paths below it."""
+    stack = row.at(())[::-1]
+    while stack:
+        path, spec = stack.pop()
+        if isinstance(spec, Tree):
+            stack += spec.at(path)[::-1]
+        elif spec is LEAF or isinstance(spec, Ref):
+            yield path, spec
+
+
+def _yields(new: Label, old: Label) -> bool:
+    """Whether a label gives way to the one that an object already has, such as "any sharding" to a given one."""
+    yields_to = getattr(new, "yields_to", None)
+    return yields_to is not None and yields_to(old)
+
+
+def _resolve(entry: Any, path: tuple, leaf: Any) -> Label:
+    return entry.map_prefix(path, leaf) if isinstance(entry, PrefixMapping) else entry
+
+
+def labels_after(before: Labels, layout: Layout, after: After, out_entries: Sequence[Any]) -> list[Label]:
+    """The labels of the leaves that come back from a call, given the labels of the arguments."""
+    labels = copy.copy(before)
+    labels.returning = True
+    labels.of_row, labels._reached = dict(before.of_row), dict(before._reached)
+    labels.revisit(len(layout.rows), after.rows, after.values_of)
+    own = labels.visit(after.root, out_entries, after.output_leaves)
+    return [own[k] if i == ROOT else labels.of_row[i][k] for i, k in after.owners]
+
+
+def lane_numbers(labels: Sequence[Label], lanes: Sequence[Label]) -> tuple[int, ...]:
+    """The position in ``lanes`` of each label."""
+    position = {label: i for i, label in enumerate(lanes)}
+    return tuple([position[label] for label in labels])
+
+
+def split_lanes(leaves: Sequence[Any], lane_of: Sequence[int], count: int) -> tuple[list[Any], ...]:
+    """One list of leaves per lane."""
+    if count == 1:
+        return (list(leaves),)
+    groups: tuple[list[Any], ...] = tuple([[] for _ in range(count)])
+    for leaf, lane in zip(leaves, lane_of, strict=True):
+        groups[lane].append(leaf)
+    return groups
+
+
+def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Sequence[Any]:
+    """The inverse of :func:`split_lanes`."""
+    if len(groups) == 1:
+        return groups[0]
+    sources = [iter(group) for group in groups]
+    return [next(sources[lane]) for lane in lane_of]
+
+
+def label_arguments(
+    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], entries: Sequence[Any], depth: int = 2
+) -> tuple[Labels, list[Label]]:
+    """The labels of packed ``Arguments``, by row and in the order of the leaves.
+
+    Mappings see paths without the first ``depth`` keys (``args[0]``).
+    """
+    values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
+    for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
+        values.setdefault(i, []).append(leaf)
+    labels = Labels(layout.rows, lambda i: values.get(i, ()))
+    own = labels.visit(layout.root, entries, values.get(ROOT, ()), depth)
+    labels.values = _no_values  # a compiled function keeps the labels, and must not keep the model that it first saw
+    return labels, [own[k] if i == ROOT else labels.of_row[i][k] for i, k in layout.owners]
+
+
+def _no_values(row: int) -> Sequence[Any]:
+    raise AssertionError("Labels of arguments were asked for values after the call; `revisit` gives new ones.")
+
+
+def mapped_size(
+    layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], given: Mapping[int, str], what: str
+) -> int | None:
+    """The common size of all mapped axes, which have numbers for labels; None if there are none.
+
+    ``given`` are sizes that the user has given, with the names of the options.
+
+    Raises:
+      PrefixError: if there are several sizes, or an array does not have the axis; names the paths.
+    """
+    sizes = dict(given)
+    for path, leaf, axis in zip(layout.leaf_paths, leaves, labels, strict=True):
+        for x in jtu.tree_leaves(leaf) if isinstance(axis, int) else ():
+            shape = np.shape(x)
+            if not -len(shape) <= axis < len(shape):
+                head = f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
+                raise PrefixError(f"{head}\n{_STREAMS}" if _is_of_stream(layout, path) else head)
+            sizes.setdefault(shape[axis], format_path(path))
+    if len(sizes) > 1:
+        found = ", ".join(f"{size} ({where})" for size, where in sizes.items())
+        raise PrefixError(f"{what} got axes of different sizes: {found}. {_WHOLE}")
+    return next(iter(sizes), None)
+
+
+def _is_of_stream(layout: Layout, path: tuple) -> bool:
+    """Whether the leaf at a path is the state of a random stream."""
+    types = [layout.rows[i].type for i in layout.variables]
+    return any(issubclass(kind, RngState) and at == path for at, kind in zip(layout.leaf_paths, types, strict=False))
+
+
+_WHOLE = "in_axes says which axis of each argument it is; None is for one that is passed whole: in_axes=(0, None)."
+
+_STREAMS = """\
+It belongs to a random stream. Split the stream, which gives each slice keys of its own: @nnx.split_rngs(splits=5) \
+above the transform, or rngs.split(5) for its argument; None is the axis of a stream that is passed whole."""
