@@ -25,7 +25,7 @@ from ..core.objects import Node, is_node
 from ..core.ops import clone, update
 from ..core.rngs import Rngs, RngStream
 from ..core.variables import Param, RngKey, Variable, make_variable, raw_value
-from ..transforms.functional import ARRAYS, Walk, as_made, collection_of, leaves_of
+from ..transforms.functional import ARRAYS, Iterate, as_made, collection_of, leaves_of
 from .to_nnx import all_in, initializing, overwrite, put, variables_of
 from .variables import Path, from_collections, nested, to_linen_var, unboxed
 
@@ -279,10 +279,12 @@ A Module within a Linen model draws from a random stream that `apply` was given 
 call. Pass one, model.apply(variables, x, rngs={'dropout': key}), or make the Module deterministic."""
 
 
-def values_of(module: Any, metadata_fn: Callable[[Variable], Any] | None, walk: Walk = iter_graph) -> dict[Path, Any]:
+def values_of(
+    module: Any, metadata_fn: Callable[[Variable], Any] | None, iterate: Iterate = iter_graph
+) -> dict[Path, Any]:
     """What Linen is to keep of a Module, by collection and path."""
     boxed = metadata_fn or Variable.get_raw_value
-    leaves = leaves_of(module, walk)
+    leaves = leaves_of(module, iterate)
     return {(collection_of(x), *path): boxed(x) if isinstance(x, Variable) else x for path, x in leaves.items()}
 
 

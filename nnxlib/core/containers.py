@@ -38,7 +38,10 @@ A = TypeVar("A")
 
 
 def _reporting(name: str, method: Any, adopted: slice) -> Any:
-    """``method`` of the built-in type, with the trace checked first, the values adopted, and the change noted after."""
+    """A method of the built-in type that also checks the trace, adopts the values it is given, and notes the change.
+
+    ``adopted`` says which of its positional arguments are values (or, for ``extend``, an iterable of values).
+    """
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_writable(self, f"change the items ({name})")
@@ -48,9 +51,9 @@ def _reporting(name: str, method: Any, adopted: slice) -> Any:
         marks = item_marks(self) if self._nnx_marks or any(map(_declares, given, values)) else None
         found = method(self, *before, *values, *after, **kwargs)
         structure_changed(self)
-        if marks is not None:  # declarations move with the items
-            said = [_said(name, before, x, value, marks) for x, value in zip(given, values, strict=True)]
-            method(marks, *before, *said, *after, **kwargs)
+        if marks is not None:  # the method does with the declarations what it has done with the items
+            declared = [_mark_for(name, before, x, value, marks) for x, value in zip(given, values, strict=True)]
+            method(marks, *before, *declared, *after, **kwargs)
             _set_item_marks(self, marks)
         return found
 
@@ -79,8 +82,8 @@ def _declares(given: Any, value: Any) -> bool:
     return declares(given) or (isinstance(value, Node) and bool(value._nnx_marks))
 
 
-def _said(name: str, place: tuple, given: Any, value: Any, marks: Any) -> Any:
-    """The declaration of a value that a method puts in (or of each, in a list); one that replaces another takes its."""
+def _mark_for(name: str, place: tuple, given: Any, value: Any, marks: Any) -> Any:
+    """The declaration of a value that a method puts in (of each, for several); else that of the value it replaces."""
     if name == "extend" or (place and isinstance(place[0], slice)):
         return item_marks(value)
     if name != "__setitem__" or declares(given):

@@ -40,7 +40,7 @@ from .graph import Delta, Packed, check_commit, commit, pack
 from .graphdef import GraphDef
 from .layout import Layout
 from .ops import merge
-from .rows import SAME, NodeRow, Ref, Row, VariableRow, count_leaves
+from .rows import ROOT, SAME, NodeRow, Ref, Row, VariableRow, count_leaves
 from .state import FlatState, from_flat_state, split_state
 from .tracing import TraceRef, at_top_level, current_trace
 from .variables import Variable, make_variable
@@ -142,6 +142,7 @@ class SplitContext:
         return graphdef, [(path, leaf) for path, leaf, (row, _) in found if row not in elsewhere]
 
     def _number(self, x: Any) -> int:
+        """The number of an object in this context; a new one gets the next."""
         if id(x) not in self._numbers:
             number = self._numbers[id(x)] = next(self._new)
             self._objects[number] = x
@@ -209,7 +210,7 @@ def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -
     Returns the packed pytree, with these objects in it.
     """
     layout = packed.layout
-    own: list[list[Any]] = [[] for _ in range(len(layout.rows) + 1)]  # the leaves by row; the last: of the pytree
+    own: list[list[Any]] = [[] for _ in range(len(layout.rows) + 1)]  # the leaves by row; those of ROOT come last
     for (row, _), leaf in zip(layout.owners, packed.leaves, strict=True):
         own[row].append(leaf)
     now = Walk(objects)
@@ -228,10 +229,10 @@ def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -
                 values.append(i)
         elif row != present or any(map(operator.is_not, own[i], now.arrays[i])):
             rows[i] = _keeping_statics(row, present)
-    order = [*values, *sorted(rows, key=lambda i: (isinstance(rows[i], NodeRow), i)), -1]
+    order = [*values, *sorted(rows, key=lambda i: (isinstance(rows[i], NodeRow), i)), ROOT]
     delta = Delta(tuple(values), tuple(sorted(rows.items())), layout.root)
     check_commit(layout, delta, objects)  # for its message: in the table below, not every row has a path
-    before = Layout(tuple([now.rows[i] for i in range(len(now.objects))]), layout.root)
+    before = Layout(now.all_rows(), layout.root)
     return commit(before, delta, [leaf for i in order for leaf in own[i]], objects)
 
 

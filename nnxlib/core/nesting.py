@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from .traversals import build
+from .traversals import nested
 
 
 class Nesting:
@@ -33,7 +33,7 @@ class Nesting:
     def __init__(self, paths: Sequence[tuple], positions: Sequence[int] | None = None):
         chosen = range(len(paths)) if positions is None else positions
         order: list[int]
-        order, self._treedef = jax.tree.flatten(build((paths[k], k) for k in chosen))
+        order, self._treedef = jax.tree.flatten(nested((paths[k], k) for k in chosen))
         self.paths, self.positions = tuple([paths[k] for k in order]), sorted(order)
         self._order = None if order == list(range(len(paths))) else order
         self._inverse = sorted(range(len(order)), key=order.__getitem__)

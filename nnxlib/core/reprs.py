@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,7 +191,7 @@ def write(root: Any, expand: Callable[[Any], Leaf | Group]) -> str:
     part = read(root, expand)
     lines: list[_Line] = []
     for limit in range(1, DEEPEST + 1):
-        more = _some(_lines(part, 0, limit), MOST_LINES)
+        more = list(islice(_lines(part, 0, limit), MOST_LINES))
         if lines and (len(more) >= MOST_LINES or more == lines):
             break
         lines = more
@@ -199,10 +199,6 @@ def write(root: Any, expand: Callable[[Any], Leaf | Group]) -> str:
     lines[-1] = last.removesuffix(","), comment
     column = max([len(text) for text, comment in lines if comment and len(text) <= _COMMENT], default=0)
     return "\n".join(f"{text:<{column}}  # {comment}" if comment else text for text, comment in lines)
-
-
-def _some(lines: Iterator[_Line], most: int) -> list[_Line]:
-    return [line for _, line in zip(range(most), lines)]
 
 
 def _lines(part: Part, level: int, limit: int) -> Iterator[_Line]:
@@ -271,6 +267,64 @@ def _filled(items: Sequence[str], indent: str) -> Iterator[_Line]:
             line = ""
         line = f"{line} {item}" if line else item
     yield indent + line, ""
+
+
+# --- nested mappings --------------------------------------------------------------------------------------------------
+
+
+def entry_text(label: str, value: Any) -> str:
+    """The repr of a value behind a label; its further lines stand below the first."""
+    return label + repr(value).replace("\n", "\n" + " " * len(label))
+
+
+def levels_text(mapping: Mapping[Any, Any]) -> str:
+    """Write nested mappings: a level on one line where it fits into 100 columns, else one line for each key."""
+    if text := _one_line(mapping, 90):
+        return text
+    lines, stack = ["{"], [iter(mapping.items())]
+    while stack:
+        indent = "  " * len(stack)
+        for key, value in stack[-1]:
+            label = f"{indent}{key!r}: "
+            if not isinstance(value, Mapping):
+                lines.append(entry_text(label, value) + ",")
+            elif text := _one_line(value, 99 - len(label)):
+                lines.append(f"{label}{text},")
+            else:
+                lines.append(label + "{")
+                stack.append(iter(value.items()))
+                break
+        else:
+            stack.pop()
+            lines.append("  " * len(stack) + ("}," if stack else "}"))
+    return "\n".join(lines)
+
+
+def _one_line(level: Mapping[Any, Any], width: int) -> str | None:
+    """The level on one line, or None if that takes more columns; the width limits the recursion."""
+    parts, width = [], width - len("{}")
+    for key, value in level.items():
+        label = f"{key!r}: "
+        width -= len(label)
+        text = repr(value) if not isinstance(value, Mapping) else _one_line(value, width) if width > 0 else None
+        if text is None or len(text) > width or "\n" in text:
+            return None
+        parts.append(label + text)
+        width -= len(text) + len(", ")
+    return "{" + ", ".join(parts) + "}"
+
+
+LARGE = 200  # leaves of a State; beyond, what is alike or deep is folded
+
+
+def is_large(mapping: Mapping[Any, Any]) -> bool:
+    """Whether nested mappings have so many keys that :func:`write` is to write them."""
+    count, stack = 0, [mapping]
+    while stack and count <= LARGE:
+        level = stack.pop()
+        count += len(level)
+        stack.extend(x for x in level.values() if isinstance(x, Mapping))
+    return count > LARGE
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
@@ -397,7 +451,7 @@ def _text(value: Any, depth: int) -> str:
         items += f", ... and {len(value) - WIDEST} more" if len(value) > WIDEST else ""
         return f"[{items}]" if kind is list else f"({items}{',' if len(value) == 1 else ''})"
     if kind is dict:
-        items = [f"{_short(k, depth + 1)}: {_short(x, depth + 1)}" for _, (k, x) in zip(range(WIDEST), value.items())]
+        items = [f"{_short(k, depth + 1)}: {_short(x, depth + 1)}" for k, x in islice(value.items(), WIDEST)]
         return "{" + ", ".join([*items, *(["..."] if len(value) > WIDEST else [])]) + "}"
     if isinstance(value, Variable):
         return variable_text(value)

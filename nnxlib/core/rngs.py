@@ -48,7 +48,7 @@ from jax.nn import initializers
 from .errors import ArgumentError, InvalidRngError, MissingStreamError, UsageError, describe
 from .filters import Filter, filters_to_predicates
 from .objects import Pytree, attributes_of, new_node
-from .programs import step
+from .steps import step
 from .tracing import Tracer
 from .variables import RngCount, RngKey, RngState, Variable
 
@@ -65,10 +65,12 @@ _RESERVED = 0xFFFFFFFF  # the child that no draw reaches; named streams live bel
 
 @step()  # 7 us eagerly; fold_in and the sum called one by one take 50 us
 def _draw(key: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The next key of a stream, and the count after it."""
     return jax.random.fold_in(key, count), count + np.uint32(1)
 
 
 def _as_root(key: jax.Array) -> jax.Array:
+    """A consumed key as the root of a new stream; mixed once more for ``unsafe_rbg``, see the top of this file."""
     return jax.random.split(key, 1)[0] if jax.random.key_impl(key) == "unsafe_rbg" else key
 
 
@@ -472,11 +474,11 @@ class Rngs(_Samplers, Pytree):
         >>> lanes.params.key.shape, lanes.dropout is rngs.dropout
         ((5,), True)
         """
-        return _each(self, k, RngStream.split, passed=lambda stream: stream)
+        return _map_streams(self, k, RngStream.split, passed=lambda stream: stream)
 
     def broadcast(self, k: Shape | Mapping[Filter, Shape | None] | None) -> Rngs:
         """Return an Rngs whose streams have ``k`` lanes that draw alike; ``k`` as in :meth:`split`."""
-        return _each(self, k, RngStream.broadcast, passed=lambda stream: stream)
+        return _map_streams(self, k, RngStream.broadcast, passed=lambda stream: stream)
 
     def fork(self, /, *, split: Shape | Mapping[Filter, Shape | None] | None = None) -> Rngs:
         """Return an independent Rngs: each stream forked, or split into lanes where ``split`` says so.
@@ -489,7 +491,7 @@ class Rngs(_Samplers, Pytree):
         >>> child() == rngs()
         Array(False, dtype=bool)
         """
-        return _each(self, split, RngStream.split, passed=RngStream.fork)
+        return _map_streams(self, split, RngStream.split, passed=RngStream.fork)
 
     def copy(self) -> Rngs:
         """Return an independent Rngs with the same names: :meth:`fork`, since a literal copy would repeat the keys."""
@@ -528,7 +530,7 @@ def _fingerprint(value: Any, root: jax.Array) -> Hashable:
     return str(root.dtype), root.shape, np.asarray(jax.random.key_data(root)).tobytes()
 
 
-def _each(
+def _map_streams(
     rngs: Rngs, k: Any, operation: Callable[[RngStream, Shape], RngStream], passed: Callable[[RngStream], RngStream]
 ) -> Rngs:
     """Apply ``operation`` to the streams that ``k`` gives a shape, and ``passed`` to the others."""

@@ -27,9 +27,9 @@ from .differences import leaf_differences, refuse
 from .errors import ArgumentError, NonExhaustiveFiltersError, UsageError, format_path, listed
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .pickling import exportable
-from .reprs import Group, Leaf, expand_object, read, write
+from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
 from .stamps import States
-from .traversals import build, empty_node, flatten_mapping, insert, path_sort_key, sorted_keys, walk
+from .traversals import empty_node, flatten_mapping, flattened, insert, nested, path_sort_key, sorted_keys
 from .variables import Variable, raw_value
 
 K = TypeVar("K")
@@ -200,9 +200,9 @@ class State(MutableMapping[K, V]):
         return type(self).from_flat_path, (flatten_mapping(self, keep_empty_nodes=True),)
 
     def __repr__(self) -> str:
-        if _is_large(self._mapping):
+        if is_large(self._mapping):
             return write(self, _expand_level)
-        return f"{type(self).__name__}({_nested_repr(self._mapping)})"
+        return f"{type(self).__name__}({levels_text(self._mapping)})"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         from .trees import render_level  # only when first displayed: importing Treescope takes long
@@ -212,7 +212,7 @@ class State(MutableMapping[K, V]):
 
 _set_mapping = State._mapping.__set__  # type: ignore[attr-defined]
 _set_source = State._source.__set__
-_making = threading.RLock()
+_making = threading.RLock()  # held while the levels of a State are made, which several threads may look into
 
 
 class FlatState(Sequence[tuple[PathParts, V]]):
@@ -329,8 +329,8 @@ class FlatState(Sequence[tuple[PathParts, V]]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        lines = [f"{_entry(f'  ({path!r}, ', leaf)})," for path, leaf in itertools.islice(self, _LARGE)]
-        more = [f"  ... and {len(self) - _LARGE} more"] if len(self) > _LARGE else []
+        lines = [f"{entry_text(f'  ({path!r}, ', leaf)})," for path, leaf in itertools.islice(self, LARGE)]
+        more = [f"  ... and {len(self) - LARGE} more"] if len(self) > LARGE else []
         return "\n".join(["FlatState([", *lines, *more, "])"]) if lines else "FlatState([])"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -364,7 +364,7 @@ def from_flat_state(flat_state: Flat, *, cls: type = State) -> Any:
     Raises:
       PathError: when a path is empty, or is the beginning of another.
     """
-    mapping = build(_as_pairs(flat_state))
+    mapping = nested(_as_pairs(flat_state))
     return cls._view(mapping) if issubclass(cls, State) else cls(mapping)
 
 
@@ -378,7 +378,7 @@ def to_pure_dict(state: Mapping[Any, Any], extract_fn: Callable[[Any], Any] | No
     {'a': {'b': 1.0}}
     """
     extract = extract_fn or raw_value
-    return build((path, extract(leaf)) for path, leaf in _pairs(state))
+    return nested((path, extract(leaf)) for path, leaf in _pairs(state))
 
 
 def replace_by_pure_dict(
@@ -418,7 +418,7 @@ def replace_by_pure_dict(
             return node.items()
         return None
 
-    found = [(path, find(path), value) for path, value in walk(pure_dict, children) if value is not empty_node]
+    found = [(path, find(path), value) for path, value in flattened(pure_dict, children) if value is not empty_node]
     if unknown := {path: value for path, target, value in found if target is None}:
         remedy = listed("Remove or rename these. The State has leaves at:", list(map(format_path, leaves)))
         refuse(leaf_differences({}, unknown), "The dict does not fit the State; nothing was replaced.", remedy)
@@ -436,7 +436,7 @@ def restore_int_paths(pure_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     {'layers': {0: 1.0, 10: 2.0}, '01': 3.0}
     """
     flat = flatten_mapping(pure_dict, keep_empty_nodes=True)
-    return build((tuple(map(_restore_int, path)), leaf) for path, leaf in flat.items())
+    return nested((tuple(map(_restore_int, path)), leaf) for path, leaf in flat.items())
 
 
 # --- selecting and combining --------------------------------------------------------------------------------------
@@ -484,7 +484,12 @@ def merge_state(state: Mapping[Any, Any], /, *states: Mapping[Any, Any], cls: ty
 
 
 def diff(state: Mapping[Any, Any], other: Mapping[Any, Any]) -> State:
-    """Return the leaves of ``state`` whose paths ``other`` does not have; written ``state - other``."""
+    """Return the leaves of ``state`` whose paths ``other`` does not have; written ``state - other``.
+
+    >>> import nnxlib as nnx
+    >>> nnx.State({'a': 1, 'b': 2}) - {'b': 3}
+    State({'a': 1})
+    """
     others = {path for path, _ in _pairs(other)}
     return from_flat_state((path, leaf) for path, leaf in _pairs(state) if path not in others)
 
@@ -500,7 +505,12 @@ def map_state(f: Callable[[tuple, Any], Any], state: Mapping[Any, Any]) -> State
 
 
 def create_path_filters(state: Mapping[Any, Any]) -> dict[PathIn, Any]:
-    """Turn a State of hashable values into a mapping from filters to values, one for each distinct value."""
+    """Turn a State of hashable values into a mapping from filters to values, one for each distinct value.
+
+    >>> from nnxlib.core.state import State, create_path_filters
+    >>> create_path_filters(State({'a': {'x': 0, 'y': None}, 'b': 0}))
+    {PathIn(('a', 'x'), ('b',)): 0, PathIn(('a', 'y')): None}
+    """
     paths: dict[Any, list[PathParts]] = {}
     for path, leaf in _pairs(state):
         paths.setdefault(raw_value(leaf), []).append(path)
@@ -543,6 +553,7 @@ def _as_pairs(flat: Flat) -> Pairs:
 
 
 def _flat(pairs: Pairs) -> FlatState[Any]:
+    """A FlatState of pairs that are sorted by path."""
     return FlatState(pairs, sort=False)
 
 
@@ -587,59 +598,6 @@ def _same(a: Any, b: Any) -> bool:
         return True
     (xs, structure), (ys, other) = jax.tree.flatten(a), jax.tree.flatten(b)
     return structure == other and all(np.shape(x) == np.shape(y) and bool(np.all(x == y)) for x, y in zip(xs, ys))
-
-
-def _entry(label: str, value: Any) -> str:
-    return label + repr(value).replace("\n", "\n" + " " * len(label))
-
-
-def _nested_repr(mapping: Mapping[Any, Any]) -> str:
-    """Write a level on one line where it fits into 100 columns, else one line for each key."""
-    if text := _one_line(mapping, 90):
-        return text
-    lines, stack = ["{"], [iter(mapping.items())]
-    while stack:
-        indent = "  " * len(stack)
-        for key, value in stack[-1]:
-            label = f"{indent}{key!r}: "
-            if not isinstance(value, Mapping):
-                lines.append(_entry(label, value) + ",")
-            elif text := _one_line(value, 99 - len(label)):
-                lines.append(f"{label}{text},")
-            else:
-                lines.append(label + "{")
-                stack.append(iter(value.items()))
-                break
-        else:
-            stack.pop()
-            lines.append("  " * len(stack) + ("}," if stack else "}"))
-    return "\n".join(lines)
-
-
-def _one_line(level: Mapping[Any, Any], width: int) -> str | None:
-    """The level on one line, or None if that takes more columns; the width limits the recursion."""
-    parts, width = [], width - len("{}")
-    for key, value in level.items():
-        label = f"{key!r}: "
-        width -= len(label)
-        text = repr(value) if not isinstance(value, Mapping) else _one_line(value, width) if width > 0 else None
-        if text is None or len(text) > width or "\n" in text:
-            return None
-        parts.append(label + text)
-        width -= len(text) + len(", ")
-    return "{" + ", ".join(parts) + "}"
-
-
-_LARGE = 200  # leaves; beyond, what is alike or deep is folded
-
-
-def _is_large(mapping: Mapping[Any, Any]) -> bool:
-    count, stack = 0, [mapping]
-    while stack and count <= _LARGE:
-        level = stack.pop()
-        count += len(level)
-        stack.extend(x for x in level.values() if isinstance(x, Mapping))
-    return count > _LARGE
 
 
 def _expand_level(value: Any) -> Leaf | Group:

@@ -107,7 +107,9 @@ def insert(level: dict, key: Any, value: Any) -> None:
     level[key] = value
 
 
-def walk(root: Any, children: Callable[[Path, Any], Collection[tuple[Any, Any]] | None]) -> Iterator[tuple[Path, Any]]:
+def flattened(
+    root: Any, children: Callable[[Path, Any], Collection[tuple[Any, Any]] | None]
+) -> Iterator[tuple[Path, Any]]:
     """Yield ``(path, leaf)``, depth first; an empty level below the root is the leaf :data:`empty_node`.
 
     ``children(path, node)`` returns the ``(key, child)`` pairs of a level, and None for a leaf.
@@ -124,7 +126,7 @@ def walk(root: Any, children: Callable[[Path, Any], Collection[tuple[Any, Any]] 
             yield path, empty_node
 
 
-def build(items: Iterable[tuple[Path, Any]]) -> dict:
+def nested(items: Iterable[tuple[Path, Any]]) -> dict:
     """Make nested dicts out of ``(path, leaf)`` pairs; a leaf that is :data:`empty_node` becomes an empty level.
 
     Raises:
@@ -214,7 +216,7 @@ def _flatten(xs: Mapping[Any, Any], is_leaf: Callable[[Path, Any], bool] | None)
             return None
         return node.items()
 
-    return walk(xs, children)
+    return flattened(xs, children)
 
 
 def unflatten_mapping(xs: Any, /, *, sep: str | None = None) -> dict[Any, Any]:
@@ -230,4 +232,4 @@ def unflatten_mapping(xs: Any, /, *, sep: str | None = None) -> dict[Any, Any]:
       PathError: when one path is the beginning of another.
     """
     items = xs.items() if isinstance(xs, Mapping) else xs
-    return build(items if sep is None else [(tuple(path.split(sep)), leaf) for path, leaf in items])
+    return nested(items if sep is None else [(tuple(path.split(sep)), leaf) for path, leaf in items])

@@ -33,7 +33,7 @@ from jax.nn import swish as swish
 from jax.numpy import tanh as tanh
 
 from ..core.module import Module
-from ..core.programs import step
+from ..core.steps import step
 from ..core.variables import Param
 from .dtypes import Array, Dtype, input_error, promote_dtype
 from .settings import NO_METADATA, Metadata

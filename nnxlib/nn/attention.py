@@ -5,7 +5,10 @@ features. With *grouped queries* there are fewer heads of keys, ``kv_heads``, an
 of queries, consecutive ones. Leading axes are batch axes, of any number.
 
 Three pure functions hold the arithmetic: scores of queries and keys, the softmax of what is not masked, and the
-weighted sum of values. Scores and softmax are computed in float32 at least, whatever the inputs are.
+weighted sum of values. Scores and softmax are computed in float32 at least, whatever the inputs are. The functions are
+made of compiled steps of a few operations: so an eager call is fast, and rounds as it would operation by operation
+(core/steps.py).
+
 A *mask* is true (or not zero) where a query may look at a key. A query that may look at nothing gets the mean of all
 values: finite, and with finite gradients; such rows are padding, whose output is to be ignored.
 """
@@ -24,8 +27,8 @@ from jax import lax
 
 from ..core.errors import UsageError, describe
 from ..core.module import Module
-from ..core.programs import formula, product, step
 from ..core.rngs import Rngs, RngStream
+from ..core.steps import formula, product, step
 from ..core.tracing import Tracer
 from ..core.variables import Cache, Intermediate, Variable
 from . import initializers
@@ -59,7 +62,10 @@ sequence, or decode=False to leave the cache alone; to the call, to the construc
 
 @product("precision")
 def _scores(query: Array, key: Array, precision: Any) -> Array:
-    """``query . key / sqrt(depth)`` for each head: ``[..., heads, q_length, kv_length]``."""
+    """``query . key / sqrt(depth)`` for each head: ``[..., heads, q_length, kv_length]``.
+
+    Grouped queries are an axis of their own while they are multiplied with the one key that serves them.
+    """
     *batch, q_length, heads, depth = query.shape
     kv_heads = key.shape[-2]
     if kv_heads != heads:
@@ -80,6 +86,7 @@ def _biased(scores: Array, bias: Array) -> Array:
 
 @step("is_causal", "dtype")
 def _softmax(scores: Array, mask: Array | None, is_causal: bool, dtype: Any) -> Array:
+    """The weights in ``dtype``; where a query may look at nothing, all scores are equal, and so are the weights."""
     allowed = None if mask is None else _aligned(mask, scores.ndim).astype(bool)
     if is_causal:
         causal = _aligned(jnp.tri(*scores.shape[-2:], dtype=bool), scores.ndim)
@@ -91,6 +98,7 @@ def _softmax(scores: Array, mask: Array | None, is_causal: bool, dtype: Any) -> 
 
 @step("broadcast", "dtype")
 def _dropped(weights: Array, rng: Array, keep: Any, broadcast: bool, dtype: Any) -> Array:
+    """The weights after dropout: zero, or divided by the probability ``keep`` of not being dropped."""
     shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast else weights.shape
     kept = jax.random.bernoulli(rng, keep, shape).astype(weights.dtype)
     return (weights * (kept / keep)).astype(dtype)
@@ -330,14 +338,18 @@ def _fitting(name: str, x: Any, query: Array, key: Array) -> Array | None:
     """A bias or a mask as an array, checked to broadcast to the weights."""
     if x is None:
         return None
-    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    weights = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+    x, weights = x if isinstance(x, jax.Array) else jnp.asarray(x), _shape_of_weights(query, key)
     if not _broadcasts(x.shape, weights):
         raise UsageError(
             f"The {name} of attention must broadcast to [..., heads, q_length, kv_length], here {list(weights)}, "
             f"but got {describe(x)}."
         )
     return x
+
+
+def _shape_of_weights(query: Array, key: Array) -> tuple[int, ...]:
+    """``[..., heads, q_length, kv_length]``."""
+    return (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -826,11 +838,10 @@ class MultiHeadAttention(Module):
         value = self.value(inputs_v, qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        extended = None
+        cache = None
         if decode:
-            query, *extended, mask, positions = self._extend_cache(inputs_q, query, key, value, mask)
-            key, value = extended[:2]
-            is_causal = False
+            query, key, value, index, mask, positions = self._extend_cache(inputs_q, query, key, value, mask)
+            cache, is_causal = (key, value, index), False  # the mask says what is past
             if input_positions is None and _takes_positions(self.attention_fn):
                 input_positions = positions
         elif mask is not None:
@@ -850,8 +861,8 @@ class MultiHeadAttention(Module):
             is_causal=is_causal,
             **({} if input_positions is None else {"input_positions": input_positions}),
         )
-        if extended is not None:
-            for variable, new in zip((self.cached_key, self.cached_value, self.cache_index), extended):
+        if cache is not None:  # written last: a call that fails leaves the cache as it was
+            for variable, new in zip((self.cached_key, self.cached_value, self.cache_index), cache):
                 variable.set_value(new)  # type: ignore[union-attr]  # there is a cache, or extending it had raised
         return self.out(attended, out_sharding)
 
@@ -868,7 +879,7 @@ class MultiHeadAttention(Module):
             raise input_error(self, takes, inputs_v)
 
     def _check_mask(self, mask: Any, query: Array, key: Array) -> None:
-        weights = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        weights = _shape_of_weights(query, key)
         if not _broadcasts(np.shape(mask), weights):
             raise input_error(self, f"a mask that broadcasts to [..., heads, q_length, kv_length] {[*weights]}", mask)
 
@@ -894,7 +905,9 @@ class MultiHeadAttention(Module):
         return False, rngs() if isinstance(rngs, RngStream) else rngs
 
     def _extend_cache(self, inputs_q: Array, query: Array, key: Array, value: Array, mask: Any) -> tuple[Array, ...]:
-        """The query, the extended cache, the mask of what is in it, and the positions of the query in it."""
+        """The query; keys, values and index of the cache with the new tokens; the mask of what each query may look at
+        in it; and the positions of the queries in it.
+        """
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise UsageError(_NO_CACHE)
         keys, values, index = self.cached_key.get_value(), self.cached_value.get_value(), self.cache_index.get_value()

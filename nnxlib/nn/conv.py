@@ -19,8 +19,8 @@ from jax import lax
 
 from ..core.errors import UsageError
 from ..core.module import Module
-from ..core.programs import product, step
 from ..core.rngs import Rngs
+from ..core.steps import product, step
 from ..core.variables import Param
 from .dtypes import Array, Dtype, input_error, promote_dtype
 from .initializers import Initializer

@@ -17,7 +17,7 @@ from jax import lax
 
 from ..core.calls import running
 from ..core.errors import LayerInputError, UsageError, describe, format_path, locate
-from ..core.programs import step
+from ..core.steps import step
 
 Dtype = Any  # whatever jnp.dtype takes: 'bfloat16', jnp.bfloat16, np.dtype('float32')
 Array = jax.Array

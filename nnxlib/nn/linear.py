@@ -15,8 +15,8 @@ from jax import lax
 
 from ..core.errors import UsageError
 from ..core.module import Module
-from ..core.programs import product
 from ..core.rngs import Rngs
+from ..core.steps import product
 from ..core.tracing import at_top_level
 from ..core.variables import Param, VariableMetadata
 from . import initializers

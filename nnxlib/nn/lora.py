@@ -25,8 +25,8 @@ from ..core.filters import Filter, to_predicate
 from ..core.iteration import iter_children, iter_graph
 from ..core.module import Module
 from ..core.objects import Node
-from ..core.programs import step
 from ..core.rngs import Rngs
+from ..core.steps import step
 from ..core.variables import Param, Variable
 from . import initializers
 from .dtypes import Array, Dtype, input_error, promote_dtype

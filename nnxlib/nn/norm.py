@@ -5,7 +5,9 @@ variance are taken. Statistics are computed in float32 at least, whatever the dt
 at the end. ``use_fast_variance`` computes the variance as ``E[x**2] - E[x]**2``, clipped at 0: one pass over the data,
 less exact when the mean is large against the deviation.
 
-The arithmetic is three formulas (see ``programs.py``): :func:`moments` or :func:`mean_square`, then :func:`normalize`.
+The arithmetic is three formulas: :func:`moments` or :func:`mean_square`, then :func:`normalize`. They are made of
+compiled steps of a few operations: so an eager call is fast, and rounds as it would operation by operation
+(core/steps.py).
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from jax import lax
 
 from ..core.errors import UsageError
 from ..core.module import Module
-from ..core.programs import formula, step
 from ..core.rngs import Rngs
+from ..core.steps import formula, step
 from ..core.variables import BatchStat, Param
 from . import initializers
 from .dtypes import Array, Dtype, convert, input_error, promote_dtype
@@ -178,6 +180,7 @@ def _affine_params(layer: Any, shape: tuple[int, ...], param_dtype: Dtype, rngs:
 
 
 def _value(param: Param[Array] | None) -> Array | None:
+    """The value of a scale or bias, None if the layer has none."""
     return None if param is None else param[...]
 
 

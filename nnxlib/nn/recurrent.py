@@ -24,8 +24,8 @@ from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError,
 from ..core.filters import Filter, to_predicate
 from ..core.iteration import iter_graph
 from ..core.module import Module
-from ..core.programs import step
 from ..core.rngs import Rngs, RngStream
+from ..core.steps import step
 from ..core.streams import split_rngs
 from ..transforms.prefixes import StateAxes
 from ..transforms.scan import Carry as Scanned
@@ -162,6 +162,7 @@ def _agree(a: Shape, b: Shape) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b), strict=False))
 
 
+# What cells compute besides their linear maps: steps, as of core/steps.py.
 _sum = step()(jnp.add)
 _product = step()(jnp.multiply)
 
@@ -645,7 +646,7 @@ def _loop(state_axes: StateAxes, time_axis: int, unroll: int | bool, reverse: bo
 
 
 def _step(cell: Any, carried: tuple[Carry, Carry], x: Array, time: Any, ends: Any) -> tuple[tuple[Carry, Carry], Array]:
-    """One step; besides the carry, the one at the end of each sequence is handed on, if these are given."""
+    """One step. If the lengths ``ends`` of the sequences are given, a second carry keeps the state at each end."""
     carry, at_end = carried
     new, y = cell(carry, x)
     if jax.tree.structure(new) == jax.tree.structure(carry):  # else scan says what is wrong
@@ -656,6 +657,7 @@ def _step(cell: Any, carried: tuple[Carry, Carry], x: Array, time: Any, ends: An
 
 
 def _where(of_batch: Array, a: Array, b: Array) -> Array:
+    """``a`` for the sequences for which ``of_batch`` is true, ``b`` for the others."""
     if a.shape[: of_batch.ndim] != of_batch.shape:
         raise UsageError(
             f"With seq_lengths of shape {list(of_batch.shape)} every part of a carry must begin with these batch axes, "

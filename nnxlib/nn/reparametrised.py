@@ -28,10 +28,10 @@ from ..core.graph import Delta, build, commit, diff
 from ..core.iteration import iter_graph
 from ..core.module import Module
 from ..core.objects import is_bound_method, is_node
-from ..core.programs import step
 from ..core.rngs import Rngs
 from ..core.rows import LEAF
 from ..core.stamps import Stamp
+from ..core.steps import step
 from ..core.tables import LiveTable, pack_call, table_of
 from ..core.tracing import at_top_level
 from ..core.variables import BatchStat, Param

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ArgumentError, describe
-from ..core.programs import step
 from ..core.rngs import Rngs
+from ..core.steps import step
 from . import initializers
 from .dtypes import Array
 

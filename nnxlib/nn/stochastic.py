@@ -11,8 +11,8 @@ from jax import lax
 
 from ..core.errors import ArgumentError, UsageError
 from ..core.module import Module
-from ..core.programs import formula, step
 from ..core.rngs import Rngs, RngStream
+from ..core.steps import formula, step
 from .dtypes import Array, input_error
 
 _NO_MODE = """\

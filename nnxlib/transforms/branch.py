@@ -77,8 +77,8 @@ def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
     count = len(operands)
     arguments = Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {})
     functions = tuple([f for f, _, _ in resolved])
-    free = {id(f): k for k, (f, *bound) in reversed([*enumerate(resolved)]) if not any(bound)}
-    first = [k if any(bound) else free[id(f)] for k, (f, *bound) in enumerate(resolved)]  # the same function: one trace
+    numbers: dict[int, int] = {}  # of each function to which nothing is bound, by id; if it comes again, one trace does
+    first = [k if any(bound) else numbers.setdefault(id(f), k) for k, (f, *bound) in enumerate(resolved)]
 
     def make(layout: Layout) -> Program:
         def program(leaves: list[Any]) -> Any:
@@ -141,7 +141,7 @@ def _length(type_: Any) -> int:
 
 
 def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
-    """A branch that records all of this, with zeros in place of what it does not record itself."""
+    """A branch that records what any branch does, with zeros in place of what it does not record itself."""
 
     def run(*args: Any) -> Any:
         objects = pack_call(Arguments(args, {})).objects
@@ -154,7 +154,7 @@ def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
 
 
 def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[list[Callable], Delta]:
-    """The branches as functions of leaves which all return the same leaves: those that any of them changes."""
+    """The branches as functions that all return the same leaves, those that any of them changes; and their Delta."""
     first, *others = bodies
     for k, body in enumerate(others, 1):
         _check_structures(layout, first, body, k)
@@ -183,6 +183,7 @@ _CAST = "Cast or reshape in one of them; what a branch leaves alone has the type
 
 
 def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:
+    """Raise :class:`BodyError` unless branch ``k`` returns, and leaves objects with, the structure of branch 0."""
     check_same_output(
         layout,
         first.delta.root,
@@ -214,6 +215,8 @@ def _sources(body: Body, owners: Sequence[Owner], positions: dict[Owner, int]) -
 
 
 def _run(body: Body, source: list[tuple[bool, int]], weak: list[Any]) -> Callable:
+    """A branch as a function of leaves; ``weak`` says which of its results are weakly typed in all branches."""
+
     def run(leaves: Sequence[Any]) -> list[Any]:
         results = body.run(leaves)
         chosen = [results[k] if own else leaves[k] for own, k in source]

@@ -132,6 +132,7 @@ class _Custom:
         return finish(packed, ((leaves,), outcome))
 
     def _positional(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """All arguments by position, as rules get them, with the defaults of those that were left out."""
         bound = inspect.signature(self._function).bind(*self._bound, *args, **{**self._kwargs, **kwargs})
         bound.apply_defaults()
         if bound.kwargs:
@@ -139,6 +140,7 @@ class _Custom:
         return bound.args
 
     def _transformed(self, call: _Call) -> Callable:
+        """The pure function of a call, with its rule, as JAX differentiates it."""
         raise NotImplementedError
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -242,9 +244,8 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
     positions = [k for k in Tangents.of_lanes(packed.layout, lane_of).positions if is_inexact(packed.leaves[k])]
     static = frozenset(i for i in nondiff if isinstance(args[i], StaticArgument))
     shapes = tuple(map(shape_of, packed.leaves))
-    return _Call(
-        function, Tangents(packed.layout, tuple(positions)), tuple(diff), tuple(nondiff), static, shapes
-    ), packed
+    tangents = Tangents(packed.layout, tuple(positions))
+    return _Call(function, tangents, tuple(diff), tuple(nondiff), static, shapes), packed
 
 
 def _is_nothing(filter_: Filter) -> bool:
@@ -277,6 +278,7 @@ class _Call:
         self._delta: Delta | None = None
 
     def pure(self, leaves: list[Any]) -> tuple[list[Any], Outcome, Tangents]:
+        """The function as JAX calls it, on leaves."""
         _, after = cross(self.function, self.layout, leaves)
         check_returned(after)
         return self.outputs(after)
@@ -296,6 +298,7 @@ class _Call:
         return after.leaves, Outcome(after.delta, ()), Tangents(table, _places(table, self.layout, after))
 
     def _describe(self, a: Delta, b: Delta) -> str:
+        """Where two Deltas differ, for a message."""
         changed = {*a.values, *(i for i, _ in a.rows)} ^ {*b.values, *(i for i, _ in b.rows)}
         paths = [format_path(self.layout.paths[i]) for i in sorted(changed) if i < len(self.layout.rows)]
         return ", ".join(paths) or ("the structure of the output" if a.root != b.root else "the structure of a Module")
@@ -303,13 +306,15 @@ class _Call:
     # --- what rules are given ---
 
     def nondiff_of(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments that are not differentiated, which a rule takes first."""
         return [args[i] for i in self.nondiff]
 
     def kept(self, args: Sequence[Any]) -> list[Any]:
-        """The same, to be packed with the residuals."""
+        """The same for the backward rule, to be packed with the residuals."""
         return [StaticArgument(args[i]) if i in self._static else args[i] for i in self.nondiff]
 
     def diff_of(self, args: Sequence[Any]) -> tuple:
+        """The arguments that are differentiated, or their tangents."""
         return tuple([args[i] for i in self.diff])
 
     def tangents_of(self, leaves: Sequence[Any]) -> tuple:
@@ -354,6 +359,7 @@ class _Call:
 
 
 def _pair(returned: Any, rule: str, names: str) -> tuple[Any, Any]:
+    """What a rule has returned, checked to be a pair."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ArgumentError(f"The {rule} rule must return a pair ({names}), but it returned a {describe(returned)}.")
     return returned[0], returned[1]
@@ -372,7 +378,7 @@ def _places(table: Layout, before: Layout, after: After) -> tuple[int, ...]:
     return tuple([count + k if i == ROOT else place.get((i, k), -1) for i, k in after.owners])
 
 
-_PAIR = jtu.tree_structure((0, 0))
+_PAIR = jtu.tree_structure((0, 0))  # the arguments, the output
 
 _OTHER_CHANGES = """\
 A rule must change its arguments as the function does, but they differ in {paths}. Let the rule call the function \

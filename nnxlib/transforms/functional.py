@@ -65,7 +65,7 @@ Path = tuple[str | int, ...]
 Variables = dict[str, Any]
 Method = str | Callable[..., Any] | None
 Mutable = Filter | set[str] | frozenset[str]
-Walk = Callable[[Any], Iterable[tuple[Path, Any]]]  # yields what there is in a graph, a shared object once
+Iterate = Callable[[Any], Iterable[tuple[Path, Any]]]  # yields what there is in a graph, a shared object once
 
 ARRAYS = "arrays"  # the collection of arrays that are attributes themselves
 
@@ -319,9 +319,9 @@ def _said(collection: Any, *path: Any) -> str:
     return f"{collection}: {format_path(path)}"
 
 
-def leaves_of(module: Any, walk: Walk = iter_graph) -> dict[Path, Any]:
+def leaves_of(module: Any, iterate: Iterate = iter_graph) -> dict[Path, Any]:
     """The Variables and arrays of a Module by path, without random streams; a shared one at its first path."""
-    return {path: x for path, x in walk(module) if _is_leaf(x)}
+    return {path: x for path, x in iterate(module) if _is_leaf(x)}
 
 
 def _is_leaf(x: Any) -> bool:

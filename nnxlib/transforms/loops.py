@@ -169,7 +169,16 @@ def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _
 
 
 class _Loop:
-    """A traced body as a step on its carry: the leaves that it changes, and those of the value itself."""
+    """A traced body as a step on its carry: the leaves that it changes, and those of the value itself.
+
+    Attributes:
+      delta: what the whole loop does; its leaves are the carry.
+      carry: the values to begin with.
+      positions: for each leaf of the carry, its position in the layout; None for what the body records, which comes out
+        and is not seen by the next iteration.
+      constant: all leaves of the layout, as they were before the loop.
+      recurring: the positions, and the types at the end of an iteration, of the leaves that the next one sees.
+    """
 
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
         refuse([change for change in structural_changes(layout, body) if not change.is_taken_out], what)
@@ -184,7 +193,7 @@ class _Loop:
         owners += [(ROOT, k) for k in range(count_leaves(layout.root))]
         positions, place = layout.owner_positions, {owner: k for k, owner in enumerate(body.owners)}
         self.body, self.constant = body, leaves
-        self.positions = [positions.get((replaced.get(i, i), k)) for i, k in owners]  # None for what the body records
+        self.positions = [positions.get((replaced.get(i, i), k)) for i, k in owners]
         self.order = [place[owner] for owner in owners]
         types = [body.types[k] for k in self.order]
         pairs = list(zip(self.positions, types, strict=True))
@@ -201,6 +210,7 @@ class _Loop:
         return leaves
 
     def step(self, leaves: Sequence[Any]) -> list[Any]:
+        """Run the body on all leaves; returns the next carry."""
         results = self.body.run(leaves)
         return [results[k] for k in self.order]
 
@@ -218,6 +228,7 @@ def _output(test: Body, leaves: Sequence[Any]) -> Any:
 
 
 def _refuse_changes(layout: Layout, check: Body) -> None:
+    """Raise :class:`BodyError` if the condition of a loop has changed something, recordings apart."""
     changes, structural = structural_changes(layout, check), structural_rows(layout, check)
     changed = [layout.paths[i] for i in check.delta.values]
     changed += [layout.paths[i] for i, _ in check.delta.rows if i < len(layout.paths) and i not in structural]

@@ -108,6 +108,7 @@ def differentiated(
 
 
 def _entry(x: Any, filter_: Filter | None, default: PrefixMapping) -> Any:
+    """The entry (prefixes.py) of a node or leaf in an argument that is differentiated."""
     if filter_ is None:
         return default if isinstance(x, Node) else _DIFFERENTIATED
     return PrefixMapping([(filter_, _DIFFERENTIATED), (..., _REST)])
@@ -120,6 +121,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def _dtype(leaf: Any) -> Any:
+    """The dtype of an array or a number, None of anything else."""
     return jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else getattr(leaf, "dtype", None)
 
 
@@ -154,13 +156,16 @@ class Tangents(NamedTuple):
 
     @classmethod
     def of_lanes(cls, layout: Layout, lane_of: Sequence[int]) -> Tangents:
+        """Of the leaves in lane 0, see :func:`differentiated`."""
         return cls(layout, tuple([k for k, lane in enumerate(lane_of) if lane == 0]))
 
     @classmethod
     def of_leaves(cls, layout: Layout, leaves: Sequence[Any]) -> Tangents:
+        """Of all leaves of floating or complex type."""
         return cls(layout, tuple([k for k, leaf in enumerate(leaves) if is_inexact(leaf)]))
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves that have a tangent, or the tangents in a list that has something for each leaf."""
         return [leaves[k] for k in self.positions]
 
     def fold(self, values: Sequence[Any]) -> Any:
@@ -216,6 +221,7 @@ class Tangents(NamedTuple):
         return found
 
     def _why(self, position: int | None, leaves: Leaves) -> str:
+        """Why there is no tangent at a position, None for a path that is no leaf's."""
         if position is None:
             known = ", ".join(place_of(self.layout.leaf_paths[k]) for k in self.positions[:5])
             more = ", ..." if len(self.positions) > 5 else ""
@@ -277,6 +283,7 @@ def _flatten_up_to(treedef: Any, tree: Any) -> list[Any]:
 
 
 def _entries(tree: Any, path: tuple, name: str) -> Iterator[tuple[tuple, Any]]:
+    """(path, value) of what the user gives for the node at ``path``."""
     if isinstance(tree, Node):
         packed = pack(tree)
         return zip(packed.layout.leaf_paths, packed.leaves, strict=True)
@@ -292,6 +299,7 @@ def _raw(x: Any) -> Any:
 
 
 def is_float0(value: Any) -> bool:
+    """Whether a tangent is of the type that JAX gives to tangents of integers: there is none."""
     return getattr(value, "dtype", None) == jax.dtypes.float0
 
 

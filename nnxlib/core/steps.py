@@ -1,4 +1,4 @@
-"""Programs: the arithmetic of layers, with as few dispatches, and as little to trace, as possible.
+"""Steps and formulas: the arithmetic of layers, with as few dispatches, and as little to trace, as possible.
 
 A *step* is a function that is compiled once per shape and dtype. An eager call is one dispatch of 4 us, where a single
 ``jax.numpy`` or ``jax.lax`` function may take 10 to 80 us of Python. In a trace it is inlined, so that a jaxpr has its
