@@ -37,6 +37,9 @@ from .core.iteration import iter_children as iter_children
 from .core.iteration import iter_graph as iter_graph
 from .core.iteration import recursive_map as recursive_map
 from .core.iteration import set_metadata as set_metadata
+from .core.metadata import VariableMetadata as VariableMetadata
+from .core.metadata import with_metadata as with_metadata
+from .core.metadata import with_partitioning as with_partitioning
 from .core.module import M as M
 from .core.module import Module as Module
 from .core.module import Sequential as Sequential
@@ -102,13 +105,10 @@ from .core.variables import RngCount as RngCount
 from .core.variables import RngKey as RngKey
 from .core.variables import RngState as RngState
 from .core.variables import Variable as Variable
-from .core.variables import VariableMetadata as VariableMetadata
 from .core.variables import VariableState as VariableState
 from .core.variables import register_variable_name as register_variable_name
 from .core.variables import variable_name_from_type as variable_name_from_type
 from .core.variables import variable_type_from_name as variable_type_from_name
-from .core.variables import with_metadata as with_metadata
-from .core.variables import with_partitioning as with_partitioning
 from .nn import initializers as initializers
 from .nn.activations import PReLU as PReLU
 from .nn.activations import celu as celu

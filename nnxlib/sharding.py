@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .core.errors import PlacementError, format_path, listed
 from .core.graphdef import GraphDef
+from .core.metadata import with_partitioning as with_partitioning
 from .core.ops import map as map_leaves
 from .core.ops import split
 from .core.placement import Rules as Rules
@@ -26,7 +27,6 @@ from .core.placement import use_eager_sharding as use_eager_sharding
 from .core.placement import using_eager_sharding as using_eager_sharding
 from .core.state import State
 from .core.variables import Variable
-from .core.variables import with_partitioning as with_partitioning
 from .transforms.abstract import eval_shape
 from .transforms.axes import PARTITION_NAME as PARTITION_NAME
 from .transforms.axes import axis_name_in

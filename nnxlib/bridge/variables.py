@@ -25,10 +25,10 @@ from flax.core import meta
 
 from .. import sharding
 from ..core import errors
+from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
 from ..core.traversals import path_key
 from ..core.variables import Variable, make_variable, variable_name_from_type, variable_type_from_name
-from ..core.variables import with_partitioning as nnx_with_partitioning
 
 Path = tuple[Any, ...]
 

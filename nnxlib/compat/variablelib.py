@@ -10,6 +10,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..core.metadata import VariableMetadata as VariableMetadata
+from ..core.metadata import with_metadata as with_metadata
+from ..core.metadata import with_partitioning as with_partitioning
 from ..core.variables import *  # noqa: F403
 from ..core.variables import DEFAULTS, Variable
 from ..sharding import use_eager_sharding as use_eager_sharding

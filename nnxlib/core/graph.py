@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, cast
 from . import errors
 from .blueprint import fresh
 from .calls import entering
+from .cells import Cell, new_cell, write_cells
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
 from .inputs import is_read, peek
 from .layout import Layout
@@ -44,7 +45,7 @@ from .objects import Node, fill_all, new_node, new_nodes, structure_changed
 from .rows import ROOT, SAME, NodeRow, Owner, Row, Spec, VariableRow, count_leaves, leaf_suffixes, value_of
 from .stamps import Stamp
 from .tracing import current_trace
-from .variables import NO_METADATA, Cell, Variable, as_stored, make_variable, make_variables, new_cell, write_cells
+from .variables import NO_METADATA, Variable, as_stored, make_variable, make_variables
 from .walk import Walk
 
 # --- pack -----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any
 
+from .cells import Cell, TracedCell
 from .tracing import TraceRef, current_trace
-from .variables import Cell, TracedCell, Variable
+from .variables import Variable
 
 
 class AbsentInput(BaseException):

@@ -35,6 +35,7 @@ import jax.tree_util as jtu
 
 from . import errors
 from .calls import entering
+from .cells import Cell
 from .closures import Watch, notice
 from .graph import Packed, build, pack, trace_of
 from .graphdef import differences_listed
@@ -44,7 +45,7 @@ from .rows import LEAF, ROOT, NodeRow, Ref, Row
 from .stamps import Stamp, stamping, with_stamp
 from .static import Const, same_items
 from .tracing import at_top_level
-from .variables import NO_METADATA, Cell, Variable
+from .variables import NO_METADATA, Variable
 from .walk import Walk
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))

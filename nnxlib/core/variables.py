@@ -26,10 +26,11 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from . import errors
+from .cells import Cell, TracedCell, new_cell
 from .closures import Watch, notice
+from .metadata import AXIS_NAMES, HOOKS, VariableMetadata, as_hooks, canonical, name_axis, unname_axis
 from .pickling import exportable
 from .placement import placed
 from .stamps import Stamps, invalidate
@@ -38,185 +39,11 @@ from .tracing import Tracer, TraceRef, current_trace
 
 A = TypeVar("A")
 V = TypeVar("V", bound="Variable")
-F = TypeVar("F", bound=Callable)
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slots__": ()})()
 
-# --- the place of a value -----------------------------------------------------------------------------------------
-
-
-class Cell:
-    """Where a Variable keeps its value. A Variable has the same cell all its life, except while a trace borrows it.
-
-    A compiled step reads and writes its cells in two loops, at some nanoseconds per cell. With Variables, whose
-    attributes are computed, that would take much longer.
-    """
-
-    __slots__ = ("value",)
-    trace: TraceRef = None  # the one that made, or has borrowed, the Variable: only under this one it may be written
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-class TracedCell(Cell):
-    """The cell of a Variable that was made, or borrowed, by a trace."""
-
-    __slots__ = ("trace",)
-
-    def __init__(self, value: Any, trace: TraceRef):
-        self.value, self.trace = value, trace
-
-
-def new_cell(value: Any) -> Cell:
-    """Make a cell, as of the running trace."""
-    trace = current_trace()
-    return Cell(value) if trace is None else TracedCell(value, trace)
-
-
-def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
-    """Write the first of these values to the cells; to all of them, even if interrupted."""
-    try:
-        for cell, cell.value in zip(cells, values):  # noqa: B007  (the assignment is the loop; `strict` costs 0.2 us)
-            pass
-    except BaseException:
-        for cell, value in zip(cells, values, strict=False):
-            cell.value = value
-        raise
-
-
-_UNROLLED = 128  # up to so many cells the loop is unrolled, which takes a third of the time
-
-
-def reader(cells: Sequence[Cell]) -> Callable[[Callable[..., Any]], Any]:
-    """A function that calls another with the values of these cells: ``f(c0.value, c1.value, ...)``."""
-    if len(cells) > _UNROLLED:
-        return lambda f: f(*[cell.value for cell in cells])
-    return _new_reader(len(cells))(*cells)
-
-
-def writer(cells: Sequence[Cell]) -> Callable[[Sequence[Any]], None]:
-    """A function that writes the first of some values to these cells: ``c0.value = v[0]; c1.value = v[1]; ...``.
-
-    It writes all of them: Python handles no interrupt within such straight-line code.
-    """
-    if len(cells) > _UNROLLED:
-        return lambda values: write_cells(cells, values)
-    return _new_writer(len(cells))(*cells)
-
-
-@functools.cache
-def _new_reader(count: int) -> Callable[..., Callable[[Callable[..., Any]], Any]]:
-    names = [f"c{k}" for k in range(count)]
-    values = ", ".join([f"{name}.value" for name in names])
-    return eval(f"lambda {', '.join(names)}: lambda f: f({values})")
-
-
-@functools.cache
-def _new_writer(count: int) -> Callable[..., Callable[[Sequence[Any]], None]]:
-    names = [f"c{k}" for k in range(count)]
-    assignments = "; ".join([f"c{k}.value = v[{k}]" for k in range(count)]) or "pass"
-    scope: dict[str, Any] = {}
-    exec(f"def bind({', '.join(names)}):\n  def write(v): {assignments}\n  return write", scope)
-    return scope["bind"]
-
-
 NO_METADATA: dict[str, Any] = {}
 DEFAULTS: dict[str, Any] = {}  # metadata that every new Variable gets unless it is given
-HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
-
-
-class VariableMetadata(Generic[A]):
-    """A value for a Variable, with the metadata and hooks that an initializer has attached to it."""
-
-    __slots__ = (*HOOKS, "metadata", "raw_value")
-
-    def __init__(self, raw_value: A, *, metadata: Mapping[str, Any] | None = None, **hooks: Any):
-        self.raw_value, self.metadata = raw_value, dict(metadata or {})
-        for name in HOOKS:
-            setattr(self, name, _as_hooks(hooks.pop(name, ())))
-        if hooks:
-            raise errors.ArgumentError(f"VariableMetadata got unexpected hooks {sorted(hooks)}; it takes {HOOKS}.")
-
-    def all_metadata(self) -> dict[str, Any]:
-        hooks = {name: getattr(self, name) for name in HOOKS if getattr(self, name)}
-        return {**self.metadata, **hooks}
-
-    def __repr__(self) -> str:
-        return f"VariableMetadata({self.raw_value!r}, {self.all_metadata()!r})"
-
-
-def with_metadata(initializer: F, **metadata: Any) -> F:
-    """Wrap an initializer so that the Variable made from its value gets ``metadata`` and hooks.
-
-    >>> import nnxlib as nnx, jax
-    >>> init = nnx.with_metadata(nnx.initializers.ones, layer='first')
-    >>> nnx.Param(init(jax.random.key(0), (2, 3))).layer
-    'first'
-    """
-    hooks = {name: metadata.pop(name) for name in HOOKS if name in metadata}
-
-    @functools.wraps(initializer)
-    def wrapped(*args: Any, **kwargs: Any) -> VariableMetadata:
-        return VariableMetadata(initializer(*args, **kwargs), metadata=metadata, **hooks)
-
-    return wrapped  # type: ignore[return-value]  # still an initializer, but of a VariableMetadata
-
-
-def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadata: Any) -> F:
-    """Wrap an initializer so that the Variable made from its value has names for its axes.
-
-    Args:
-      initializer: makes the value.
-      sharding: for each axis the name of a mesh axis, a logical name, a tuple of names, or None.
-      mesh: the mesh that has these names; that of the context by default.
-      **metadata: more metadata.
-
-    >>> import nnxlib as nnx, jax
-    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'model'))
-    >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding_names
-    (None, 'model')
-    """
-    if mesh is not None:
-        metadata["mesh"] = mesh
-    return with_metadata(initializer, out_sharding=sharding, **metadata)
-
-
-def name_axis(variable: Variable, key: str, index: int, name: Any) -> None:
-    """Insert the name of a new axis into the metadata ``key``, unless that has a name for each axis already."""
-    names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
-    if isinstance(names, _NAMES) and 0 <= ndim != len(names) - 1:
-        wide = [*names, *[None] * (ndim - len(names))]
-        wide.insert(index % (len(wide) + 1), name)
-        variable.set_metadata(key, _same_kind(names, wide))
-
-
-def unname_axis(variable: Variable, key: str, index: int) -> None:
-    """Drop the name of an axis from the metadata ``key``, if that has more names than the value has axes."""
-    names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
-    if isinstance(names, _NAMES) and 0 <= ndim < len(names):
-        narrow = list(names)
-        del narrow[index % len(narrow)]
-        variable.set_metadata(key, _same_kind(names, narrow))
-
-
-_NAMES = (tuple, list, PartitionSpec)
-
-
-def _same_kind(names: Any, items: list[Any]) -> Any:
-    return PartitionSpec(*items) if isinstance(names, PartitionSpec) else type(names)(items)
-
-
-def _as_hooks(hooks: Any) -> tuple[Callable, ...]:
-    return (hooks,) if callable(hooks) else tuple(hooks)
-
-
-def _canonical(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata with the names of axes under the one key ``out_sharding``."""
-    return {"out_sharding" if name in _AXIS_NAMES else name: value for name, value in metadata.items()}
-
-
-_AXIS_NAMES = frozenset({"sharding", "sharding_names"})
 
 
 def _unwrap(x: Any) -> Any:
@@ -266,13 +93,13 @@ class Variable(Identified, Generic[A]):
             metadata = {**class_hooks, **metadata}
         if DEFAULTS:
             metadata = {**DEFAULTS, **metadata}
-        if not _AXIS_NAMES.isdisjoint(metadata):
-            metadata = _canonical(metadata)
+        if not AXIS_NAMES.isdisjoint(metadata):
+            metadata = canonical(metadata)
         cell = new_cell(None)
         _set(self, "_cell", cell)
         _set(self, "_stamps", ())
         _set(self, "_metadata", metadata or NO_METADATA)
-        for hook in _as_hooks(metadata.get("on_create_value", ())):
+        for hook in as_hooks(metadata.get("on_create_value", ())):
             value = hook(self, value)
         if isinstance(value, Variable):
             value = value._value
@@ -301,7 +128,7 @@ class Variable(Identified, Generic[A]):
             if "ref" in metadata and isinstance(value, jax.Ref):
                 value = value[...]
             if "on_get_value" in metadata:
-                for hook in _as_hooks(metadata["on_get_value"]):
+                for hook in as_hooks(metadata["on_get_value"]):
                     value = hook(self, value)
         return value if index is MISSING else value[index]
 
@@ -318,7 +145,7 @@ class Variable(Identified, Generic[A]):
         cell, metadata = self._cell, self._metadata
         if metadata:
             if "on_set_value" in metadata:
-                for hook in _as_hooks(metadata["on_set_value"]):
+                for hook in as_hooks(metadata["on_set_value"]):
                     new = hook(self, new)
             if "ref" in metadata and isinstance(cell.value, jax.Ref):
                 self._store(_with_item(cell.value[...], ... if index is MISSING else index, new))
@@ -427,7 +254,7 @@ class Variable(Identified, Generic[A]):
         if len(args) == 2:
             metadata = {args[0]: args[1], **metadata}
         replace = len(args) == 1
-        self._replace_metadata({**(args[0] if replace else self._metadata), **_canonical(metadata)})
+        self._replace_metadata({**(args[0] if replace else self._metadata), **canonical(metadata)})
 
     def has_metadata(self, name: str) -> bool:
         return name in self._metadata
@@ -459,7 +286,7 @@ class Variable(Identified, Generic[A]):
         If there already is a name for each axis of the stacked value, the names stay as they are.
         """
         name_axis(self, "out_sharding", axis_index, axis_name)
-        for hook in _as_hooks(self._metadata.get("on_add_axis", ())):
+        for hook in as_hooks(self._metadata.get("on_add_axis", ())):
             hook(self, axis_index, axis_name)
 
     def remove_axis(self, axis_index: int, axis_name: str | None = None) -> None:
@@ -468,7 +295,7 @@ class Variable(Identified, Generic[A]):
         If there is no name for that axis, the names stay as they are.
         """
         unname_axis(self, "out_sharding", axis_index)
-        for hook in _as_hooks(self._metadata.get("on_remove_axis", ())):
+        for hook in as_hooks(self._metadata.get("on_remove_axis", ())):
             hook(self, axis_index, axis_name)
 
     # --- copies ---

@@ -19,6 +19,7 @@ from typing import Any, cast
 import jax.tree_util as jtu
 
 from .calls import ObjectList
+from .cells import Cell
 from .foreign import Foreign
 from .layout import Layout
 from .objects import class_marks, explicit_mark, is_bound_method, is_data_leaf, is_data_part, is_node
@@ -26,7 +27,7 @@ from .rows import LEAF, ROOT, BoundMethod, NodeRow, Ref, Row, Spec, Tree, Variab
 from .stamps import Stamp, with_stamp
 from .static import ATOMS, Const, StaticArgument
 from .traversals import path_key, sorted_keys
-from .variables import NO_METADATA, Cell, Variable
+from .variables import NO_METADATA, Variable
 
 
 class _Frame:

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import UsageError
+from ..core.metadata import VariableMetadata
 from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.steps import product
 from ..core.tracing import at_top_level
-from ..core.variables import Param, VariableMetadata
+from ..core.variables import Param
 from . import initializers
 from .conv import Conv as Conv  # flax.nnx has the convolutions in this module
 from .conv import ConvTranspose as ConvTranspose

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from ..core.calls import recorded_types
 from ..core.graph import After, Delta
 from ..core.layout import Layout
+from ..core.metadata import name_axis, unname_axis
 from ..core.rows import Row, VariableRow
 from ..core.static import Const
-from ..core.variables import Perturbation, Variable, make_variable, name_axis, unname_axis
+from ..core.variables import Perturbation, Variable, make_variable
 
 PARTITION_NAME = "partition_name"
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})

@@ -30,6 +30,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from ..core.cells import Cell, reader, write_cells, writer
 from ..core.closures import CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
 from ..core.graph import commit, pack, trace_of
 from ..core.inputs import AbsentInput
@@ -38,7 +39,6 @@ from ..core.objects import is_node
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.static import StaticArgument
 from ..core.tables import LiveTable, refreshed, sharing_of, table_of
-from ..core.variables import Cell, reader, write_cells, writer
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
 from .plan import Compiled, Plan

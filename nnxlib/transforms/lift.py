@@ -30,6 +30,7 @@ import jax
 from jax.tree_util import all_leaves, register_static
 
 from ..core.calls import inside, listening, recorded_types, repeated
+from ..core.cells import Cell, new_cell
 from ..core.closures import all_borrowed, borrowable, borrowed, watching
 from ..core.errors import place_of
 from ..core.escapes import check_contained
@@ -40,7 +41,7 @@ from ..core.recordings import recorded_anew
 from ..core.rows import NodeRow, Ref, Tree, has_refs
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from ..core.variables import MISSING, Cell, new_cell
+from ..core.variables import MISSING
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve
 from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, split_lanes

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from ..core.cells import Cell
 from ..core.closures import lending
 from ..core.errors import describe, format_path, listed
 from ..core.graph import Packed, commit
@@ -36,7 +37,6 @@ from ..core.layout import Layout
 from ..core.placement import settle
 from ..core.rows import count_leaves
 from ..core.tracing import at_top_level, jaxpr_as_fun
-from ..core.variables import Cell
 from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Crossing, Outcome

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
+from ..core.cells import Cell
 from ..core.errors import format_path
 from ..core.graph import Packed
 from ..core.placement import settle
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level
-from ..core.variables import MISSING, Cell
+from ..core.variables import MISSING
 from .callables import Observed, resolve
 from .classes import lifts_classes
 from .labels import label_arguments

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.cells import Cell, reader, write_cells, writer
 from nnxlib.core.errors import VariableNameError
+from nnxlib.core.metadata import HOOKS
 from nnxlib.core.tables import table_of
-from nnxlib.core.variables import HOOKS, Cell, reader, write_cells, writer
 
 
 class Scaled(nnx.Variable):

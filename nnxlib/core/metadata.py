@@ -1,0 +1,115 @@
+"""Metadata of Variables: what initializers attach to a value, hooks, and names of axes.
+
+An initializer wrapped by :func:`with_metadata` returns a :class:`VariableMetadata` instead of a value, and the Variable
+that is made of it takes over the metadata. Names of axes are metadata under the key ``out_sharding``; where a transform
+stacks a Variable or takes a slice of it, the names follow (:func:`name_axis`, :func:`unname_axis`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from jax.sharding import PartitionSpec
+
+from . import errors
+
+A = TypeVar("A")
+F = TypeVar("F", bound=Callable)
+
+HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
+
+
+class VariableMetadata(Generic[A]):
+    """A value for a Variable, with the metadata and hooks that an initializer has attached to it."""
+
+    __slots__ = (*HOOKS, "metadata", "raw_value")
+
+    def __init__(self, raw_value: A, *, metadata: Mapping[str, Any] | None = None, **hooks: Any):
+        self.raw_value, self.metadata = raw_value, dict(metadata or {})
+        for name in HOOKS:
+            setattr(self, name, as_hooks(hooks.pop(name, ())))
+        if hooks:
+            raise errors.ArgumentError(f"VariableMetadata got unexpected hooks {sorted(hooks)}; it takes {HOOKS}.")
+
+    def all_metadata(self) -> dict[str, Any]:
+        hooks = {name: getattr(self, name) for name in HOOKS if getattr(self, name)}
+        return {**self.metadata, **hooks}
+
+    def __repr__(self) -> str:
+        return f"VariableMetadata({self.raw_value!r}, {self.all_metadata()!r})"
+
+
+def with_metadata(initializer: F, **metadata: Any) -> F:
+    """Wrap an initializer so that the Variable made from its value gets ``metadata`` and hooks.
+
+    >>> import nnxlib as nnx, jax
+    >>> init = nnx.with_metadata(nnx.initializers.ones, layer='first')
+    >>> nnx.Param(init(jax.random.key(0), (2, 3))).layer
+    'first'
+    """
+    hooks = {name: metadata.pop(name) for name in HOOKS if name in metadata}
+
+    @functools.wraps(initializer)
+    def wrapped(*args: Any, **kwargs: Any) -> VariableMetadata:
+        return VariableMetadata(initializer(*args, **kwargs), metadata=metadata, **hooks)
+
+    return wrapped  # type: ignore[return-value]  # still an initializer, but of a VariableMetadata
+
+
+def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadata: Any) -> F:
+    """Wrap an initializer so that the Variable made from its value has names for its axes.
+
+    Args:
+      initializer: makes the value.
+      sharding: for each axis the name of a mesh axis, a logical name, a tuple of names, or None.
+      mesh: the mesh that has these names; that of the context by default.
+      **metadata: more metadata.
+
+    >>> import nnxlib as nnx, jax
+    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'model'))
+    >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding_names
+    (None, 'model')
+    """
+    if mesh is not None:
+        metadata["mesh"] = mesh
+    return with_metadata(initializer, out_sharding=sharding, **metadata)
+
+
+def name_axis(variable: Any, key: str, index: int, name: Any) -> None:
+    """Insert the name of a new axis of a Variable into its metadata ``key``, unless each axis has a name there."""
+    names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
+    if isinstance(names, _NAMES) and 0 <= ndim != len(names) - 1:
+        wide = [*names, *[None] * (ndim - len(names))]
+        wide.insert(index % (len(wide) + 1), name)
+        variable.set_metadata(key, _same_kind(names, wide))
+
+
+def unname_axis(variable: Any, key: str, index: int) -> None:
+    """Drop the name of an axis of a Variable from its metadata ``key``, if there are more names than axes."""
+    names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
+    if isinstance(names, _NAMES) and 0 <= ndim < len(names):
+        narrow = list(names)
+        del narrow[index % len(narrow)]
+        variable.set_metadata(key, _same_kind(names, narrow))
+
+
+_NAMES = (tuple, list, PartitionSpec)
+
+
+def _same_kind(names: Any, items: list[Any]) -> Any:
+    return PartitionSpec(*items) if isinstance(names, PartitionSpec) else type(names)(items)
+
+
+def as_hooks(hooks: Any) -> tuple[Callable, ...]:
+    """The hooks that a user has given as one function or a sequence."""
+    return (hooks,) if callable(hooks) else tuple(hooks)
+
+
+def canonical(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata with the names of axes under the one key ``out_sharding``."""
+    return {"out_sharding" if name in AXIS_NAMES else name: value for name, value in metadata.items()}
+
+
+AXIS_NAMES = frozenset({"sharding", "sharding_names"})
