@@ -1,7 +1,6 @@
 """Variables: boxes that behave like the array they hold, with metadata, hooks, names and a trace they belong to."""
 
 import copy
-import dis
 import gc
 import math
 import operator
@@ -16,9 +15,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.cells import Cell, reader, write_cells, writer
 from nnxlib.core.errors import VariableNameError
-from nnxlib.core.metadata import HOOKS
 from nnxlib.core.tables import table_of
 
 
@@ -578,23 +575,6 @@ def test_axis_hooks():
     assert seen == [("class add", 1, "layers"), ("add", 0, "x"), ("remove", 2, "y")]
 
 
-def test_with_metadata_attaches_to_the_variable_made_from_an_initializer():
-    """The boxed value carries metadata and hooks; explicit arguments of the constructor win."""
-    hook = lambda v, x: x
-    init = nnx.with_metadata(lambda key, shape: jnp.zeros(shape), sharding=("a",), layer=1, on_set_value=hook)
-    v = nnx.Param(init(None, (2,)), layer=2)
-    assert (v.shape, v.sharding_names, v.layer, v.get_metadata("on_set_value")) == ((2,), ("a",), 2, (hook,))
-
-
-def test_variable_metadata_refuses_unknown_hooks():
-    """VariableMetadata(value, metadata=..., hooks) names a hook that does not exist."""
-    box = nnx.VariableMetadata(1.0, metadata={"a": 1}, on_get_value=lambda v, x: x + 1)
-    assert (nnx.Param(box).value, nnx.Param(box).a) == (2.0, 1)
-    with pytest.raises(TypeError, match="on_nothing"):
-        nnx.VariableMetadata(1.0, on_nothing=len)
-    assert len(HOOKS) == 5
-
-
 def test_a_subclass_may_override_get_value_and_set_value():
     """Every way to read and write goes through them: `.value`, items, operators, conversions."""
 
@@ -958,41 +938,6 @@ def test_a_variable_whose_buffer_was_donated_is_written():
     v = nnx.Param(jnp.ones(2))
     v.value.delete()
     assert repr(v) == "Param(float32[2], deleted)"
-
-
-@pytest.mark.parametrize("when", range(4))
-def test_an_interrupt_between_writes_leaves_none_undone(when):
-    """What a step returned is in all of its cells or in none: also if Ctrl-C arrives in the middle of the loop."""
-
-    class Interrupted(list):
-        def __iter__(self):
-            for k, cell in enumerate(super().__iter__()):
-                if k == when and not interrupted:
-                    interrupted.append(k)
-                    raise KeyboardInterrupt
-                yield cell
-
-    interrupted = []
-    cells = Interrupted(Cell(None) for _ in range(4))
-    with pytest.raises(KeyboardInterrupt):
-        write_cells(cells, [0, 1, 2, 3, "of the output"])
-    assert [cell.value for cell in cells] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 128, 129])
-def test_readers_and_writers_of_cells(count):
-    """Each cell is read once and in order, and given its own value; the output behind the values is nobody's."""
-    cells = [Cell(k) for k in range(count)]
-    assert reader(cells)(lambda *values: values) == tuple(range(count))
-    writer(cells)((*range(1, count + 1), "of the output"))
-    assert [cell.value for cell in cells] == [*range(1, count + 1)]
-
-
-def test_nothing_can_interrupt_what_is_written_out():
-    """Python looks out for an interrupt where a function is entered or called, and where a loop goes round."""
-    instructions = [x.opname for x in dis.get_instructions(writer([Cell(None) for _ in range(5)]))]
-    assert "STORE_ATTR" in instructions
-    assert not [x for x in instructions if x.startswith(("CALL", "JUMP", "FOR_ITER", "SEND", "YIELD"))]
 
 
 def test_the_older_name_of_what_a_state_holds():
