@@ -30,7 +30,8 @@ from typing import Any
 import jax
 
 from .closures import Watch, notice
-from .errors import describe, describe_nested, format_path, reachable
+from .errors import describe, describe_nested, format_path
+from .finding import reachable
 from .stamps import Stamp, stamping, with_stamp
 from .tracing import at_top_level, hide_frames, is_deleted
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import reachable
+from .finding import reachable
 from .tracing import TraceRef, abandon_trace, current_trace
 
 

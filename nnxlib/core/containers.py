@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
-from .errors import reachable
+from .finding import reachable
 from .objects import (
     CONTAINERS,
     SLOTS,

@@ -6,15 +6,9 @@ Each says what is wrong, where (the path, or both paths if two clash), and what 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from types import MappingProxyType, MethodType
 from typing import Any
-
-import jax
-
-from .tracing import is_users
 
 
 class NnxError(Exception):
@@ -210,76 +204,3 @@ def listed(head: str, problems: Sequence[str], tail: str = "") -> str:
 
 
 _MOST = 20
-
-
-def locate(target: Any, skip: int = 1) -> str | None:
-    """Find the path by which the running code reaches ``target``, for an error message.
-
-    The objects in the local variables of the calling frames, the user's first, outermost first, are searched along
-    their ``_nnx_children()``. Only ever called when an error is about to be raised: it costs a walk of those objects.
-    """
-    frames = []
-    frame = sys._getframe(skip)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    frames.reverse()
-    frames.sort(key=lambda frame: not is_users(frame.f_code.co_filename))
-    found = [item for frame in frames for item in list(frame.f_locals.items()) if item[0].isidentifier()]
-    nodes = [(name, value) for name, value in found if hasattr(type(value), "_nnx_children")]
-    containers = [(name, value) for name, value in found if type(value) in (list, tuple, dict)]
-    seen: set[int] = set()
-    for name, value in (*nodes, *containers):
-        for path, node in reachable(value, seen):
-            if node is target and (path or name != "self"):
-                return format_path(path, type(value).__name__ if name == "self" else name)
-    return None
-
-
-def reachable(
-    root: Any, seen: set[int], known: Mapping[int, tuple] = MappingProxyType({})
-) -> Iterator[tuple[tuple, Any]]:
-    """Everything below ``root`` with its first path, in the order of the paths of a State.
-
-    ``known`` has the paths, by id, of objects whose paths are known, so that ``root`` need not be at ``()``.
-    """
-    stack: list[tuple[tuple, Any]] = [((), root)]
-    while stack:
-        path, value = stack.pop()
-        if id(value) in seen:
-            continue
-        if hasattr(type(value), "_nnx_children"):
-            path = known.get(id(value), path)
-            seen.add(id(value))
-            yield path, value
-            items = [((key,), child) for key, child in value._nnx_children()]
-            below = items if isinstance(value, list) else _in_order(items)
-        elif type(value) in (list, tuple, dict):
-            seen.add(id(value))  # a local list may contain itself
-            keyed = list(value.items() if type(value) is dict else enumerate(value))
-            below = [((key,), child) for key, child in keyed]
-        elif type(value) is MethodType:
-            below = [((), value.__self__)]
-        else:
-            below = _in_pytree(value)
-        stack.extend(((*path, *keys), child) for keys, child in reversed(below))
-
-
-def _in_order(items: list[tuple[tuple, Any]]) -> list[tuple[tuple, Any]]:
-    try:
-        return sorted(items, key=lambda item: item[0])
-    except TypeError:
-        pass
-    try:  # ints before strings, as everywhere
-        return sorted(items, key=lambda item: (type(item[0][0]).__name__, *item[0]))
-    except TypeError:  # keys without an order, which nothing but a message and a repr needs to write
-        return items
-
-
-def _in_pytree(value: Any) -> list[tuple[tuple, Any]]:
-    """The nodes and Variables in a pytree of another kind."""
-    if jax.tree_util.all_leaves([value]):
-        return []
-    keyed, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: hasattr(type(x), "_nnx_children"))
-    nodes = [(keys, x) for keys, x in keyed if hasattr(type(x), "_nnx_children")]
-    return [(tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))) for k in keys), x) for keys, x in nodes]

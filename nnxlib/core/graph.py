@@ -39,6 +39,7 @@ from .blueprint import fresh
 from .calls import entering
 from .cells import Cell, new_cell, write_cells
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
+from .finding import locate
 from .inputs import is_read, peek
 from .layout import Layout
 from .objects import Node, fill_all, new_node, new_nodes, structure_changed
@@ -329,7 +330,7 @@ def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
 
 
 def _refusal(layout: Layout, node: Any, row: int, what: str) -> errors.TraceContextError:
-    reached = errors.locate(node, skip=4)
+    reached = locate(node, skip=4)
     where = errors.format_path(layout.paths[row]) + (f", which is {reached}" if reached else "")
     return errors.TraceContextError(_REFUSED.format(what=what, kind=type(node).__name__, where=where))
 

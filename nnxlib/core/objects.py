@@ -35,6 +35,7 @@ import numpy as np
 
 from . import errors
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
+from .finding import locate
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
@@ -200,7 +201,7 @@ def check_writable(node: Any, what: str) -> None:
                 return
         if Watch.count:
             notice(node, node._nnx_trace)
-        path = errors.locate(node, skip=3)
+        path = locate(node, skip=3)
         where = f"{type(node).__name__} at {path}" if path else f"a {type(node).__name__}"
         raise errors.TraceContextError(_CROSS_TRACE.format(kind=type(node).__name__, what=what, where=where))
 

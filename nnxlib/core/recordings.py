@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .calls import recorded_types
-from .errors import UsageError, reachable
+from .errors import UsageError
+from .finding import reachable
 from .objects import Node, check_writable, structure_changed
 from .tracing import current_trace
 from .variables import Variable

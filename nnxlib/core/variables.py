@@ -30,6 +30,7 @@ import numpy as np
 from . import errors
 from .cells import Cell, TracedCell, new_cell
 from .closures import Watch, notice
+from .finding import locate
 from .metadata import AXIS_NAMES, HOOKS, VariableMetadata, as_hooks, canonical, name_axis, unname_axis
 from .pickling import exportable
 from .placement import placed
@@ -218,7 +219,7 @@ class Variable(Identified, Generic[A]):
         invalidate(seen_inside, self)
 
     def _where(self) -> str:
-        path = errors.locate(self, skip=3)
+        path = locate(self, skip=3)
         name = f"{type(self).__name__} ({errors.describe(self._value)})"
         return f"{name} at {path}" if path else name
 

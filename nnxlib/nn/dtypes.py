@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from ..core.calls import running
-from ..core.errors import LayerInputError, UsageError, describe, format_path, locate
+from ..core.errors import LayerInputError, UsageError, describe, format_path
+from ..core.finding import locate
 from ..core.steps import step
 
 Dtype = Any  # whatever jnp.dtype takes: 'bfloat16', jnp.bfloat16, np.dtype('float32')

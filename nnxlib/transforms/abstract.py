@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from ..core.closures import all_borrowed, borrowed
-from ..core.errors import TraceContextError, reachable
+from ..core.errors import TraceContextError
 from ..core.escapes import check_contained
+from ..core.finding import reachable
 from ..core.graph import Packed, commit, diff, pack
 from ..core.inputs import lend
 from ..core.iteration import iter_graph

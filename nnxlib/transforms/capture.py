@@ -16,8 +16,9 @@ from typing import Any
 
 from ..core.calls import recording, running
 from ..core.closures import Loans
-from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed, reachable
+from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed
 from ..core.filters import Filter, to_predicate
+from ..core.finding import reachable
 from ..core.graph import commit
 from ..core.iteration import iter_graph
 from ..core.module import Module

@@ -33,8 +33,9 @@ from ..core.closures import (
     lending,
     wait_for_loans,
 )
-from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed, reachable
+from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed
 from ..core.filters import looks_at_values
+from ..core.finding import reachable
 from ..core.graph import Packed, commit, pack, trace_of
 from ..core.graphdef import differences_listed
 from ..core.layout import Layout
