@@ -103,6 +103,7 @@ def build(
     """
     blueprint = layout.blueprint
     stamps = () if stamp is None else (weakref.ref(stamp),)
+    # First empty nodes, and Variables; then the contents of the nodes, which may refer to any of these.
     made = make_variables(blueprint.variable_types, leaves, fresh(blueprint.metadata), cell, stamps)
     for owner, kinds in blueprint.node_types.items():
         made += new_nodes(owner, kinds, stamps)
@@ -114,7 +115,7 @@ def build(
         objects[i] = x
         if isinstance(x, Node):
             x._nnx_fill({})  # emptied, to be filled below like a fresh one
-    pool = objects  # extended for now, and cut back below: a copy would be as long as the model
+    pool = objects  # extended for now, and cut back below: a copy of the list would be as long as the model
     pool += leaves[len(layout.variables) :]
     pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in blueprint.trees]
     pool += fresh(blueprint.constants)
@@ -183,6 +184,7 @@ def diff(
     a Variable also does if its position is in ``forced`` and it was read: if it is donated, it has to come back, and if
     it is a pytree, it may have been edited in place.
     """
+    # The table as it is now, with the old numbers for the old objects.
     walk = Walk(objects)
     as_built = _is_as_built(layout, before, objects)
     if as_built:
@@ -193,6 +195,7 @@ def diff(
     root = walk.run(out, (errors.OUTPUT,))
     _notice(walk.objects[len(objects) :])  # the function may have returned or attached objects from outside
 
+    # What differs from the table before: values of Variables, and rows.
     values: list[int] = []
     rows: dict[int, Row] = {}
     for position, i in enumerate(layout.variables):
@@ -209,6 +212,7 @@ def diff(
                 rows[i], returned[i] = changed
     rows |= {i: walk.rows[i] for i in range(len(layout.rows), len(walk.objects))}  # those of new objects
 
+    # The leaves that go with the Delta: those of Variables, those of nodes, those of the output.
     numbers = [*values, *sorted(rows)]
     owners = [(i, 0) for i in numbers if i in walk.cells]
     owners += [(i, k) for i in (*numbers, ROOT) for k in returned.get(i, range(len(walk.arrays.get(i, ()))))]
@@ -265,6 +269,7 @@ def _is_as_built(layout: Layout, leaves: Sequence[Any], objects: Sequence[Any]) 
 
 
 def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
+    """Whether two mappings have the same keys in the same order, and the very same values."""
     return a is b or (tuple(a) == tuple(b) and all(map(operator.is_, a.values(), b.values())))
 
 
@@ -293,7 +298,7 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     out = value_of(delta.root, objects, remaining)
     cells = [target._cell for target in targets]
 
-    def write() -> None:
+    def write() -> None:  # gives the same result if it is done twice
         write_cells(cells, values)
         for i, row in variables:
             if i < n:
@@ -324,13 +329,13 @@ def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
             raise _refusal(layout, live[i], i, "the new value")
     for i, row in delta.rows:
         if i < n and trace is None and is_lent_elsewhere(trace_of(live[i])):
-            wait_for_loans()
+            wait_for_loans()  # until the trace of another thread gives the object back (closures.py)
         if i < n and trace_of(live[i]) is not trace:
             raise _refusal(layout, live[i], i, _what_changed(row))
 
 
 def _refusal(layout: Layout, node: Any, row: int, what: str) -> errors.TraceContextError:
-    reached = locate(node, skip=4)
+    reached = locate(node, skip=4)  # from the caller of commit
     where = errors.format_path(layout.paths[row]) + (f", which is {reached}" if reached else "")
     return errors.TraceContextError(_REFUSED.format(what=what, kind=type(node).__name__, where=where))
 
@@ -343,6 +348,7 @@ call read-only (for example `model.eval()`)."""
 
 
 def _what_changed(row: Row) -> str:
+    """What a row of a Delta is about to change in an object, for a message."""
     if type(row) is VariableRow:
         return "the metadata"
     names = [name for name, spec in row.fields if spec is not SAME]
@@ -357,6 +363,7 @@ def _contents(node: Any, row: NodeRow, objects: Sequence[Any], leaves: Iterator[
 
 
 def _restructure_node(node: Any, before: Row | None, row: NodeRow, contents: dict[Any, Any]) -> None:
+    """Give a node the class, contents and marks of its row; ``before`` is its old row, None for a new object."""
     if type(node) is not row.type:
         object.__setattr__(node, "__class__", row.type)
     node._nnx_fill(contents)
@@ -374,6 +381,7 @@ def _same_structure(before: Row | None, row: NodeRow) -> bool:
 
 
 def _restructure_variable(variable: Variable, row: VariableRow) -> None:
+    """Give a live Variable the class and metadata of its new row."""
     if type(variable) is not row.type:
         object.__setattr__(variable, "__class__", row.type)
     object.__setattr__(variable, "_metadata", row.metadata.fresh())

@@ -117,17 +117,18 @@ def cross(
     with borrowed(list(loan.values())):  # restored as they were when the block ends
         for i, leaf in zip(layout.variables, leaves, strict=False):
             if i in loan:
-                lend(loan[i], leaf)
+                lend(loan[i], leaf)  # the live Variable holds the tracer, for this trace alone
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
         with listening(inside(layout, objects)):  # so Modules that are called know their paths (core/calls.py)
             out = f(*args, **kwargs)
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
         after = diff(layout, leaves, objects, part(out), {*forced, *edited})
-        check_contained(after, all_borrowed())
+        check_contained(after, all_borrowed())  # or a static value could take a tracer out of the trace
         return out, after
 
 
 def _same_pytree(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> bool:
+    """Whether two flattened pytrees have the same structure, and the very same leaves."""
     return a[1] == b[1] and all(map(operator.is_, a[0], b[0]))
 
 
