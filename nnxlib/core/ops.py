@@ -86,6 +86,7 @@ class _Snapshot:
         self.values = unshared_leaves(leaves, len(leaves) if group is not None else len(layout.variables))
 
     def leaves(self) -> list[Any]:
+        """The leaves, with new Variables around values, in the order in which they were given."""
         kinds, metadata = self.layout.blueprint.variable_types, self.layout.blueprint.metadata
         if self.group is not None:
             kinds, metadata = self.group.sort(kinds), self.group.sort(metadata)
@@ -93,6 +94,7 @@ class _Snapshot:
         return made + self.values[len(made) :]
 
     def nest(self) -> dict:
+        """The levels of the State."""
         leaves, nesting = self.leaves(), self.layout.nesting
         assert nesting is not None
         return nesting.nest(nesting.sort(leaves)) if self.group is None else self.group.nest(leaves)
@@ -123,16 +125,18 @@ def _states(
         groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
         return groups if len(filters) > 1 else (groups,)
 
-    if nesting is None:
+    if nesting is None:  # a leaf by itself, a very deep graph, or keys that JAX cannot sort
         flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves), strict=True))
         return tuple([_to_state(list(group)) for group in (divided(flat) if filters else (flat,))])
-    variables = [objects[i] for i in layout.variables]
     if not filters:
         return (State._later(_Snapshot(layout, leaves)),)
+    variables = [objects[i] for i in layout.variables]
 
     def groups_of(leaves: list[Any]) -> tuple[FlatState, ...]:
         return divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)))
 
+    # The groups follow from the layout, unless there are arrays, whose types it does not know, or a filter looks at
+    # values.
     if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
         return tuple([from_flat_state(group) for group in groups_of(_copies(layout, leaves))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in groups_of(variables)])
@@ -140,7 +144,8 @@ def _states(
 
 
 def _to_state(items: list[tuple[Path, Any]]) -> Any:
-    if len(items) == 1 and items[0][0] == ():  # a Variable or an array by itself
+    """A State of pairs of path and leaf; a Variable or array that was split by itself is its own State."""
+    if len(items) == 1 and items[0][0] == ():
         return items[0][1]
     return from_flat_state(items)
 
@@ -224,6 +229,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
 
 
 def _of_graphdef(graphdef: GraphDef, state: Any) -> Any:
+    """The State in a GraphState, which must be one of this structure; anything else as it is."""
     if type(state) is not GraphState:
         return state
     if state._graphdef != graphdef:
@@ -377,6 +383,7 @@ def _write(
 
 
 def _delete(holder: Any, key: Any) -> None:
+    """Delete an attribute or an item."""
     if isinstance(holder, HasAttributes) and isinstance(key, str):
         delattr(holder, key)
     else:
@@ -474,6 +481,7 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
 
 
 def _copy_array(x: Any) -> Any:
+    """An array with a buffer of its own; what else Variables hold is not copied."""
     if isinstance(x, jax.Ref):
         return jax.new_ref(x[...])
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
@@ -504,6 +512,7 @@ def map(f: Callable[[Path, Any], Any], node: A, /, *, recreate_variables: bool =
 
 
 def _result(leaf: Any, new: Any) -> Any:
+    """What takes the place of a leaf for which ``f`` has returned ``new``."""
     if isinstance(leaf, Variable):
         return leaf.copy() if new is leaf else new if isinstance(new, Variable) else leaf.replace(new)
     return new
