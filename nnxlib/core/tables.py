@@ -238,11 +238,6 @@ def _find_sharing(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple:
     return tuple(found) if any(shared for shared, _, _ in found) else ()
 
 
-def layout_of(root: Any) -> Layout:
-    """Return the layout of a live node or Variable."""
-    return table_of(root).layout
-
-
 def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
     """Whether any of some static values that can be changed in place is not what it was."""
     try:

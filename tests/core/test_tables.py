@@ -14,7 +14,11 @@ import nnxlib as nnx
 from benchmarks.timing import count_calls
 from nnxlib.core.errors import StaleLayoutError, StaticValueError
 from nnxlib.core.graph import pack
-from nnxlib.core.tables import layout_of, table_of
+from nnxlib.core.tables import table_of
+
+
+def layout_of(x):
+    return table_of(x).layout
 
 
 class Layer(nnx.Module):
