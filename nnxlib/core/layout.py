@@ -11,6 +11,7 @@ is a good key for a cache, and whatever follows from it (paths, owners, how to b
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import weakref
@@ -116,14 +117,23 @@ class Layout:
         """Whether JAX can flatten the objects level by level: none is shared, there is no cycle, nothing is too deep,
         and the pytrees in them hold nothing but data.
         """
-        specs = [self.root, *(spec for row in self.rows if type(row) is NodeRow for _, spec in row.fields)]
-        trees = [spec for spec in specs if type(spec) is Tree]
-        references = specs + [child for tree in trees for child in tree.children]
         return (
-            sum(type(spec) is Ref for spec in references) == len(self.rows)
-            and all(map(self._holds_data_only, trees))
+            not self.shared
+            and all(self._holds_data_only(spec) for spec in self._specs if type(spec) is Tree)
             and max(map(len, self.paths), default=0) < _DEEPEST_TREE
         )
+
+    @functools.cached_property
+    def shared(self) -> frozenset[int]:
+        """The rows that are referred to more than once."""
+        trees = [spec for spec in self._specs if type(spec) is Tree]
+        specs = self._specs + [child for tree in trees for child in tree.children]
+        counts = collections.Counter([spec.index for spec in specs if type(spec) is Ref])
+        return frozenset(i for i, count in counts.items() if count > 1)
+
+    @property
+    def _specs(self) -> list[Spec]:
+        return [self.root, *(spec for row in self.rows if type(row) is NodeRow for _, spec in row.fields)]
 
     def _holds_data_only(self, tree: Tree) -> bool:
         """Whether there is no static value in a pytree, nor a List or Dict, which may hold some."""

@@ -7,10 +7,11 @@ it is certain that no structure has changed since it was made:
 1. ``table.stamp.valid`` is true: no object that the table describes has changed its structure (stamps.py).
 2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
    compared once per call, however many Modules refer to it.
-3. If the stamp is invalid because static values of some nodes have changed, only these nodes are described again, and
-   the table is *mended*. Layouts are interned, so toggling a flag and toggling it back leads to the first layout, and
-   so to the first compiled function. Such transitions are remembered (:class:`Variant`): when the nodes hold the very
-   same values as after an earlier transition, nothing is described.
+3. If the stamp is invalid because some nodes have changed, only these nodes are described again, and the table is
+   *mended*, provided that they differ in nothing but static values, or hold another Variable of the same type and
+   metadata. Layouts are interned, so toggling a flag and toggling it back leads to the first layout, and so to the
+   first compiled function. Such transitions are remembered (:class:`Variant`): when the nodes hold the very same values
+   as after an earlier transition, nothing is described.
 4. Otherwise the object is walked again.
 
 Dicts, lists and States in a pytree that is an attribute are no nodes; changes of them are found, too (foreign.py). A
@@ -24,6 +25,7 @@ A table does not refer to its root, so a dropped model is freed at once. Copies 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 import os
@@ -294,13 +296,14 @@ def _variant_now(table: LiveTable, root: Any, changed: Iterable[Node]) -> tuple[
     found = before.after(contents)
     if found is not None or root is None:
         return found
+    exchanged = _take_exchanged(table, changed)
     rows = _rows_with_other_statics(table, root, changed)
     if rows is None:
         return None
     layout = table.layout.with_rows(rows)
     variant = _variant_of(table, layout, {})
     specs = [spec for _, row in rows if isinstance(row, NodeRow) for _, spec in row.fields]
-    if not table.stamp.changed and all(type(spec) in (Ref, Const) for spec in specs):  # not to keep arrays alive
+    if not (exchanged or table.stamp.changed) and all(type(spec) in (Ref, Const) for spec in specs):  # keeps no arrays
         before.transitions = [*before.transitions[-_TRANSITIONS:], (contents, weakref.ref(variant))]
     return variant, layout
 
@@ -316,6 +319,35 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
         found = Variant(layout, shortcuts)
         table.variants.append(found)
     return found
+
+
+def _take_exchanged(table: LiveTable, changed: Iterable[Node]) -> bool:
+    """Take Variables into a table that have come in place of others like them; whether there are any.
+
+    A Variable that was, or is, in several places is not: that is another structure.
+    """
+    layout, walk, exchanged = table.layout, Walk(), False
+    for x in changed:
+        row, held = layout.rows[table.index[id(x)]], x._nnx_contents()
+        for name, spec in row.fields if isinstance(row, NodeRow) else ():
+            new = held.get(name)
+            if type(spec) is not Ref or not isinstance(new, Variable) or id(new) in table.index:
+                continue
+            i, stamp = spec.index, weakref.ref(table.stamp)
+            object.__setattr__(new, "_stamps", with_stamp(new._stamps, stamp))
+            if i in layout.shared or walk.variable_row(new, ()) != layout.rows[i] or type(new._cell) is not Cell:
+                continue
+            del table.index[id(table.objects[i])]
+            table.objects[i], table.index[id(new)] = new, i
+            place = bisect.bisect_left(layout.variables, i)
+            table.variables[place], table.cells[place] = new, new._cell
+            exchanged = True
+    if exchanged:  # what is kept of the former ones may be wrong, and would keep their arrays alive
+        table.serial, table.sharing = next(_serials), {}
+        for variant in table.variants:
+            variant.transitions = []
+            variant.shortcuts.clear()
+    return exchanged
 
 
 def _rows_with_other_statics(table: LiveTable, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:

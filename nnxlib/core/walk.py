@@ -180,7 +180,7 @@ class Walk:
         if isinstance(value, Variable):
             if self.stamp is not None:
                 object.__setattr__(value, "_stamps", with_stamp(value._stamps, self.stamp))
-            self.rows[number] = self._variable_row(value, path)
+            self.rows[number] = self.variable_row(value, path)
             self.cells[number] = value._cell
             return Ref(number)
         if self.stamp is not None:
@@ -203,7 +203,8 @@ class Walk:
             items = (((name,), held[name], None) for name in order)
         return _Frame(items, number, path, finish)
 
-    def _variable_row(self, variable: Variable, path: tuple) -> VariableRow:
+    def variable_row(self, variable: Variable, path: tuple) -> VariableRow:
+        """What is static about a Variable now."""
         kind = type(variable)
         if variable._metadata:
             metadata = Const.of_items(variable._metadata, (*path, "metadata"))

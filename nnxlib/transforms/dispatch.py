@@ -361,8 +361,8 @@ def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
 
 def _objects_in(leaves: Sequence[Any]) -> list[Any]:
     """All objects in the leaves of a call, by row."""
-    found = [y for x in leaves if is_node(x) for y in table_of(x).objects_with(x)]
-    return list({id(y): y for y in found}.values())
+    found = [table_of(x).objects_with(x) for x in leaves if is_node(x)]
+    return found[0] if len(found) == 1 else list({id(y): y for objects in found for y in objects}.values())
 
 
 # --- shortcuts ------------------------------------------------------------------------------------------------------

@@ -325,3 +325,147 @@ def test_a_change_that_was_seen_before_hides_no_other(change):
     for value in (1, 5) * 2:
         _flag_to(value)(m)
         assert layout_of(m) is pack(m).layout
+
+
+# --- a Variable in place of another ---------------------------------------------------------------------------------
+
+
+def _param(value=2.0):
+    return nnx.Param(jnp.full(2, value))
+
+
+def _by_attribute(m, x):
+    m.layers[0].w = x
+
+
+def _by_item(m, x):
+    m.few[0] = x
+
+
+def _by_key(m, x):
+    m.named["a"] = x
+
+
+def _through_vars(m, x):
+    vars(m.layers[1])["w"] = x
+
+
+class Whole(Net):
+    """Has Variables in a node, a List and a Dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.few = nnx.List([_param()])
+        self.named = nnx.Dict(a=_param())
+        del self.scale  # no array by itself, so calls have shortcuts
+
+
+EXCHANGES = [_by_attribute, _by_item, _by_key, _through_vars]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda f: f.__name__[1:])
+def test_a_variable_that_takes_the_place_of_another_is_taken_into_the_table(exchange):
+    """Nothing but the node that holds it is looked at, and the former one is given up at once."""
+    m = Whole()
+    table = table_of(m)
+    former = [weakref.ref(x) for x in table.variables]
+    layout = table.layout
+    exchange(m, _param(3.0))
+    assert table_of(m) is table
+    assert table.layout is layout is pack(m).layout
+    packed = pack(m)
+    assert all(a is b for a, b in zip(table.leaves(m), packed.leaves, strict=True))
+    assert all(a is b for a, b in zip(table.objects_with(m), packed.objects, strict=True))
+    assert table.index == {id(x): i for i, x in enumerate(packed.objects)}
+    assert sum(x() is None for x in former) == 1
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda f: f.__name__[1:])
+def test_jitted_calls_read_and_write_the_variable_that_is_there(exchange):
+    """Without another trace; also where a flag is toggled, and other Variables change, in between."""
+    m, traces = Whole(), []
+
+    @nnx.jit
+    def step(m):
+        traces.append(1)
+        for x in (m.layers[0].w, m.layers[1].w, m.few[0], m.named["a"]):
+            x.value = x.value + 1
+
+    for k in range(12):
+        new = _param(float(k))
+        exchange(m, new)
+        if k % 3 == 0:
+            m.layers[1].n = k
+        step(m)
+        if k % 4 == 0:
+            step(m)
+        assert new.value[0] == k + 1 + (k % 4 == 0)
+    assert len(traces) == 4  # one for each value of the flag
+
+
+OTHER_STRUCTURES = {
+    "type": lambda m: setattr(m.layers[0], "w", nnx.BatchStat(jnp.ones(2))),
+    "metadata": lambda m: setattr(m.layers[0], "w", nnx.Param(jnp.ones(2), tag=1)),
+    "sharing": lambda m: setattr(m.layers[0], "w", m.layers[1].w),
+    "one for two": lambda m: [setattr(x, "w", new) for new in [_param()] for x in m.layers],
+    "no longer shared": lambda m: setattr(m.few, "tied", None) or setattr(m.layers[0], "tied", _param()),
+    "turned": lambda m: [setattr(x, "w", y) for x, y in zip(m.layers, [m.layers[1].w, m.layers[0].w], strict=True)],
+    "another name": lambda m: (delattr(m.layers[0], "w"), setattr(m.layers[0], "v", _param())),
+    "node": lambda m: setattr(m.layers[0], "w", Layer()),
+    "array": lambda m: setattr(m.layers[0], "w", jnp.ones(2)),
+    "None": lambda m: setattr(m.layers[0], "w", None),
+    "order": lambda m: (vars(m.layers[0]).pop("n"), setattr(m.layers[0], "w", _param()), setattr(m.layers[0], "n", 1)),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_STRUCTURES)
+def test_an_exchange_that_changes_more_is_described_anew(change):
+    """The layout is that of a walk, before and after an exchange of its own."""
+    m = Whole()
+    m.layers[0].tied = m.layers[1].tied = _param()
+    if change == "no longer shared":
+        m.few.append(1)
+        OTHER_STRUCTURES[change] = lambda m: setattr(m.layers[0], "tied", _param())
+    before = layout_of(m)
+    OTHER_STRUCTURES[change](m)
+    assert (pack(m).layout is before) == (change == "turned")
+    for _ in range(3):
+        table, packed = table_of(m), pack(m)
+        assert table.layout is packed.layout
+        assert all(a is b for a, b in zip(table.objects_with(m), packed.objects, strict=True))
+        m.layers[1].w = _param()
+
+
+def test_a_variable_that_is_now_shared_with_another_argument_is_seen():
+    """What two arguments share is found out anew."""
+    a, b = Layer(), Layer()
+    step = nnx.jit(lambda a, b: (a.w.set_value(a.w + 1), b.w.set_value(b.w * 10))[0])
+    for _ in range(3):
+        step(a, b)
+    a.w = b.w = _param(1.0)
+    step(a, b)
+    assert a.w is b.w
+    assert b.w.value[0] == 20
+    b.w = _param(1.0)
+    step(a, b)
+    assert (a.w.value[0], b.w.value[0]) == (21, 10)
+
+
+def test_an_exchange_costs_the_same_in_a_large_model(unchecked):
+    """By assignment from outside, and by a jitted function that attaches a new Variable."""
+    outside, inside = [], []
+    for size in (10, 2000):
+        m = nnx.List([Layer() for _ in range(size)])
+        read = nnx.jit(lambda m: m[3].w.sum())
+        attach = nnx.jit(lambda m: setattr(m[2], "seen", nnx.Cache(m[2].w.sum())))
+
+        def assign(m=m, read=read):
+            m[3].w = _param()
+            read(m)
+
+        for call, counts in ((assign, outside), (lambda m=m, attach=attach: attach(m), inside)):
+            for _ in range(9):
+                call()
+            counts.append(min(count_calls(call) for _ in range(5)))  # one may be the check of use 16 or 32
+    assert outside[1] <= outside[0] + 2
+    assert inside[1] <= inside[0] + 2
