@@ -7,8 +7,8 @@ those who pass the whole tree.
 
 Two tables. The first compares libraries, for a step that touches few and one that touches none. The second is nnxlib
 alone, beside *exact* called in the same way: with the model in a dict, as a keyword, on a method, a bound method or a
-closure, with models taking turns, while other Modules are built and changed, with a Variable assigned or a Python
-attribute toggled in between, and from several threads.
+closure, with models taking turns, while other Modules are built and changed, with a Variable assigned or replaced
+or a Python attribute toggled in between, and from several threads.
 
     python -m benchmarks.few [--quick] [--results FOLDER]
 """
@@ -207,6 +207,15 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
         exact = Exact()
         return Prepared(partial(step, model), prepare), Prepared(exact, lambda: setattr(exact, "bias", value))
 
+    def replaced() -> tuple[Call, Call]:
+        model, value = model_of(variables), small()
+
+        def prepare() -> None:
+            model.layers[1].bias = nnxlib.Param(value)
+
+        exact = Exact()
+        return Prepared(partial(step, model), prepare), Prepared(exact, lambda: setattr(exact, "bias", value))
+
     def toggled() -> tuple[Call, Call]:
         model = model_of(variables)
         model.flag, count = True, 0
@@ -239,6 +248,7 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
         "two models in turns": in_turns(),
         "other Modules built, changed": others_change(),
         "a Variable assigned before": assigned(),
+        "a Variable replaced before": replaced(),
         "an attribute toggled each ten": toggled(),
         "from four threads": from_threads(),
         "donated": donated(),

@@ -107,7 +107,9 @@ class LiveTable:
 
     def objects_with(self, root: Any) -> list[Any]:
         """The objects by row."""
-        return [root, *self.objects[1:]]
+        objects = self.objects.copy()
+        objects[0] = root
+        return objects
 
 
 class Variant:
