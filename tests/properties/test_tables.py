@@ -1,0 +1,104 @@
+"""Programs that change a model between jitted calls: each call finds it as it is.
+
+A model keeps its table from call to call, which is mended or made anew after a change (core/tables.py). Drawn programs
+of changes and jitted calls must do what they do as plain Python, on one model that is passed whole.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nnxlib as nnx
+from nnxlib.core.graph import pack
+from nnxlib.core.tables import table_of
+
+
+class Layer(nnx.Module):
+    def __init__(self, seed):
+        self.weight = nnx.Param(jnp.float32(1 + seed))
+        self.total = nnx.Variable(jnp.float32(0))
+        self.several = nnx.List([nnx.Cache(jnp.float32(seed))])
+        self.flag = 1.0
+        self.other = None
+
+
+def read(layers, i, x):
+    return layers[i].weight.value * x * layers[i].flag
+
+
+def add(layers, i, x):
+    layers[i].total += read(layers, i, x)
+    for v in layers[i].several:
+        v.value = v + 1
+    return layers[i].total.value
+
+
+def attach(layers, i, x):
+    layers[i].total = nnx.Variable(layers[i].total + x)
+    layers[i].seen = nnx.Cache(x * layers[i].weight)
+    return layers[i].seen.value
+
+
+def replace(layers, i, x):
+    layers[i].weight = nnx.Param(layers[i].weight * 0.5)
+    return x
+
+
+CALLS = {f.__name__: (f, nnx.jit(f, static_argnums=1)) for f in (read, add, attach, replace)}
+
+
+def _tie(layers, i, j):
+    layers[i].weight = layers[j].weight
+
+
+def _turn(layers, i, j):
+    layers[i].total, layers[j].total = layers[j].total, layers[i].total
+
+
+CHANGES = {
+    "parameter": lambda layers, i, j: setattr(layers[i], "weight", nnx.Param(jnp.float32(j))),
+    "another type": lambda layers, i, j: setattr(layers[i], "weight", nnx.BatchStat(jnp.float32(j))),
+    "with metadata": lambda layers, i, j: setattr(layers[i], "weight", nnx.Param(jnp.float32(j), tag=j)),
+    "variable": lambda layers, i, j: setattr(layers[i], "total", nnx.Variable(jnp.float32(j))),
+    "item": lambda layers, i, j: layers[i].several.__setitem__(0, nnx.Cache(jnp.float32(j))),
+    "appended": lambda layers, i, j: layers[i].several.append(nnx.Cache(jnp.float32(j))),
+    "popped": lambda layers, i, j: len(layers[i].several) > 1 and layers[i].several.pop(),
+    "tied": _tie,
+    "turned": _turn,
+    "shared": lambda layers, i, j: setattr(layers[i], "other", layers[j].weight),
+    "alone": lambda layers, i, j: setattr(layers[i], "other", None),
+    "module": lambda layers, i, j: layers.__setitem__(i, Layer(j)),
+    "flag": lambda layers, i, j: setattr(layers[i], "flag", float(j)),
+    "value": lambda layers, i, j: setattr(layers[i].weight, "value", jnp.float32(j)),
+    "through vars": lambda layers, i, j: vars(layers[i]).update(weight=nnx.Param(jnp.float32(j))),
+    "several": lambda layers, i, j: [setattr(x, "weight", nnx.Param(jnp.float32(j))) for x in layers],
+    "one for all": lambda layers, i, j: [setattr(x, "weight", v) for v in [nnx.Param(jnp.float32(j))] for x in layers],
+}
+
+number = st.integers(0, 2)
+steps = st.one_of(
+    st.tuples(st.just(True), st.sampled_from(sorted(CALLS)), number, number),
+    st.tuples(st.just(False), st.sampled_from(sorted(CHANGES)), number, number),
+)
+
+
+@given(st.lists(steps, min_size=5, max_size=25))
+def test_a_model_that_changes_between_calls_is_seen_as_it_is(program):
+    """Outputs, values, structure, and the table itself."""
+    plain, jitted = (nnx.List([Layer(i) for i in range(3)]) for _ in range(2))
+    for is_call, name, i, j in program:
+        if not is_call:
+            CHANGES[name](plain, i, j)
+            CHANGES[name](jitted, i, j)
+            continue
+        eager, compiled = CALLS[name]
+        np.testing.assert_allclose(compiled(jitted, i, jnp.float32(j)), eager(plain, i, jnp.float32(j)), rtol=1e-5)
+        table, packed = table_of(jitted), pack(jitted)
+        assert table.layout is packed.layout
+        assert all(a is b for a, b in zip(table.objects_with(jitted), packed.objects, strict=True))
+        assert all(a is b for a, b in zip(table.leaves(jitted), packed.leaves, strict=True))
+        assert nnx.graphdef(plain) == nnx.graphdef(jitted)
+        for a, b in zip(jax.tree.leaves(nnx.state(plain)), jax.tree.leaves(nnx.state(jitted)), strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-5)
