@@ -31,4 +31,4 @@ def test_a_quick_run_fills_the_tables() -> None:
             assert {few.EXACT, few.ALL, few.LABELS[0]} <= set(cells)
     for table in (compared, microseconds, alone, calls):
         values = [float(text.replace(",", "")) for cells in table.cells.values() for text in cells.values()]
-        assert all(0 < value < math.inf for value in values)
+        assert all(0 <= value < math.inf for value in values)  # a ratio is 0.00 if the machine stalls in one of both
