@@ -31,20 +31,22 @@ def record(node: Any, name: str, variable: Variable, appends: bool = False) -> N
 
 
 def attribute_for(node: Any, name: str) -> str:
-    """The attribute to record under a name; if that is a method of the class, another attribute within a capture.
+    """The attribute to record under a name; another one within a capture, if the node has something else of that name.
 
     Raises:
       ValueError: if it is a method, outside of a capture.
     """
     inherited = inspect.getattr_static(type(node), name, None)
-    if not (inspect.isroutine(inherited) or isinstance(inherited, property)):
-        return name
-    if recorded_types() is None:
+    inherits = inspect.isroutine(inherited) or isinstance(inherited, property)
+    if recorded_types() is not None:
+        taken = inherits or (name in node._nnx_contents() and not is_recorded(node._nnx_marks, name))
+        return name + _ASIDE if taken else name
+    if inherits:
         raise UsageError(
             f"Expected the attribute {name!r} of {type(node).__name__} to be a Variable, got a "
             f"{type(inherited).__name__} of the class; choose another name to record under."
         )
-    return name + _ASIDE
+    return name
 
 
 def recorded_name(attribute: str) -> str:
@@ -52,7 +54,7 @@ def recorded_name(attribute: str) -> str:
     return attribute.removesuffix(_ASIDE)
 
 
-_ASIDE = "()"  # no method can have a name that ends so
+_ASIDE = "()"  # no method or attribute can have a name that ends so
 
 
 def recorded_in(node: Node) -> list[str]:

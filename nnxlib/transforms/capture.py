@@ -198,21 +198,19 @@ def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[St
 def _attach(module: Module, state: Any) -> list[tuple[Module, str]]:
     """Write a State into a Module; returns the attributes that were made, for Variables that it did not have."""
     attached = []
-    present = {path for path, _ in iter_graph(module)}
+    present = dict(iter_graph(module))
     for path, variable in state.flat_state():
-        if path in present:
-            update(module, State({}) | _nested(path, variable))
+        if path[:-1] not in present:
+            raise PathError(
+                f"nnx.capture(init=...) has a {type(variable).__name__} at {format_path(path)}, and "
+                f"{type(module).__name__} has no {format_path(path[:-1])}. Take the State from a capture of this "
+                "model."
+            )
+        owner: Any = present[path[:-1]]
+        name = attribute_for(owner, path[-1])
+        if (*path[:-1], name) in present:
+            update(module, State({}) | _nested((*path[:-1], name), variable))
         else:
-            if path[:-1] not in present:
-                raise PathError(
-                    f"nnx.capture(init=...) has a {type(variable).__name__} at {format_path(path)}, and "
-                    f"{type(module).__name__} has no {format_path(path[:-1])}. Take the State from a capture of this "
-                    "model."
-                )
-            owner: Any = module
-            for key in path[:-1]:
-                owner = getattr(owner, key) if isinstance(key, str) and not isinstance(owner, dict) else owner[key]
-            name = attribute_for(owner, path[-1])
             record(owner, name, variable.copy())
             attached.append((owner, name))
     return attached

@@ -382,3 +382,25 @@ def test_capture(name, twice):
         return CAPTURE[name](nnx, model), model
 
     same(script)
+
+
+@pytest.mark.parametrize("name", ["mean", "size", "place", "linear"])
+def test_capture_beside_attributes(name):
+    """What is recorded under the name of an attribute comes out, and the attribute stays."""
+
+    def script(nnx):
+        class Noted(nnx.Module):
+            def __init__(self):
+                self.mean, self.size, self.place = nnx.Variable(jnp.zeros(2)), 2, nnx.Intermediate(())
+                self.bias = nnx.Param(jnp.ones(2))
+                self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+            def __call__(self, x):
+                self.mean[...] += x.mean(0)
+                self.sow(nnx.Intermediate, name, x)
+                return self.perturb("bias", self.linear(x))
+
+        model = Noted()
+        return nnx.capture(model, nnx.Intermediate)(X), nnx.capture(model, nnx.Perturbation)(X), model
+
+    same(script)

@@ -603,3 +603,46 @@ def test_a_recording_hides_no_method():
         model(1.0)
     out, both = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)(1.0)
     assert both["features"].value == (2.0, 1.0, 2.0, 1.0)
+
+
+class Averaged(nnx.Module):
+    """Records under the names of its attributes: a statistic, a parameter, an array, a number, and a place for one."""
+
+    def __init__(self):
+        self.mean = nnx.Variable(jnp.zeros(2))
+        self.w = nnx.Param(jnp.full(2, 3.0))
+        self.x, self.size, self.seen = jnp.ones(2), 2, nnx.Intermediate(())
+
+    def __call__(self, x):
+        self.mean[...] += x
+        for name in ("mean", "x", "size", "seen"):
+            self.sow(nnx.Intermediate, name, x)
+        return self.perturb("w", self.w * x)
+
+
+@pytest.mark.parametrize("form", [lambda f: f, nnx.jit, nnx.remat], ids=["eager", "jit", "remat"])
+def test_a_recording_replaces_no_attribute(form):
+    """Within a capture, recordings and attributes of one name are apart; outside of one that is an error."""
+    model = Averaged()
+    out, zeros, recorded = form(lambda m, x: nnx.capture(m, nnx.Perturbation, nnx.Intermediate)(x))(model, X)
+    assert out.tolist() == [3.0, 6.0]
+    assert plain(zeros) == {"w": [0.0, 0.0]}
+    assert plain(recorded) == dict.fromkeys(("mean", "seen", "size", "x"), ([1.0, 2.0],))
+    assert plain(nnx.state(model)) == {"mean": [1.0, 2.0], "seen": (), "w": [3.0, 3.0], "x": [1.0, 1.0]}
+    grad = nnx.grad(lambda zeros, m: nnx.capture(m, nnx.Perturbation, init=zeros)(X)[0].sum())(zeros, model)
+    assert plain(grad) == {"w": [1.0, 1.0]}
+    assert set(vars(model)) == {"mean", "w", "x", "size", "seen"}
+    with pytest.raises(ValueError, match="Expected the attribute 'mean' of Averaged to be of type Intermediate"):
+        model(X)
+
+
+def test_a_recording_replaces_no_attribute_of_a_scanned_module():
+    """The recordings of the iterations are stacked beside the attribute."""
+    model = Averaged()
+
+    def forward(model, xs):
+        return nnx.scan(lambda m, x: (m, m(x)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(model, xs)[1]
+
+    _, recorded = nnx.capture(forward, nnx.Intermediate)(model, jnp.stack([X, 2 * X]))
+    assert plain(recorded)["mean"] == ([[1.0, 2.0], [2.0, 4.0]],)
+    assert model.mean.value.tolist() == [3.0, 6.0]
