@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.errors import ArgumentError, PrefixError
+from ..core.errors import AliasingError, ArgumentError, PrefixError
 from ..core.objects import Node, is_data
 from ..core.static import StaticArgument
 
@@ -47,6 +47,35 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
             break
     bound = tuple([x if is_data(x) else StaticArgument(x) for x in args])
     return f, bound, {name: x if is_data(x) else StaticArgument(x) for name, x in kwargs.items()}
+
+
+def or_closed_over(transform: Callable[[Callable], Callable], f: Callable) -> Callable:
+    """``transform(f)``; if what is bound to ``f`` shares with an argument that is treated otherwise, as a closure.
+
+    For ``nnx.grad(self.loss)(self.model)``: the model is differentiated, and ``self``, with the same model in it, is
+    constant.
+    """
+    transformed = transform(f)
+    _, bound, named = resolve(f)
+    if not isinstance(transformed, types.FunctionType) or not any(map(_is_packed, (*bound, *named.values()))):
+        return transformed
+
+    @functools.wraps(f, updated=())
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        return f(*args, **kwargs)
+
+    @functools.wraps(transformed)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return transformed(*args, **kwargs)
+        except AliasingError:
+            return transform(closure)(*args, **kwargs)
+
+    return call
+
+
+def _is_packed(x: Any) -> bool:
+    return not isinstance(x, StaticArgument)
 
 
 def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -38,6 +38,7 @@ from ..core.objects import Pytree, is_data, new_node
 from ..core.static import Const, StaticArgument
 from ..core.tracing import boundary
 from ..core.variables import MISSING
+from .callables import or_closed_over
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -87,7 +88,7 @@ def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
             if methods is not None and not is_class:
                 raise ArgumentError(f"methods={methods!r} is for a class of Modules, but got {f!r}.")
             if not (is_class and chosen):
-                made: Any = plain(f, *args[1:], **options)
+                made: Any = or_closed_over(lambda f: cast(Any, plain(f, *args[1:], **options)), f)
                 return boundary(made) if isinstance(made, types.FunctionType) else made
             return _rebound(f, lifted_class(wrapper, target, _options_by_method(chosen, given)))
 

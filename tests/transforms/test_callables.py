@@ -51,3 +51,68 @@ def test_a_node_that_cannot_be_called():
     """It says so, and what to do."""
     with pytest.raises(errors.ArgumentError, match=r"A Dict cannot be called; give its class a method __call__"):
         resolve(nnx.Dict(a=1))
+
+
+class Trainer(nnx.Module):
+    """Its methods are given what it holds."""
+
+    def __init__(self):
+        self.layer, self.scale, self.calls = Layer(), 3.0, nnx.Variable(jnp.array(0))
+        self.stack = nnx.vmap(lambda w: nnx.Dict(w=nnx.Param(w)))(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+
+    def loss(self, layer, x):
+        return (self.scale * layer(x) * self.layer(x)).sum()
+
+    def one(self, part, x):
+        return part["w"] * x + self.stack["w"].sum()
+
+    def step(self, x, part):
+        return part["w"] * x + self.stack["w"][0], self.scale
+
+    def counted(self, layer, x):
+        self.calls += 1
+        return layer(x).sum()
+
+
+@pytest.mark.parametrize("form", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("partial", [False, True], ids=["method", "partial"])
+def test_what_is_bound_may_hold_an_argument_that_is_treated_otherwise(form, partial):
+    """It is seen as by a closure then: whole and constant. JAX itself treats a bound method so."""
+
+    def bound(name):
+        return lambda t: functools.partial(getattr(Trainer, name), t) if partial else getattr(t, name)
+
+    x, trainer = jnp.array([1.0, 2.0]), Trainer()
+    value, grads = form(lambda t, x: nnx.value_and_grad(bound("loss")(t))(t.layer, x))(trainer, x)
+    assert (value.item(), grads.w.value.tolist()) == (15.0, [3.0, 12.0])
+    value, grads = form(lambda t, x: nnx.value_and_grad(bound("loss")(t))(layer=t.layer, x=x))(trainer, x)
+    assert grads.w.value.tolist() == [3.0, 12.0]
+    mapped = form(lambda t, x: nnx.vmap(bound("one")(t), in_axes=(0, None))(t.stack, x))(trainer, x)
+    assert mapped.tolist() == [[11.0, 14.0], [13.0, 18.0]]
+    scan = lambda f: nnx.scan(f, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    final, scales = form(lambda t, x: scan(bound("step")(t))(x, t.stack))(trainer, x)
+    assert (final.tolist(), scales.tolist()) == ([7.0, 26.0], [3.0, 3.0])
+
+
+def test_what_is_bound_is_written_unless_it_holds_an_argument_that_is_treated_otherwise():
+    """A closure cannot be written to; nothing is lost."""
+    x, trainer = jnp.ones(2), Trainer()
+    nnx.grad(trainer.counted)(Layer(), x)
+    assert trainer.calls.value.item() == 1
+    with pytest.raises(errors.TraceContextError, match=r"calls"):
+        nnx.grad(trainer.counted)(trainer.layer, x)
+    assert trainer.calls.value.item() == 1
+    assert nnx.remat(trainer.counted)(trainer.layer, x).item() == 2.0  # treated alike
+    assert trainer.calls.value.item() == 2
+
+
+def test_arguments_that_share_under_two_prefixes_are_refused_also_for_a_bound_method():
+    """The error counts the arguments of the call."""
+
+    class Two(nnx.Module):
+        def f(self, a, b):
+            return a["w"] + b["w"]
+
+    part = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    with pytest.raises(errors.AliasingError, match=r"args\[0\]\.w: 0, but args\[1\]\.w: None"):
+        nnx.vmap(Two().f, in_axes=(0, None))(part, part)
