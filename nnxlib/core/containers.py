@@ -2,7 +2,8 @@
 
 They behave like the built-in types. In addition they note every change, refuse a change under another trace, and turn
 plain lists and dicts that are put into them into List and Dict. A plain list or dict that is assigned to an attribute
-of a Module becomes one. A List may have attributes besides its items; the attributes of a Dict are its items.
+of a Module becomes one, unless it is declared data and holds arrays alone: then it stays a pytree. A List may have
+attributes besides its items; the attributes of a Dict are its items.
 """
 
 from __future__ import annotations

@@ -414,6 +414,30 @@ def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
     return value
 
 
+def holds_only_arrays(value: Any) -> bool:
+    """Whether ``value`` is a pytree of built-in containers around arrays, with at least one.
+
+    A list or dict of them that is declared data stays what it is: it is there for ``jax.tree.map`` over it and a batch
+    or a State, and JAX compares types.
+    """
+    stack, seen, arrays = [value], set(), 0
+    while stack:
+        x = stack.pop()
+        if type(x) is dict and len(set(map(type, x))) <= 1:  # JAX sorts the keys
+            stack += x.values()
+        elif type(x) is list or isinstance(x, tuple):
+            stack += x
+        elif is_array(x):
+            arrays += 1
+        elif x is not None:
+            return False
+        if type(x) in CONTAINERS:
+            if id(x) in seen:
+                return False  # it may contain itself
+            seen.add(id(x))
+    return arrays > 0
+
+
 def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | None = None) -> None:
     """Fill a new List or Dict with adopted items, and note which of them were declared data or static."""
     marks = {k: mark_of(x) for k, x in items.items() if declares(x)}
@@ -540,7 +564,8 @@ class HasAttributes(Node, _HasDict):
             value = value.metadata[_VALUE]
         kind = type(value)
         if (kind is list or kind is dict or kind is tuple) and type(getattr(type(self), name, None)) is not property:
-            value = adopt(value)
+            is_tree = explicit_mark(self, name) and holds_only_arrays(value)
+            value = value if is_tree else adopt(value)
         old = attributes_of(self).get(name, MISSING)
         try:
             _set(self, name, value)

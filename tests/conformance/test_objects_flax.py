@@ -417,3 +417,47 @@ def test_none_and_numbers_may_change():
         return m.x, hasattr(m, "y"), nnx.state(m.heads)
 
     ran(script)
+
+
+DECLARED = {
+    "a dict": lambda x: {"a": x, "b": 2 * x},
+    "a list": lambda x: [x, 2 * x],
+    "a dict of lists": lambda x: {"a": [x, x], "b": [x]},
+}
+
+USES = {
+    "map": lambda nnx, m, batch: jax.tree.map(jnp.add, m.buffer, batch),
+    "map the other way": lambda nnx, m, batch: jax.tree.map(jnp.add, batch, m.buffer),
+    "raw jit": lambda nnx, m, batch: jax.jit(lambda m, b: jax.tree.map(jnp.add, m.buffer, b))(m, batch),
+    "jit": lambda nnx, m, batch: nnx.jit(added)(m, batch),
+    "scan": lambda nnx, m, batch: nnx.scan(lambda m, i: (added(m, batch), i), in_axes=(nnx.Carry, 0))(m, jnp.arange(3)),
+    "cond": lambda nnx, m, batch: nnx.cond(jnp.array(True), added, lambda m, b: m, m, batch),
+    "fori_loop": lambda nnx, m, batch: nnx.fori_loop(0, 3, lambda i, m: added(m, batch), m),
+    "state": lambda nnx, m, batch: [path for path, _ in nnx.to_flat_state(nnx.state(m))],
+    "split and merge": lambda nnx, m, batch: nnx.merge(*nnx.split(m)).buffer,
+    "update": lambda nnx, m, batch: nnx.update(m, jax.tree.map(lambda x: 3 * x, nnx.state(m))),
+    "clone": lambda nnx, m, batch: nnx.clone(m).buffer,
+    "key paths": lambda nnx, m, batch: [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(m)],
+}
+
+
+def added(m, batch):
+    m.buffer = jax.tree.map(jnp.add, m.buffer, batch)
+    return m
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_declared_list_or_dict_of_arrays(name, use):
+    """It is a pytree like a batch, before and after, and has the type of one."""
+
+    def script(nnx):
+        class Held(nnx.Module):
+            def __init__(self):
+                self.buffer = nnx.data(DECLARED[name](jnp.arange(2.0)))
+
+        m = Held()
+        out = USES[use](nnx, m, DECLARED[name](jnp.ones(2)))
+        return out, m.buffer, str(jax.tree.structure(m.buffer))
+
+    ran(script)

@@ -586,3 +586,97 @@ def test_an_enum_of_strings_is_a_key():
     color = enum.StrEnum("Color", "RED BLUE")
     heads = nnx.Dict({color.RED: nnx.Param(1.0), color.BLUE: nnx.Param(2.0)})
     assert nnx.jit(lambda heads: heads[color.BLUE] * 2)(heads) == 4.0
+
+
+# --- declared as data -----------------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "dict": lambda x: {"a": x, "b": 2 * x},
+    "list": lambda x: [x, 2 * x],
+    "nested": lambda x: {"a": [x, (x, {"c": x}), None], "b": 3 * x},
+}
+
+
+class Holder(nnx.Module):
+    """A Module for one attribute."""
+
+
+def held(value):
+    m = Holder()
+    m.items = nnx.data(value)
+    return m
+
+
+def kinds(tree):
+    return jax.tree.structure(tree), [type(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_declared_list_or_dict_of_arrays_stays_a_pytree(name):
+    """So `jax.tree.map` takes it together with a batch, everywhere; it is no node."""
+    made, x = ARRAYS[name], jnp.arange(3.0)
+    batch = made(x)
+    add = lambda m, batch: setattr(m, "items", jax.tree.map(jnp.add, m.items, batch))
+    m = held(made(x))
+    assert kinds(m.items) == kinds(batch)
+    assert list(nnx.iter_children(m)) == []
+    add(m, batch)
+    nnx.jit(add)(m, batch)
+    m, _ = nnx.scan(lambda m, x: (m, add(m, x)), in_axes=(nnx.Carry, 0))(m, jax.tree.map(lambda x: x[None], batch))
+    nnx.cond(jnp.array(True), add, lambda m, batch: None, m, batch)
+    nnx.fori_loop(0, 2, lambda i, m: (add(m, batch), m)[1], m)
+    m = nnx.clone(nnx.merge(*nnx.split(m)))
+    assert kinds(m.items) == kinds(batch)
+    for found, expected in zip(jax.tree.leaves(m.items), jax.tree.leaves(batch), strict=True):
+        assert (found == 7 * expected).all()
+
+
+@pytest.mark.parametrize("name", ["dict", "list"])
+def test_changes_of_a_declared_list_or_dict_of_arrays_are_seen(name):
+    """Of items and of the whole; inside a jitted function they are carried out, also by a closure."""
+    x, key = jnp.arange(3.0), "a" if name == "dict" else 0
+    m = held(ARRAYS[name](x))
+    total = nnx.jit(lambda m: sum(x.sum() for x in jax.tree.leaves(m.items)))
+    assert [total(m).item() for _ in range(3)] == [9.0] * 3
+    m.items[key] = 10 * x
+    assert total(m) == 36.0
+    m.items.update(z=x) if name == "dict" else m.items.append(x)
+    assert total(m) == 39.0
+
+    @nnx.jit
+    def double():
+        m.items[key] = 2 * m.items[key]
+
+    double(), double()
+    assert total(m) == 129.0
+    nnx.update(m, jax.tree.map(jnp.zeros_like, nnx.state(m)))
+    assert total(m) == 0.0
+    m.items = ARRAYS[name](x)  # the declaration holds for what is assigned later
+    assert type(m.items) is (dict if name == "dict" else list)
+    assert total(m) == 9.0
+    with pytest.raises(ZeroDivisionError):
+        nnx.jit(lambda m: (m.items.clear(), 1 / 0))(m)
+    assert total(m) == 9.0
+
+
+OTHERS = {
+    "empty": dict,
+    "a Module": lambda: [nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2)],
+    "a Variable": lambda: {"a": param(), "b": jnp.ones(2)},
+    "a setting": lambda: {"a": jnp.ones(2), "b": 3},
+    "the same list twice": lambda: [[jnp.ones(2)]] * 2,
+    "mixed keys": lambda: {"a": jnp.ones(2), 1: jnp.ones(2)},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_declared_lists_and_dicts_become_nodes(name):
+    """If they hold, or may come to hold, objects or settings."""
+    assert isinstance(held(OTHERS[name]()).items, nnx.List | nnx.Dict)
+
+
+def test_a_declared_list_that_contains_itself():
+    x = [jnp.ones(2)]
+    x.append(x)
+    m = held(x)
+    assert m.items[1] is m.items
