@@ -13,8 +13,8 @@ from ..core.objects import Node
 from ..core.variables import Variable
 
 OF_GRAPHS = {  # the functions that take a graph, and the number of that argument
-    **dict.fromkeys("as_abstract clone flatten graphdef iter_graph iter_modules reseed split state unpack".split(), 0),
-    **dict.fromkeys(["view", "view_info", "with_attributes"], 0),
+    **dict.fromkeys("as_abstract clone flatten graphdef iter_children iter_graph iter_modules reseed".split(), 0),
+    **dict.fromkeys("split state unpack view view_info with_attributes".split(), 0),
     **dict.fromkeys(["map", "recursive_map"], 1),
 }
 

@@ -227,6 +227,7 @@ def test_streams_are_exchanged_in_a_copy_in_tree_mode(options):
     [
         *(nnx.split, nnx.state, nnx.graphdef, nnx.clone, nnx.graphlib.flatten, nnx.unpack, nnx.view, nnx.as_abstract),
         lambda x, **graph: list(nnx.iter_graph(x, **graph)),
+        lambda x, **graph: list(nnx.iter_children(x, **graph)),
         lambda x, **graph: nnx.recursive_map(lambda path, x: x, x, **graph),
     ],
 )
