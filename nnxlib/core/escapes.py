@@ -3,10 +3,15 @@
 Arrays, Variables and nodes come out of a trace by way of the table, if nnxlib can find them. A static value comes out
 as it is, and may refer to a tracer or to a fresh object where it cannot be replaced: in the closure of a function, in a
 partial, in the attributes of an object. A live object would then hold it, so a transform refuses such values.
+
+A function that belongs to a new object is often called while that is made and never again: an initializer whose scale
+was computed. So models whose layers keep theirs can be made in a trace. The function itself does not come out of it,
+which would keep the trace alive, but an :class:`Ended`, which says so if it is called.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable
@@ -16,7 +21,7 @@ from .errors import TraceContextError, describe, place_of
 from .graph import After
 from .inputs import peek
 from .objects import Node
-from .rows import NodeRow
+from .rows import NodeRow, Row
 from .static import ATOMS, Const
 from .tracing import in_current_trace
 from .variables import Variable
@@ -24,45 +29,82 @@ from .variables import Variable
 _MOST = 10_000  # objects to visit for one value: it may refer to half of a program
 
 
-def check_contained(after: After, borrowed: Iterable[Any]) -> None:
-    """Check that no static value refers to a tracer of the running trace, or to an object that was made in it.
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """Stands for a function that referred to what has ended with a trace; calls raise :class:`TraceContextError`."""
+
+    message: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TraceContextError(self.message)
+
+
+def contained(after: After, old: int, borrowed: Iterable[Any]) -> After:
+    """The table at the end of a trace, without static values that refer to its tracers or to objects made in it.
 
     Args:
-      after: the table at the end of the trace.
+      after: the table, as it is.
+      old: how many of its rows are those of the caller's objects; those that follow are of new ones.
       borrowed: live objects that running traces have borrowed, so they may hold tracers.
 
     Raises:
-      TraceContextError: naming the path of the value.
+      TraceContextError: naming the path of a value that is not a function of a new object.
     """
-    seen = {id(x): x for x in borrowed}  # not looked into, since they are restored
-    inside = {id(x) for x in after.walk.objects} - seen.keys()
+    clean = {id(x): x for x in borrowed}  # not looked into, since they are restored
+    inside = {id(x) for x in after.walk.objects} - clean.keys()
+
+    rows: dict[int, Row] = {}
     for i, row in enumerate(after.rows):
+        ended: dict[Any, Const] = {}
         for name, spec in row.fields if isinstance(row, NodeRow) else (("metadata", row.metadata),):
-            if type(spec) is Const and type(spec.value) not in ATOMS and id(spec.value) not in seen:
-                found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, seen)
-                if found is not None:
-                    where = place_of((*after.walk.paths[i], name))
-                    raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=describe(found)))
+            if not isinstance(spec, Const) or type(spec.value) in ATOMS:
+                continue
+            found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, clean)
+            if found is not None:
+                where, what = place_of((*after.walk.paths[i], name)), describe(found)
+                if i < old or not isinstance(row, NodeRow) or not callable(spec.value):
+                    raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=what) + _INSTEAD)
+                ended[name] = Const.of(Ended(_ENDED.format(where=where, name=_name(spec.value), what=what) + _INSTEAD))
+        if ended and isinstance(row, NodeRow):
+            rows[i] = row._replace(fields=tuple([(name, ended.get(name, spec)) for name, spec in row.fields]))
+    if not rows:
+        return after
+    changed = tuple([(i, rows.get(i, row)) for i, row in after.delta.rows])
+    every = [rows.get(i, row) for i, row in enumerate(after.rows)]
+    return after._replace(rows=every, delta=after.delta._replace(rows=changed))
 
 
 _ESCAPES = """\
 The static value at {where} ({value!r:.80}) refers to a value of the JAX transformation that is running ({what}), \
-which ends with it. Nothing has been written.
+which ends with it. Nothing has been written."""
+_ENDED = """\
+The function {name} at {where} refers to a value of the JAX transformation in which it was made ({what}). That has \
+ended, so it cannot be called any more."""
+_INSTEAD = """
 Write a function that uses `self` as a method of the class; keep arrays in attributes of a Module, or bind them with \
 jax.tree_util.Partial. An optimizer keeps a hyperparameter in its state: make it of a number, by \
 optax.inject_hyperparams(optax.adam)(learning_rate=0.1), and set opt_state.hyperparams['learning_rate'].value."""
 
 
-def _find(value: Any, escapes: Callable[[Any], bool], seen: dict[int, Any]) -> Any:
-    """The first object reached from ``value`` for which ``escapes`` is true; None if there is none."""
-    stack, most = [value], len(seen) + _MOST
-    while stack and len(seen) < most:
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _find(value: Any, escapes: Callable[[Any], bool], clean: dict[int, Any]) -> Any:
+    """The first object reached from ``value`` for which ``escapes`` is true; None if there is none.
+
+    What is reached without finding any is noted in ``clean``, and is not looked into again.
+    """
+    seen: dict[int, Any] = {}
+    stack, most = [value], len(clean) + _MOST
+    while stack and len(clean) + len(seen) < most:
         value = stack.pop()
-        if id(value) not in seen:
+        if id(value) not in seen and id(value) not in clean:
             seen[id(value)] = value
             if escapes(value):
                 return value
             stack.extend(_parts(value))
+    clean |= seen
     return None
 
 

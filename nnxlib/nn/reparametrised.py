@@ -22,7 +22,7 @@ from jax.tree_util import all_leaves
 from ..core.calls import ObjectList, entering, inside, listened, listening
 from ..core.containers import Dict
 from ..core.errors import EmptySelectionError, UsageError, describe, format_path
-from ..core.escapes import check_contained
+from ..core.escapes import contained
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.graph import Delta, build, commit, diff
 from ..core.iteration import iter_graph
@@ -86,8 +86,7 @@ def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: lis
     with listening(inside(layout, objects, depth=0)):
         out = call(objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
-        after = diff(layout, leaves, objects, out)
-        check_contained(after, ())
+        after = contained(diff(layout, leaves, objects, out), len(layout.rows), ())
         return commit(layout, after.delta, after.leaves, live)
     values = [objects[i].get_raw_value() for i in layout.variables]
     changed = [k for k, value in enumerate(values) if value is not leaves[k]]

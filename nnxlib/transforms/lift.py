@@ -33,7 +33,7 @@ from ..core.calls import inside, listening, recorded_types, repeated
 from ..core.cells import Cell, new_cell
 from ..core.closures import all_borrowed, borrowable, borrowed, watching
 from ..core.errors import place_of
-from ..core.escapes import check_contained
+from ..core.escapes import contained
 from ..core.graph import After, Delta, Packed, build, commit, diff
 from ..core.inputs import AbsentInput, Input, is_read, lend
 from ..core.layout import Layout
@@ -123,8 +123,8 @@ def cross(
             out = f(*args, **kwargs)
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
         after = diff(layout, leaves, objects, part(out), {*forced, *edited})
-        check_contained(after, all_borrowed())  # or a static value could take a tracer out of the trace
-        return out, after
+        # a static value could take a tracer out of the trace
+        return out, contained(after, len(layout.rows), all_borrowed())
 
 
 def _same_pytree(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> bool:
