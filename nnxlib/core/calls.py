@@ -20,6 +20,7 @@ argument of the transform. An object that can be reached by several paths has th
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -110,7 +111,7 @@ class Listener:
         path = self.find(module)
         if path is not None:
             return path
-        callers = [caller for caller, _ in self.stack if caller is not module]
+        callers = list(itertools.takewhile(lambda caller: caller is not module, [caller for caller, _ in self.stack]))
         outside = self.path_of(callers[-1]) if callers else self.base() if self.base is not None else None
         return () if outside is None else (*outside, type(module).__name__)
 

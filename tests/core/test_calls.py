@@ -145,6 +145,22 @@ def test_modules_made_inside():
     assert scopes(lambda m, x: m.lazy(x), nnx.Dict(lazy=Lazy()), X)["sin"] == ["lazy/made", "lazy/Layer"]
 
 
+class Rebuilding(nnx.Module):
+    """Calls its parts as new Modules, made of their states, as code does that scans over layers by itself."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def __call__(self, x):
+        return nnx.merge(*nnx.split(self.part))(x)
+
+
+def test_modules_rebuilt_within_modules_rebuilt_inside():
+    """Each that is part of nothing known is named below its caller, however deep."""
+    found = scopes(lambda x: Rebuilding(Rebuilding(Rebuilding(Layer())))(x), X)
+    assert found["sin"] == ["Rebuilding/Rebuilding/Rebuilding/Layer"]
+
+
 def test_a_module_called_twice():
     """The same path at each call."""
     assert scopes(lambda m, x: m.block(m.block(x)), Net(), X)["sin"] == [
