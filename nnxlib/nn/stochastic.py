@@ -53,6 +53,7 @@ class Dropout(Module):
     """
 
     rngs: RngStream | None
+    axis_name: str | None = None  # also of a subclass with a constructor of its own
 
     def __init__(
         self,

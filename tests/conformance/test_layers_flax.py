@@ -532,3 +532,35 @@ def test_group_norm_over_some_spatial_axes_differs_on_purpose():
     expected = (centred / np.sqrt((centred**2).mean((1, 4), keepdims=True) + 1e-6)).reshape(x.shape)
     np.testing.assert_allclose(run(nnx), expected, atol=1e-5)
     assert not np.allclose(run(flax), expected, atol=1e-2)
+
+
+# --- subclasses -----------------------------------------------------------------------------------------------------
+
+ARGUMENTS = {
+    "Linear": (2, 3),
+    "LinearGeneral": (2, 3),
+    "Einsum": ("ab,bc->ac", (2, 3), (3,)),
+    "Embed": (3, 2),
+    "Conv": (2, 3, (3,)),
+    "ConvTranspose": (2, 3, (3,)),
+    "BatchNorm": (3,),
+    "LayerNorm": (3,),
+    "RMSNorm": (3,),
+    "GroupNorm": (4, 2),
+    "InstanceNorm": (3,),
+    "Dropout": (0.1,),
+    "MultiHeadAttention": (2, 4),
+    "LoRA": (2, 2, 2),
+    "LSTMCell": (2, 3),
+    "OptimizedLSTMCell": (2, 3),
+    "GRUCell": (2, 3),
+    "SimpleCell": (2, 3),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_subclass_with_a_constructor_of_its_own_sets_all_that_the_methods_need(name):
+    """A layer has no attribute that flax.nnx's lacks, unless the class has a default for it."""
+    ours, theirs = (getattr(lib, name)(*ARGUMENTS[name], rngs=lib.Rngs(0)) for lib in (nnx, flax))
+    own = [attribute for attribute in vars(ours) if attribute not in vars(theirs)]
+    assert [a for a in own if not a.startswith("_") and not hasattr(type(ours), a)] == []

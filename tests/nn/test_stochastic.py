@@ -51,6 +51,17 @@ def test_the_layer_keeps_a_fork_of_its_stream():
     assert [int(rngs[name].count.value) for name in ("dropout", "noise", "default")] == [1, 1, 0]
 
 
+def test_a_subclass_may_set_the_attributes_itself():
+    """A constructor of its own sets those of flax.nnx's Dropout; the stream may be an Rngs."""
+
+    class Dropout(nnx.Dropout):
+        def __init__(self, rate, rngs):
+            self.rate, self.broadcast_dims, self.deterministic = rate, (), False
+            self.rng_collection, self.rngs = "dropout", rngs.fork()
+
+    np.testing.assert_array_equal(Dropout(0.5, nnx.Rngs(0))(jnp.ones(64)), make()(jnp.ones(64)))
+
+
 def test_broadcast_dims_share_one_fate():
     """Along them all elements are kept or dropped together."""
     mask = dropped(make(broadcast_dims=(0, -1))(jnp.ones((4, 50, 3))))
