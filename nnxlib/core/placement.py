@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -79,7 +80,8 @@ def logical_axis_rules(rules: Rules):
         without a rule left is not sharded. A name that no rule mentions is the name of a mesh axis itself.
 
     Rules within rules replace them. A Variable may have rules of its own, which come first: metadata
-    ``sharding_rules``.
+    ``sharding_rules``. Where there are none, those of ``flax.linen.logical_axis_rules`` hold, but what has been
+    compiled under others is not traced again.
 
     >>> import nnxlib as nnx, jax
     >>> kernel = nnx.Param(jax.numpy.ones((2, 3)), out_sharding=('embed', 'mlp'))
@@ -105,10 +107,16 @@ def spec_of(metadata: Mapping[str, Any]) -> PartitionSpec | None:
         return None
     if isinstance(names, NamedSharding):
         return names.spec
-    rules = (*(metadata.get("sharding_rules") or ()), *_settings.value[1])
+    rules = (*(metadata.get("sharding_rules") or ()), *(_settings.value[1] or _rules_of_linen()))
     if isinstance(names, PartitionSpec) and not rules:
         return names
     return _translated([names] if isinstance(names, str) else names, rules)
+
+
+def _rules_of_linen() -> Rules:
+    """The rules set by ``flax.linen.logical_axis_rules``, which code that also uses Linen sets once for both."""
+    linen = sys.modules.get("flax.core.spmd")  # not imported: if flax is not in use, nobody has set any
+    return getattr(linen, "get_logical_axis_rules", tuple)()
 
 
 def _asked(metadata: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import nnxlib
 
 pytest.importorskip("flax", reason="flax is not installed (it is not, where it would change the version of JAX)")
 
+import flax.linen
 import flax.nnx
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # flax warns of its own deprecated names
@@ -101,6 +102,28 @@ def test_eager_sharding():
         return [*found, nnx.using_eager_sharding()]
 
     assert same(script)[1] == PartitionSpec("data", "model")
+
+
+def test_rules_of_linen():
+    """Code that uses Linen as well sets the rules by its function; rules of nnx.logical_axis_rules come before."""
+
+    def script(nnx):
+        def spec():
+            param = nnx.Param(jnp.ones((4, 4)), out_sharding=("embed", "mlp"))
+            found = [
+                param.get_value().sharding.spec,
+                *values(nnx, nnx.get_partition_spec(nnx.State({"a": param}))).values(),
+            ]
+            return [*found, *values(nnx, nnx.get_named_sharding(nnx.State({"a": param}), MESH)).values()]
+
+        with jax.set_mesh(MESH), flax.linen.logical_axis_rules((("embed", "data"), ("mlp", "model"))):
+            found = spec()
+            with nnx.logical_axis_rules((("embed", "model"), ("mlp", "data"))):
+                return found, spec()
+
+    found, within = same(script)
+    assert found == [PartitionSpec("data", "model")] * 3
+    assert within == [PartitionSpec("model", "data")] * 3
 
 
 def test_abstract_models():
