@@ -14,13 +14,6 @@ from .core import errors as errors
 from .core.calls import use_name_scopes as use_name_scopes
 from .core.containers import Dict as Dict
 from .core.containers import List as List
-from .core.contexts import MergeContext as MergeContext
-from .core.contexts import SplitContext as SplitContext
-from .core.contexts import UpdateContext as UpdateContext
-from .core.contexts import current_update_context as current_update_context
-from .core.contexts import merge_context as merge_context
-from .core.contexts import split_context as split_context
-from .core.contexts import update_context as update_context
 from .core.errors import TraceContextError as TraceContextError
 from .core.filters import All as All
 from .core.filters import Any as Any
@@ -182,9 +175,6 @@ from .transforms.branch import switch as switch
 from .transforms.capture import capture as capture
 from .transforms.custom import custom_jvp as custom_jvp
 from .transforms.custom import custom_vjp as custom_vjp
-from .transforms.extract import NodeStates as NodeStates
-from .transforms.extract import from_tree as from_tree
-from .transforms.extract import to_tree as to_tree
 from .transforms.general import checkify as checkify
 from .transforms.general import make_jaxpr as make_jaxpr
 from .transforms.general import named_call as named_call
@@ -197,7 +187,6 @@ from .transforms.jit import jit as jit
 from .transforms.lift import lift as lift
 from .transforms.loops import fori_loop as fori_loop
 from .transforms.loops import while_loop as while_loop
-from .transforms.map_variables import map_variables as map_variables
 from .transforms.metadata import add_metadata_axis as add_metadata_axis
 from .transforms.metadata import transform_metadata as transform_metadata
 from .transforms.partials import cached_partial as cached_partial
@@ -241,6 +230,13 @@ if _typing.TYPE_CHECKING:
     from .compat import variablelib as variablelib
     from .compat import visualization as visualization
     from .core import traversals as traversals
+    from .core.contexts import MergeContext as MergeContext
+    from .core.contexts import SplitContext as SplitContext
+    from .core.contexts import UpdateContext as UpdateContext
+    from .core.contexts import current_update_context as current_update_context
+    from .core.contexts import merge_context as merge_context
+    from .core.contexts import split_context as split_context
+    from .core.contexts import update_context as update_context
     from .inspection.diff import Diff as Diff
     from .inspection.diff import Difference as Difference
     from .inspection.diff import diff as diff
@@ -271,13 +267,23 @@ if _typing.TYPE_CHECKING:
     from .training.metrics import MultiMetric as MultiMetric
     from .training.train_state import TrainState as TrainState
     from .transforms import extract as extract
+    from .transforms.extract import NodeStates as NodeStates
+    from .transforms.extract import from_tree as from_tree
+    from .transforms.extract import merge_inputs as merge_inputs
+    from .transforms.extract import split_inputs as split_inputs
+    from .transforms.extract import to_tree as to_tree
     from .transforms.functional import functional as functional
+    from .transforms.map_variables import map_variables as map_variables
 else:
     _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
     _LORA = ("LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "add_lora", "merge_lora")
+    _CONTEXTS = ("merge_context", "split_context", "update_context", "current_update_context")
     _LATER = {  # not all programs use these: each is imported when it is first asked for
         **dict.fromkeys(("Diff", "Difference", "diff"), ".inspection.diff"),
         **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
+        **dict.fromkeys((*_CONTEXTS, "MergeContext", "SplitContext", "UpdateContext"), ".core.contexts"),
+        **dict.fromkeys(("NodeStates", "from_tree", "merge_inputs", "split_inputs", "to_tree"), ".transforms.extract"),
+        "map_variables": ".transforms.map_variables",
         **dict.fromkeys(_CELLS, ".nn.recurrent"),
         **dict.fromkeys(_LORA, ".nn.lora"),
         **dict.fromkeys(("Metric", "MultiMetric"), ".training.metrics"),

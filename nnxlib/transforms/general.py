@@ -14,8 +14,6 @@ from ..core.tables import pack_call
 from ..core.variables import MISSING
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
-from .extract import merge_inputs as merge_inputs
-from .extract import split_inputs as split_inputs
 from .lift import Arguments, Crossing, lift
 
 
@@ -128,3 +126,11 @@ def named_call(f: Callable = MISSING, *, name: str | None = None) -> Callable:
             return f(*args, **kwargs)
 
     return wrapped
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("merge_inputs", "split_inputs"):  # flax.nnx has them in this file; few programs use them
+        from . import extract
+
+        return getattr(extract, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
