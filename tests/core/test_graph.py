@@ -10,18 +10,7 @@ from nnxlib.core.graph import Delta, build, check_commit, commit, diff, pack
 from nnxlib.core.rows import LEAF, SAME, NodeRow, Ref, VariableRow
 from nnxlib.core.static import Const
 
-
-class Embed(nnx.Module):
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.ones(2))
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        self.embed = Embed()
-        self.scale = 0.5
-        self.tied = self.embed
-        self.table = jnp.zeros(3)
+from .tied import Embed, Net
 
 
 def run(f, m):

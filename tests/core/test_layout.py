@@ -9,18 +9,7 @@ import jax.numpy as jnp
 import nnxlib as nnx
 from nnxlib.core.graph import pack
 
-
-class Embed(nnx.Module):
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.ones(2))
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        self.embed = Embed()
-        self.scale = 0.5
-        self.tied = self.embed
-        self.table = jnp.zeros(3)
+from .tied import Embed, Net
 
 
 def test_leaves_are_variables_then_arrays_then_those_of_the_pytree():

@@ -79,7 +79,7 @@ CHANGES = {
     "statistic": _replace(nnx.BatchStat),
     "parameter": _replace(nnx.Param),
     "metadata": lambda blocks, i, j: blocks[i].weight.set_metadata(tag=j),
-    "dtype": _replace(lambda x: nnx.Param(x.astype(jnp.float16).astype(jnp.float32) + jnp.float16(0))),
+    "rounded": _replace(lambda x: nnx.Param(x.astype(jnp.float16).astype(jnp.float32))),
     "shape": _replace(lambda x: nnx.Param(jnp.broadcast_to(x.mean(), (2,)))),
     "scalar": _replace(lambda x: nnx.Param(x.mean())),
     "shared Variable": lambda blocks, i, j: setattr(blocks[i], "weight", blocks[j].weight),

@@ -12,14 +12,7 @@ from nnxlib.transforms.labels import join_lanes, label_arguments, labels_after, 
 from nnxlib.transforms.lift import Arguments
 from nnxlib.transforms.prefixes import PrefixMapping, broadcast_prefix
 
-
-class Net(nnx.Module):
-    def __init__(self):
-        self.a = nnx.Param(jnp.zeros(1))
-        self.stat = nnx.BatchStat(jnp.zeros(1))
-        self.array = jnp.zeros(2)
-        self.static = "s"
-
+from .kinds import Net
 
 # --- labels of leaves -----------------------------------------------------------------------------------------------
 

@@ -9,14 +9,7 @@ from nnxlib.core.errors import FilterOrderError, InvalidFilterError, PrefixError
 from nnxlib.core.filters import PathIn
 from nnxlib.transforms.prefixes import PrefixMapping, broadcast_prefix
 
-
-class Net(nnx.Module):
-    def __init__(self):
-        self.a = nnx.Param(jnp.zeros(1))
-        self.stat = nnx.BatchStat(jnp.zeros(1))
-        self.array = jnp.zeros(2)
-        self.static = "s"
-
+from .kinds import Net
 
 # --- mappings -------------------------------------------------------------------------------------------------------
 
