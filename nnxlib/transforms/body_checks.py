@@ -1,13 +1,15 @@
 """Checks of bodies: what the body of a loop or a branch may not change, and the messages.
 
-All branches must make the same changes of structure. The body of a loop may only change values, and must keep the
-types of what it carries. Each message names the path of the attribute, and what it was and became.
+All branches must make the same changes of structure. The body of a loop may only change values, and put objects in the
+places of others of the same structure; and it must keep the types of what it carries. Each message names the path of
+the attribute, and what it was and became.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +60,8 @@ class Recording(NamedTuple):
     row: int  # of the Variable
 
 
-def structural_changes(layout: Layout, body: Body) -> list[Change]:
-    """The changes that a body made to the objects it was given, except for values."""
+def structural_changes(layout: Layout, body: Body, replaced: Mapping[int, int] = MappingProxyType({})) -> list[Change]:
+    """The changes that a body made to the objects it was given, except for values and for ``replaced`` objects."""
     changes: list[Change] = []
     new = {i: row.type for i, row in body.delta.rows if i >= len(layout.rows)}
     for i, row in structural_rows(layout, body).items():
@@ -70,7 +72,8 @@ def structural_changes(layout: Layout, body: Body) -> list[Change]:
             changes.append(Change(i, path, "its type or metadata", added=False))
         elif isinstance(row, NodeRow) and isinstance(old, NodeRow):
             recorded = _recordings(i, row, new)
-            found = _field_changes(i, path, old, row, functools.partial(_describe_field, layout))
+            describe = functools.partial(_describe_field, layout)
+            found = _field_changes(i, path, old, _with_old(row, replaced), describe)
             changes += [x._replace(recorded=recorded.get(x.path[-1])) if x.added else x for x in found]
     return changes
 
@@ -119,25 +122,39 @@ def _field_changes(
     return changes
 
 
+def _with_old(row: NodeRow, replaced: Mapping[int, int]) -> NodeRow:
+    """A row that refers to the old objects in place of those that replace them."""
+
+    def translated(spec: Spec) -> Spec:
+        if isinstance(spec, Ref):
+            return Ref(replaced.get(spec.index, spec.index))
+        return spec._replace(children=tuple(map(translated, spec.children))) if isinstance(spec, Tree) else spec
+
+    return row._replace(fields=tuple([(name, translated(spec)) for name, spec in row.fields])) if replaced else row
+
+
 def successors(
-    layout: Layout, body: Body, pairs: Sequence[tuple[Spec, Spec]], kept: Sequence[Spec] = ()
+    layout: Layout,
+    body: Body,
+    pairs: Sequence[tuple[Spec, Spec]],
+    is_free: Callable[[int], bool] = lambda row: False,
 ) -> dict[int, int] | None:
-    """The new objects that a body returns in place of those it was given: row of the new one -> row of the old one.
+    """The new objects that a body leaves in place of those it was given: row of the new one -> row of the old one.
 
     A loop can go on with new objects if they have the structure of the old ones, and no old one is used any longer.
 
     Args:
       layout: of what the body is given.
       body: traced on this layout.
-      pairs: the specs that went in and came out, of each part that must keep its structure.
-      kept: the specs of what else each iteration is given, unchanged.
+      pairs: the specs of all that each iteration is given, and of what the next one is given in its place.
+      is_free: whether the structure of an object, by row, may change, as it is another one in each iteration.
 
     Returns:
       None if the structure differs, or if an object is both replaced and kept.
     """
     new, n = dict(body.delta.rows), len(layout.rows)
     found: dict[int, int] = {}
-    stack = [*pairs, *((spec, spec) for spec in kept)]
+    stack = list(pairs)
     while stack:
         a, b = stack.pop()
         if isinstance(a, Ref) and isinstance(b, Ref):
@@ -146,14 +163,15 @@ def successors(
                     return None
                 continue
             found[b.index] = a.index
-            old = layout.rows[a.index]
-            row = old if a == b else new[b.index] if b.index >= n else None
+            old, kept = layout.rows[a.index], a == b
+            row = old if kept and is_free(a.index) else new.get(b.index, old) if kept or b.index >= n else None
             if isinstance(old, NodeRow) and isinstance(row, NodeRow):
                 before, after = dict(old.fields), dict(row.fields)
-                if old._replace(fields=()) != row._replace(fields=()) or before.keys() != after.keys():
+                if not kept and (old._replace(fields=()) != row._replace(fields=()) or before.keys() != after.keys()):
                     return None
-                stack += [(before[name], after[name]) for name in before]
-            elif old != row:
+                left = [(spec, after[name]) for name, spec in before.items() if name in after]
+                stack += [(spec, spec if now is SAME else now) for spec, now in left]
+            elif not kept and old != row:
                 return None
         elif isinstance(a, Tree) and isinstance(b, Tree):
             if (a.treedef, a.paths) != (b.treedef, b.paths):
@@ -172,8 +190,8 @@ def refuse_written(layout: Layout, body: Body, replaced: Mapping[int, int], what
     if written:
         paths = ", ".join(format_path(layout.paths[i]) for i in sorted(written))
         raise BodyError(
-            f"The {what} changes {paths}, and returns another object in its place, so that the change would be lost. "
-            "Return the object that was changed, or leave it alone."
+            f"The {what} changes {paths}, and puts another object in its place, so that the change would be lost. "
+            "Keep the object that was changed, or leave it alone."
         )
 
 

@@ -42,13 +42,13 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
 
     Args:
       cond_fun: from the value to a boolean scalar; may not change anything.
-      body_fun: from the value to a value of the same structure. It may change the values of Variables, but not attach,
-        delete or replace attributes. Variables that it leaves alone are not carried. In place of an object it may
-        return a new one of the same structure.
+      body_fun: from the value to a value of the same structure. It may change the values of Variables, but not attach
+        or delete attributes. Variables that it leaves alone are not carried. In place of an object it may return, or
+        set as an attribute, a new one of the same structure.
       init_val: a pytree of arrays and Modules.
 
     Returns:
-      The last value; Modules in it are those that were passed in, or new ones where the body returns new ones.
+      The last value; Modules in it are those that were passed in, or new ones where the body makes new ones.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> def double(v):
@@ -181,12 +181,13 @@ class _Loop:
     """
 
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
-        refuse([change for change in structural_changes(layout, body) if not change.is_taken_out], what)
         replaced = successors(layout, body, [(layout.root, body.delta.root)])
+        changes = structural_changes(layout, body, replaced or {})
+        refuse([change for change in changes if not change.is_taken_out], what)
         if replaced is None:
             said = f"The {what} must return a value like the one it is given:"
             check_same_output(layout, layout.root, body.delta.root, said, _HINT)
-        replaced = replaced or {}
+            replaced = {}
         refuse_written(layout, body, replaced, what)
         touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
         self.delta, owners = delta_of(layout, touched, body, body.delta.root)

@@ -29,7 +29,7 @@ from ..core.rows import ROOT, Spec, Tree
 from ..core.tables import pack_call
 from ..core.variables import MISSING, RngCount
 from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
-from .body import Body, delta_of, own_states, structural_rows, trace_body
+from .body import Body, delta_of, own_states, trace_body
 from .body_checks import (
     BodyError,
     check_types,
@@ -91,7 +91,7 @@ def scan(
     Returns:
       A function of the same arguments. The objects that were passed in are changed: a stacked Module gets the stacked
       values, a carried one those of the last iteration. If the body returns a new object in place of a carried one,
-      such as a State of sums, the carry that comes out has a new one, too.
+      such as a State of sums, or sets it as an attribute, then a new one comes out, too.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> stack = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
@@ -185,7 +185,7 @@ def looped(
                 enter = None if data_transform is None else transformed_data(data_transform, inner, in_order)
                 stack = functools.partial(stack_axes, name=name)
                 body = trace_body(repeated(named(step, function), size), inner, slices, label, stack, enter)
-                replaced = {} if carried is None else _check_carry(layout, carried, body, out_place or ())
+                replaced = _replaced(layout, labels, carried, body, out_place or ())
                 _check_changes(layout, labels, body, replaced)
                 sources, types = _recurring(layout, body, in_order, replaced)
                 wider = widened(leaves, sources, types)
@@ -255,13 +255,13 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
     What has an axis is another object in each iteration, so its structure may change; what is carried or passed whole
     is the same one in all, but the body is traced on its first state only.
     """
-    changes = [change for change in structural_changes(layout, body) if not change.added]
-    refuse([x for x in changes if not all(map(_is_axis, labels.may_have(x.row)))], "body of scan")
-    structural = structural_rows(layout, body)
+    changes = structural_changes(layout, body, replaced)
+    refuse([x for x in changes if not x.added and not _is_stacked(labels, x.row)], "body of scan")
+    kept = {*range(ROOT, len(layout.rows)), *replaced}.difference(change.row for change in changes)
     problems = []
     for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):
         what = place_of(path)
-        if label is Carry and owner[0] in structural and owner[0] not in replaced:
+        if label is Carry and owner[0] not in kept:
             problems.append(f"{what}: attached inside, but Carry needs a value to start from")
         elif not (_is_axis(label) or label is Carry or _is_count(layout, owner[0])):
             problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
@@ -331,25 +331,36 @@ def _check_values(out: Any, out_axes: Any) -> None:
         )
 
 
-def _check_carry(layout: Layout, place: tuple, body: Body, out_place: tuple) -> dict[int, int]:
-    """Check that the carry comes out with the structure that went in; returns :func:`successors` of the objects."""
+def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, out_place: tuple) -> dict[int, int]:
+    """The :func:`successors` of the objects that a body was given.
+
+    Args:
+      layout: of the arguments.
+      labels: of the same.
+      place: where the argument is that is carried as a whole, in packed ``Arguments``; None if there is none.
+      body: traced on this layout, and returning.
+      out_place: where the carry is in its output.
+
+    Raises:
+      BodyError: if the carry comes out with another structure.
+    """
 
     def below(spec: Spec, prefix: tuple) -> list[tuple[tuple, Spec]]:
         items = spec.at(()) if isinstance(spec, Tree) else [((), spec)]
         return [(path[len(prefix) :], child) for path, child in items if path[: len(prefix)] == prefix]
 
-    before, after = below(layout.root, place), below(body.delta.root, out_place)
+    kept = [spec for path, spec in below(layout.root, ()) if place is None or path[: len(place)] != place]
+    before, after = ([], []) if place is None else (below(layout.root, place), below(body.delta.root, out_place))
+    pairs = [*zip(kept, kept, strict=True), *((a, b) for (_, a), (_, b) in zip(before, after, strict=False))]
     replaced = None
     if [path for path, _ in before] == [path for path, _ in after]:
-        others = [spec for path, spec in below(layout.root, ()) if path[: len(place)] != place]
-        pairs = [(spec, other) for (_, spec), (_, other) in zip(before, after, strict=True)]
-        replaced = successors(layout, body, pairs, others)
-    if replaced is None:
+        replaced = successors(layout, body, pairs, functools.partial(_is_stacked, labels))
+    if replaced is None and before != after:
         lost = [f"{format_path(path, 'carry')}: went in" for path, spec in before if (path, spec) not in after]
         new = [f"{format_path(path, 'carry')}: came out" for path, spec in after if (path, spec) not in before]
         raise BodyError(listed(_OTHER_CARRY, lost + new, _RETURN))
-    refuse_written(layout, body, replaced, "body of scan")
-    return replaced
+    refuse_written(layout, body, replaced or {}, "body of scan")
+    return replaced or {}
 
 
 _OTHER_CARRY = "The carry of scan must come out with the structure, and the objects, that went in:"
@@ -360,6 +371,11 @@ that take their places."""
 
 def _is_axis(label: Any) -> bool:
     return isinstance(label, int)
+
+
+def _is_stacked(labels: Labels, row: int) -> bool:
+    """Whether all that an object holds has an axis, so that each iteration sees another object."""
+    return all(map(_is_axis, labels.may_have(row)))
 
 
 def _slice_type(leaf: Any, label: Any) -> Any:

@@ -87,3 +87,59 @@ RAW: dict[str, Callable[[Callable], Any]] = {
     "jacfwd": lambda f: jax.jacfwd(f)(X),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(lambda x: f(x).sum()))(X),
 }
+
+
+class Parts(nnx.Module):
+    """A part of each kind, to be replaced by another object of the same structure."""
+
+    def __init__(self) -> None:
+        self.total = nnx.Variable(jnp.zeros(3))
+        self.layer, self.layers = Layer(1.0), (Layer(2.0), Layer(3.0))
+        self.table = nnx.Dict(x=X)
+        self.x = nnx.data(X)
+
+
+def new_variable(m: Parts) -> None:
+    m.total = nnx.Variable(m.total + X)
+
+
+def new_variable_of_a_part(m: Parts) -> None:
+    m.layers[1].w = nnx.Param(m.layers[1].w * 2)
+
+
+def new_module(m: Parts) -> None:
+    m.layer = nnx.clone(m.layer)
+    m.layer(X)
+
+
+def new_module_made_by_merge(m: Parts) -> None:
+    graphdef, state = nnx.split(m.layer)
+    m.layer = nnx.merge(graphdef, jax.tree.map(lambda x: x * 2, state))
+
+
+def new_module_from_values(m: Parts) -> None:
+    layer = Layer()
+    layer.w.value = m.layer.w * 3
+    m.layer = layer
+
+
+def new_modules_in_a_tuple(m: Parts) -> None:
+    m.layers = (m.layers[0], nnx.clone(m.layers[1]))
+    m.layers[1](X)
+    m.x = m.x + 1
+
+
+def new_dict_of_arrays(m: Parts) -> None:
+    m.table = nnx.Dict(x=m.table["x"] * m.x)
+    m.x = m.x + 1
+
+
+REPLACING = [
+    new_variable,
+    new_variable_of_a_part,
+    new_module,
+    new_module_made_by_merge,
+    new_module_from_values,
+    new_modules_in_a_tuple,
+    new_dict_of_arrays,
+]

@@ -12,7 +12,7 @@ from nnxlib.core import errors
 from nnxlib.transforms.body_checks import BodyError
 from tests.properties.compare import Snapshot, assert_no_tracer
 
-from .models import RAW, Layer, Norm, Pair, X, counted
+from .models import RAW, REPLACING, Layer, Norm, Pair, Parts, X, counted
 
 
 def advance(value):
@@ -254,12 +254,97 @@ def test_new_objects_may_take_the_places_of_those_that_went_in(case, steps):
         assert not isinstance(out, Pair) or (out is not init and out.me is out and out.tied is out.a.w)
 
 
+@pytest.mark.parametrize("steps", [3, 0])
+@pytest.mark.parametrize("loop", ["fori", "while"])
+@pytest.mark.parametrize("change", REPLACING, ids=lambda f: f.__name__)
+def test_an_attribute_may_be_replaced_by_an_object_of_the_same_structure(change, loop, steps):
+    def body(m):
+        change(m)
+        return m
+
+    def run(m):
+        if loop == "fori":
+            return nnx.fori_loop(0, steps, lambda i, m: body(m), m)
+        return nnx.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, body(c[1])), (0, m))[1]
+
+    m, jitted, plain = Parts(), Parts(), Parts()
+    for _ in range(steps):
+        change(plain)
+    assert run(m) is m
+    nnx.jit(run)(jitted)
+    assert nnx.graphdef(m) == nnx.graphdef(jitted) == nnx.graphdef(Parts())
+    for found in (m, jitted):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), nnx.state(found), nnx.state(plain))
+
+
+def test_an_object_that_is_replaced_in_one_of_two_places_is_an_error_by_path():
+    def body(i, m):
+        m.tied = nnx.Param(m.tied * 2)
+        return m
+
+    m = Pair()
+    before = Snapshot(m)
+    with pytest.raises(BodyError, match=r"args\[0\]\.tied: the Param args\[0\]\.a\.w became a new object"):
+        nnx.fori_loop(0, 3, body, m)
+    before.assert_unchanged()
+
+
+def test_an_object_that_is_replaced_in_all_its_places_stays_shared():
+    def body(i, m):
+        m.a.w = m.tied = nnx.Param(m.tied * 2)
+        return m
+
+    m = Pair()
+    assert nnx.fori_loop(0, 3, body, m) is m
+    assert m.tied is m.a.w
+    np.testing.assert_array_equal(m.tied, jnp.full(3, 8.0))
+
+
+def test_two_objects_that_become_one_are_an_error_by_path():
+    def body(i, m):
+        m.a = m.b = Layer()
+        return m
+
+    with pytest.raises(BodyError, match=r"\.a: the Layer args\[0\]\.a became a new object"):
+        nnx.fori_loop(0, 3, body, nnx.Dict(a=Layer(), b=Layer()))
+
+
+def test_an_object_of_another_shape_in_place_of_one_is_an_error_by_path():
+    def body(i, m):
+        m.total = nnx.Variable(jnp.ones(4))
+        return m
+
+    with pytest.raises(BodyError, match=r"args\[0\]\.total: float32\[3\] became float32\[4\]"):
+        nnx.fori_loop(0, 3, body, Parts())
+
+
+def test_a_loop_that_replaces_an_object_is_differentiated():
+    def loss(m):
+        def body(i, m):
+            m.layer = nnx.merge(*nnx.split(m.layer))
+            m.total = nnx.Variable(m.layer.read(m.total))
+            return m
+
+        return nnx.fori_loop(0, 3, body, m).total.sum()
+
+    def unrolled(w):
+        x = jnp.ones(3)
+        for _ in range(3):
+            x = jnp.sin(w * x)
+        return x.sum()
+
+    m = Parts()
+    m.total.value = jnp.ones(3)
+    grads = nnx.grad(loss)(m)
+    np.testing.assert_allclose(grads.layer.w, jax.grad(unrolled)(jnp.ones(3)), rtol=1e-6)
+
+
 def test_an_object_that_is_changed_and_replaced_is_an_error_by_path():
     def body(i, m):
         m(X)
         return nnx.clone(m)
 
-    with pytest.raises(BodyError, match=r"fori_loop changes args\[0\]\.calls, and returns another object in its place"):
+    with pytest.raises(BodyError, match=r"fori_loop changes args\[0\]\.calls, and puts another object in its place"):
         nnx.fori_loop(0, 3, body, Layer())
 
 

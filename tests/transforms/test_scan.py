@@ -12,7 +12,7 @@ from nnxlib.core import errors
 from nnxlib.transforms.body_checks import BodyError
 from tests.properties.compare import Snapshot, assert_no_tracer
 
-from .models import RAW, Layer, Norm, Pair, X, counted, stacked
+from .models import RAW, REPLACING, Layer, Norm, Pair, Parts, X, counted, stacked
 
 XS = jnp.stack([X, 2 * X, 3 * X])
 CARRIED = nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: None})
@@ -374,6 +374,38 @@ def test_what_has_an_axis_in_part_only_keeps_its_structure():
     m.b = nnx.BatchStat(jnp.ones(3))
     with pytest.raises(BodyError, match=r"args\[0\]\.w: the Param args\[0\]\.w became a new object"):
         nnx.scan(halve, in_axes=(nnx.StateAxes({nnx.Param: 0, ...: nnx.Carry}), 0), out_axes=0)(m, XS)
+
+
+REPLACED_IN = {
+    "the carry": lambda f, m: nnx.scan(lambda m, x: (f(m), (m, x))[1], length=3)(m, None),
+    "the carry alone": lambda f, m: nnx.scan(lambda m: (f(m), m)[1], in_axes=nnx.Carry, out_axes=nnx.Carry, length=3)(
+        m
+    ),
+    "carried Variables": lambda f, m: nnx.scan(
+        lambda m, x: (f(m), x)[1], in_axes=(nnx.StateAxes({...: nnx.Carry}), 0), out_axes=0
+    )(m, XS),
+}
+
+
+@pytest.mark.parametrize("way", REPLACED_IN)
+@pytest.mark.parametrize("change", REPLACING, ids=lambda f: f.__name__)
+def test_an_attribute_of_what_is_carried_may_be_replaced_by_an_object_of_the_same_structure(change, way):
+    m, plain = Parts(), Parts()
+    for _ in range(3):
+        change(plain)
+    REPLACED_IN[way](change, m)
+    assert nnx.graphdef(m) == nnx.graphdef(Parts())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), nnx.state(m), nnx.state(plain))
+
+
+def test_a_replaced_object_that_was_changed_before_is_an_error_by_path():
+    def body(m, x):
+        m.total.value += x
+        m.total = nnx.Variable(m.total + 1)
+        return m, x
+
+    with pytest.raises(BodyError, match=r"body of scan changes args\[0\]\.total, and "):
+        nnx.scan(body)(Parts(), XS)
 
 
 def test_the_carry_may_hold_modules_which_keep_their_identity():
