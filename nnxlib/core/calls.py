@@ -34,7 +34,7 @@ from .closures import Watch, notice
 from .errors import describe, describe_nested, format_path
 from .finding import reachable
 from .stamps import Stamp, stamping, with_stamp
-from .tracing import at_top_level, hide_frames, is_deleted
+from .tracing import hide_frames, is_deleted, runs_eagerly
 
 Path = tuple[Any, ...]
 
@@ -320,7 +320,7 @@ def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tu
         notice(self, self._nnx_trace)
     stack = listener.stack
     follow = None if stack and stack[-1][0] is self and stack[-1][1] == name else listener.on_call
-    scope = "" if not _names.shown or at_top_level() else _scope(listener, self, name)
+    scope = "" if not _names.shown or runs_eagerly() else _scope(listener, self, name)
     finish = None if follow is None else follow(self, listener.path_of(self), name, args, kwargs)
     stack.append((self, name))
     try:

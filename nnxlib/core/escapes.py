@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from .errors import TraceContextError, describe, place_of
 from .graph import After
 from .inputs import peek
+from .layout import Layout
 from .objects import Node
-from .rows import NodeRow, Row
-from .static import ATOMS, Const
+from .rows import NodeRow, statics_in
+from .static import Const
 from .tracing import in_current_trace
 from .variables import Variable
 
@@ -39,12 +41,12 @@ class Ended:
         raise TraceContextError(self.message)
 
 
-def contained(after: After, old: int, borrowed: Iterable[Any]) -> After:
+def contained(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:
     """The table at the end of a trace, without static values that refer to its tracers or to objects made in it.
 
     Args:
       after: the table, as it is.
-      old: how many of its rows are those of the caller's objects; those that follow are of new ones.
+      layout: of the caller's objects, whose rows come first; those that follow are of new ones.
       borrowed: live objects that running traces have borrowed, so they may hold tracers.
 
     Raises:
@@ -52,26 +54,29 @@ def contained(after: After, old: int, borrowed: Iterable[Any]) -> After:
     """
     clean = {id(x): x for x in borrowed}  # not looked into, since they are restored
     inside = {id(x) for x in after.walk.objects} - clean.keys()
+    old = len(layout.rows)
+    if all(map(operator.is_, after.rows, layout.rows)):
+        statics = [*layout.statics, *statics_in(after.rows, old)]
+    else:
+        statics = statics_in(after.rows)
 
-    rows: dict[int, Row] = {}
-    for i, row in enumerate(after.rows):
-        ended: dict[Any, Const] = {}
-        for name, spec in row.fields if isinstance(row, NodeRow) else (("metadata", row.metadata),):
-            if not isinstance(spec, Const) or type(spec.value) in ATOMS:
-                continue
-            found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, clean)
-            if found is not None:
-                where, what = place_of((*after.walk.paths[i], name)), describe(found)
-                if i < old or not isinstance(row, NodeRow) or not callable(spec.value):
-                    raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=what) + _INSTEAD)
-                ended[name] = Const.of(Ended(_ENDED.format(where=where, name=_name(spec.value), what=what) + _INSTEAD))
-        if ended and isinstance(row, NodeRow):
-            rows[i] = row._replace(fields=tuple([(name, ended.get(name, spec)) for name, spec in row.fields]))
-    if not rows:
+    ended: dict[int, dict[Any, Const]] = {}  # by row and name, what comes out in place of a function
+    for i, name, spec in statics:
+        found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, clean)
+        if found is not None:
+            where, what = place_of((*after.walk.paths[i], name)), describe(found)
+            if i < old or not isinstance(after.rows[i], NodeRow) or not callable(spec.value):
+                raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=what) + _INSTEAD)
+            said = _ENDED.format(where=where, name=_name(spec.value), what=what) + _INSTEAD
+            ended.setdefault(i, {})[name] = Const.of(Ended(said))
+    if not ended:
         return after
-    changed = tuple([(i, rows.get(i, row)) for i, row in after.delta.rows])
-    every = [rows.get(i, row) for i, row in enumerate(after.rows)]
-    return after._replace(rows=every, delta=after.delta._replace(rows=changed))
+    rows = list(after.rows)
+    for i, names in ended.items():
+        row = cast(NodeRow, rows[i])
+        rows[i] = row._replace(fields=tuple([(name, names.get(name, spec)) for name, spec in row.fields]))
+    changed = tuple([(i, rows[i] if i in ended else row) for i, row in after.delta.rows])
+    return after._replace(rows=rows, delta=after.delta._replace(rows=changed))
 
 
 _ESCAPES = """\

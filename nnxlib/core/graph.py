@@ -264,8 +264,8 @@ def _is_as_built(layout: Layout, leaves: Sequence[Any], objects: Sequence[Any]) 
             return False
         if not _holds_same(marks, cast(NodeRow, rows[i]).marks.value):
             return False
-    metadata = (const.value for const in blueprint.metadata)
-    return all(_holds_same(objects[i]._metadata, was) for i, was in zip(layout.variables, metadata, strict=True))
+    metadata = [objects[i]._metadata for i in layout.variables]
+    return all(map(_holds_same, metadata, [const.value for const in blueprint.metadata]))
 
 
 def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:

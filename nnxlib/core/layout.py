@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from .blueprint import Blueprint
 from .nesting import Nesting
-from .rows import LEAF, ROOT, BoundMethod, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, count_leaves
+from .rows import LEAF, ROOT, BoundMethod, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, count_leaves, statics_in
+from .static import Const
 
 KEPT = 64  # how many entries a cache keeps whose keys may belong to functions or objects that are gone
 
@@ -104,6 +105,11 @@ class Layout:
         """The positions of the Variables that keep their value in a :class:`jax.Ref`."""
         metadata = [cast(VariableRow, self.rows[i]).metadata.value for i in self.variables]
         return frozenset(k for k, found in enumerate(metadata) if found.get("ref"))
+
+    @functools.cached_property
+    def statics(self) -> list[tuple[int, Any, Const]]:
+        """The static values in the objects that may refer to other objects, each once: (row, field, value)."""
+        return list({id(const.value): (i, name, const) for i, name, const in statics_in(self.rows)[::-1]}.values())
 
     # --- how to make objects, and other layouts ---
 

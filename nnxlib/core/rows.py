@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast, final
 
-from .static import Const
+from .static import ATOMS, Const
 
 
 class _Leaf:
@@ -139,3 +139,13 @@ def leaf_suffixes(spec: Spec) -> list[tuple]:
 def has_refs(spec: Spec) -> bool:
     """Whether a spec refers to any object."""
     return type(spec) is Ref or (type(spec) is Tree and any(map(has_refs, spec.children)))
+
+
+def statics_in(rows: Sequence[Row], start: int = 0) -> list[tuple[int, Any, Const]]:
+    """The static values of rows, from number ``start`` on, that may refer to other objects: (row, field, value)."""
+    return [
+        (i, name, spec)
+        for i, row in enumerate(rows[start:], start)
+        for name, spec in (row.fields if type(row) is NodeRow else (("metadata", cast(VariableRow, row).metadata),))
+        if type(spec) is Const and type(spec.value) not in ATOMS
+    ]

@@ -17,8 +17,8 @@ from ..core.errors import UsageError
 from ..core.metadata import VariableMetadata
 from ..core.module import Module
 from ..core.rngs import Rngs
-from ..core.steps import product
-from ..core.tracing import at_top_level
+from ..core.steps import formula, product
+from ..core.tracing import runs_eagerly
 from ..core.variables import Param
 from . import initializers
 from .conv import Conv as Conv  # flax.nnx has the convolutions in this module
@@ -45,9 +45,15 @@ _dot_general = product(*_SETTINGS)(lax.dot_general)
 
 
 @product(*_SETTINGS)
-def _affine(x: Array, kernel: Array, bias: Array, dimension_numbers: Any, **kwargs: Any) -> Array:
-    """Product and sum in one dispatch; the barrier keeps XLA from rounding them once, where eager code does twice."""
+def _affine_eagerly(x: Array, kernel: Array, bias: Array, dimension_numbers: Any, **kwargs: Any) -> Array:
+    """Product and sum in one dispatch; the barrier keeps XLA from rounding them once, as if they were one operation."""
     return add_bias(lax.optimization_barrier(lax.dot_general(x, kernel, dimension_numbers, **kwargs)), bias)
+
+
+@formula(*_SETTINGS)
+def _affine(x: Array, kernel: Array, bias: Array, dimension_numbers: Any, **kwargs: Any) -> Array:
+    """Product and sum as parts of a program, inlined as a whole."""
+    return add_bias(_dot_general(x, kernel, dimension_numbers, **kwargs), bias)
 
 
 def contract(
@@ -67,8 +73,9 @@ def contract(
     if layer.preferred_element_type is not None:
         kwargs["preferred_element_type"] = layer.preferred_element_type
     if dot_general is None or dot_general is lax.dot_general:
-        if bias is not None and at_top_level():
-            return _affine(x, kernel, bias, dimension_numbers, precision=layer.precision, **kwargs)
+        if bias is not None:
+            affine = _affine_eagerly if runs_eagerly() else _affine
+            return affine(x, kernel, bias, dimension_numbers, precision=layer.precision, **kwargs)
         dot_general = _dot_general
     y = dot_general(x, kernel, dimension_numbers, precision=layer.precision, **kwargs)
     return y if bias is None else add_bias(y, bias)

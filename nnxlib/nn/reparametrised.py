@@ -86,7 +86,7 @@ def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: lis
     with listening(inside(layout, objects, depth=0)):
         out = call(objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
-        after = contained(diff(layout, leaves, objects, out), len(layout.rows), ())
+        after = contained(diff(layout, leaves, objects, out), layout, ())
         return commit(layout, after.delta, after.leaves, live)
     values = [objects[i].get_raw_value() for i in layout.variables]
     changed = [k for k, value in enumerate(values) if value is not leaves[k]]

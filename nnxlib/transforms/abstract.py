@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,12 @@ from ..core.closures import all_borrowed, borrowed
 from ..core.errors import TraceContextError
 from ..core.escapes import contained
 from ..core.finding import reachable
-from ..core.graph import Packed, commit, diff, pack
+from ..core.graph import Delta, Packed, commit, diff, pack
 from ..core.inputs import lend
-from ..core.iteration import iter_graph
 from ..core.objects import Node
-from ..core.placement import placed, using_eager_sharding
+from ..core.placement import placed
 from ..core.references import ways_from
+from ..core.rows import VariableRow
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import Variable
@@ -48,12 +48,7 @@ def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
     (4, 6)
     """
     function, bound, bound_kwargs = resolve(f)
-    out = eval_packed(function, pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
-    if using_eager_sharding():  # JAX forgets the sharding that a shape was constrained to
-        for _, x in iter_graph(out):
-            if isinstance(x, Variable) and isinstance(x.get_raw_value(), jax.ShapeDtypeStruct):
-                x.set_raw_value(placed(x.get_raw_value(), x.get_metadata(), type(x)))
-    return out
+    return eval_packed(function, pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
 
 
 def eval_packed(f: Callable, packed: Packed) -> Any:
@@ -70,10 +65,11 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
             for x in referred:
                 if isinstance(x, Variable):
                     lend(x, x.get_raw_value())
-            out, changed = cross(f, layout, leaves, part=lambda out: None)
-            check_returned(changed)
-            after = contained(diff(_NOTHING, (), (), out), 0, all_borrowed())
+            out, after = cross(f, layout, leaves, part=lambda out: None if layout.rows else out)
             check_returned(after)
+            if layout.rows:  # the output is described by itself, so what it has of the caller's objects will be new
+                after = contained(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
+                check_returned(after)
             return after.leaves, Outcome(after.delta, ())
 
     pure = named(pure, f)
@@ -87,7 +83,17 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         if not referred:
             raise
         leaves, outcome = jax.eval_shape(pure, packed.leaves)
-    return commit(_NOTHING, outcome.delta, leaves, ())
+    return commit(_NOTHING, outcome.delta, _placed(leaves, outcome.delta), ())
+
+
+def _placed(leaves: Sequence[Any], delta: Delta) -> list[Any]:
+    """The shapes with the shardings that Variables are to have: JAX forgets those that values were constrained to."""
+    found, variables = list(leaves), [row for _, row in delta.rows if isinstance(row, VariableRow)]
+    for k, row in enumerate(variables):
+        metadata = row.metadata.value
+        if metadata and isinstance(found[k], jax.ShapeDtypeStruct):
+            found[k] = placed(found[k], metadata, row.type)
+    return found
 
 
 def _live_below(roots: list[Any]) -> list[Any]:

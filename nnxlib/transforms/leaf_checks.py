@@ -14,6 +14,7 @@ from jax.tree_util import all_leaves
 from ..core.errors import ArgumentError, OutputError, format_path, place_of
 from ..core.graph import After
 from ..core.layout import Layout
+from ..core.tracing import Tracer
 
 
 def check_returned(after: After) -> None:
@@ -22,13 +23,15 @@ def check_returned(after: After) -> None:
     Raises:
       OutputError: naming the path, in the arguments or in the output.
     """
-    for path, leaf in zip(after.paths, after.leaves, strict=True):
+    for k, leaf in enumerate(after.leaves):
+        if isinstance(leaf, Tracer):  # as nearly all are
+            continue
         try:
             jax.tree.map(jax.typeof, leaf)
         except TypeError:
             raise OutputError(
-                f"{place_of(path)} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come out of a "
-                "compiled function. Return arrays, and keep other values in static attributes or outside."
+                f"{place_of(after.paths[k])} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come out "
+                "of a compiled function. Return arrays, and keep other values in static attributes or outside."
             ) from None
 
 

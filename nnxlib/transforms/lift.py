@@ -124,7 +124,7 @@ def cross(
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
         after = diff(layout, leaves, objects, part(out), {*forced, *edited})
         # a static value could take a tracer out of the trace
-        return out, contained(after, len(layout.rows), all_borrowed())
+        return out, contained(after, layout, all_borrowed())
 
 
 def _same_pytree(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> bool:

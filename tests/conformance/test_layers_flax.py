@@ -564,3 +564,23 @@ def test_a_subclass_with_a_constructor_of_its_own_sets_all_that_the_methods_need
     ours, theirs = (getattr(lib, name)(*ARGUMENTS[name], rngs=lib.Rngs(0)) for lib in (nnx, flax))
     own = [attribute for attribute in vars(ours) if attribute not in vars(theirs)]
     assert [a for a in own if not a.startswith("_") and not hasattr(type(ours), a)] == []
+
+
+SIZES = [(1, 3, 4), (2, 16, 16), (64, 33, 1), (1, 64, 64), (8, 1, 1), (32, 64, 100)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_eager_gradients_of_linear_have_the_same_bits(sizes, dtype):
+    """Also for matrices with a single column, to whose products XLA adds a bias at once, if they are one operation."""
+    batch, features, out = sizes
+    x = jax.random.normal(jax.random.key(0), (batch, features))
+
+    def both(lib):
+        init = lib.initializers.normal()
+        layer = lib.Linear(features, out, dtype=dtype, bias_init=init, rngs=lib.Rngs(1))
+        value, grads = lib.value_and_grad(lambda layer, x: (layer(x) ** 2).mean(), argnums=(0, 1))(layer, x)
+        return jax.tree.leaves((value, layer(x), jax.tree.leaves(grads)))
+
+    for ours, theirs in zip(both(nnx), both(flax), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

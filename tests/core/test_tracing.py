@@ -14,7 +14,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.errors import ArgumentError
-from nnxlib.core.tracing import Tracer, at_top_level, current_trace, in_current_trace
+from nnxlib.core.tracing import Tracer, at_top_level, current_trace, in_current_trace, runs_eagerly
 from tests.properties.test_matrix import EAGER, LOOPS
 
 TRANSFORMS = {
@@ -32,6 +32,32 @@ TRANSFORMS = {
     "map": lambda f: jax.lax.map(f, jnp.ones(2)),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(1.0),
 }
+
+
+AT_ONCE = ("grad", "vmap", "jvp", "vjp", "linearize")  # without a program: each operation computes at once
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_operations_run_eagerly_unless_a_program_is_made(name):
+    """Whatever transforms them, and in whatever order."""
+    seen = []
+
+    def f(x):
+        seen.append(runs_eagerly())
+        return x * 1.0
+
+    def transformed(x):
+        TRANSFORMS[name](lambda x: f(x))  # a new one: JAX keeps traces by function
+        return x
+
+    assert runs_eagerly()
+    transformed(1.0)
+    assert set(seen) == {name in AT_ONCE}
+    seen.clear()
+    jax.jit(transformed)(1.0)
+    jax.grad(jax.jit(transformed))(1.0)
+    assert set(seen) == {False}
+    assert runs_eagerly()
 
 
 def test_at_top_level():

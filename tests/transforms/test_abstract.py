@@ -183,3 +183,30 @@ def test_failures_change_nothing():
     with pytest.raises(errors.OutputError, match="<output> is set to a str"):
         nnx.eval_shape(lambda m: "text", model)
     assert_same(model, make())
+
+
+@pytest.mark.parametrize("way", [nnx.eval_shape, lambda f: nnx.jit(f).eval_shape()])
+def test_shapes_have_the_shardings_that_names_of_axes_ask_for(way):
+    """Those of Variables that were named, whatever else comes out."""
+    init = nnx.with_partitioning(nnx.initializers.zeros, (None, "model"))
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        layer, x = way(lambda: (nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0)), jnp.ones(2)))
+    assert layer.kernel.value.sharding.spec == jax.sharding.PartitionSpec(None, "model")
+    assert (layer.bias.value.sharding, x.shape) == (None, (2,))
+
+
+def test_an_output_with_objects_of_the_arguments_and_new_ones_keeps_what_they_share():
+    """Also if the arguments have changed: the live objects have not."""
+    model = make()
+
+    def f(model, x):
+        model.extra = nnx.Variable(x)
+        return {"a": model, "b": nnx.List([model, model.extra])}
+
+    out = nnx.eval_shape(f, model, SPEC)
+    assert out["b"][0] is out["a"]
+    assert out["b"][1] is out["a"].extra
+    assert out["a"] is not model
+    assert not hasattr(model, "extra")
+    assert out["a"].extra.value == SPEC
