@@ -14,8 +14,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
@@ -28,34 +26,30 @@ from ..core.closures import (
     Occupied,
     Watch,
     all_borrowed,
-    is_lent_elsewhere,
     is_watched,
     lending,
     wait_for_loans,
 )
-from ..core.errors import ArgumentError, PrefixError, TraceContextError, listed
 from ..core.filters import looks_at_values
-from ..core.finding import reachable
-from ..core.graph import Packed, commit, pack, trace_of
-from ..core.graphdef import differences_listed
+from ..core.graph import Packed, commit, pack
 from ..core.layout import Layout
-from ..core.objects import Node
-from ..core.references import LookUp, named_in, ways_from
 from ..core.static import StaticArgument
-from ..core.tracing import EAGER, at_top_level, current_trace, hide_frames, running_trace
+from ..core.tracing import EAGER, at_top_level, hide_frames, running_trace
 from ..core.variables import MISSING
 from .abstract import eval_packed
-from .body_checks import type_changes
 from .buffers import note_buffers
 from .callables import resolve
+from .captured import Captures
 from .classes import lifts_classes
 from .dispatch import Dispatch, Found, Miss
 from .general import name_nan
 from .labels import Labels, label_arguments, lane_numbers
 from .leaf_checks import check_traceable
 from .lift import Arguments, Crossing, cross
-from .plan import Compiled, Plan
+from .plan import Plan
 from .prefixes import PrefixMapping, broadcast_prefix, labels_in, refuse_nodes, same_entries
+from .selection import Selection, as_static
+from .stages import Stage
 from .traces import Traces
 
 
@@ -122,79 +116,6 @@ def _as_tuple(value: Any) -> tuple:
     return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
 
 
-class _Captures:
-    """The objects that a function captures, as found while it was traced; see core/closures.py."""
-
-    def __init__(self, function: Callable):
-        self._function = function
-        self._roots: list[weakref.ref] = []
-        self._adding = threading.Lock()
-        # Each step on the ways to the roots: its look-up, what that found, whether this is a root. None before a trace.
-        self.steps: list[tuple[LookUp, LookUp, bool]] | None = None
-
-    def add(self, roots: Sequence[Any], before: Sequence[Any]) -> None:
-        """Add objects that a trace has captured besides those that it was given ``before``."""
-        if not _others(roots, before):
-            raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
-        with self._adding:
-            if _others(roots, self.objects()):  # if not, another thread has added them
-                self._add(roots)
-
-    def _add(self, roots: Sequence[Any]) -> None:
-        ways = ways_from(self._function)
-        named = [way.value for way in ways if isinstance(way.value, Node)]
-        self._roots += [weakref.ref(root) for root in _whole(roots, named)]
-        steps: list[tuple[LookUp, LookUp, bool]] = []
-        for reference in self._roots:
-            found = [step for way in ways if way.value is reference() for step in way.steps()]
-            last, *others = found or [(reference, reference)]
-            steps += [(*last, True), *[(*step, False) for step in others]]
-        self.steps = steps
-
-    def capture_named(self) -> None:
-        """Before the first trace, capture the Modules that the function refers to directly.
-
-        A trace would not notice these, if it only reads static attributes of them.
-
-        Raises:
-          CapturedObjects: if there are any.
-        """
-        if self.steps is None:
-            self.steps = []
-            named = [x for x in named_in(self._function) if isinstance(x, Node)]
-            here = [x for x in named if trace_of(x) is current_trace() or is_lent_elsewhere(trace_of(x))]
-            if here:
-                raise CapturedObjects(here)
-
-    def objects(self) -> tuple[Any, ...]:
-        """The captured objects; none, so that they are found again, if the function now refers to other ones."""
-        found = []
-        for look_up, before, is_root in self.steps or ():
-            x = look_up()
-            if x is None or x is not before():
-                self._roots, self.steps = [], None
-                return ()
-            if is_root:
-                found.append(x)
-        return tuple(found)
-
-
-def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
-    return {id(root) for root in roots} - {id(root) for root in before}
-
-
-def _whole(roots: Sequence[Any], named: Sequence[Node]) -> list[Any]:
-    """The roots, with a Module that the function refers to in place of a part of it: the part may be replaced."""
-    parts = [(x, {id(part) for _, part in reachable(x, set())}) for x in named]
-    whole = [next((x for x, below in parts if id(root) in below), root) for root in roots]
-    return list({id(x): x for x in whole}.values())
-
-
-_CAPTURED = """\
-The function uses objects ({names}) that belong to another trace, in a way that nnx.jit cannot follow. Pass them as \
-arguments."""
-
-
 class JitWrapped:
     """A jitted function of Modules; what :func:`jit` returns."""
 
@@ -214,8 +135,8 @@ class JitWrapped:
         self._function, self._args, self._kwargs = resolve(fun)
         self._options = options
         shift = len(self._args)
-        self._static = _Selection(self._function, shift, static_argnums, static_argnames, "static")
-        self._donated = _Selection(self._function, shift, donate_argnums, donate_argnames, "donate")
+        self._static = Selection(self._function, shift, static_argnums, static_argnames, "static")
+        self._donated = Selection(self._function, shift, donate_argnums, donate_argnames, "donate")
         refuse_nodes(in_shardings, "in_shardings")
         refuse_nodes(out_shardings, "out_shardings")
         self._in_shardings = in_shardings
@@ -224,7 +145,7 @@ class JitWrapped:
         self._one_lane = in_shardings is None and out_shardings is None and not self._donated
         mappings = jax.tree.leaves((in_shardings, out_shardings), is_leaf=_is_label)
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
-        self._captures = _Captures(self._function)
+        self._captures = Captures(self._function)
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
         self._plans: dict[Any, Plan] = {}  # by layout and lanes
         bound = (*self._args, *self._kwargs.values())
@@ -368,8 +289,8 @@ class JitWrapped:
         kwargs = {**self._kwargs, **kwargs} if self._kwargs else kwargs
         if self._static:
             n = len(args)
-            args = tuple([_as_static(x, i) if self._static.has(i, n) else x for i, x in enumerate(args)])
-            kwargs = {k: _as_static(x, k) if self._static.has(k) else x for k, x in kwargs.items()}
+            args = tuple([as_static(x, i) if self._static.has(i, n) else x for i, x in enumerate(args)])
+            kwargs = {k: as_static(x, k) if self._static.has(k) else x for k, x in kwargs.items()}
         return args, kwargs
 
     def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> Plan:
@@ -421,57 +342,6 @@ class JitWrapped:
         return entries + [_Label()] * len(captured)
 
 
-def _as_static(x: Any, argument: int | str) -> StaticArgument:
-    """An argument as part of the program; if a partial bound it, it may be that already."""
-    return x if type(x) is StaticArgument else StaticArgument(x, (argument,))
-
-
-class _Selection:
-    """Arguments chosen by number or name; by the signature of the function, a number implies a name and vice versa.
-
-    Raises:
-      PrefixError: for a number or a name that the function does not have.
-    """
-
-    def __init__(self, function: Callable, shift: int, numbers: tuple[int, ...], names: tuple[str, ...], option: str):
-        self._chosen: set[int | str] = {*names}
-        self._from_end: set[int] = set()  # of a function with *args: relative to the number of arguments in a call
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):  # a built-in without a signature
-            parameters = []
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        open_ended = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        for number in numbers:
-            if not open_ended and not -len(positional) <= number < len(positional) - shift:
-                count = len(positional) - shift
-                raise PrefixError(
-                    f"{option}_argnums has {number}, but {function.__name__} takes {count} positional arguments."
-                )
-            if number < 0 and open_ended:
-                self._from_end.add(number)
-            else:
-                self._chosen.add(number + shift if number >= 0 else len(positional) + number)
-        known = {p.name for p in parameters}
-        takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
-        if (unknown := set(names) - known) and not takes_any:
-            raise PrefixError(
-                f"{option}_argnames has {sorted(unknown)}, but {function.__name__} takes {sorted(known)}."
-            )
-        for i, p in enumerate(positional):
-            if i in self._chosen and p.kind is p.POSITIONAL_OR_KEYWORD:
-                self._chosen.add(p.name)
-            elif p.name in self._chosen:
-                self._chosen.add(i)
-
-    def has(self, argument: int | str, count: int = 0) -> bool:
-        """Whether an argument was chosen, given by its name, or by its number out of ``count``."""
-        return argument in self._chosen or (isinstance(argument, int) and argument - count in self._from_end)
-
-    def __bool__(self) -> bool:
-        return bool(self._chosen or self._from_end)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Label:
     sharding: Any = None
@@ -493,55 +363,3 @@ def _to_label(sharding: Any, donated: bool) -> Any:
     if isinstance(sharding, PrefixMapping):
         return sharding.relabelled(lambda label: _Label(label, donated))
     return _Label(sharding, donated)
-
-
-# --- checks and stages ----------------------------------------------------------------------------------------------
-
-
-_OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
-_COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where it has to be, or `lower` it for these."
-
-
-class Stage:
-    """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps."""
-
-    def __init__(self, stage: Any, arguments: Callable, plan: Plan, compiled: Compiled):
-        self._stage, self._arguments, self._plan, self._compiled = stage, arguments, plan, compiled
-
-    def lower(self, *args: Any, **kwargs: Any) -> Stage:
-        return Stage(self._stage.lower(*args, **kwargs), self._arguments, self._plan, self._compiled)
-
-    def compile(self, *args: Any, **kwargs: Any) -> Stage:
-        return Stage(self._stage.compile(*args, **kwargs), self._arguments, self._plan, self._compiled)
-
-    def bind(self, *bound: Any) -> Stage:
-        """Return the stage with its first arguments bound."""
-        arguments = lambda args, kwargs: self._arguments((*bound, *args), kwargs)
-        return Stage(self._stage, arguments, self._plan, self._compiled)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled function.
-
-        Raises:
-          ArgumentError: if the arguments have another structure, shape or dtype than it was compiled for; says where.
-        """
-        packed = pack(self._arguments(args, kwargs))
-        expected = self._plan.crossing.layout
-        if packed.layout is not expected:
-            raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), _COMPILE_AGAIN))
-        try:
-            returned = self._stage(*packed.leaves)
-        except TypeError as error:
-            compiled_for = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._stage.args_info[0])
-            changes = type_changes(compiled_for, packed.leaves, expected.leaf_paths)
-            if not changes:
-                raise
-            head = "The arguments have other shapes or dtypes than those it was compiled for:"
-            raise ArgumentError(listed(head, changes, _COMPILE_AGAIN)) from error
-        return self._plan.finish(packed, self._compiled, returned)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stage, name)
-
-    def __repr__(self) -> str:
-        return f"Stage({self._stage!r})"

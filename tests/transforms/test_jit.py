@@ -1,4 +1,4 @@
-"""nnx.jit: ways to call it, options of jax.jit, what goes in and comes out, caches, stages, errors, memory."""
+"""nnx.jit: ways to call it, options of jax.jit, what goes in and comes out, caches, errors, memory."""
 
 import collections
 import copy
@@ -24,47 +24,8 @@ import nnxlib as nnx
 from nnxlib.core import errors
 from tests.properties.compare import assert_same, objects_in
 
-X = jnp.ones(2)
-
-
-class Layer(nnx.Module):
-    """Scales, and counts its calls."""
-
-    def __init__(self, value=1.0):
-        self.w = nnx.Param(jnp.full(2, value, jnp.float32))
-        self.calls = nnx.Cache(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-        self.calls += 1
-        return self.w * x
-
-    def scaled(self, x, by=1.0, *, times=1):
-        for _ in range(times):
-            x = self(x)
-        return by * x
-
-
-class Net(nnx.Module):
-    def __init__(self, depth=2):
-        self.layers = [Layer(float(i + 1)) for i in range(depth)]
-        self.scale = 2.0
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.scale * x
-
-
-def counted(f):
-    """`f`, with the number of its traces as an attribute."""
-
-    @functools.wraps(f)
-    def wrapper(*args, **kwargs):
-        wrapper.traces += 1
-        return f(*args, **kwargs)
-
-    wrapper.traces = 0
-    return wrapper
+from .jitted import Layer, Net, X, values
+from .models import counted
 
 
 def check(jitted, model, x=X):
@@ -302,7 +263,7 @@ def test_a_static_field_of_a_dataclass_argument():
     jitted = nnx.jit(f)
     for name, expected in (("run", 2.0), ("other", 0.0), ("run", 2.0)):
         assert jitted(Training(Net(), jnp.zeros(()), name)).item() == expected
-    assert f.traces == 2
+    assert f.count == 2
 
 
 def test_variables_as_arguments():
@@ -429,10 +390,6 @@ def test_unchanged_values_are_not_touched():
     assert len(changed) == 1
 
 
-def values(model):
-    return [v.value for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)]
-
-
 def test_hooks_do_not_run_when_values_cross():
     """on_get_value and on_set_value run where the user reads and writes, as in eager code, and not once more."""
     log = []
@@ -470,7 +427,7 @@ def test_equal_structures_share_a_program():
     ):
         for _ in range(3):
             jitted(other, X)
-    assert f.traces == 1
+    assert f.count == 1
 
 
 def test_another_structure_is_another_program():
@@ -485,7 +442,7 @@ def test_another_structure_is_another_program():
             jitted(m, X)
         jitted(models[0], jnp.ones((3, 2)))
         jitted(models[0], jnp.ones(2, jnp.int32))
-    assert f.traces == 5
+    assert f.count == 5
 
 
 def test_toggling_a_static_attribute():
@@ -501,7 +458,7 @@ def test_toggling_a_static_attribute():
     jitted(model, jnp.ones((4, 2)))
     model.layers[0].rate = 0.5
     jitted(model, jnp.ones((4, 2)))
-    assert f.traces == 3
+    assert f.count == 3
 
 
 def test_attributes_attached_and_removed_again():
@@ -513,7 +470,7 @@ def test_attributes_attached_and_removed_again():
         model.extra = Layer()
         jitted(model, X)
         del model.extra
-    assert f.traces == 2
+    assert f.count == 2
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -607,12 +564,12 @@ def test_keyword_order_and_sharing_between_arguments():
     jitted, m, n = nnx.jit(f), Net(), Net()
     jitted(a=m, b=n)
     jitted(b=m, a=n)
-    assert f.traces == 1
+    assert f.count == 1
     for _ in range(2):
         jitted(a=m, b=m)
         jitted(a=n, b=n)
         jitted(b=n, a=m)
-    assert f.traces == 2
+    assert f.count == 2
 
 
 def test_different_changes_by_one_program_for_each_trace():
@@ -650,7 +607,7 @@ def test_clear_cache():
     first = jitted(model, X)
     jitted.clear_cache()
     np.testing.assert_array_equal(jitted(model, X), first)
-    assert f.traces == 2
+    assert f.count == 2
 
 
 def test_calls_per_hot_call_do_not_grow_with_the_model(unchecked):
@@ -713,112 +670,6 @@ def count_calls(f, argument):
 
 
 # --- options --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"static_argnums": 2},
-        {"static_argnums": (2,)},
-        {"static_argnums": [-2]},
-        {"static_argnums": (-2,)},
-        {"static_argnames": "mode"},
-        {"static_argnames": ("mode",)},
-    ],
-)
-def test_static_arguments(options):
-    """By number from either end or by name, passed by position or by keyword, one program for each value."""
-
-    def f(m, x, mode, y=1.0):
-        assert not isinstance(mode, jax.core.Tracer)
-        return m(x) * y if mode == "on" else x
-
-    f = counted(f)
-    jitted, model = nnx.jit(f, **options), Net()
-    for _ in range(2):
-        assert jitted(model, X, "on").tolist() == [4, 4]
-        assert jitted(model, X, "off").tolist() == [1, 1]
-        assert jitted(model, X, mode="on").tolist() == [4, 4]
-    assert f.traces <= 4
-    assert int(model.layers[0].calls) == 4
-
-
-def test_static_arguments_of_a_bound_method():
-    """Numbers count the arguments of the call, as with jax.jit of a bound method."""
-    model = Net()
-    method = nnx.jit(lambda self, x, n: x * n if type(n) is int else None, static_argnums=2)
-    assert method.__get__(model)(X, 3).tolist() == [3, 3]
-
-    class WithMode(Net):
-        def run(self, x, mode):
-            return self(x) if mode == "on" else x
-
-    bound = WithMode().run
-    for options in ({"static_argnums": 1}, {"static_argnums": -1}, {"static_argnames": "mode"}):
-        assert nnx.jit(bound, **options)(X, "off").tolist() == [1, 1]
-        assert nnx.jit(bound, **options)(X, mode="on").tolist() == [4, 4]
-
-
-def test_static_arguments_from_the_end_of_var_positional():
-    """Negative numbers of a function with *args count from the end of the call."""
-    jitted = nnx.jit(lambda *args: args[0] * len(args[-1]), static_argnums=-1)
-    assert jitted(X, "abc").tolist() == [3, 3]
-    assert jitted(X, X, "ab").tolist() == [2, 2]
-
-
-def make_function(default):
-    return lambda x, factor=default: factor * x
-
-
-@pytest.mark.parametrize(
-    ("a", "same", "other"),
-    [
-        ([1, {"k": 2}], [1, {"k": 2}], [1, {"k": 3}]),
-        ({"a": [1]}, {"a": [1]}, {"a": [2]}),
-        ({1, 2}, {2, 1}, {1}),
-        (np.ones(2), np.ones(2), np.zeros(2)),
-        (1, 1, True),
-        (1.0, 1.0, 1),
-        (0.0, 0.0, -0.0),
-        (functools.partial(max, [1]), functools.partial(max, [1]), functools.partial(max, [2])),
-        (make_function(1), make_function(1), make_function(2)),
-        (slice(1, 2), slice(1, 2), slice(1, 3)),
-        (jnp.float32, jnp.float32, jnp.float16),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_static_arguments_compare_by_value(a, same, other):
-    """Unhashable ones too: an equal value is no new program, another one (of another type, another zero) is."""
-    f = counted(lambda m, static, x: m(x))
-    jitted, model = nnx.jit(f, static_argnums=1), Net()
-    for static in (a, same, a, same):
-        jitted(model, static, X)
-    assert f.traces == 1
-    jitted(model, other, X)
-    assert f.traces == 2
-
-
-def test_static_argument_changed_in_place():
-    """The value at the time of the call counts; what the function does to its copy stays inside."""
-    seen = []
-
-    def f(m, static):
-        seen.append(list(static))
-        static.append("inside")
-        return m.scale
-
-    jitted, static = nnx.jit(f, static_argnums=1), ["a"]
-    jitted(Net(), static)
-    static.append("b")
-    jitted(Net(), static)
-    assert seen == [["a"], ["a", "b"]]
-    assert static == ["a", "b"]
-
-
-def test_static_argument_without_equality():
-    """An array declared static is refused, naming the argument."""
-    with pytest.raises(errors.StaticValueError, match="float32"):
-        nnx.jit(lambda m, n: n, static_argnums=1)(Net(), X)
 
 
 @pytest.mark.parametrize(
@@ -972,78 +823,6 @@ def test_shardings_on_eight_devices():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# --- stages ---------------------------------------------------------------------------------------------------------
-
-
-def test_lower_and_compile():
-    """`.lower(...).compile()(...)` runs, writes, takes other models of the structure, and traces once."""
-    f = counted(lambda m, x, *, by=1.0: m(x) * by)
-    model, eager = Net(), Net()
-    compiled = nnx.jit(f).lower(model, X, by=2.0).compile()
-    assert f.traces == 1
-    for _ in range(2):
-        np.testing.assert_array_equal(compiled(model, X, by=2.0), 2 * eager(X))
-        assert_same(model, eager)
-    np.testing.assert_array_equal(compiled(Net(), X, by=3.0), 3 * Net()(X))
-    assert f.traces == 1
-    assert "add" in compiled.as_text()
-
-
-def test_lowering_changes_nothing():
-    """lower, trace, eval_shape leave the model as it was, values and attributes."""
-    model = Net()
-    before = values(model)
-    jitted = nnx.jit(lambda m, x: (setattr(m, "extra", m(x)), m(x))[1])
-    jitted.lower(model, X)
-    jitted.trace(model, X)
-    jitted.eval_shape(model, X)
-    assert_same(model, Net())
-    assert all(v is w for v, w in zip(before, values(model), strict=True))
-
-
-def test_trace():
-    """`.trace(...)` has the jaxpr, and goes on to `.lower().compile()`."""
-    traced = nnx.jit(lambda m, x: m(x)).trace(Net(), X)
-    assert "mul" in str(traced.jaxpr)
-    assert traced.lower().compile()(Net(), X).tolist() == [4, 4]
-
-
-def test_stages_of_abstract_models():
-    """A model of ShapeDtypeStructs is lowered; the program runs with a concrete one."""
-    abstract = nnx.eval_shape(lambda: Net())
-    compiled = nnx.jit(lambda m, x: m(x)).lower(abstract, jax.ShapeDtypeStruct((2,), jnp.float32)).compile()
-    assert compiled(Net(), X).tolist() == [4, 4]
-
-
-def test_stages_with_static_arguments_donation_and_bound_methods():
-    """Static arguments are passed again and must be equal; donated Variables live on."""
-    model = Net()
-    compiled = nnx.jit(lambda m, x, n: m(x) * n, static_argnums=2, donate_argnums=0).lower(model, X, 3).compile()
-    assert compiled(model, X, 3).tolist() == [12, 12]
-    assert int(model.layers[0].calls) == 1
-    with pytest.raises(errors.ArgumentError, match=r"args\[2\].*3 \(int\).*4 \(int\)"):
-        compiled(model, X, 4)
-    assert nnx.jit(model).lower(X).compile()(X).tolist() == [4, 4]
-
-
-def test_a_compiled_function_called_with_another_structure():
-    """The error says where the structures differ, what it was compiled for and what it got; nothing is changed."""
-    compiled, other = nnx.jit(lambda m, x: m(x)).lower(Net(), X).compile(), Net(3)
-    with pytest.raises(errors.ArgumentError, match=r"(?s)differ in structure.*layers\[2\]: nothing became"):
-        compiled(other, X)
-    assert_same(other, Net(3))
-    other = Net()
-    other.scale = 3.0
-    with pytest.raises(errors.ArgumentError, match=r"scale: 2\.0 \(float\) became 3\.0 \(float\)"):
-        compiled(other, X)
-    with pytest.raises(errors.ArgumentError, match="differ in structure"):
-        compiled(Net(), X, X)
-    with pytest.raises(errors.ArgumentError, match="differ in structure"):
-        compiled(X, Net())
-    with pytest.raises(errors.ArgumentError, match=r"args\[1\]: float32\[2\] became float32\[3\]\nCall the jitted"):
-        compiled(Net(), jnp.ones(3))
 
 
 def test_eval_shape_of_a_jitted_function():
@@ -1232,26 +1011,6 @@ def test_untraceable_arguments(warm):
     with pytest.raises(errors.ArgumentError, match=r"args\[1\]\[0\] is a object"):
         jitted(model, [object()])
     assert jitted(model, 1.0).item() == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"static_argnums": 2}, "static_argnums has 2, but f takes 2 positional"),
-        ({"static_argnums": -3}, "static_argnums has -3, but f takes 2 positional"),
-        ({"donate_argnums": 5}, "donate_argnums has 5"),
-        ({"static_argnames": "z"}, r"static_argnames has \['z'\], but f takes \['m', 'x'\]"),
-        ({"donate_argnames": ("x", "q")}, r"donate_argnames has \['q'\]"),
-    ],
-)
-def test_arguments_that_the_function_does_not_have(options, message):
-    """Wrong numbers and names are refused when the function is wrapped, saying what there is."""
-
-    def f(m, x):
-        return x
-
-    with pytest.raises(errors.PrefixError, match=message):
-        nnx.jit(f, **options)
 
 
 def test_outputs_that_cannot_be_returned():

@@ -1,0 +1,94 @@
+"""What a jitted function captures: the objects that it refers to without having been passed them.
+
+They are found while the function is traced (core/closures.py), and are inputs and outputs from then on. The function
+may refer to other ones at the next call, if a closure or a global has been set anew; so each step on the ways to them
+is looked up again, and compared with what was found before.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core.closures import CapturedObjects, is_lent_elsewhere
+from ..core.errors import TraceContextError
+from ..core.finding import reachable
+from ..core.graph import trace_of
+from ..core.objects import Node
+from ..core.references import LookUp, named_in, ways_from
+from ..core.tracing import current_trace
+
+
+class Captures:
+    """The objects that a function captures, as found while it was traced; see core/closures.py."""
+
+    def __init__(self, function: Callable):
+        self._function = function
+        self._roots: list[weakref.ref] = []
+        self._adding = threading.Lock()
+        # Each step on the ways to the roots: its look-up, what that found, whether this is a root. None before a trace.
+        self.steps: list[tuple[LookUp, LookUp, bool]] | None = None
+
+    def add(self, roots: Sequence[Any], before: Sequence[Any]) -> None:
+        """Add objects that a trace has captured besides those that it was given ``before``."""
+        if not _others(roots, before):
+            raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
+        with self._adding:
+            if _others(roots, self.objects()):  # if not, another thread has added them
+                self._add(roots)
+
+    def _add(self, roots: Sequence[Any]) -> None:
+        ways = ways_from(self._function)
+        named = [way.value for way in ways if isinstance(way.value, Node)]
+        self._roots += [weakref.ref(root) for root in _whole(roots, named)]
+        steps: list[tuple[LookUp, LookUp, bool]] = []
+        for reference in self._roots:
+            found = [step for way in ways if way.value is reference() for step in way.steps()]
+            last, *others = found or [(reference, reference)]
+            steps += [(*last, True), *[(*step, False) for step in others]]
+        self.steps = steps
+
+    def capture_named(self) -> None:
+        """Before the first trace, capture the Modules that the function refers to directly.
+
+        A trace would not notice these, if it only reads static attributes of them.
+
+        Raises:
+          CapturedObjects: if there are any.
+        """
+        if self.steps is None:
+            self.steps = []
+            named = [x for x in named_in(self._function) if isinstance(x, Node)]
+            here = [x for x in named if trace_of(x) is current_trace() or is_lent_elsewhere(trace_of(x))]
+            if here:
+                raise CapturedObjects(here)
+
+    def objects(self) -> tuple[Any, ...]:
+        """The captured objects; none, so that they are found again, if the function now refers to other ones."""
+        found = []
+        for look_up, before, is_root in self.steps or ():
+            x = look_up()
+            if x is None or x is not before():
+                self._roots, self.steps = [], None
+                return ()
+            if is_root:
+                found.append(x)
+        return tuple(found)
+
+
+def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
+    return {id(root) for root in roots} - {id(root) for root in before}
+
+
+def _whole(roots: Sequence[Any], named: Sequence[Node]) -> list[Any]:
+    """The roots, with a Module that the function refers to in place of a part of it: the part may be replaced."""
+    parts = [(x, {id(part) for _, part in reachable(x, set())}) for x in named]
+    whole = [next((x for x, below in parts if id(root) in below), root) for root in roots]
+    return list({id(x): x for x in whole}.values())
+
+
+_CAPTURED = """\
+The function uses objects ({names}) that belong to another trace, in a way that nnx.jit cannot follow. Pass them as \
+arguments."""

@@ -1,0 +1,61 @@
+"""Arguments chosen by their number or name: ``static_argnums`` and ``donate_argnums`` of :func:`~nnxlib.jit`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..core.errors import PrefixError
+from ..core.static import StaticArgument
+
+
+def as_static(x: Any, argument: int | str) -> StaticArgument:
+    """An argument as part of the program; if a partial bound it, it may be that already."""
+    return x if type(x) is StaticArgument else StaticArgument(x, (argument,))
+
+
+class Selection:
+    """Arguments chosen by number or name; by the signature of the function, a number implies a name and vice versa.
+
+    Raises:
+      PrefixError: for a number or a name that the function does not have.
+    """
+
+    def __init__(self, function: Callable, shift: int, numbers: tuple[int, ...], names: tuple[str, ...], option: str):
+        self._chosen: set[int | str] = {*names}
+        self._from_end: set[int] = set()  # of a function with *args: relative to the number of arguments in a call
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # a built-in without a signature
+            parameters = []
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        open_ended = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        for number in numbers:
+            if not open_ended and not -len(positional) <= number < len(positional) - shift:
+                count = len(positional) - shift
+                raise PrefixError(
+                    f"{option}_argnums has {number}, but {function.__name__} takes {count} positional arguments."
+                )
+            if number < 0 and open_ended:
+                self._from_end.add(number)
+            else:
+                self._chosen.add(number + shift if number >= 0 else len(positional) + number)
+        known = {p.name for p in parameters}
+        takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if (unknown := set(names) - known) and not takes_any:
+            raise PrefixError(
+                f"{option}_argnames has {sorted(unknown)}, but {function.__name__} takes {sorted(known)}."
+            )
+        for i, p in enumerate(positional):
+            if i in self._chosen and p.kind is p.POSITIONAL_OR_KEYWORD:
+                self._chosen.add(p.name)
+            elif p.name in self._chosen:
+                self._chosen.add(i)
+
+    def has(self, argument: int | str, count: int = 0) -> bool:
+        """Whether an argument was chosen, given by its name, or by its number out of ``count``."""
+        return argument in self._chosen or (isinstance(argument, int) and argument - count in self._from_end)
+
+    def __bool__(self) -> bool:
+        return bool(self._chosen or self._from_end)

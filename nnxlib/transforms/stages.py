@@ -1,0 +1,62 @@
+"""Stages: what ``lower``, ``trace`` and ``compile`` of a jitted function return, for arguments that hold Modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..core.errors import ArgumentError, listed
+from ..core.graph import pack
+from ..core.graphdef import differences_listed
+from .body_checks import type_changes
+from .plan import Compiled, Plan
+
+_OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
+_COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where it has to be, or `lower` it for these."
+
+
+class Stage:
+    """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps."""
+
+    def __init__(self, stage: Any, arguments: Callable, plan: Plan, compiled: Compiled):
+        self._stage, self._arguments, self._plan, self._compiled = stage, arguments, plan, compiled
+
+    def lower(self, *args: Any, **kwargs: Any) -> Stage:
+        return Stage(self._stage.lower(*args, **kwargs), self._arguments, self._plan, self._compiled)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Stage:
+        return Stage(self._stage.compile(*args, **kwargs), self._arguments, self._plan, self._compiled)
+
+    def bind(self, *bound: Any) -> Stage:
+        """Return the stage with its first arguments bound."""
+        arguments = lambda args, kwargs: self._arguments((*bound, *args), kwargs)
+        return Stage(self._stage, arguments, self._plan, self._compiled)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled function.
+
+        Raises:
+          ArgumentError: if the arguments have another structure, shape or dtype than it was compiled for; says where.
+        """
+        packed = pack(self._arguments(args, kwargs))
+        expected = self._plan.crossing.layout
+        if packed.layout is not expected:
+            raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), _COMPILE_AGAIN))
+        try:
+            returned = self._stage(*packed.leaves)
+        except TypeError as error:
+            compiled_for = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._stage.args_info[0])
+            changes = type_changes(compiled_for, packed.leaves, expected.leaf_paths)
+            if not changes:
+                raise
+            head = "The arguments have other shapes or dtypes than those it was compiled for:"
+            raise ArgumentError(listed(head, changes, _COMPILE_AGAIN)) from error
+        return self._plan.finish(packed, self._compiled, returned)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def __repr__(self) -> str:
+        return f"Stage({self._stage!r})"

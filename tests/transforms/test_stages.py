@@ -1,0 +1,82 @@
+"""Stages: jitted functions of Modules, ahead of time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core import errors
+from tests.properties.compare import assert_same
+
+from .jitted import Net, X, values
+from .models import counted
+
+
+def test_lower_and_compile():
+    """`.lower(...).compile()(...)` runs, writes, takes other models of the structure, and traces once."""
+    f = counted(lambda m, x, *, by=1.0: m(x) * by)
+    model, eager = Net(), Net()
+    compiled = nnx.jit(f).lower(model, X, by=2.0).compile()
+    assert f.count == 1
+    for _ in range(2):
+        np.testing.assert_array_equal(compiled(model, X, by=2.0), 2 * eager(X))
+        assert_same(model, eager)
+    np.testing.assert_array_equal(compiled(Net(), X, by=3.0), 3 * Net()(X))
+    assert f.count == 1
+    assert "add" in compiled.as_text()
+
+
+def test_lowering_changes_nothing():
+    """lower, trace, eval_shape leave the model as it was, values and attributes."""
+    model = Net()
+    before = values(model)
+    jitted = nnx.jit(lambda m, x: (setattr(m, "extra", m(x)), m(x))[1])
+    jitted.lower(model, X)
+    jitted.trace(model, X)
+    jitted.eval_shape(model, X)
+    assert_same(model, Net())
+    assert all(v is w for v, w in zip(before, values(model), strict=True))
+
+
+def test_trace():
+    """`.trace(...)` has the jaxpr, and goes on to `.lower().compile()`."""
+    traced = nnx.jit(lambda m, x: m(x)).trace(Net(), X)
+    assert "mul" in str(traced.jaxpr)
+    assert traced.lower().compile()(Net(), X).tolist() == [4, 4]
+
+
+def test_stages_of_abstract_models():
+    """A model of ShapeDtypeStructs is lowered; the program runs with a concrete one."""
+    abstract = nnx.eval_shape(lambda: Net())
+    compiled = nnx.jit(lambda m, x: m(x)).lower(abstract, jax.ShapeDtypeStruct((2,), jnp.float32)).compile()
+    assert compiled(Net(), X).tolist() == [4, 4]
+
+
+def test_stages_with_static_arguments_donation_and_bound_methods():
+    """Static arguments are passed again and must be equal; donated Variables live on."""
+    model = Net()
+    compiled = nnx.jit(lambda m, x, n: m(x) * n, static_argnums=2, donate_argnums=0).lower(model, X, 3).compile()
+    assert compiled(model, X, 3).tolist() == [12, 12]
+    assert int(model.layers[0].calls) == 1
+    with pytest.raises(errors.ArgumentError, match=r"args\[2\].*3 \(int\).*4 \(int\)"):
+        compiled(model, X, 4)
+    assert nnx.jit(model).lower(X).compile()(X).tolist() == [4, 4]
+
+
+def test_a_compiled_function_called_with_another_structure():
+    """The error says where the structures differ, what it was compiled for and what it got; nothing is changed."""
+    compiled, other = nnx.jit(lambda m, x: m(x)).lower(Net(), X).compile(), Net(3)
+    with pytest.raises(errors.ArgumentError, match=r"(?s)differ in structure.*layers\[2\]: nothing became"):
+        compiled(other, X)
+    assert_same(other, Net(3))
+    other = Net()
+    other.scale = 3.0
+    with pytest.raises(errors.ArgumentError, match=r"scale: 2\.0 \(float\) became 3\.0 \(float\)"):
+        compiled(other, X)
+    with pytest.raises(errors.ArgumentError, match="differ in structure"):
+        compiled(Net(), X, X)
+    with pytest.raises(errors.ArgumentError, match="differ in structure"):
+        compiled(X, Net())
+    with pytest.raises(errors.ArgumentError, match=r"args\[1\]: float32\[2\] became float32\[3\]\nCall the jitted"):
+        compiled(Net(), jnp.ones(3))
