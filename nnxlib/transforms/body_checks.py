@@ -169,8 +169,10 @@ def successors(
                 before, after = dict(old.fields), dict(row.fields)
                 if not kept and (old._replace(fields=()) != row._replace(fields=()) or before.keys() != after.keys()):
                     return None
-                left = [(spec, after[name]) for name, spec in before.items() if name in after]
-                stack += [(spec, spec if now is SAME else now) for spec, now in left]
+                fields = [(spec, after[name]) for name, spec in before.items() if name in after]
+                fields = [(spec, spec if now is SAME else now) for spec, now in fields]
+                # Other changes of an object that is kept are found by `structural_changes`.
+                stack += [(spec, now) for spec, now in fields if not kept or isinstance(now, Ref | Tree)]
             elif not kept and old != row:
                 return None
         elif isinstance(a, Tree) and isinstance(b, Tree):

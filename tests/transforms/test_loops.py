@@ -289,6 +289,21 @@ def test_an_object_that_is_replaced_in_one_of_two_places_is_an_error_by_path():
     before.assert_unchanged()
 
 
+def test_what_is_refused_is_named_without_the_objects_that_may_be_replaced():
+    def body(i, m):
+        m.total = nnx.Variable(m.total + 1)
+        m.flag = True
+        return m
+
+    m = Parts()
+    m.flag = False
+    with pytest.raises(
+        BodyError, match=r"args\[0\]\.flag: False \(bool\) became True \(bool\)\nSet attributes"
+    ) as error:
+        nnx.fori_loop(0, 3, body, m)
+    assert "total" not in str(error.value)
+
+
 def test_an_object_that_is_replaced_in_all_its_places_stays_shared():
     def body(i, m):
         m.a.w = m.tied = nnx.Param(m.tied * 2)
