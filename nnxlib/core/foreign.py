@@ -6,19 +6,24 @@ dicts and lists notes what each of them holds, and its stamp compares whenever i
 takes half a microsecond for one of five items. States are large, and report their writes: each write looks among the
 levels that stamps know (:class:`~nnxlib.core.stamps.States`).
 
-Other mutable pytrees, such as a dataclass that is not frozen, cannot be compared without flattening them. A graph that
-holds one is walked at each call.
+Other mutable pytrees, such as a dataclass that is not frozen, cannot be compared without flattening them; and those
+that hold arrays have to be flattened anyway, to read these. Both are :class:`Flattened` at each call, and compared.
 """
 
 from __future__ import annotations
 
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.tree_util as jtu
+
+from .objects import is_node
+from .rows import LEAF, Ref, Tree
 from .stamps import Stamp, States
 from .state import State
+from .static import Const
 
 
 class Items(NamedTuple):
@@ -30,17 +35,63 @@ class Items(NamedTuple):
     values: list[Any]  # so that no id is reused
 
 
+class Flattened:
+    """A pytree in a field of a node, which is flattened whenever its arrays are asked for, or whether it has changed.
+
+    Args:
+      container: what has the field: the attributes of the node, or a node with items.
+      key: of the field. The pytree is looked up anew each time, since a jitted function that sets an array in it puts
+        another pytree in its place.
+      spec: of the pytree as it is now.
+      index: the row of each object, by its id.
+    """
+
+    __slots__ = ("_arrays", "_container", "_index", "_is_leaf", "_key", "_others", "_treedef", "_types")
+
+    def __init__(self, container: Any, key: Any, spec: Tree, index: Mapping[int, int]):
+        self._container, self._key, self._treedef, self._index = container, key, spec.treedef, index
+        self._arrays = [k for k, child in enumerate(spec.children) if child is LEAF]
+        self._others = [(k, child) for k, child in enumerate(spec.children) if child is not LEAF]
+        has_nodes = any(isinstance(child, Ref) for _, child in self._others)
+        self._is_leaf = is_node if has_nodes else None  # a node that has come since is flattened, to another treedef
+        self._types = list(map(type, self._flatten()[0]))  # an array in place of another one is no change
+
+    def _flatten(self) -> tuple[list[Any], Any]:
+        return jtu.tree_flatten(self._container[self._key], is_leaf=self._is_leaf)
+
+    def arrays(self) -> list[Any]:
+        """The arrays in the pytree."""
+        leaves, _ = self._flatten()
+        return [leaves[k] for k in self._arrays] if self._others else leaves
+
+    def is_unchanged(self) -> bool:
+        """Whether the spec is what it was."""
+        try:
+            leaves, treedef = self._flatten()
+        except LookupError:  # the field was deleted
+            return False
+        if [*map(type, leaves)] != self._types or treedef != self._treedef:
+            return False
+        return all(self._is_same(leaves[k], child) for k, child in self._others)
+
+    def _is_same(self, x: Any, spec: Ref | Const) -> bool:
+        if isinstance(spec, Ref):
+            return self._index.get(id(x)) == spec.index
+        return x is spec.value or Const.of(x) == spec
+
+
 class Foreign:
     """The foreign containers that a walk has met, and what they held."""
 
-    __slots__ = ("levels", "others")
+    __slots__ = ("flattened", "levels", "others")
 
     def __init__(self) -> None:
+        self.flattened: list[Flattened] = []
         self.levels: dict[int, dict] = {}  # of States, by id
         self.others: list[Items] = []
 
     def __bool__(self) -> bool:
-        return bool(self.levels or self.others)
+        return bool(self.levels or self.others or self.flattened)
 
     def add(self, tree: Any, children: Sequence[Any]) -> bool:
         """Add the containers of a pytree; False if it can get other children than these without a change of them."""
@@ -75,10 +126,13 @@ class Foreign:
 
     def watch(self, stamp: Stamp) -> None:
         """Let a change invalidate a stamp."""
-        if self.others:
-            stamp.add_check(lambda: _are_unchanged(self.others))
+        if self.others or self.flattened:
+            stamp.add_check(self._is_unchanged)
         if self.levels:
             States.attach(stamp, self.levels)
+
+    def _is_unchanged(self) -> bool:
+        return _are_unchanged(self.others) and all(tree.is_unchanged() for tree in self.flattened)
 
 
 _DICTS = (dict, OrderedDict, defaultdict)

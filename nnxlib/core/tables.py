@@ -15,8 +15,8 @@ it is certain that no structure has changed since it was made:
 4. Otherwise the object is walked again.
 
 Dicts, lists and States in a pytree that is an attribute are no nodes; changes of them are found, too (foreign.py). A
-graph with parts that can change unnoticed (an array inside a tuple or a foreign pytree) is walked at every call. As a
-guard against writes that bypass every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a table
+graph with parts that can change unnoticed (such as arrays in the slots of a class) is walked at every call. As a guard
+against writes that bypass every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a table
 walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the table no longer describes the object. With
 the environment variable ``NNXLIB_CHECK`` set, every use does.
 
@@ -39,11 +39,12 @@ from . import errors
 from .calls import entering
 from .cells import Cell
 from .closures import Watch, notice
+from .foreign import Flattened
 from .graph import Packed, build, pack, trace_of
 from .graphdef import differences_listed
 from .layout import KEPT, Layout
 from .objects import HasAttributes, Node, Pytree, attributes_of, is_bound_method, is_node
-from .rows import LEAF, ROOT, NodeRow, Ref, Row
+from .rows import LEAF, ROOT, NodeRow, Ref, Row, Tree, count_leaves
 from .stamps import Stamp, stamping, with_stamp
 from .static import Const, same_items
 from .tracing import at_top_level
@@ -71,8 +72,9 @@ class LiveTable:
     index: dict[int, int]  # id of an object -> its row
     variables: list[Variable]  # without the root
     cells: list[Cell]  # of all Variables, in row order
-    arrays: list[tuple[Any, Any]]  # (container, key) of each array held directly by a node
-    array_rows: list[int]  # the rows of these nodes
+    arrays: list[tuple[Any, Any, Flattened | None]]  # (container, key, None) of each array in a field of a node, or of
+    # a pytree there that may hold some
+    array_rows: list[int]  # for each of these arrays the row of the node
     snapshot: list[Any] | None  # the leaves, if the table is not reliable
     used: int  # how often, up to the next use at which the table is compared with the object
     unchecked: int  # how many uses are left until that one
@@ -103,7 +105,17 @@ class LiveTable:
         if self.snapshot is not None:
             return self.snapshot
         values = [x._cell.value for x in ([root] if isinstance(root, Variable) else self.variables)]
-        return values + [container[key] for container, key in self.arrays] if self.arrays else values
+        return values + self.array_values() if self.arrays else values
+
+    def array_values(self) -> list[Any]:
+        """The arrays that nodes hold."""
+        found = []
+        for container, key, tree in self.arrays:
+            if tree is None:
+                found.append(container[key])
+            else:
+                found += tree.arrays()
+        return found
 
     def objects_with(self, root: Any) -> list[Any]:
         """The objects by row."""
@@ -382,21 +394,35 @@ def _make(root: Any) -> LiveTable:
     walk = Walk(stamp=stamp)
     with stamping:
         spec = walk.run(root)
+        rows = walk.all_rows()
+        layout = Layout(rows, spec)
+        table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
+        table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
+        for i, row in enumerate(rows):
+            if type(row) is NodeRow:
+                _find_arrays(table, walk, i, row, walk.objects[i] is root)
         walk.foreign.watch(stamp)
-    rows = walk.all_rows()
-    layout = Layout(rows, spec)
-    table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
-    table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
-    for i, (x, row) in enumerate(zip(walk.objects, rows, strict=True)):
-        if type(row) is NodeRow and any(field is LEAF for _, field in row.fields):
-            names = [name for name, field in row.fields if field is LEAF]
-            attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
-            table.arrays += [(attributes if name in attributes else x, name) for name in names]
-            table.array_rows += [i] * len(names)
-            elsewhere = not attributes.keys() >= set(names)  # some are items, or in slots
-            table.reliable = table.reliable and not (elsewhere and (isinstance(x, Pytree) or x is root))
     table.snapshot = None if table.reliable else walk.leaves(range(len(rows)))
     return _kept(table, root)
+
+
+def _find_arrays(table: LiveTable, walk: Walk, i: int, row: NodeRow, is_root: bool) -> None:
+    """Note where the arrays are that a node holds, and which pytrees are to be flattened at each call."""
+    fields = [(name, field) for name, field in row.fields if field is LEAF or (i, name) in walk.unwatched]
+    if not fields:
+        return
+    x = walk.objects[i]
+    attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
+    if not all(name in attributes for name, _ in fields):  # some are items, or in slots
+        table.reliable = table.reliable and not (isinstance(x, Pytree) or is_root)
+    for name, field in fields if table.reliable else ():
+        container = attributes if name in attributes else x
+        tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
+        if tree is not None:
+            walk.foreign.flattened.append(tree)
+        if count := count_leaves(field):
+            table.arrays.append((container, name, tree))
+            table.array_rows += [i] * count
 
 
 def _kept(table: LiveTable, root: Any) -> LiveTable:

@@ -63,6 +63,7 @@ class Walk:
         self.reliable = True  # whether the stamp and `mutable` reveal every later change of what was visited
         self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
         self.foreign = Foreign()  # the containers in pytrees, where a stamp is attached
+        self.unwatched: set[tuple[int, Any]] = set()  # (row, name) of fields with pytrees that these do not reveal
         self.objects: list[Any] = ObjectList(known)
         self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
@@ -165,8 +166,9 @@ class Walk:
             return self._constant(value, mark, path)
 
         def finish(specs: list[Any]) -> Tree:
-            if self.stamp is not None:
-                self.reliable = self.reliable and self.foreign.add(value, children) and LEAF not in specs
+            if self.stamp is not None and (LEAF in specs or not self.foreign.add(value, children)):
+                self.unwatched.add((frame.owner, suffix[0]))
+                self.reliable = self.reliable and frame.path == self.paths[frame.owner] and Tree not in map(type, specs)
             return Tree(treedef, keys, tuple(specs))
 
         mark = mark if frame.owner == ROOT else None

@@ -226,7 +226,7 @@ def _is_leaf(x: Any) -> bool:
 
 # --- entries --------------------------------------------------------------------------------------------------------
 
-Numbers = list[tuple[int, list[int]]]  # of cells: for some of the tables its number, and the numbers of cells in it
+Numbers = list[tuple[int, list[int]]]  # for some of the tables its number, and the numbers of cells, or arrays, in it
 
 
 def _by_table(pairs: Iterable[tuple[int, int]]) -> Numbers:
@@ -242,14 +242,12 @@ class _Reads(NamedTuple):
 
     compiled: Compiled
     cells: Numbers
-    arrays: list[tuple[int, int]]  # (number of a table, number of an array in it)
+    arrays: Numbers
 
     def inputs(self, found: Found) -> list[Any]:
         tables, (_, numbers, arrays) = found.tables, self
         inputs = [cells[j].value for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
-        for k, j in arrays:
-            container, name = tables[k].arrays[j]
-            inputs.append(container[name])
+        inputs += [values[j] for k, chosen in arrays for values in (tables[k].array_values(),) for j in chosen]
         return inputs + found.plain
 
 
@@ -267,7 +265,7 @@ class CacheEntry:
 
     def __init__(self, plan: Plan, found: Found):
         _, _, sharing = found.key
-        whole = [((), range(len(table.cells)), range(len(table.arrays))) for table in found.tables]
+        whole = [((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
         self.plan = plan
         # In which table, and where in it, each Variable of the plan's layout has its cell; and each array of a node.
         self._cells = [(k, j) for k, (_, cells, _) in enumerate(sharing or whole) for j in cells]
@@ -330,7 +328,7 @@ class CacheEntry:
         both = [*self._cells, *self._arrays]
         chosen = [both[k] for k in compiled.inputs if k < len(both)]  # then come all plain leaves
         count = sum(k < len(self._cells) for k in compiled.inputs)
-        return _Reads(compiled, _by_table(chosen[:count]), chosen[count:])
+        return _Reads(compiled, _by_table(chosen[:count]), _by_table(chosen[count:]))
 
     def _writes_of(self, outcome: Outcome) -> _Writes:
         found = self._writes.get(outcome)

@@ -111,11 +111,21 @@ def test_a_part_that_leaves_no_longer_counts():
     assert table_of(m) is table
 
 
+class Slotted(nnx.Module):
+    """Declares slots, and has a pytree with an array in one."""
+
+    __slots__ = ("pair",)
+
+    def __init__(self):
+        self.pair = (jnp.ones(1), 1)
+
+
 def test_what_can_change_unseen_is_walked_each_time():
-    """An array in a tuple is in no place that a table could read it from."""
+    """An array in a slot is in no place that a table could read it from."""
     m = Net()
-    m.x = (jnp.ones(1), 1)
+    m.x = Slotted()
     assert table_of(m) is not table_of(m)
+    assert table_of(m).leaves(m)[-1] is m.x.pair[0]
 
 
 MUTABLE = {
@@ -250,7 +260,7 @@ def test_a_part_that_came_with_a_change_that_could_not_be_mended():
     table_of(m)
     for n in range(3):
         part = Layer()
-        m.layers[0].n = (part, jnp.ones(2))  # an array in a tuple may be exchanged unseen: no table is kept
+        m.layers[0].n = (part, Slotted())  # no table is kept
         jitted(m)
         part.n = n
         assert (jitted(m) == n).all()

@@ -4,6 +4,9 @@ A model keeps its table from call to call, which is mended or made anew after a 
 of changes and jitted calls must do what they do as plain Python, on one model that is passed whole.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +18,24 @@ from nnxlib.core.graph import pack
 from nnxlib.core.tables import table_of
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Box:
+    x: Any
+
+
 class Layer(nnx.Module):
+    """Has a part of each kind; arrays also in a tuple, in a dict with a list, and in a dataclass."""
+
     def __init__(self, seed):
         self.weight = nnx.Param(jnp.float32(1 + seed))
         self.total = nnx.Variable(jnp.float32(0))
         self.several = nnx.List([nnx.Cache(jnp.float32(seed))])
         self.flag = 1.0
         self.other = None
+        self.pair = (jnp.float32(seed), "x")
+        self.table = nnx.data({"a": jnp.float32(seed), "b": [jnp.float32(1)]})
+        self.box = Box(jnp.float32(2))
 
 
 def read(layers, i, x):
@@ -46,7 +60,19 @@ def replace(layers, i, x):
     return x
 
 
-CALLS = {f.__name__: (f, nnx.jit(f, static_argnums=1)) for f in (read, add, attach, replace)}
+def read_pytrees(layers, i, x):
+    layer = layers[i]
+    return sum(jax.tree.leaves((layer.table, layer.pair[0], layer.box))) * x + len(layer.pair[1])
+
+
+def set_pytrees(layers, i, x):
+    layer = layers[i]
+    layer.pair = (layer.pair[0] + x, layer.pair[1])
+    layer.table["a"] = layer.table["a"] * x
+    return layer.box.x
+
+
+CALLS = {f.__name__: (f, nnx.jit(f, static_argnums=1)) for f in (read, add, attach, replace, read_pytrees, set_pytrees)}
 
 
 def _tie(layers, i, j):
@@ -74,6 +100,14 @@ CHANGES = {
     "value": lambda layers, i, j: setattr(layers[i].weight, "value", jnp.float32(j)),
     "through vars": lambda layers, i, j: vars(layers[i]).update(weight=nnx.Param(jnp.float32(j))),
     "several": lambda layers, i, j: [setattr(x, "weight", nnx.Param(jnp.float32(j))) for x in layers],
+    "a tuple": lambda layers, i, j: setattr(layers[i], "pair", (jnp.float32(j), "xy"[:j])),
+    "an item": lambda layers, i, j: layers[i].table.update(a=jnp.float32(j)),
+    "an item of another shape": lambda layers, i, j: layers[i].table.update(a=jnp.full(j + 1, jnp.float32(j)).sum()),
+    "a NumPy item": lambda layers, i, j: layers[i].table["b"].__setitem__(0, np.float32(j)),
+    "a new item": lambda layers, i, j: layers[i].table["b"].append(jnp.float32(j)),
+    "an item less": lambda layers, i, j: len(layers[i].table["b"]) > 1 and layers[i].table["b"].pop(),
+    "in a dataclass": lambda layers, i, j: setattr(layers[i].box, "x", jnp.float32(j)),
+    "a static item": lambda layers, i, j: layers[i].table.update(c=float(j)),
     "one for all": lambda layers, i, j: [setattr(x, "weight", v) for v in [nnx.Param(jnp.float32(j))] for x in layers],
 }
 
