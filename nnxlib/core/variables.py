@@ -404,6 +404,15 @@ class Variable(Identified, Generic[A]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.get_value(), dtype=dtype) if not copy else np.array(self.get_value(), dtype=dtype)
 
+    def __array_namespace__(self, **kwargs: Any) -> Any:  # of the Python array API standard, as the two below
+        return self.get_value().__array_namespace__(**kwargs)  # type: ignore[union-attr]
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.get_value().__dlpack__(**kwargs)  # type: ignore[union-attr]
+
+    def __dlpack_device__(self) -> tuple:
+        return self.get_value().__dlpack_device__()  # type: ignore[union-attr]
+
     def __getitem__(self, key: Any) -> Any:
         value = self.get_value()
         return value if key is ... else value[_unwrap(key)]  # type: ignore[index]

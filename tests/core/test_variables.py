@@ -302,6 +302,18 @@ def test_functions_of_numpy_take_variables():
     np.testing.assert_allclose(v, [1, 2])
 
 
+def test_the_array_api_standard():
+    """A Variable names the namespace of its functions, and other libraries take its buffer, as those of its value."""
+    v = nnx.Param(jnp.array([1.0, 2.0]))
+    namespace = v.__array_namespace__()
+    assert namespace is v[...].__array_namespace__()
+    assert namespace.exp(v).tolist() == jnp.exp(v[...]).tolist()
+    assert np.from_dlpack(v).tolist() == [1, 2]
+    assert jax.dlpack.from_dlpack(v).tolist() == [1, 2]
+    with pytest.raises(AttributeError):
+        nnx.Param([1, 2]).__array_namespace__()
+
+
 def test_operators_inside_a_trace():
     """A Variable made inside a jitted function holds a tracer and still acts as an array."""
 
