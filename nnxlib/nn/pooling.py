@@ -7,7 +7,7 @@ number of batch axes, none included, is understood from the number of axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def pool(
     Array([1., 3., 5.], dtype=float32)
 
     Raises:
-      TypeError: if ``window_shape`` is a number: how many axes are spatial is known by it.
+      TypeError: if ``window_shape`` is no sequence: how many axes are spatial is known by it.
       ValueError: if window, strides or padding do not fit the input.
     """
     window, strides, padding = _window(inputs.ndim, inputs.shape, window_shape, strides, padding)
@@ -63,12 +63,14 @@ def _window(
     padding: Padding,
 ) -> tuple[tuple[int, ...], tuple[int, ...], str | tuple[tuple[int, int], ...]]:
     """Spell window, strides and padding out for all axes."""
-    if isinstance(window_shape, int | np.integer):
+    if isinstance(window_shape, str) or not isinstance(window_shape, Iterable):
         raise ArgumentError(
             f"window_shape has a size for each spatial axis, such as (2, 2) for images, but is {window_shape!r}."
         )
     spatial = tuple(window_shape)
     strides = 1 if strides is None else strides
+    if isinstance(strides, str | float):
+        raise ArgumentError(f"strides has a step for each spatial axis, or is one for all, but is {strides!r}.")
     steps = (strides,) * len(spatial) if isinstance(strides, int | np.integer) else tuple(strides)
     batch = ndim - len(spatial) - 1
     if batch < 0:

@@ -94,8 +94,11 @@ def test_windows_that_do_not_fit_are_refused():
         nnx.max_pool(x, (2, 2), strides=(1,))
     with pytest.raises(ValueError, match="one pair"):
         nnx.avg_pool(x, (2, 2), padding=((1, 1),))
-    with pytest.raises(TypeError, match=r"window_shape has a size for each spatial axis, .*but is 2"):
-        nnx.avg_pool(x, 2)
+    for window in (2, None, "22"):
+        with pytest.raises(TypeError, match=f"window_shape has a size for each spatial axis, .*but is {window!r}"):
+            nnx.avg_pool(x, window)
+    with pytest.raises(TypeError, match=r"strides has a step for each spatial axis, .*but is 1.5"):
+        nnx.max_pool(x, (2, 2), 1.5)
 
 
 def test_numbers_stand_for_all_spatial_axes():
