@@ -151,9 +151,8 @@ class Accuracy(Average):
                 else "multi-class classification, labels need the shape of logits without its last axis"
             )
             found = f"got logits of shape {logits.shape} and labels of shape {labels.shape}"
-            one_hot = self.threshold is None and labels.shape == logits.shape
-            hint = " Of one-hot labels pass labels.argmax(-1)." if one_hot else ""
-            raise UsageError(f"For {kind}; {found}.{hint}")
+            alike = self.threshold is None and labels.shape == logits.shape
+            raise UsageError(f"For {kind}; {found}.{_ONE_LOGIT_OR_ONE_HOT if alike else ''}")
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and self.threshold is not None)):
             raise UsageError(f"labels have to be integers, got {labels.dtype}.")
         predicted = jnp.argmax(logits, axis=-1) if self.threshold is None else logits >= self.threshold
@@ -302,10 +301,17 @@ def _zero(*variables: MetricState) -> None:
         variable.value = jnp.zeros_like(variable.value)
 
 
+_ONE_LOGIT_OR_ONE_HOT = """ \
+For binary classification, with one logit for yes, write nnx.metrics.Accuracy(threshold=0.0), or 0.5 for \
+probabilities. Of one-hot labels pass labels.argmax(-1)."""
+
+
 def _argument(metric: Any, kwargs: dict[str, Any]) -> Any:
     if metric.argname not in kwargs:
+        kind = type(metric).__name__
         raise ArgumentError(
-            f"{type(metric).__name__}.update expects the keyword argument {metric.argname!r}, got {sorted(kwargs)}."
+            f"{kind}.update expects the keyword argument {metric.argname!r}, got {sorted(kwargs)}. Which one a metric "
+            f"takes is said when it is made: {kind}({min(kwargs, default='loss')!r})."
         )
     return kwargs[metric.argname]
 

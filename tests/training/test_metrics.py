@@ -102,7 +102,8 @@ def test_values_and_masks_in_python():
 
 def test_a_missing_argument_is_named():
     """With those that were passed."""
-    with pytest.raises(TypeError, match=r"Average.update expects the keyword argument 'loss', got \['values'\]"):
+    message = r"Average.update expects the keyword argument 'loss', got \['values'\].*: Average\('values'\)"
+    with pytest.raises(TypeError, match=message):
         Average("loss").update(values=1.0)
 
 
@@ -150,6 +151,7 @@ def test_a_threshold_decides_yes_or_no():
         (None, (4, 5), (4, 5), r"without its last axis; got logits of shape \(4, 5\) and labels of shape"),
         (None, (4, 5), (1,), "without its last axis"),
         (None, (), (), "without its last axis"),
+        (None, (4,), (4,), r"with one logit for yes, write nnx.metrics.Accuracy\(threshold=0.0\)"),
         (0.5, (4, 1), (4,), r"For binary classification, labels need .*; got logits of shape \(4, 1\)"),
     ],
 )
