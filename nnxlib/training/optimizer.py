@@ -218,6 +218,10 @@ class Optimizer(Pytree, Generic[M]):
             self._check_state(trained)
         for variable in (self.step, *kept):
             variable.check_writable()
+        apart = [_place_of(_boxed(x)) for x in params if _is_apart(x)]
+        if apart:  # otherwise moments are where their parameter is, and both stay there
+            moved = _stay(params, moved, _is_apart)
+            new_kept = _stay(kept, new_kept, lambda moment: _place_of(moment) in apart)
         update(model, structure.unflatten(map(_with_value, params, moved)))
         set_values(kept, new_kept)
         self.step.set_raw_value(plain(self.step) + 1)
@@ -324,6 +328,20 @@ def _place(kept: list[OptState], params: list[Any]) -> None:
             variable.del_metadata("out_sharding")
 
 
+def _is_apart(param: Any) -> bool:
+    """Whether the moments of a parameter are to be in other shards than the parameter."""
+    return is_variable(param) and "optimizer_sharding" in param.get_metadata()
+
+
+def _place_of(variable: Variable) -> tuple[Any, tuple[int, ...] | None]:
+    return variable.sharding_names, _shape(variable)
+
+
+def _stay(variables: list[Any], values: list[Any], chosen: Callable[[Any], bool]) -> list[Any]:
+    """New values of Variables; of those that are chosen, where their names say. XLA would bring them together."""
+    return [placed(v, x.get_metadata(), type(x)) if chosen(x) else v for x, v in zip(variables, values)]
+
+
 def _shape(variable: Variable) -> tuple[int, ...] | None:
     return getattr(variable.get_raw_value(), "shape", None)
 
@@ -339,10 +357,15 @@ def _trained(model: Any, wrt: Filter) -> State:
         in_refs = any(is_variable(x) and x.ref for _, x in to_flat_state(params))
         return params.map(lambda path, x: _out_of_ref(x) if is_variable(x) else x) if in_refs else params
     kinds = Counter(type(x).__name__ for _, x in to_flat_state(state(model)) if is_variable(x))
-    found = ", ".join(f"{name} ({count})" for name, count in sorted(kinds.items())) or "no Variable at all"
+    found = ", ".join(f"{name} ({count})" for name, count in sorted(kinds.items()))
+    hint = (
+        f"It has: {found}. Pass a filter that takes some of these: a type such as nnx.Param, or "
+        "nnx.PathContains('name')."
+        if found
+        else "It has no Variable at all: parameters are attributes such as nnx.Param(array), on it or on its layers."
+    )
     raise EmptySelectionError(
-        f"wrt={shown(wrt)} takes nothing of this {type(model).__name__}, so there is nothing to train. It has: {found}."
-        " Pass a filter that takes some of these: a type such as nnx.Param, or nnx.PathContains('name')."
+        f"wrt={shown(wrt)} takes nothing of this {type(model).__name__}, so there is nothing to train. {hint}"
     )
 
 

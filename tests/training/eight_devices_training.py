@@ -92,6 +92,11 @@ def test_moments_may_be_in_other_shards_than_their_parameter(names, compiled):
             assert moments.kernel.sharding_names == (None, "model")
         grads = nnx.grad(lambda model: model(X).sum())(model)
         optimizer.update(model, grads)
+        assert is_on(model.kernel, ROWS) or not names
+        step = nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.grad(lambda m: m(X).sum())(model)))
+        step(model, optimizer)
+    assert is_on(model.kernel, ROWS) or not names  # the update has come back to it from the shards of the moments
+    assert is_on(optimizer.opt_state[0].mu.kernel, COLUMNS)
     assert model.kernel.get_metadata() == kernel
 
 
