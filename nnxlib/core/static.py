@@ -164,7 +164,8 @@ class _Freezer:
         if isinstance(value, jax.Array):
             raise StaticValueError(
                 f"The array {describe(value)} at {format_path(self.path)} is declared static, but a static value must "
-                "be known while compiling. Remove nnx.static / nnx.Static / static_argnums, or pass a NumPy array."
+                "be known while compiling. Remove nnx.static / nnx.Static / static_argnums (which counts `self`), or "
+                "pass a NumPy array."
             )
         if isinstance(value, np.generic):
             return kind, (value.dtype.str, value.tobytes())

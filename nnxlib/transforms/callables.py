@@ -118,17 +118,28 @@ class Observed:
 def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
     """``call`` with the arguments of these numbers as part of the program, whether given by position or by name.
 
+    One that is left out, since it has a default, is part of the program anyway.
+
     Raises:
-      ArgumentError: when called with fewer arguments.
+      PrefixError: when called with fewer arguments, if the function does not have one of that number.
     """
     static = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(call, args, kwargs)
-        if any(not -len(args) <= n < len(args) for n in static):
+        if any(not -len(args) <= n < len(args) and not 0 <= n < _positional(call) for n in static):
             raise PrefixError(f"static_argnums={static} does not fit a call with {len(args)} positional arguments.")
-        chosen = {n % len(args) for n in static}
-        return call(*(StaticArgument(x, (n,)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
+        chosen = {n if n >= 0 else n + len(args) for n in static}
+        return call(*(StaticArgument(x, ("args", n)) if n in chosen else x for n, x in enumerate(args)), **kwargs)
 
     return wrapped if static else call
+
+
+def _positional(f: Callable) -> int:
+    """How many parameters of a function can be given by position."""
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except ValueError:
+        return 0
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

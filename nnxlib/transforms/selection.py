@@ -12,7 +12,8 @@ from ..core.static import StaticArgument
 
 def as_static(x: Any, argument: int | str) -> StaticArgument:
     """An argument as part of the program; if a partial bound it, it may be that already."""
-    return x if type(x) is StaticArgument else StaticArgument(x, (argument,))
+    path = ("args", argument) if isinstance(argument, int) else ("kwargs", argument)
+    return x if type(x) is StaticArgument else StaticArgument(x, path)
 
 
 class Selection:

@@ -116,6 +116,20 @@ def test_static_arguments_are_python_values_inside():
     np.testing.assert_array_equal(f(model, flag=False, x=X), X)
 
 
+def test_a_static_argument_may_be_left_out():
+    """One with a default, of a function as of a method; given by name it is static as well."""
+
+    class Switched(Layer):
+        @nnx.remat(static_argnums=2)
+        def run(self, x, flag=False):
+            return x if flag else 2 * x
+
+    f = nnx.remat(lambda m, x, flag=False: x if flag else 2 * x, static_argnums=2)
+    for call in (functools.partial(f, Layer()), Switched().run):
+        np.testing.assert_array_equal(call(X), 2 * X)
+        np.testing.assert_array_equal(call(X, flag=True), X)
+
+
 def test_a_static_argument_that_the_call_does_not_have_is_an_error():
     with pytest.raises(
         errors.PrefixError, match=r"static_argnums=\(5,\) does not fit a call with 2 positional arguments"
@@ -124,7 +138,7 @@ def test_a_static_argument_that_the_call_does_not_have_is_an_error():
 
 
 def test_a_static_array_is_an_error():
-    with pytest.raises(errors.StaticValueError, match="declared static"):
+    with pytest.raises(errors.StaticValueError, match=r"at args\[1\] is declared static.*which counts `self`"):
         nnx.remat(run, static_argnums=1)(Layer(), X)
 
 

@@ -116,8 +116,10 @@ def test_static_argument_changed_in_place():
 
 def test_static_argument_without_equality():
     """An array declared static is refused, naming the argument."""
-    with pytest.raises(errors.StaticValueError, match="float32"):
+    with pytest.raises(errors.StaticValueError, match=r"float32\[.*\] at args\[1\] is"):
         nnx.jit(lambda m, n: n, static_argnums=1)(Net(), X)
+    with pytest.raises(errors.StaticValueError, match=r"float32\[.*\] at kwargs.n is"):
+        nnx.jit(lambda m, *, n: n, static_argnames="n")(Net(), n=X)
 
 
 @pytest.mark.parametrize(
