@@ -120,8 +120,8 @@ class Module(Pytree):
         missing = _set_where_found(self, filters or (...,), attributes)
         if raise_if_not_found and missing:
             raise UsageError(
-                f"No Module in {type(self).__name__} has the attributes {sorted(missing)}; pass "
-                "raise_if_not_found=False to set those that exist."
+                f"No Module in {type(self).__name__}{' that the filters take' if filters else ''} has the attributes "
+                f"{sorted(missing)}; pass raise_if_not_found=False to set those that exist."
             )
 
     # --- recording ---

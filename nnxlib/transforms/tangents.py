@@ -61,13 +61,18 @@ def by_argument(
       option: what the user calls ``chosen``.
 
     Raises:
+      ArgumentError: for what is no number.
       PrefixError: for an argument that was not passed, or is named twice.
     """
     filters: dict[int, Filter | None] = {}
     for choice in chosen:
         number, filter_ = (choice.argnum, choice.filter) if isinstance(choice, DiffState) else (choice, None)
+        if not isinstance(number, int | np.integer):
+            raise ArgumentError(f"{option} takes numbers of arguments, or DiffState(number, filter), not {number!r}.")
         if not -count <= number < count:
-            raise PrefixError(f"{option} has {number}, but the function was called with {count} positional arguments.")
+            raise PrefixError(
+                f"{option} has {number}, but the function was called with {count} positional arguments. The first is 0."
+            )
         position = number % count + shift
         if position in filters:
             raise PrefixError(f"{option} has argument {number} twice; join the filters: DiffState({number}, (a, b)).")

@@ -180,6 +180,8 @@ def test_set_attributes_that_exist_nowhere():
         m.set_attributes(rte=0.1)
     m.set_attributes(rte=0.1, rate=0.2, raise_if_not_found=False)
     assert m.drop.rate == 0.2
+    with pytest.raises(ValueError, match=r"No Module in Net that the filters take has the attributes \['rate'\]"):
+        m.set_attributes(nnx.Linear, rate=0.1)
 
 
 # --- recording ---

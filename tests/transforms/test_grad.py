@@ -411,6 +411,12 @@ def test_wrong_argnums(argnums, message):
     assert_same(layer, Layer())
 
 
+def test_argnums_are_numbers():
+    """A name is refused in words."""
+    with pytest.raises(errors.ArgumentError, match=r"argnums takes numbers of arguments.* not 'x'"):
+        nnx.grad(loss, argnums="x")(Layer(), X)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
