@@ -94,7 +94,11 @@ class State(MutableMapping[K, V]):
     # --- a mapping, by key and by attribute ---
 
     def __getitem__(self, key: K) -> Any:
-        value = self._mapping[key]
+        try:
+            value = self._mapping[key]
+        except KeyError as error:
+            error.add_note(self._no_key(key))
+            raise
         return self._view(value) if type(value) is dict else value
 
     def __setitem__(self, key: K, value: Any) -> None:
@@ -132,8 +136,13 @@ class State(MutableMapping[K, V]):
         del self[name]  # type: ignore[arg-type]
 
     def _no_attribute(self, name: str) -> AttributeError:
-        keys = ", ".join(map(repr, itertools.islice(self._mapping, 8))) if name not in State.__slots__ else ""
-        return AttributeError(f"State has no key {name!r}; its keys begin with: {keys or 'none'}", name=name, obj=self)
+        said = self._no_key(name) if name not in State.__slots__ else f"State has no key {name!r}."
+        return AttributeError(said, name=name, obj=self)
+
+    def _no_key(self, key: Any) -> str:
+        keys = ", ".join(map(repr, itertools.islice(self._mapping, 8)))
+        path = " A path is looked up in state.flat_state()." if isinstance(key, tuple) else ""
+        return f"State has no key {key!r}; its keys begin with: {keys or 'none'}.{path}"
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *(key for key in self._mapping if isinstance(key, str))]

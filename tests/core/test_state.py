@@ -132,10 +132,15 @@ def test_it_iterates_like_a_dict():
 
 
 def test_missing_keys_and_attributes():
-    """A missing key is a KeyError; a missing attribute names the keys there are, for reading and deleting."""
+    """A missing key is a KeyError; it and a missing attribute name the keys there are, for reading and deleting."""
     state = model_state()
-    with pytest.raises(KeyError, match="zz"):
-        state["zz"]
+    with pytest.raises(KeyError, match="zz") as missing:
+        state.norm["zz"]
+    assert missing.value.args == ("zz",)
+    assert missing.value.__notes__ == ["State has no key 'zz'; its keys begin with: 'mean', 'bias'."]
+    with pytest.raises(KeyError) as missing:
+        state["norm", "mean"]
+    assert missing.value.__notes__[0].endswith("A path is looked up in state.flat_state().")
     with pytest.raises(KeyError, match="zz"):
         del state["zz"]
     with pytest.raises(AttributeError, match="no key 'means'; its keys begin with: 'mean', 'bias'") as error:
