@@ -201,17 +201,18 @@ def check_same_output(layout: Layout, expected: Spec, found: Spec, what: str, hi
     """Raise :class:`BodyError` unless two outputs, at the path ``root``, have one structure and the same objects."""
     if expected == found:
         return
-    describe, place = functools.partial(_describe_field, layout), functools.partial(format_path, root=root)
-    if isinstance(expected, Tree) and isinstance(found, Tree) and expected.treedef == found.treedef:
-        pairs = zip(expected.paths, expected.children, found.children, strict=True)
-        lines = [f"{place(path)}: {describe(a)} became {describe(b)}" for path, a, b in pairs if a != b]
-    elif isinstance(expected, Tree) and isinstance(found, Tree) and set(expected.paths) != set(found.paths):
+    lines = []
+    if isinstance(expected, Tree) and isinstance(found, Tree):
         before, after = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (expected, found))
-        lines = [f"{place(path)}: {describe(a)} became nothing" for path, a in before.items() if path not in after]
-        lines += [f"{place(path)}: nothing became {describe(b)}" for path, b in after.items() if path not in before]
-    else:
-        lines = [f"{describe(expected)} became {describe(found)}"]
-    raise BodyError(listed(what, lines, hint))
+        lines = what_became(layout, before, after, root)
+    raise BodyError(listed(what, lines or what_became(layout, {(): expected}, {(): found}, root), hint))
+
+
+def what_became(layout: Layout, before: Mapping[tuple, Spec], after: Mapping[tuple, Spec], root: str) -> list[str]:
+    """A line for each place, below ``root``, that held something else before than after."""
+    places = [(path, before.get(path), after.get(path)) for path in {**before, **after}]
+    describe = functools.partial(_describe_field, layout)
+    return [f"{format_path(path, root)}: {describe(a)} became {describe(b)}" for path, a, b in places if a != b]
 
 
 def widened(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.calls import repeated
-from ..core.errors import PrefixError, describe_nested, format_path, listed, place_of
+from ..core.errors import PrefixError, describe_nested, listed, place_of
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, Spec, Tree
@@ -37,6 +37,7 @@ from .body_checks import (
     refuse_written,
     structural_changes,
     successors,
+    what_became,
     widened,
 )
 from .callables import by_position, resolve
@@ -356,9 +357,7 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
     if [path for path, _ in before] == [path for path, _ in after]:
         replaced = successors(layout, body, pairs, functools.partial(_is_stacked, labels))
     if replaced is None and before != after:
-        lost = [f"{format_path(path, 'carry')}: went in" for path, spec in before if (path, spec) not in after]
-        new = [f"{format_path(path, 'carry')}: came out" for path, spec in after if (path, spec) not in before]
-        raise BodyError(listed(_OTHER_CARRY, lost + new, _RETURN))
+        raise BodyError(listed(_OTHER_CARRY, what_became(layout, dict(before), dict(after), "carry"), _RETURN))
     refuse_written(layout, body, replaced or {}, "body of scan")
     return replaced or {}
 

@@ -441,12 +441,13 @@ def other_carry(c, x):
 
 def test_a_carry_that_comes_out_differently_is_an_error_with_both_sides():
     a, b = Layer(), Layer()
-    with pytest.raises(
-        BodyError, match=r"The carry of scan must come out with the structure(.|\n)*carry\[0\]: went in"
-    ):
+    swapped = r"come out with the structure(.|\n)*carry\[0\]: the Layer args\[0\]\[0\] became the Layer args\[0\]\[1\]"
+    with pytest.raises(BodyError, match=swapped):
         nnx.scan(swapped_carry)((a, b), XS)
-    with pytest.raises(BodyError, match=r"carry\[1\]: went in"):
+    with pytest.raises(BodyError, match=r"carry\[1\]: the Layer args\[0\]\[1\] became nothing"):
         nnx.scan(other_carry)((a, b), XS)
+    with pytest.raises(BodyError, match=r"carry: the Layer args\[0\] became array"):
+        nnx.scan(lambda layer, x: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(a, XS)
 
 
 def test_a_state_of_sums_may_be_carried():
