@@ -38,7 +38,7 @@ def named(pure: Callable, f: Callable, paths: Iterable[tuple] | None = None) -> 
       paths: of the leaves, if ``pure`` takes each as an argument of its own.
     """
     made: Any = pure
-    made.__name__ = name_of(f)
+    made.__name__ = made.__qualname__ = name_of(f)
     made.__wrapped__ = f
     made.__signature__ = _GROUPS if paths is None else _signature(paths)
     return pure

@@ -111,3 +111,4 @@ def test_a_named_function_binds_what_it_takes():
     assert list(inspect.signature(pure).parameters) == ["args[0].kernel", "args[1]"]
     assert inspect.signature(pure).bind(1, 2).args == (1, 2)
     assert inspect.unwrap(pure) is on_input
+    assert pure.__name__ == pure.__qualname__ == "on_input"  # JAX says one or the other
