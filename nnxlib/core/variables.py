@@ -21,7 +21,7 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -412,6 +412,40 @@ class Variable(Identified, Generic[A]):
 
     def __dlpack_device__(self) -> tuple:
         return self.get_value().__dlpack_device__()  # type: ignore[union-attr]
+
+    if TYPE_CHECKING:  # what `_add_operators` adds, in the words of type checkers
+
+        def _binary(self, other: Any) -> A: ...
+
+        def _in_place(self: V, other: Any) -> V: ...
+
+        def _unary(self) -> A: ...
+
+        __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _binary
+        __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _binary
+        __lshift__ = __rshift__ = __and__ = __xor__ = __or__ = __lt__ = __le__ = __gt__ = __ge__ = _binary
+        __rlshift__ = __rrshift__ = __rand__ = __rxor__ = __ror__ = _binary
+        __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _in_place
+        __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _in_place
+        __neg__ = __pos__ = __abs__ = __invert__ = _unary
+
+        def __eq__(self, other: Any) -> Any: ...
+
+        def __ne__(self, other: Any) -> Any: ...
+
+        def __divmod__(self, other: Any) -> tuple[A, A]: ...
+
+        def __rdivmod__(self, other: Any) -> tuple[A, A]: ...
+
+        def __int__(self) -> int: ...
+
+        def __index__(self) -> int: ...
+
+        def __float__(self) -> float: ...
+
+        def __complex__(self) -> complex: ...
+
+        def __round__(self, ndigits: int = ...) -> Any: ...
 
     def __getitem__(self, key: Any) -> Any:
         value = self.get_value()
