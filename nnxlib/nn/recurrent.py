@@ -522,6 +522,7 @@ class RNN(Module):
     True
 
     Raises:
+      TypeError: if ``cell`` is a class.
       ValueError: if ``rngs`` is something else.
     """
 
@@ -538,6 +539,8 @@ class RNN(Module):
         broadcast_rngs: Filter | None = None,
         rngs: Rngs | RngStream | bool = True,
     ):
+        if isinstance(cell, type):
+            raise ArgumentError(f"RNN takes a cell, got the class {cell.__name__}; make one of it first.")
         self.cell = cell
         self.time_major = time_major
         self.return_carry = return_carry

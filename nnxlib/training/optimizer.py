@@ -307,6 +307,8 @@ _RETURN_ONE_EACH = "A transformation returns for each parameter an update of its
 
 
 def _check_model(model: Any) -> None:
+    if isinstance(model, type):
+        raise ArgumentError(f"An optimizer trains a model, got the class {model.__name__}; make one of it first.")
     if isinstance(model, Variable):
         raise ArgumentError(
             f"An optimizer trains a Module or a pytree of Modules, got a {type(model).__name__} by itself; put it into "

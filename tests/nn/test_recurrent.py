@@ -417,6 +417,12 @@ def test_bidirectional_of_cells_says_to_wrap_them():
             nnx.Bidirectional(*pair)
 
 
+def test_a_class_of_cells_is_no_cell():
+    """It is refused when the RNN is made, not when it is called."""
+    with pytest.raises(TypeError, match="RNN takes a cell, got the class LSTMCell"):
+        nnx.RNN(nnx.LSTMCell)
+
+
 def test_wrong_shapes_name_the_layer():
     """The path, the declared sizes, and what came instead; of the input, the carry and the lengths."""
 

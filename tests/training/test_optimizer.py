@@ -226,10 +226,12 @@ def test_what_is_no_transformation_is_an_error():
         nnx.Optimizer(Net(), optax.adam)
 
 
-def test_a_bare_variable_is_an_error():
+def test_a_bare_variable_or_a_class_is_an_error():
     """The message says what to write."""
     with pytest.raises(TypeError, match=r"got a Param by itself.*nnx.Dict"):
         nnx.Optimizer(nnx.Param(jnp.ones(2)), optax.adam(0.1))
+    with pytest.raises(TypeError, match="trains a model, got the class Net; make one of it"):
+        nnx.Optimizer(Net, optax.adam(0.1))
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict", "state"])
