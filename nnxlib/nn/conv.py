@@ -31,8 +31,8 @@ from .settings import (
     as_tuple,
     default_bias_init,
     default_kernel_init,
+    drawn,
     frozen,
-    key_of,
 )
 
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -201,8 +201,8 @@ class Conv(Module):
                 f"out_features={out_features}."
             )
         self.kernel_shape = (*kernel_size, in_features // feature_group_count, out_features)
-        self.kernel = Param(kernel_init(key_of(rngs), self.kernel_shape, param_dtype), **kernel_metadata)
-        self.bias = Param(bias_init(key_of(rngs), (out_features,), param_dtype), **bias_metadata) if use_bias else None
+        self.kernel = Param(drawn(kernel_init, rngs, self.kernel_shape, param_dtype), **kernel_metadata)
+        self.bias = Param(drawn(bias_init, rngs, (out_features,), param_dtype), **bias_metadata) if use_bias else None
         self.in_features = in_features
         self.out_features = out_features
         self.kernel_size = kernel_size
@@ -326,8 +326,8 @@ class ConvTranspose(Module):
         channels = (out_features, in_features) if transpose_kernel else (in_features, out_features)
         self.kernel_size = as_tuple(kernel_size)
         self.kernel_shape = (*self.kernel_size, *channels)
-        self.kernel = Param(kernel_init(key_of(rngs), self.kernel_shape, param_dtype), **kernel_metadata)
-        self.bias = Param(bias_init(key_of(rngs), (out_features,), param_dtype), **bias_metadata) if use_bias else None
+        self.kernel = Param(drawn(kernel_init, rngs, self.kernel_shape, param_dtype), **kernel_metadata)
+        self.bias = Param(drawn(bias_init, rngs, (out_features,), param_dtype), **bias_metadata) if use_bias else None
         self.in_features = in_features
         self.out_features = out_features
         self.strides = frozen(strides)

@@ -33,8 +33,8 @@ from .settings import (
     as_tuple,
     default_bias_init,
     default_kernel_init,
+    drawn,
     frozen,
-    key_of,
 )
 
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -127,8 +127,8 @@ class Linear(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        self.kernel = Param(kernel_init(key_of(rngs), (in_features, out_features), param_dtype), **kernel_metadata)
-        self.bias = Param(bias_init(key_of(rngs), (out_features,), param_dtype), **bias_metadata) if use_bias else None
+        self.kernel = Param(drawn(kernel_init, rngs, (in_features, out_features), param_dtype), **kernel_metadata)
+        self.bias = Param(drawn(bias_init, rngs, (out_features,), param_dtype), **bias_metadata) if use_bias else None
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = use_bias
@@ -225,15 +225,16 @@ class LinearGeneral(Module):
                 "the front of the input with jnp.moveaxis."
             )
         batch = tuple([self.batch_axis[a] for a in sorted(self.batch_axis)])
-        kernel = kernel_init(
-            key_of(rngs),
+        kernel = drawn(
+            kernel_init,
+            rngs,
             (math.prod(batch) * math.prod(self.in_features), math.prod(self.out_features)),
             param_dtype,
         )
         self.kernel = reshaped(kernel, (*batch, *self.in_features, *self.out_features), kernel_metadata)
         self.bias = None
         if use_bias:
-            bias = bias_init(key_of(rngs), (math.prod(batch) * math.prod(self.out_features),), param_dtype)
+            bias = drawn(bias_init, rngs, (math.prod(batch) * math.prod(self.out_features),), param_dtype)
             self.bias = reshaped(bias, (*batch, *self.out_features), bias_metadata)
 
     def _nnx_sizes(self) -> str:
@@ -315,10 +316,10 @@ class Einsum(Module):
         self.einsum_str = None if einsum_str is None else _checked_equation(einsum_str)
         self.kernel_shape = as_tuple(kernel_shape)
         self.bias_shape = None if bias_shape is None else as_tuple(bias_shape)
-        self.kernel = Param(kernel_init(key_of(rngs), self.kernel_shape, param_dtype), **kernel_metadata)
+        self.kernel = Param(drawn(kernel_init, rngs, self.kernel_shape, param_dtype), **kernel_metadata)
         self.bias = None
         if self.bias_shape is not None:
-            self.bias = Param(bias_init(key_of(rngs), self.bias_shape, param_dtype), **bias_metadata)
+            self.bias = Param(drawn(bias_init, rngs, self.bias_shape, param_dtype), **bias_metadata)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = frozen(precision)
@@ -422,7 +423,7 @@ class Embed(Module):
         rngs: Rngs,
         embedding_metadata: Metadata = NO_METADATA,
     ):
-        table = embedding_init(key_of(rngs), (num_embeddings, features), param_dtype)
+        table = drawn(embedding_init, rngs, (num_embeddings, features), param_dtype)
         self.embedding = Param(table, **embedding_metadata)
         self.num_embeddings = num_embeddings
         self.features = features

@@ -32,7 +32,7 @@ from . import initializers
 from .dtypes import Array, Dtype, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import NO_METADATA, Linear, LinearGeneral, Metadata, as_tuple
-from .settings import key_of
+from .settings import drawn
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
@@ -117,8 +117,8 @@ class LoRA(Module):
         self.lora_param_type = lora_param_type
         self.base_module = base_module
         self.promote_dtype = promote_dtype
-        a = a_initializer(key_of(rngs), (in_features, lora_rank), param_dtype)
-        b = b_initializer(key_of(rngs), (lora_rank, out_features), param_dtype)
+        a = drawn(a_initializer, rngs, (in_features, lora_rank), param_dtype)
+        b = drawn(b_initializer, rngs, (lora_rank, out_features), param_dtype)
         self.lora_a = lora_param_type(a, **a_metadata)
         self.lora_b = lora_param_type(b, **b_metadata)
 

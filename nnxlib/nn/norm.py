@@ -27,7 +27,7 @@ from ..core.variables import BatchStat, Param
 from . import initializers
 from .dtypes import Array, Dtype, convert, input_error, promote_dtype
 from .initializers import Initializer
-from .settings import NO_METADATA, Metadata, as_tuple, frozen, key_of
+from .settings import NO_METADATA, Metadata, as_tuple, drawn, frozen
 
 Axes = int | Sequence[int]
 
@@ -176,7 +176,7 @@ def _feature_axes(layer: Any, x: Any, axes: Axes, features: int | None) -> tuple
 def _affine_params(layer: Any, shape: tuple[int, ...], param_dtype: Dtype, rngs: Rngs, scale: Any, bias: Any) -> None:
     """Set ``layer.scale`` and ``layer.bias``, each given as (whether to use it, initializer, metadata)."""
     for name, (used, init, metadata) in {"scale": scale, "bias": bias}.items():
-        setattr(layer, name, Param(init(key_of(rngs), shape, param_dtype), **metadata) if used else None)
+        setattr(layer, name, Param(drawn(init, rngs, shape, param_dtype), **metadata) if used else None)
 
 
 def _value(param: Param[Array] | None) -> Array | None:
@@ -476,7 +476,7 @@ class RMSNorm(Module):
         scale_metadata: Metadata = NO_METADATA,
     ):
         self.scale = (
-            Param(scale_init(key_of(rngs), (num_features,), param_dtype), **scale_metadata) if use_scale else None
+            Param(drawn(scale_init, rngs, (num_features,), param_dtype), **scale_metadata) if use_scale else None
         )
         self.num_features = num_features
         self.epsilon = epsilon

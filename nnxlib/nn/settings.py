@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ArgumentError, describe
+from ..core.metadata import VariableMetadata
 from ..core.rngs import Rngs
 from ..core.steps import step
 from . import initializers
@@ -34,6 +36,46 @@ def key_of(rngs: Rngs) -> Array:
             "rngs=nnx.Rngs(seed), or nnx.Rngs(key) for a key of jax.random."
         )
     return rngs.params()
+
+
+def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
+    """What an initializer gives for a parameter, with the next key of the stream ``params``.
+
+    Raises:
+      TypeError: if it is no initializer, or a function that makes one.
+    """
+    key = key_of(rngs)
+    if not callable(init):
+        hint = "For given values write lambda key, shape, dtype: values."
+        raise ArgumentError(_NO_INITIALIZER.format(shape=shape, found=describe(init), hint=hint))
+    value = None
+    try:
+        value = init(key, shape, dtype)
+        fits = not isinstance(value.raw_value if isinstance(value, VariableMetadata) else value, FunctionType)
+    except TypeError:
+        fits = False
+        if _takes(init, key, shape, dtype):
+            raise
+    if not fits:
+        name = getattr(init, "__name__", describe(init))
+        hint = f"If {name} makes one, write {name}()."
+        raise ArgumentError(_NO_INITIALIZER.format(shape=shape, found=f"the function {name}", hint=hint))
+    return value
+
+
+_NO_INITIALIZER = """\
+A parameter of shape {shape} needs an initializer, a function (key, shape, dtype) -> array, but {found} is none. \
+{hint}"""
+
+
+def _takes(f: Any, *args: Any) -> bool:
+    try:
+        inspect.signature(f).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in without a signature
+        pass
+    return True
 
 
 @step()

@@ -1,4 +1,6 @@
-"""What the layers with weights share, where it has a say of its own: what it is that gives them keys."""
+"""What the layers with weights share, where it has a say of its own: what gives them keys, and their parameters."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,3 +23,35 @@ NOT_RNGS = {"a seed": 0, "a key": jax.random.key(0), "an old key": jnp.zeros(2, 
 def test_what_is_no_rngs_is_an_error_with_the_remedy(layer, given):
     with pytest.raises(TypeError, match=r"rngs has to be nnx\.Rngs, .*, but got .*\. Write rngs=nnx\.Rngs\(seed\)"):
         LAYERS[layer](NOT_RNGS[given])
+
+
+MAKERS = {
+    "returns an initializer": nnx.initializers.lecun_normal,
+    "takes other arguments": nnx.initializers.normal,
+    "takes none": nnx.initializers.ones_init,
+    "a partial": functools.partial(nnx.initializers.normal, 0.1),
+    "annotated": nnx.with_partitioning(nnx.initializers.lecun_normal, (None, "model")),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_function_that_makes_an_initializer_is_to_be_called(maker):
+    """A frequent slip, which otherwise leaves a parameter that is a function."""
+    with pytest.raises(TypeError, match=r"shape \(2, 3\) needs an initializer, .* If (\w+) makes one, write \1\(\)"):
+        nnx.Linear(2, 3, kernel_init=MAKERS[maker], rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("given", [0.0, None, jnp.ones((2, 3))], ids=["a number", "nothing", "an array"])
+def test_what_is_no_initializer(given):
+    with pytest.raises(TypeError, match=r"needs an initializer, .* is none. For given values write lambda key, shape"):
+        nnx.Conv(2, 3, 3, kernel_init=given, rngs=nnx.Rngs(0))
+
+
+def test_what_an_initializer_raises_comes_out():
+    """A TypeError of its own is left as it is."""
+
+    def init(key, shape, dtype):
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match=r"^of its own$"):
+        nnx.Embed(2, 3, embedding_init=init, rngs=nnx.Rngs(0))
