@@ -382,6 +382,8 @@ def _slice_type(leaf: Any, label: Any) -> Any:
         return leaf
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
+        if not jax.typeof(x).sharding.mesh.empty:  # an axis of a mesh may be part of its type
+            return jax.eval_shape(lambda x: jax.lax.index_in_dim(x, 0, label, keepdims=False), x)
         shape = list(jnp.shape(x))
         del shape[label]
         return jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x))

@@ -194,3 +194,38 @@ def test_failing_and_across_traces():
     assert m.calls == 0
     assert not hasattr(m, "debris")
     np.testing.assert_array_equal(jax.jit(lambda x: sharded(lambda m, x: m.w * x)(m, x))(X), X * X)
+
+
+ROWS = jax.random.normal(jax.random.key(0), (8, 5, 4))
+CELL = nnx.GRUCell(4, 3, rngs=nnx.Rngs(0))
+
+
+def states(cell, h, x):
+    """The states of a cell; the second axis is time."""
+    run = nnx.scan(lambda cell, h, x: cell(h, x), in_axes=(None, nnx.Carry, 1), out_axes=(nnx.Carry, 1))
+    return run(cell, h, x)[1]
+
+
+def test_a_loop_over_what_differs_between_devices():
+    """In the body, too, a slice is known to differ, so that it may meet weights that do not."""
+    h = jnp.zeros((8, 3))
+    run = nnx.shard_map(states, mesh=MESH, in_specs=(P(), P("d"), P("d")), out_specs=P("d"))
+    np.testing.assert_allclose(run(CELL, h, ROWS), states(CELL, h, ROWS), atol=1e-6)
+
+
+def test_a_loop_over_an_array_whose_type_has_a_sharding():
+    """A slice has the sharding of the array, without the axis that is gone."""
+    seen = []
+
+    def body(w, x):
+        seen.append(jax.typeof(x).sharding.spec)
+        return x @ w[...]
+
+    scaled = lambda w, x: nnx.scan(body, in_axes=(None, 1), out_axes=1)(w, x)
+    w = nnx.Param(jnp.ones((4, 2)))
+    expected = scaled(w, ROWS)
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        found = nnx.jit(scaled)(w, jax.device_put(ROWS, P("d")))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert found.sharding.spec[0] == "d"
+    assert seen[-1] == P("d", None)
