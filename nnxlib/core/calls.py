@@ -20,6 +20,7 @@ argument of the transform. An object that can be reached by several paths has th
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -423,6 +424,8 @@ def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: 
         error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
     if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(_value(x))]:
         error.add_note(_DELETED.format(names=", ".join(deleted[:_MOST])))
+    if "out_sharding" in str(error) and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters:
+        error.add_note(_OUT_SHARDING)
 
 
 def _value(x: Any) -> Any:
@@ -436,6 +439,9 @@ ask for shapes only by nnx.eval_shape(function, model, ...)"""
 _DELETED = """\
 its arrays {names} have been deleted, as what is donated to a compiled function is: nnx.split and nnx.state share the \
 arrays of a model, nnx.clone(model) copies them"""
+
+
+_OUT_SHARDING = "the sharding of its output can be given in the call: layer(x, out_sharding=jax.P(...))"
 
 
 def _sized(module: Any) -> str:

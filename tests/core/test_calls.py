@@ -409,6 +409,17 @@ def test_notes_say_that_a_layer_has_no_values():
     assert any("shapes without values (kernel, bias)" in note for note in caught.value.__notes__)
 
 
+def test_notes_say_where_a_layer_takes_the_sharding_of_its_output():
+    """JAX asks for it where it is ambiguous, in words about its own functions."""
+    with jax.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        rows = nnx.with_partitioning(nnx.initializers.normal(), ("d", None))
+        table, ids = nnx.Embed(4, 2, embedding_init=rows, rngs=nnx.Rngs(0)), jnp.array([0, 1])
+        with pytest.raises(Exception, match="out_sharding") as caught:
+            table(ids)
+        assert any("layer(x, out_sharding=jax.P(...))" in note for note in caught.value.__notes__)
+        assert table(ids, out_sharding=jax.P()).shape == (2, 2)
+
+
 def test_methods_look_as_written():
     """Signature, name and docstring of a method are the user's; another callable stays as it is."""
 
