@@ -102,6 +102,20 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
+def varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    """``x``, known to differ between the devices of a ``shard_map`` between which ``other`` differs."""
+    axes = tuple(_varying(other) - _varying(x))
+    if not axes:
+        return x
+    lax: Any = jax.lax
+    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    aval: Any = jax.typeof(x)
+    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+
+
 # --- scopes ---------------------------------------------------------------------------------------------------------
 
 _SCOPE = "<name scope>"  # the file name in a traceback that tells the name scope of an equation

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError, UsageError
 from ..core.filters import Filter, to_predicate
@@ -27,6 +28,7 @@ from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from ..core.steps import step
 from ..core.streams import split_rngs
+from ..core.tracing import varying_as
 from ..transforms.prefixes import StateAxes
 from ..transforms.scan import Carry as Scanned
 from ..transforms.scan import scan
@@ -148,6 +150,26 @@ class _VectorCell(RNNCellBase):
         for h in vectors:
             if h.shape != expected and (h.shape[-1:] != expected[-1:] or not _agree(h.shape, expected)):
                 raise input_error(self, f"a carry of {list(expected)} with inputs of {list(inputs.shape)}", h)
+
+
+def _of_the_batch(inputs: Array, time_axis: int, batch: Shape, carry: Any) -> Any:
+    """A carry with the type that it has after a step: in a mesh, its batch is where that of the inputs is.
+
+    To a loop, arrays that differ between devices, or whose type has a sharding, are of another type than others.
+    """
+    sharding = jax.typeof(inputs).sharding if isinstance(inputs, jax.Array) else None
+    if sharding is None or sharding.mesh.empty:
+        return carry
+    spec = [*sharding.spec[:time_axis], *sharding.spec[time_axis + 1 :]][: len(batch)]
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.shape[: len(batch)] != batch:
+            return x
+        if any(spec):
+            x = jax.sharding.reshard(x, PartitionSpec(*spec, *[None] * (x.ndim - len(batch))))
+        return varying_as(x, inputs)
+
+    return jax.tree.map(move, carry)
 
 
 def _use_up(stream: RngStream, count: int) -> None:
@@ -606,6 +628,7 @@ class RNN(Module):
             stream = self.rngs if rngs is None else rngs.carry.fork() if isinstance(rngs, Rngs) else rngs
             is_zero = isinstance(self.cell, _VectorCell) and self.cell.carry_init is None
             initial_carry = self.cell.initialize_carry(step_shape, None if is_zero else stream)
+            initial_carry = _of_the_batch(inputs, time_axis, batch, initial_carry)
         if seq_lengths is not None:
             seq_lengths = jnp.asarray(seq_lengths)
             if seq_lengths.ndim > n_batch or not _agree(seq_lengths.shape, batch):

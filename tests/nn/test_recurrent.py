@@ -493,3 +493,9 @@ def test_a_carry_of_zeros_needs_no_stream_that_can_be_written():
     assert rngs.default.count.value == 0
     assert all((x == 0).all() for x in (*carry, *cell.initialize_carry((2, 3), rngs)))
     assert rngs.default.count.value == 2
+
+
+def test_sequences_that_are_no_jax_arrays():
+    net, x = nnx.RNN(make("GRUCell")), array(2, 5, 3)
+    for inputs in [np.asarray(x), nnx.Variable(x)]:
+        np.testing.assert_array_equal(net(inputs), net(x))

@@ -229,3 +229,30 @@ def test_a_loop_over_an_array_whose_type_has_a_sharding():
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert found.sharding.spec[0] == "d"
     assert seen[-1] == P("d", None)
+
+
+CELLS = {
+    "lstm": lambda: nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0)),
+    "optimized": lambda: nnx.OptimizedLSTMCell(4, 3, rngs=nnx.Rngs(0)),
+    "gru": lambda: nnx.GRUCell(4, 3, rngs=nnx.Rngs(0)),
+    "simple": lambda: nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_recurrent_layer_starts_where_its_inputs_are(cell):
+    """The carry that it makes itself is of the type that it has after a step."""
+    net = nnx.RNN(CELLS[cell]())
+    lengths = jnp.arange(8) % 6
+    expected = net(ROWS, seq_lengths=lengths)
+    call = lambda net, x, lengths: net(x, seq_lengths=lengths)
+    run = nnx.shard_map(call, mesh=MESH, in_specs=(P(), P("d"), P("d")), out_specs=P("d"))
+    np.testing.assert_allclose(run(net, ROWS, lengths), expected, atol=1e-6)
+    net = nnx.RNN(CELLS[cell]())  # the first one has been moved to the devices of a mesh of another kind
+    time_major = nnx.RNN(net.cell, time_major=True)
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        np.testing.assert_allclose(nnx.jit(call)(net, jax.device_put(ROWS, P("d")), lengths), expected, atol=1e-6)
+        swapped = jax.device_put(ROWS.swapaxes(0, 1), P(None, "d"))
+        found = nnx.jit(lambda net, x: net(x))(time_major, swapped)
+        assert found.sharding.spec[1] == "d"
+    np.testing.assert_allclose(found.swapaxes(0, 1), net(ROWS), atol=1e-6)
