@@ -103,9 +103,11 @@ def _dimension_numbers(ndim: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(data, (ndim - 1, ndim - 2, *[s - 1 for s in spatial]), data)
 
 
-def _with_one_batch_axis(layer: Any, inputs: Array, rank: int, channels: int) -> tuple[Array, tuple[int, ...]]:
-    """The input with its batch axes merged into one, and what they were."""
-    if inputs.ndim <= rank or inputs.shape[-1] != channels:
+def _with_one_batch_axis(
+    layer: Any, inputs: Array, rank: int, channels: int, last: bool = True
+) -> tuple[Array, tuple[int, ...]]:
+    """The input with its batch axes merged into one, and what they were. Are the channels the last axis?"""
+    if inputs.ndim <= rank or (last and inputs.shape[-1] != channels):
         takes = f"inputs of shape [*batch, {'*, ' * rank}{channels}] ({rank} spatial axes, {channels} channels)"
         raise input_error(layer, takes, inputs)
     batch = inputs.shape[: inputs.ndim - rank - 1]
@@ -148,7 +150,8 @@ class Conv(Module):
       param_dtype: what parameters are stored in.
       precision: as in :func:`jax.lax.conv_general_dilated`.
       kernel_init, bias_init: initializers.
-      conv_general_dilated: what convolves; called as :func:`jax.lax.conv_general_dilated`.
+      conv_general_dilated: what convolves; called as :func:`jax.lax.conv_general_dilated`. It may have another order of
+        axes: the size of the last one is not checked then.
       promote_dtype: what brings ``(inputs, kernel, bias)`` to one dtype.
       preferred_element_type: dtype of the accumulator and the result.
       rngs: the stream ``params`` gives one key for the kernel and one for the bias.
@@ -230,7 +233,8 @@ class Conv(Module):
           ValueError: for a padding that is not one, or ``'CAUSAL'`` with several spatial axes.
         """
         kernel, bias, rank = self.kernel[...], self.bias, len(self.kernel_size)
-        x, batch = _with_one_batch_axis(self, inputs, rank, kernel.shape[-2] * self.feature_group_count)
+        convolve, channels = self.conv_general_dilated, kernel.shape[-2] * self.feature_group_count
+        x, batch = _with_one_batch_axis(self, inputs, rank, channels, convolve is lax.conv_general_dilated)
         kernel_dilation = _per_axis(self.kernel_dilation, rank)
         x, padding = _pad(x, canonicalize_padding(self.padding, rank), self.kernel_size, kernel_dilation)
         x, kernel, bias = self.promote_dtype(
@@ -239,7 +243,6 @@ class Conv(Module):
         kwargs = {} if out_sharding is None else {"out_sharding": out_sharding}
         if self.preferred_element_type is not None:
             kwargs["preferred_element_type"] = self.preferred_element_type
-        convolve = self.conv_general_dilated
         y = (_conv_general_dilated if convolve is lax.conv_general_dilated else convolve)(
             x,
             kernel,

@@ -92,7 +92,7 @@ class Linear(Module):
       param_dtype: what parameters are stored in.
       precision: as in :func:`jax.lax.dot_general`.
       kernel_init, bias_init: initializers.
-      dot_general: what multiplies; called as :func:`jax.lax.dot_general`.
+      dot_general: what multiplies; called as :func:`jax.lax.dot_general`. Another one checks sizes itself.
       promote_dtype: what brings ``(inputs, kernel, bias)`` to one dtype.
       preferred_element_type: dtype of the accumulator and the product.
       rngs: the stream ``params`` gives one key for the kernel and one for the bias.
@@ -152,7 +152,7 @@ class Linear(Module):
         x, kernel, bias = self.promote_dtype(
             (inputs, self.kernel[...], None if bias is None else bias[...]), dtype=self.dtype
         )
-        if x.shape[-1:] != kernel.shape[:1]:
+        if x.shape[-1:] != kernel.shape[:1] and self.dot_general is lax.dot_general:
             misfit = kernel_misfit(kernel, self.in_features, self.out_features)
             raise input_error(self, f"inputs of shape [..., {kernel.shape[0]}]{misfit}", inputs)
         return contract(self, self.dot_general, x, kernel, bias, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)

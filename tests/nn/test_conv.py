@@ -227,3 +227,14 @@ def test_custom_convolutions_are_used():
     plain = nnx.Conv(2, 3, 3, use_bias=False, rngs=nnx.Rngs(0))
     custom = nnx.Conv(2, 3, 3, use_bias=False, conv_general_dilated=twice, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(custom(array(4, 2)), 2 * plain(array(4, 2)), rtol=1e-6)
+
+
+def test_a_custom_convolution_may_have_channels_first():
+    def channels_first(x, kernel, *args, dimension_numbers, **kwargs):
+        return jax.lax.conv_general_dilated(x, kernel, *args, dimension_numbers=("NCW", "WIO", "NCW"), **kwargs)
+
+    plain = nnx.Conv(2, 3, 3, rngs=nnx.Rngs(0))
+    custom = nnx.Conv(2, 3, 3, use_bias=False, conv_general_dilated=channels_first, rngs=nnx.Rngs(0))
+    for x in (array(5, 2), array(4, 5, 2)):
+        found = custom(jnp.swapaxes(x, -1, -2))
+        np.testing.assert_allclose(jnp.swapaxes(found, -1, -2), plain(x), rtol=1e-5)

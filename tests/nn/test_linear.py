@@ -118,6 +118,14 @@ def test_custom_operations_are_used():
     np.testing.assert_allclose(layer(x), x @ layer.kernel.value / 2, rtol=1e-6)
 
 
+def test_a_custom_dot_general_may_take_inputs_of_another_size():
+    """Such as packed ones, which it unpacks."""
+    unpacked = lambda x, kernel, *args, **kwargs: jax.lax.dot_general(jnp.repeat(x, 2, -1), kernel, *args, **kwargs)
+    layer = nnx.Linear(4, 3, use_bias=False, dot_general=unpacked, rngs=nnx.Rngs(0))
+    x = array(4, 2)
+    np.testing.assert_allclose(layer(x), jnp.repeat(x, 2, -1) @ layer.kernel.value, rtol=1e-6)
+
+
 @pytest.mark.parametrize("promotion", ["strict", "standard"])
 def test_strict_promotion_and_rank_settings_are_respected(promotion):
     """Layers neither promote dtypes nor ranks behind the user's back."""
