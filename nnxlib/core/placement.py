@@ -126,11 +126,14 @@ def _asked(metadata: Mapping[str, Any]) -> Any:
 
 
 def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
-    """The mesh for a Variable, and the part of its spec that the mesh knows; None if there is none."""
+    """The mesh for a Variable, and the part of its spec that the mesh knows; None if there is none.
+
+    Empty names (``sharding=()``) ask for nothing; a name None for each axis asks for a copy on each device.
+    """
     spec = spec_of(metadata)
     names = _asked(metadata)
     mesh = names.mesh if isinstance(names, NamedSharding) else metadata.get("mesh") or current_mesh()
-    if spec is None or mesh is None:
+    if spec is None or mesh is None or not (spec or isinstance(names, NamedSharding)):
         return None
     known = _within(spec, _axes(mesh, AxisType.Auto, AxisType.Explicit))
     return (mesh, known) if names_in(known) or not names_in(spec) else None

@@ -472,7 +472,9 @@ class Variable(Identified, Generic[A]):
         return item in self.get_value()  # type: ignore[operator]
 
     def __bool__(self) -> bool:
-        return bool(self.get_value())
+        # As in flax.nnx, an array with axes is true if it has a length, so `if self.bias:` asks whether there is one.
+        value: Any = self.get_value()
+        return len(value) > 0 if getattr(value, "ndim", 0) else bool(value)
 
     def __hash__(self) -> int:
         return id(self) >> 4

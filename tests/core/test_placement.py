@@ -32,6 +32,8 @@ def test_targets():
     assert placement.target_of({"out_sharding": ("embed", "mlp"), "mesh": MESH}) is None
     assert placement.target_of({"out_sharding": ("data",)}) is None
     assert placement.target_of({"mesh": MESH}) is None
+    assert placement.target_of({"out_sharding": (), "mesh": MESH}) is None
+    assert placement.target_of({"out_sharding": NamedSharding(MESH, PartitionSpec())}) == (MESH, PartitionSpec())
 
 
 def test_shapes():

@@ -116,10 +116,22 @@ def test_conversions_to_python_numbers():
     assert not nnx.Param(jnp.array(0.0))
 
 
-def test_bool_of_several_numbers_is_refused_as_for_an_array():
-    """`bool(v)` raises as JAX does when the value has more than one entry."""
-    with pytest.raises(ValueError, match="ambiguous"):
-        bool(nnx.Param(jnp.ones(2)))
+def test_an_array_with_axes_is_true_if_it_has_a_length():
+    """So `if layer.bias:` asks whether there is one; a Variable of a scalar is what the scalar is, also in a trace."""
+    assert [bool(nnx.Param(x)) for x in (jnp.zeros(1), jnp.zeros((2, 3)), jnp.zeros((0, 2)), [], jnp.float32(0))] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+    @nnx.jit
+    def asked(layer):
+        return 1 if layer.bias else 0
+
+    assert asked(nnx.Linear(2, 1, rngs=nnx.Rngs(0))) == 1
+    assert asked(nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))) == 0
 
 
 def test_len_iteration_and_membership():
