@@ -35,7 +35,9 @@ A = TypeVar("A")
 
 
 def get_var_pspec(variable: Variable) -> PartitionSpec | None:
-    """Return the PartitionSpec of one Variable: ``PartitionSpec()`` for an array without names, None for no array.
+    """Return the PartitionSpec of one Variable.
+
+    Without names it is ``PartitionSpec()`` for what has a shape, and None for other values, such as pytrees.
 
     >>> import nnxlib as nnx
     >>> v = nnx.Param(jnp.ones((2, 3)), out_sharding=(None, 'model'))
@@ -44,7 +46,7 @@ def get_var_pspec(variable: Variable) -> PartitionSpec | None:
     """
     spec, value = spec_of(variable.get_metadata()), variable.get_raw_value()
     if spec is None:
-        return jax.tree.map(_replicated, value)
+        return _replicated(value)
     return fitted(spec, value.ndim) if hasattr(value, "ndim") else spec
 
 

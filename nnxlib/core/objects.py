@@ -63,9 +63,11 @@ class Node(Identified):
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
+    _nnx_declares: bool = True  # False for a class with pytree=False: there declarations have no effect, as in flax.nnx
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        cls._nnx_declares = pytree
         for register in PYTREE_REGISTRARS if pytree else ():
             register(cls)
 
@@ -615,7 +617,7 @@ class Pytree(HasAttributes):
     """Base class of the objects of the graph: mutable, with attributes that transforms trace; also a JAX pytree.
 
     A class with ``pytree=False`` (``class Config(nnx.Pytree, pytree=False)``) works in nnxlib's transforms, but raw JAX
-    does not flatten it.
+    does not flatten it, and ``nnx.data`` and ``nnx.static`` have no effect: what an attribute is, is told by its value.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> class Point(nnx.Pytree):

@@ -199,7 +199,7 @@ class Walk:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
             return Ref(number)
 
-        if marks is not _NO_ITEMS or class_marks(type(value)):
+        if (marks is not _NO_ITEMS or class_marks(type(value))) and value._nnx_declares:
             items = (((name,), held[name], explicit_mark(value, name)) for name in order)
         else:
             items = (((name,), held[name], None) for name in order)

@@ -126,8 +126,9 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def _dtype(leaf: Any) -> Any:
-    """The dtype of an array or a number, None of anything else."""
-    return jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else getattr(leaf, "dtype", None)
+    """The dtype that an array or a number has for JAX, None for anything else."""
+    of_numpy = int | float | complex | np.ndarray | np.generic
+    return jnp.result_type(leaf) if isinstance(leaf, of_numpy) else getattr(leaf, "dtype", None)
 
 
 def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool = False) -> None:

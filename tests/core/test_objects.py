@@ -1267,3 +1267,18 @@ def test_methods_are_plain_functions_to_introspection():
     assert str(inspect.signature(Documented.run)) == "(self, x: int, *, flag: bool = True) -> int"
     assert (Documented.run.__doc__, Documented.helper(1), type(Documented.make())) == ("Run it.", 1, Documented)
     assert isinstance(Documented().run, types.MethodType)
+
+
+def test_without_a_pytree_declarations_have_no_effect():
+    """A number that is declared data stays a number in a trace, and out of States; what has arrays is data."""
+
+    class Settings(nnx.Module, pytree=False):
+        def __init__(self):
+            self.rate, self.table = nnx.data(0.5), nnx.data(jnp.ones(2))
+
+    class Traced(Settings):
+        pass
+
+    assert set(nnx.state(Settings())) == {"table"}
+    assert set(nnx.state(Traced())) == {"rate", "table"}
+    nnx.jit(lambda settings: settings.table * (2 if settings.rate == 0.5 else 3))(Settings())

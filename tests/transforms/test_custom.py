@@ -442,3 +442,21 @@ def test_a_rule_in_the_manner_of_jax_is_told_how_it_is_called():
     with pytest.raises(nnx.errors.ArgumentError) as caught:
         nnx.grad(lambda layer, x: call(layer, x).sum())(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 2)))
     assert any("backward(residuals, (input_updates_g, output_g))" in note for note in caught.value.__notes__)
+
+
+def test_the_gradient_of_a_numpy_array_has_the_dtype_that_it_has_in_jax():
+    """Without 64 bits, a NumPy array of doubles is one of floats for JAX, also where no trace has seen it yet."""
+
+    @nnx.custom_vjp
+    def scaled(m, x):
+        return m.x * x
+
+    def backward(residuals, gradients):
+        m, x = residuals
+        (of_m, _), of_out = gradients
+        of_m.x.value = (of_out * x).sum()
+        return of_m, jnp.asarray(of_out * m.x)
+
+    scaled.defvjp(lambda m, x: (scaled(m, x), (m, x)), backward)
+    of_m = nnx.grad(lambda m: scaled(m, np.ones(3)).sum())(Net(2.0, 3.0))
+    np.testing.assert_array_equal(of_m.x.value, 3.0)
