@@ -189,7 +189,7 @@ class Walk:
             object.__setattr__(value, "_nnx_stamps", with_stamp(value._nnx_stamps, self.stamp))
         self.reliable = self.reliable and value._nnx_guarded
         self.arrays[number] = []
-        held, marks = value._nnx_contents(), value._nnx_marks
+        held, marks, declares = value._nnx_contents(), value._nnx_marks, value._nnx_declares
         marks = Const.of_items(marks, path) if marks else _NO_ITEMS
         self.reliable = self.reliable and not marks.mutable
         names = tuple(held)
@@ -199,7 +199,7 @@ class Walk:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
             return Ref(number)
 
-        if (marks is not _NO_ITEMS or class_marks(type(value))) and value._nnx_declares:
+        if declares and (marks is not _NO_ITEMS or class_marks(type(value))):
             items = (((name,), held[name], explicit_mark(value, name)) for name in order)
         else:
             items = (((name,), held[name], None) for name in order)
