@@ -240,6 +240,13 @@ class Dict(dict[str, A], Node):
     def __repr__(self) -> str:
         return node_repr(self) if _holds_objects(self) else super().__repr__()
 
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping; the items are the attributes
+        return self
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *[key for key in self if isinstance(key, str)]})
+
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         return iter(dict.items(self))
 

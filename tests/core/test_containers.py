@@ -680,3 +680,17 @@ def test_a_declared_list_that_contains_itself():
     x.append(x)
     m = held(x)
     assert m.items[1] is m.items
+
+
+def test_vars_of_a_dict_are_its_items():
+    """Code that looks at `vars` of whatever `iter_modules` yields comes upon Dicts, too."""
+    d = nnx.Dict(head=nnx.Param(1.0), size=3)
+    assert vars(d) == {"head": d.head, "size": 3}
+    vars(d)["size"] = 4
+    assert d.size == 4
+    assert "size" in dir(d)
+    assert 0 not in dir(nnx.Dict({0: 1, "a": 2}))
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    model.heads = {"a": nnx.Linear(2, 2, rngs=nnx.Rngs(1))}
+    assert [name for _, m in nnx.iter_modules(model) for name in vars(m) if name == "a"] == ["a"]
+    assert pickle.loads(pickle.dumps(d)).size == copy.deepcopy(d).size == copy.copy(d).size == 4
