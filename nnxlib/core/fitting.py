@@ -250,19 +250,28 @@ def _kinds(layout: Layout) -> list[type | None]:
 
 def _leaf(kind: type | None, aval: Aval) -> Any:
     """A leaf as it was at the split: a Variable, or a bare value, with this aval."""
-    value = ANY_VALUE if aval is None else jax.ShapeDtypeStruct(*aval)
+    value = ANY_VALUE if aval is None or aval[1] is None else jax.ShapeDtypeStruct(*aval)
     return value if kind is None else make_variable(kind, value, {})
 
 
 def _fits(new: Aval, old: Aval) -> bool:
     """Whether avals alone tell that :func:`_compare` finds no difference."""
-    return old is None or (new is not None and new[0] == old[0] and _kind(new[1]) is _kind(old[1]))
+    return old is None or old[1] is None or (new is not None and new[0] == old[0] and _kind(new[1]) is _kind(old[1]))
 
 
 def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
-    """The differences of two leaves; none if one is traced, or was cast within a kind (float32 to bfloat16)."""
+    """The differences of two leaves; none if one is traced, or was cast within a kind (float32 to bfloat16).
+
+    In place of an array there may be an object of a user's pytree class, such as an array with named axes.
+    """
     found = [] if isinstance(given, Tracer) else misfits(path, expected, given)
+    if found and _is_of_users_pytree(given._value if isinstance(given, Variable) else given):
+        return [x for x in found if isinstance(given, Variable) and type(given) is not type(expected)]
     return [x for x in found if x.kind != "dtype" or _kind(expected.dtype) is not _kind(given.dtype)]
+
+
+def _is_of_users_pytree(x: Any) -> bool:
+    return not isinstance(x, list | tuple | dict | State | None) and not jax.tree_util.all_leaves([x])
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import copy
+import dataclasses
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -1152,3 +1154,25 @@ def test_a_leaf_of_no_type(given):
         assert node.mean[0] == 5.0
     with pytest.raises(StateMismatchError, match=r"expected shape \(2,\), got \(3,\)"):
         nnx.update(model, {"mean": nnx.Variable(jnp.ones(3))})
+
+
+def test_an_object_of_a_users_pytree_class_may_take_the_place_of_an_array():
+    """Such as an array with named axes; also one with a shape and no dtype, which several arrays make up."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Named:
+        data: Any
+        dtype: Any = dataclasses.field(default=None, metadata={"static": True})
+        shape = ()
+
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+    state.bias.value = Named(state.bias.value)
+    named = nnx.merge(graphdef, state)
+    np.testing.assert_array_equal(named.bias.value.data, jnp.zeros(3))
+    nnx.update(model, state)
+    nnx.update(model, jax.tree.map(lambda x: x + 1, nnx.state(model)))
+    np.testing.assert_array_equal(model.bias.value.data, jnp.ones(3))
+    with pytest.raises(StateMismatchError, match="bias"):
+        nnx.merge(graphdef, {"kernel": state.kernel, "bias": nnx.BatchStat(Named(jnp.zeros(3)))})
