@@ -104,10 +104,10 @@ def _dimension_numbers(ndim: int) -> lax.ConvDimensionNumbers:
 
 
 def _with_one_batch_axis(
-    layer: Any, inputs: Array, rank: int, channels: int, last: bool = True
+    layer: Any, inputs: Array, rank: int, channels: int, channels_last: bool = True
 ) -> tuple[Array, tuple[int, ...]]:
-    """The input with its batch axes merged into one, and what they were. Are the channels the last axis?"""
-    if inputs.ndim <= rank or (last and inputs.shape[-1] != channels):
+    """The input with its batch axes merged into one, and what they were."""
+    if inputs.ndim <= rank or (channels_last and inputs.shape[-1] != channels):
         takes = f"inputs of shape [*batch, {'*, ' * rank}{channels}] ({rank} spatial axes, {channels} channels)"
         raise input_error(layer, takes, inputs)
     batch = inputs.shape[: inputs.ndim - rank - 1]
