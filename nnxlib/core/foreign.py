@@ -68,7 +68,7 @@ class Flattened:
         """Whether the spec is what it was."""
         try:
             leaves, treedef = self._flatten()
-        except LookupError:  # the field was deleted
+        except Exception:  # the field was deleted, or what is in it cannot be flattened, which the walk will say
             return False
         if [*map(type, leaves)] != self._types or treedef != self._treedef:
             return False

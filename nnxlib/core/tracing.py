@@ -28,8 +28,9 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src import traceback_util as _frames
 
-# The trace that records operations for a program; the others transform operations, and hand them to the trace around.
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace as _Recording
+# The traces of derivatives and of vmap, which hand each operation, transformed, to the trace around them.
+from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
+from jax._src.interpreters.batching import BatchTrace
 
 # The mesh of a `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
 from jax._src.mesh import thread_resources as _thread_resources
@@ -66,11 +67,17 @@ def at_top_level() -> bool:
 
 
 def runs_eagerly() -> bool:
-    """Whether operations compute now, as they also do in an eager ``jax.grad`` or ``jax.vmap``: no program is made."""
+    """Whether operations compute now, as they also do in an eager ``jax.grad`` or ``jax.vmap``: no program is made.
+
+    False under a transformation that is not known to take every operation, such as ``jax.experimental.jet``.
+    """
     trace = running_trace()
-    while trace is not EAGER and not isinstance(trace, _Recording):
-        trace = getattr(trace, "parent_trace", EAGER)
-    return trace is EAGER
+    while isinstance(trace, _TRANSFORMING):
+        trace = trace.parent_trace
+    return trace is EAGER or trace is None
+
+
+_TRANSFORMING = (JVPTrace, LinearizeTrace, BatchTrace)
 
 
 def evaluate(closed: Any, *args: Any) -> list[Any]:

@@ -258,6 +258,20 @@ def test_a_change_of_arrays_in_a_pytree_is_seen(name, written):
             assert table_of(model).layout is pack(model).layout
 
 
+def test_a_pytree_that_cannot_be_flattened_any_more_is_an_error():
+    """That of JAX, at each call, until it is mended."""
+    model = with_arrays("dict")
+    jitted = nnx.jit(lambda model: model.arrays["b"])
+    for _ in range(3):
+        jitted(model)
+    model.arrays[1] = array(3.0)  # JAX cannot sort the keys
+    for _ in range(2):
+        with pytest.raises(ValueError, match="keys"):
+            jitted(model)
+    del model.arrays[1]
+    assert jitted(model) == 2.0
+
+
 def test_a_model_with_arrays_in_a_pytree_is_freed_at_once():
     model = with_arrays("beside a Variable")
     model.me = (model, array())

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental.jet import jet
 
 import nnxlib as nnx
 from nnxlib.core.errors import ArgumentError
@@ -31,6 +32,7 @@ TRANSFORMS = {
     "while_loop": lambda f: jax.lax.while_loop(lambda x: x < 2, lambda x: f(x) + 1, 1.0),
     "map": lambda f: jax.lax.map(f, jnp.ones(2)),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(1.0),
+    "jet": lambda f: jet(f, (1.0,), ((1.0,),)),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.experimental.jet import jet
 
 import nnxlib as nnx
 from nnxlib.nn.dtypes import LayerInputError
@@ -36,6 +37,18 @@ def calls_of(function) -> int:
 
 
 # --- Linear -----------------------------------------------------------------------------------------------------------
+
+
+def test_taylor_coefficients_of_an_mlp():
+    """`jet` has rules for some operations only; eager and compiled, it gives the derivatives along a line."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(2, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 1, rngs=rngs))
+    x, v = jnp.array([0.3, -0.2]), jnp.array([1.0, 2.0])
+    along = lambda t: model(x + t * v)[0]
+    first, second = jax.grad(along), jax.grad(jax.grad(along))
+    for transform in (jet, jax.jit(jet, static_argnums=0)):
+        value, (d1, d2) = transform(model, (x,), ((v, jnp.zeros(2)),))
+        np.testing.assert_allclose([value[0], d1[0], d2[0]], [along(0.0), first(0.0), second(0.0)], rtol=1e-5)
 
 
 @settings(max_examples=8)
