@@ -57,7 +57,7 @@ class Flattened:
         self._types = list(map(type, self._flatten()[0]))  # an array in place of another one is no change
 
     def _flatten(self) -> tuple[list[Any], Any]:
-        return jtu.tree_flatten(self._container[self._key], is_leaf=self._is_leaf)
+        return jtu.default_registry.flatten(self._container[self._key], self._is_leaf)
 
     def arrays(self) -> list[Any]:
         """The arrays in the pytree."""
@@ -72,7 +72,7 @@ class Flattened:
             return False
         if [*map(type, leaves)] != self._types or treedef != self._treedef:
             return False
-        return all(self._is_same(leaves[k], child) for k, child in self._others)
+        return not self._others or all(self._is_same(leaves[k], child) for k, child in self._others)
 
     def _is_same(self, x: Any, spec: Ref | Const) -> bool:
         if isinstance(spec, Ref):
@@ -132,7 +132,10 @@ class Foreign:
             States.attach(stamp, self.levels)
 
     def _is_unchanged(self) -> bool:
-        return _are_unchanged(self.others) and all(tree.is_unchanged() for tree in self.flattened)
+        for tree in self.flattened:
+            if not tree.is_unchanged():
+                return False
+        return _are_unchanged(self.others)
 
 
 _DICTS = (dict, OrderedDict, defaultdict)
