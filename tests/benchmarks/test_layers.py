@@ -26,7 +26,7 @@ def test_a_quick_run_fills_every_table(report: Report) -> None:
 
 
 def test_the_numbers_are_positive(report: Report) -> None:
-    """Times and calls are positive finite numbers. Ratios, where flax is installed, may be 0.00 if the machine stalls."""
+    """Times and calls are positive finite numbers. Ratios to flax may be 0.00, if the machine stalls."""
     ratio, *pairs = report.tables
     compared = layers.THEIRS in layers.load()
     for table in pairs:

@@ -57,7 +57,7 @@ def report() -> Report:
 
 
 def test_a_quick_run_fills_every_table(report: Report) -> None:
-    """There is a table of times and one of calls for the size, and one of memory; each has numbers (0.0 if the machine stalls)."""
+    """There is a table of times and one of calls for the size, and one of memory, with numbers in each."""
     times, calls, memory = report.tables
     assert list(times.columns) == list(calls.columns) == list(structure.CONTENDERS)
     assert times.cells[structure.BASE]["split"].endswith(" us")
