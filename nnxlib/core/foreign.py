@@ -68,11 +68,11 @@ class Flattened:
         """Whether the spec is what it was."""
         try:
             leaves, treedef = self._flatten()
-        except Exception:  # the field was deleted, or what is in it cannot be flattened, which the walk will say
+            if [*map(type, leaves)] != self._types or treedef != self._treedef:
+                return False
+            return not self._others or all(self._is_same(leaves[k], child) for k, child in self._others)
+        except Exception:  # deleted, or it cannot be flattened or compared any more: the walk will say why, and where
             return False
-        if [*map(type, leaves)] != self._types or treedef != self._treedef:
-            return False
-        return not self._others or all(self._is_same(leaves[k], child) for k, child in self._others)
 
     def _is_same(self, x: Any, spec: Ref | Const) -> bool:
         if isinstance(spec, Ref):

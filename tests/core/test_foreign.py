@@ -1,6 +1,7 @@
 """Foreign pytrees: what is in them is seen, and costs no walk of the model."""
 
 import dataclasses
+import types
 import weakref
 from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import pytest
 
 import nnxlib as nnx
 from benchmarks.timing import count_calls
+from nnxlib.core.errors import StaticValueError
 from nnxlib.core.graph import pack
 from nnxlib.core.tables import table_of
 
@@ -270,6 +272,17 @@ def test_a_pytree_that_cannot_be_flattened_any_more_is_an_error():
             jitted(model)
     del model.arrays[1]
     assert jitted(model) == 2.0
+
+
+def test_a_static_value_that_cannot_be_compared_any_more_is_an_error_by_path():
+    model = nnx.Module()
+    model.box = Box((array(), types.SimpleNamespace(a=1)))
+    read = nnx.jit(lambda model: model.box.x[0])
+    for _ in range(3):
+        read(model)
+    model.box.x = (array(), types.SimpleNamespace(a=array()))
+    with pytest.raises(StaticValueError, match=r"box"):
+        read(model)
 
 
 def test_a_model_with_arrays_in_a_pytree_is_freed_at_once():
