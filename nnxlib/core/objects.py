@@ -25,7 +25,6 @@ import inspect
 import re
 import types
 import typing
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
 from typing import Annotated, Any, TypeVar
@@ -40,7 +39,7 @@ from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
 from .tracing import current_trace
-from .variables import MISSING, Identified
+from .variables import MISSING, Identified, consume
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
@@ -166,7 +165,7 @@ def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], stamps: Stamps = (
     made = list(map(_base(owner).__new__, kinds))
     slots = {"trace": current_trace(), "stamps": stamps, "table": None, "marks": None, "tree": None}
     for name, value in slots.items():
-        deque(map(vars(owner)[f"_nnx_{name}"].__set__, made, repeat(value)), maxlen=0)
+        consume(map(vars(owner)[f"_nnx_{name}"].__set__, made, repeat(value)))
     return made
 
 
@@ -178,7 +177,7 @@ def slot_owner(kind: type[Node]) -> type[Node]:
 def fill_all(nodes: Iterable[Pytree], names: tuple[str, ...], values: Iterable[Any]) -> None:
     """Give fresh nodes their attributes, in a few C calls; ``values`` are those of the first, then of the second..."""
     rows = zip(*[iter(values)] * len(names), strict=True)
-    deque(map(_set_attributes, nodes, map(dict, map(zip, repeat(names), rows))), maxlen=0)
+    consume(map(_set_attributes, nodes, map(dict, map(zip, repeat(names), rows))))
 
 
 def _base(kind: type) -> Any:

@@ -23,15 +23,20 @@ from typing import Any
 class Stamp:
     """Whether the objects seen in one walk are unchanged since the walk began, and which have changed."""
 
-    __slots__ = ("__weakref__", "changed", "check", "levels", "mended", "valid")
+    __slots__ = ("__weakref__", "changed", "check", "edition", "levels", "valid")
 
     check: Callable[[], bool]  # whether what cannot report a change is unchanged; only of a _CheckingStamp
     levels: dict[int, dict]  # of the States that were seen, by id; only if there are some
 
     def __init__(self) -> None:
-        self.valid = True
-        self.mended = 0  # how often it became valid again, because the description was brought up to date
+        self.edition = 1  # of the description: one more each time that it is brought up to date
+        self.valid = self.edition  # or False
         self.changed: list[Callable[[], Any]] = []  # weak references to the objects whose structure has changed
+
+    def renew(self) -> None:
+        """Be valid again, for a description that was brought up to date."""
+        self.edition += 1
+        self.valid = self.edition
 
     def add_check(self, check: Callable[[], bool]) -> None:
         """From now on, be valid only while ``check()`` is true."""
@@ -45,17 +50,14 @@ class _CheckingStamp(Stamp):
     __slots__ = ()
 
     @property
-    def valid(self) -> bool:  # type: ignore[override]
-        if not _is_valid(self):
-            return False
-        if not self.check():
+    def valid(self) -> int:  # type: ignore[override]
+        if _is_valid(self) and not self.check():
             self.changed.append(_gone)
             self.valid = False
-            return False
-        return True
+        return _is_valid(self)
 
     @valid.setter
-    def valid(self, valid: bool) -> None:
+    def valid(self, valid: int) -> None:
         _set_valid(self, valid)
 
 

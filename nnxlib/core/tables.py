@@ -290,11 +290,10 @@ def _mend(table: LiveTable, root: Any) -> bool:
             return False
         table.variant, table.layout = found
         table.shortcuts = table.variant.shortcuts
-        stamp.mended += 1
-        stamp.valid = True
+        stamp.renew()
         if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
             stamp.valid = False
-        return stamp.valid
+        return bool(stamp.valid)
 
 
 def _variant_now(table: LiveTable, root: Any, changed: Iterable[Node]) -> tuple[Variant, Layout] | None:

@@ -46,6 +46,8 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slo
 NO_METADATA: dict[str, Any] = {}
 DEFAULTS: dict[str, Any] = {}  # metadata that every new Variable gets unless it is given
 
+consume = deque(maxlen=0).extend  # runs an iterator to its end in C, and makes nothing
+
 
 def _unwrap(x: Any) -> Any:
     return x.get_value() if isinstance(x, Variable) else x
@@ -544,10 +546,10 @@ def make_variables(
         cells = list(map(TracedCell, values[: len(made)], itertools.repeat(trace)))
     else:
         cells = list(map(object.__new__, itertools.repeat(Cell, len(made))))
-        deque(map(_set_content, cells, values), maxlen=0)
-    deque(map(_set_cell_slot, made, cells), maxlen=0)
-    deque(map(_set_stamps_slot, made, itertools.repeat(stamps)), maxlen=0)
-    deque(map(_set_metadata_slot, made, metadata), maxlen=0)
+        consume(map(_set_content, cells, values))
+    consume(map(_set_cell_slot, made, cells))
+    consume(map(_set_stamps_slot, made, itertools.repeat(stamps)))
+    consume(map(_set_metadata_slot, made, metadata))
     return made
 
 
