@@ -1,8 +1,10 @@
 """A program as users write them, for type checkers: it is checked with the package and never run."""
 
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +47,68 @@ def arithmetic(v: nnx.Param[jax.Array], x: jax.Array) -> None:
     assert_type(v, nnx.Param[jax.Array])
 
 
-def calls(model: Model, x: jax.Array) -> tuple[Model, jax.Array]:
-    """What is jitted, split and merged can be used as the class of the model; a copy has it."""
+def values(model: Model) -> None:
+    """A Variable has the attributes of its array, and a List the items that it was made of."""
+    linear = model.blocks[0].linear
+    assert_type(model.blocks, nnx.List[Block])
+    assert_type(model.blocks[1:], nnx.List[Block])
+    assert_type(linear.kernel.value, jax.Array)
+    assert_type(linear.kernel[0], jax.Array)
+    assert_type(linear.kernel.shape, tuple[int, ...])
+    linear.kernel.value = 0.0  # what can be written is more than what is read
+
+
+@nnx.jit
+def forward(model: Model, x: jax.Array) -> jax.Array:
+    return model.encode(x)
+
+
+@nnx.jit(static_argnames="times", donate_argnums=0)
+def repeated(x: jax.Array, model: Model, *, times: int) -> jax.Array:
+    for _ in range(times):
+        x = model.encode(x)
+    return x
+
+
+@nnx.remat
+def block(block: Block, x: jax.Array) -> jax.Array:
+    return block(x)
+
+
+def loss(model: Model, x: jax.Array) -> jax.Array:
+    return model.encode(x).sum()
+
+
+def transforms(model: Model, x: jax.Array) -> None:
+    """A transform returns a function of the same arguments; that of `jit` has its methods."""
+    assert_type(forward(model, x), jax.Array)
+    assert_type(repeated(x, model, times=3), jax.Array)
+    assert_type(model.encode(x), jax.Array)
+    assert_type(Model.encode(model, x), jax.Array)
+    assert_type(forward.explain(), str)
+    assert_type(forward.eval_shape(model, x), jax.Array)
+    assert_type(block(model.blocks[0], x), jax.Array)
+    assert_type(nnx.vmap(loss, in_axes=(None, 0))(model, x), jax.Array)
+    assert_type(nnx.value_and_grad(loss)(model, x)[0], jax.Array)
+    assert_type(nnx.eval_shape(lambda: Model(2, rngs=nnx.Rngs(0))), Model)
+    assert_type(nnx.cond(True, loss, loss, model, x), jax.Array)
+
+
+def mistakes(model: Model, x: jax.Array) -> None:
+    """A checker that has to ignore nothing here would tell: it knows the arguments of what was transformed."""
+    forward(model)  # pyright: ignore[reportCallIssue]
+    forward(x, model)  # pyright: ignore[reportArgumentType]
+    block(model, x)  # pyright: ignore[reportArgumentType]
+    nnx.vmap(loss, axes=0)  # pyright: ignore[reportCallIssue]
+
+
+def states(model: Model) -> Model:
+    """What is split is merged to the class of the model; a copy has it."""
     assert_type(nnx.clone(model), Model)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    return nnx.merge(graphdef, params, rest), model.encode(x)
+    assert_type(graphdef, nnx.GraphDef[Model])
+    assert_type(params, nnx.State[Any, Any])
+    assert_type(nnx.state(model), nnx.State[Any, Any])
+    params, stats = nnx.state(model, nnx.Param, nnx.BatchStat)
+    assert_type(stats, nnx.State[Any, Any])
+    return nnx.merge(graphdef, params, rest)

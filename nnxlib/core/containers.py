@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar, overload
 
 from .finding import reachable
 from .objects import (
@@ -180,6 +180,10 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
     def copy(self) -> List[A]:
         return List(self)
 
+    @overload
+    def __getitem__(self, index: slice) -> List[A]: ...
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> A: ...
     def __getitem__(self, index: Any) -> Any:
         return List(declared_items(self)[index]) if isinstance(index, slice) else list.__getitem__(self, index)
 

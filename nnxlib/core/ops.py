@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ A = TypeVar("A")
 Path = tuple[Any, ...]
 
 PureState = tuple[GraphDef[A], State]
+_State = State[Any, Any]  # what a checker takes a State without arguments for is an unknown type
 
 # --- split and merge ------------------------------------------------------------------------------------------------
 
@@ -150,8 +151,18 @@ def _to_state(items: list[tuple[Path, Any]]) -> Any:
     return from_flat_state(items)
 
 
+@overload
+def split(node: A, /) -> tuple[GraphDef[A], _State]: ...
+@overload
+def split(node: A, filter: Filter, /) -> tuple[GraphDef[A], _State]: ...
+@overload
+def split(node: A, a: Filter, b: Filter, /) -> tuple[GraphDef[A], _State, _State]: ...
+@overload
+def split(node: A, a: Filter, b: Filter, c: Filter, /) -> tuple[GraphDef[A], _State, _State, _State]: ...
+@overload
+def split(node: A, /, *filters: Filter) -> tuple[GraphDef[A], *tuple[_State, ...]]: ...
 @boundary
-def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
+def split(node: Any, *filters: Filter) -> Any:
     """Split a node into its structure and its State, or into one State for each filter.
 
     Args:
@@ -253,6 +264,14 @@ def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> Values | No
 # --- state, update, pop ---------------------------------------------------------------------------------------------
 
 
+@overload
+def state(node: Any, /) -> _State: ...
+@overload
+def state(node: Any, filter: Filter, /) -> _State: ...
+@overload
+def state(node: Any, a: Filter, b: Filter, /) -> tuple[_State, _State]: ...
+@overload
+def state(node: Any, /, *filters: Filter) -> tuple[_State, ...]: ...
 @boundary
 def state(node: Any, *filters: Filter) -> Any:
     """Return the State of a node, or for each filter that of the leaves it takes.
@@ -598,7 +617,8 @@ class CallProxy:
         for is_item, key in self._path:
             method = method[key] if is_item else getattr(method, key)
         out = method(*args, **kwargs)
-        return out, split(node)
+        graphdef, state = split(node)
+        return out, (graphdef, state)
 
 
 @boundary

@@ -21,7 +21,7 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +155,21 @@ class Variable(Identified, Generic[A]):
                 return
         cell.value = new if index is MISSING else _with_item(cell.value, index, new)
 
-    value = property(get_value, set_value, doc="The value; reading and writing run the hooks.")
+    if TYPE_CHECKING:  # a write takes all that `set_value` takes
+
+        @property
+        def value(self) -> A: ...
+
+        @value.setter
+        def value(self, value: Any) -> None: ...
+
+        shape: tuple[int, ...]
+        dtype: np.dtype
+        ndim: int
+        size: int
+        T: A
+    else:
+        value = property(get_value, set_value, doc="The value; reading and writing run the hooks.")
 
     def get_raw_value(self) -> A:
         """Return the value as stored, without hooks."""
@@ -449,6 +463,10 @@ class Variable(Identified, Generic[A]):
 
         def __round__(self, ndigits: int = ...) -> Any: ...
 
+    @overload
+    def __getitem__(self: Variable[jax.Array], key: Any) -> jax.Array: ...
+    @overload
+    def __getitem__(self, key: Any) -> Any: ...
     def __getitem__(self, key: Any) -> Any:
         value = self.get_value()
         return value if key is ... else value[_unwrap(key)]  # type: ignore[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,9 +25,11 @@ from .leaf_checks import check_returned, check_traceable
 from .lift import Arguments, Outcome, cross
 from .naming import named
 
+R = TypeVar("R")
+
 
 @boundary
-def eval_shape(f: Callable, *args: Any, **kwargs: Any) -> Any:
+def eval_shape(f: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     """Call ``f`` on abstract arrays; the output has ``jax.ShapeDtypeStruct`` in place of arrays.
 
     Nothing is computed and no live object is changed: Modules in the output are new ones, also in place of those that

@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 @boundary
-def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> Any:
+def cond(pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *operands: Any) -> R:
     """Apply ``true_fun`` or ``false_fun`` to the operands; ``jax.lax.cond`` with state.
 
     Args:
@@ -55,7 +55,7 @@ def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> 
 
 
 @boundary
-def switch(index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
+def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> R:
     """Apply the function number ``index`` to the operands; ``jax.lax.switch`` with state.
 
     Args:

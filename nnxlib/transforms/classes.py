@@ -28,8 +28,8 @@ import inspect
 import operator
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, cast
 
 import jax.tree_util as jtu
 
@@ -39,29 +39,10 @@ from ..core.static import Const, StaticArgument
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import or_closed_over
-
-P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
-Class = TypeVar("Class", bound=type)
-Methods = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
+from .signatures import Methods, O, Transform
 
 
-class Transform(Protocol[P, R]):
-    """A transform of functions, which takes a class, too."""
-
-    __name__: str
-
-    @overload
-    def __call__(self, cls: Class, /, *, methods: Methods, **options: Any) -> Class: ...
-    @overload
-    def __call__(self, cls: functools.partial, /, *, methods: Methods, **options: Any) -> functools.partial: ...
-    @overload
-    def __call__(self, *, methods: Methods, **options: Any) -> Callable[[Class], Class]: ...
-    @overload
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
-
-
-def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
+def lifts_classes(*default: str) -> Callable[[Callable[Concatenate[Any, O], Any]], Transform[O]]:
     """Let a transform of functions be a decorator with options, and take classes.
 
     Without a function it returns a decorator. For classes it has a further keyword argument ``methods``.
@@ -69,9 +50,9 @@ def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
     for this method. ``default`` are the methods where it is not given; if there are none, a class is a function.
     """
 
-    def decorate(transform: Callable[P, R]) -> Transform[P, R]:
+    def decorate(transform: Callable[Concatenate[Any, O], Any]) -> Transform[O]:
         parameters = inspect.signature(transform).parameters
-        name, plain = next(iter(parameters)), cast(Callable[..., R], transform)
+        name, plain = next(iter(parameters)), cast(Callable[..., Any], transform)
 
         @boundary
         @functools.wraps(transform)
@@ -88,14 +69,14 @@ def lifts_classes(*default: str) -> Callable[[Callable[P, R]], Transform[P, R]]:
             if methods is not None and not is_class:
                 raise ArgumentError(f"methods={methods!r} is for a class of Modules, but got {f!r}.")
             if not (is_class and chosen):
-                made: Any = or_closed_over(lambda f: cast(Any, plain(f, *args[1:], **options)), f)
+                made: Any = or_closed_over(lambda f: plain(f, *args[1:], **options), f)
                 return boundary(made) if isinstance(made, types.FunctionType) else made
             return _rebound(f, lifted_class(wrapper, target, _options_by_method(chosen, given)))
 
         wrapper._nnx_transform = transform  # type: ignore[attr-defined]
         methods_parameter = inspect.Parameter("methods", inspect.Parameter.KEYWORD_ONLY, default=None)
         wrapper.__signature__ = _with_parameter(transform, methods_parameter)  # type: ignore[attr-defined]
-        return cast(Transform[P, R], wrapper)
+        return cast(Transform[O], wrapper)
 
     return decorate
 

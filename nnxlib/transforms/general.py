@@ -15,8 +15,10 @@ from ..core.variables import MISSING
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift
+from .signatures import as_operator
 
 
+@as_operator
 @lifts_classes()
 def make_jaxpr(
     f: Callable = MISSING,
@@ -57,6 +59,7 @@ def make_jaxpr(
     return static_arguments(wrapped, static_argnums)
 
 
+@as_operator
 @lifts_classes()
 def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
     """Return ``f`` with the checks in it returned as an error value; ``jax.experimental.checkify.checkify`` with state.

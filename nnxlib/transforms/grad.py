@@ -18,9 +18,11 @@ from .labels import join_lanes, split_lanes
 from .lift import Arguments, Outcome, cross
 from .naming import named
 from .prefixes import refuse_nodes
+from .signatures import as_operator, as_value_and_grad
 from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
 
 
+@as_operator
 @lifts_classes()
 def grad(
     f: Callable = MISSING,
@@ -50,6 +52,7 @@ def grad(
     return wrapped
 
 
+@as_value_and_grad
 @lifts_classes()
 def value_and_grad(
     f: Callable = MISSING,

@@ -17,12 +17,14 @@ from ..core.errors import OUTPUT, ArgumentError, place_of
 from ..core.rows import LEAF, Tree
 from ..core.variables import MISSING
 from .classes import lifts_classes
+from .signatures import as_operator
 from .tangents import PARAMS, DiffState, Tangents, check_differentiable
 from .vjp import Derivation
 
 Argnums = int | DiffState | Sequence[int | DiffState]
 
 
+@as_operator
 @lifts_classes()
 def jacfwd(
     f: Callable = MISSING, *, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False
@@ -52,6 +54,7 @@ def jacfwd(
     return _jacobian(jax.jacfwd, f, argnums, has_aux, holomorphic=holomorphic)
 
 
+@as_operator
 @lifts_classes()
 def jacrev(
     f: Callable = MISSING,
@@ -78,6 +81,7 @@ def jacrev(
     return _jacobian(jax.jacrev, f, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
 
 
+@as_operator
 @lifts_classes()
 def hessian(
     f: Callable = MISSING, *, argnums: Argnums = 0, has_aux: bool = False, holomorphic: bool = False

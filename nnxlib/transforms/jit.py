@@ -16,7 +16,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -49,10 +49,16 @@ from .lift import Arguments, Crossing, cross
 from .plan import Plan
 from .prefixes import PrefixMapping, broadcast_prefix, labels_in, refuse_nodes, same_entries
 from .selection import Selection, as_static
+from .signatures import as_jit
 from .stages import Stage
 from .traces import Traces
 
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
 
+
+@as_jit
 @lifts_classes()
 def jit(
     fun: Callable = MISSING,
@@ -116,12 +122,12 @@ def _as_tuple(value: Any) -> tuple:
     return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
 
 
-class JitWrapped:
+class JitWrapped(Generic[P, R]):
     """A jitted function of Modules; what :func:`jit` returns."""
 
     def __init__(
         self,
-        fun: Callable,
+        fun: Callable[P, R],
         *,
         in_shardings: Any,
         out_shardings: Any,
@@ -155,11 +161,11 @@ class JitWrapped:
 
     # --- calling ---
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         self._traces.calls += 1
         try:
             if self._binds:
-                args, kwargs = self._bind(args, kwargs)
+                args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
             captured = self._captures.objects() if self._captures.steps else ()
             if running_trace() is not EAGER or following or (Watch.count and all_borrowed()):
                 return self._call_packed(args, kwargs, captured)
@@ -211,10 +217,16 @@ class JitWrapped:
         _, after = cross(function, packed.layout, packed.leaves)
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> JitWrapped[P, R]: ...
+    @overload
+    def __get__(
+        self: JitWrapped[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+    ) -> Callable[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
-    def __deepcopy__(self, memo: Any) -> JitWrapped:  # as of a function
+    def __deepcopy__(self, memo: Any) -> JitWrapped[P, R]:  # as of a function
         return self
 
     def __repr__(self) -> str:
@@ -260,12 +272,12 @@ class JitWrapped:
             return self._stage(name, args, kwargs)
         return Stage(stage, self._arguments, plan, compiled)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: Any, **kwargs: Any) -> R:
         """Return the output with abstract arrays; changes nothing."""
         return eval_packed(self._function, pack(Arguments(*self._bind(args, kwargs))))
 
     @property
-    def jitted_fn(self) -> JitWrapped:
+    def jitted_fn(self) -> JitWrapped[P, R]:
         """The function itself, for code that asks ``jitted_fn._cache_size()``."""
         return self
 
