@@ -360,8 +360,10 @@ class Equinox:
 
 
 BASELINE = "raw jax.jit"
+CONTROL = "raw jax.jit, once more"  # how far two ratios may be apart by chance
 ADAPTERS: Mapping[str, Callable[[], Adapter]] = {
     BASELINE: Raw,
+    CONTROL: Raw,
     "nnxlib, nnx.jit": lambda: ObjectGraph("nnxlib", by_jit),
     "nnxlib, split/merge in jax.jit": lambda: ObjectGraph("nnxlib", by_split_merge, read_by_split_merge),
     "flax, nnx.jit (default)": lambda: ObjectGraph("flax.nnx", by_jit),

@@ -131,6 +131,9 @@ def model_of(variables: int) -> Any:
     return ObjectGraph("nnxlib", by_jit).pairs(variables)
 
 
+DELAYED = "raw and ten empty iterations, from four threads"  # not nnxlib: what any Python there costs
+
+
 def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
     """For each way of calling: nnxlib, and `exact` called in the same way."""
     step = nnxlib.jit(few)
@@ -239,6 +242,10 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
         models = [model_of(variables) for _ in range(4)]
         return _in_threads([partial(step, model) for model in models]), _in_threads([plain_exact() for _ in range(4)])
 
+    def delayed_in_threads() -> tuple[Call, Call]:
+        calls = [_delayed(plain_exact()) for _ in range(4)]
+        return _in_threads(calls), _in_threads([plain_exact() for _ in range(4)])
+
     def donated() -> tuple[Call, Call]:
         jitted = nnxlib.jit(few, donate_argnums=0)
         raw = jax.jit(lambda kernel, bias: (kernel.sum(), changed(bias)), donate_argnums=1)
@@ -259,6 +266,7 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
         "arrays in a tuple beside": with_pytree(),
         "an attribute toggled each ten": toggled(),
         "from four threads": from_threads(),
+        DELAYED: delayed_in_threads(),
         "donated": donated(),
     }
 
@@ -279,6 +287,17 @@ def _alternating(calls: list[Call]) -> Call:
         return calls[turn]()
 
     return call
+
+
+def _delayed(call: Call) -> Call:
+    """A call with a tenth of a microsecond of Python in front."""
+
+    def delayed() -> jax.Array:
+        for _ in range(10):
+            pass
+        return call()
+
+    return delayed
 
 
 def _in_threads(calls: list[Call], times: int = 50) -> Call:

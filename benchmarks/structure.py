@@ -135,6 +135,7 @@ def of_graph(nnx: ModuleType, layers: int) -> dict[str, Call]:
         "clone": lambda: of_model(nnx.clone(model)),
         "pop a Variable of each layer": Prepared(pop, see),
         "iter_graph": visit,
+        "list arrays with paths": lambda: jax.tree_util.tree_leaves_with_path(model)[0][1],
         "flatten a State": lambda: jax.tree.flatten(state)[0][0],
         "flatten a Module": lambda: jax.tree.flatten(model)[0][0],
     }
@@ -148,17 +149,13 @@ def of_tree(eqx: ModuleType, layers: int) -> dict[str, Call]:
     def round_trip() -> jax.Array:
         return of_model(eqx.filter(eqx.combine(*eqx.partition(model, eqx.is_array)), eqx.is_array))
 
-    def visit() -> jax.Array:
-        jax.tree_util.tree_leaves_with_path(model)
-        return of_model(model)
-
     return {
         "split": lambda: of_model(eqx.partition(model, eqx.is_array)[0]),
         "merge": lambda: of_model(eqx.combine(params, static)),
         "split, merge, state of the new model": round_trip,
         "state": lambda: of_model(eqx.filter(model, eqx.is_array)),
         "clone": lambda: of_model(jax.tree.map(lambda x: x.copy(), model)),
-        "iter_graph": visit,
+        "list arrays with paths": lambda: jax.tree_util.tree_leaves_with_path(model)[0][1],
         "flatten a Module": flatten(model),
     }
 
@@ -174,6 +171,7 @@ OPERATIONS: Sequence[str] = (
     "clone",
     "pop a Variable of each layer",
     "iter_graph",
+    "list arrays with paths",
     "flatten a State",
     "flatten a Module",
 )

@@ -20,6 +20,7 @@ MOST = {
     "clone": 150,  # most of them in JAX, which copies the arrays
     "pop a Variable of each layer": 45,
     "iter_graph": 18,
+    "list arrays with paths": 2,
     "flatten a State": 1.5,
     "flatten a Module": 2,
 }
