@@ -3,9 +3,10 @@
 The names (metadata ``out_sharding``) are names of mesh axes, or logical names that rules translate to these. The mesh
 is the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. In place of names there may be a sharding,
 which has its own mesh, or a ``Format``, which also gives the memory layout of an array that is made eagerly. Names that
-the mesh does not have are ignored, so the same model runs on one device, in a unit test without a mesh, and under any
-mesh. Rules and the switch are set per thread, and read when a Variable is made. JAX knows of them: it traces a compiled
-function again when they are others.
+the mesh of the context does not have are ignored, so the same model runs on one device, in a unit test without a mesh,
+and under any mesh; if they look mistyped, there is a warning. A mesh in the metadata has to have them. Rules and the
+switch are set per thread, and read when a Variable is made. JAX knows of them: it traces a compiled function again when
+they are others.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -23,7 +26,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .errors import PlacementError, describe
-from .tracing import Tracer, at_top_level, current_mesh
+from .tracing import Tracer, at_top_level, current_mesh, level_of_user
 
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
@@ -205,8 +208,11 @@ def placed(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
 
 def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     """:func:`placed`, whatever the switch says; a ``jax.ShapeDtypeStruct`` gets a sharding if it has none."""
+    if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return value
+    _check_names(value, metadata, kind)
     target = target_of(metadata)
-    if target is None or not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    if target is None:
         return value
     mesh, spec = target[0], fitted(target[1], value.ndim)
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -274,8 +280,29 @@ def _check(value: Any, mesh: Any, spec: PartitionSpec, names: Any, kind: type, e
         uneven = [f"axis {i} of size {size} by {n}" for i, (size, n) in enumerate(zip(value.shape, parts)) if size % n]
         problem = f"the mesh does not divide {', '.join(uneven)}"
     if problem is not None:
-        what = f"{kind.__name__} ({describe(value)})"
-        raise PlacementError(_DOES_NOT_FIT.format(what=what, names=names, mesh=dict(mesh.shape), problem=problem))
+        raise _does_not_fit(value, mesh, names, kind, problem)
+
+
+def _check_names(value: Any, metadata: Mapping[str, Any], kind: type) -> None:
+    """Refuse names that a mesh in the metadata does not have; warn of those that the mesh of the context nearly has."""
+    own, names = metadata.get("mesh"), _asked(metadata)
+    mesh, spec = own or current_mesh(), spec_of(metadata)
+    if mesh is None or spec is None or isinstance(names, NamedSharding):
+        return
+    for name in names_in(spec):
+        if name not in mesh.axis_names:
+            similar = get_close_matches(name, map(str, mesh.axis_names), 1, 0.8)
+            problem = f"it has no axis {name!r}" + (f", but {similar[0]!r}" if similar else "")
+            error = _does_not_fit(value, mesh, names, kind, problem)
+            if own is not None:
+                raise error
+            if similar:
+                warnings.warn(f"{error}", stacklevel=level_of_user())
+
+
+def _does_not_fit(value: Any, mesh: Any, names: Any, kind: type, problem: str) -> PlacementError:
+    what = f"{kind.__name__} ({describe(value)})"
+    return PlacementError(_DOES_NOT_FIT.format(what=what, names=names, mesh=dict(mesh.shape), problem=problem))
 
 
 _DOES_NOT_FIT = """\

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import sys
 import traceback
 import types
 import weakref
@@ -192,6 +193,14 @@ _JAX = os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), "")
 def is_users(file: str) -> bool:
     """Whether a file belongs neither to nnxlib nor to JAX, which shows some of its own, such as that of operators."""
     return _frames.include_filename(file) and not file.startswith(_JAX)
+
+
+def level_of_user() -> int:
+    """The ``stacklevel`` with which a warning points to the user's code that the caller was called from."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def hide_frames(error: BaseException) -> None:

@@ -12,7 +12,6 @@ the same reason, a :class:`~nnxlib.core.errors.RetraceWarning` says so.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
 from ..core.layout import Layout
 from ..core.rows import Tree
+from ..core.tracing import level_of_user
 
 _KEPT = 32  # how many notes
 _IN_A_ROW = 8  # how many traced calls cause a warning
@@ -65,7 +65,7 @@ class Traces:
         self._reason = reason
         if self._in_a_row == _IN_A_ROW:
             message = listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), _KEEP)
-            warnings.warn(message, RetraceWarning, stacklevel=_level_of_user())
+            warnings.warn(message, RetraceWarning, stacklevel=level_of_user())
 
     def explain(self) -> str:
         """Say how often the function was traced, and what made the last trace necessary."""
@@ -94,17 +94,6 @@ _EACH_CALL = "{name} was traced and compiled anew in each of its last {count} ca
 _KEEP = """\
 Keep what changes from call to call in an array or a Variable, which are not part of the program; give inputs a common \
 shape (pad them)."""
-
-
-def _level_of_user() -> int:
-    """How many frames up the code is that called the jitted function, for a warning of the caller."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-_LIBRARIES = {"nnxlib", "jax", "jaxlib"}
 
 
 def _type_of(x: Any) -> str:

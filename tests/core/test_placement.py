@@ -48,3 +48,26 @@ def test_other_variables_are_not_looked_at(monkeypatch):
     """Only a Variable that names its axes pays for placement."""
     monkeypatch.setattr("nnxlib.core.variables.placed", None)
     assert nnx.Param(jnp.ones(2), layer="first").layer == "first"
+
+
+def test_a_mesh_in_the_metadata_has_to_have_the_names():
+    """It was asked for, so a name that it does not have is a mistake; one in rules is translated first."""
+    said = r"Cannot shard a Param \(float32\[2, 3\]\) with the axes \(None, 'dta'\) .*it has no axis 'dta', but 'data'\."
+    with pytest.raises(nnx.errors.PlacementError, match=said):
+        nnx.Param(jnp.ones((2, 3)), out_sharding=(None, "dta"), mesh=MESH)
+    with pytest.raises(nnx.errors.PlacementError, match=r"it has no axis 'mlp'\."):
+        nnx.Param(jnp.ones((2, 3)), out_sharding=("data", "mlp"), mesh=MESH)
+    with nnx.logical_axis_rules([("mlp", "data"), ("embed", None)]):
+        kernel = nnx.Param(jnp.ones((2, 3)), out_sharding=("embed", "mlp"), mesh=MESH)
+    assert kernel.value.sharding == NamedSharding(MESH, PartitionSpec(None, "data"))
+
+
+def test_a_name_that_the_mesh_of_the_context_nearly_has_causes_a_warning(recwarn):
+    """It is ignored as any other name that the mesh does not have, but that is hardly what was meant."""
+    with jax.set_mesh(MESH):
+        nnx.Param(jnp.ones((2, 3)), out_sharding=("embed", "mlp"))
+        assert not recwarn
+        with pytest.warns(UserWarning, match="it has no axis 'dta', but 'data'") as caught:
+            kernel = nnx.Param(jnp.ones((2, 3)), out_sharding=("dta", "mlp"))
+    assert kernel.value.sharding.is_fully_replicated
+    assert caught[0].filename == __file__
