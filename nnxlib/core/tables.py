@@ -16,7 +16,7 @@ it is certain that no structure has changed since it was made:
 
 Dicts, lists and States in a pytree that is an attribute are no nodes; changes of them are found, too (foreign.py). A
 graph with parts that can change unnoticed (such as arrays in the slots of a class) is walked at every call. As a guard
-against writes that bypass every check (``object.__setattr__`` from outside), uses number 2, 4, 8, ... of a table
+against writes that bypass every check (``object.__setattr__`` from outside), uses number 1, 2, 4, 8, ... of a table
 walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the table no longer describes the object. With
 the environment variable ``NNXLIB_CHECK`` set, every use does.
 
