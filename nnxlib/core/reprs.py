@@ -4,13 +4,16 @@ A graph is first read into *parts*, a tree in which an object that occurs again 
 how much each part holds. Reading a part into its opening, children and closing is a function, so Modules, States and
 GraphDefs are written alike. Then lines are made of the parts:
 
-- attributes that are no data share lines, and arrays are written as dtype and shape, so nothing is read from a device;
+- attributes that are no data share lines, and those that equal the default of an argument of that name are left out;
+- arrays are written as dtype and shape, so nothing is read from a device;
 - equal neighbours, such as the layers of a transformer, are written once, with how many more there are;
 - where that is still more than :data:`MOST_LINES`, the deepest levels are folded, with how much each fold holds.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -347,13 +350,33 @@ def expand_object(value: Any) -> Leaf | Group:
     if is_graph_node(value):
         if not is_made(value):
             return Leaf(f"{name}(<not initialised>)")
-        return node_group(type(value), value._nnx_children(), id(value))
+        defaults = _defaults(type(value))
+        items = [(key, x) for key, x in value._nnx_children() if not _is_default(x, defaults.get(key, _NO_DEFAULT))]
+        return node_group(type(value), items, id(value))
     if _is_array(value):
         return Leaf(array_text(value), "Array", size_of(value))
     return _tree_group(value) if _holds_data(value) else Leaf(static_repr(value))
 
 
 _SIMPLE = {bool, float, int, str, type(None)}  # most attributes
+_NO_DEFAULT: Any = object()
+
+
+@functools.lru_cache(256)
+def _defaults(kind: type) -> Mapping[str, Any]:
+    """The defaults of the arguments of a constructor, by name."""
+    try:
+        parameters = inspect.signature(kind.__init__).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {x.name: x.default for x in parameters if x.default is not x.empty}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether an attribute is an argument that was left out, so that it says nothing about this object."""
+    if type(value) in _SIMPLE:
+        return type(value) is type(default) and value == default
+    return value is default and not (is_graph_node(value) or _is_array(value) or _holds_data(value))
 
 
 def _holds_data(value: Any) -> bool:

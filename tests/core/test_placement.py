@@ -52,7 +52,9 @@ def test_other_variables_are_not_looked_at(monkeypatch):
 
 def test_a_mesh_in_the_metadata_has_to_have_the_names():
     """It was asked for, so a name that it does not have is a mistake; one in rules is translated first."""
-    said = r"Cannot shard a Param \(float32\[2, 3\]\) with the axes \(None, 'dta'\) .*it has no axis 'dta', but 'data'\."
+    said = (
+        r"Cannot shard a Param \(float32\[2, 3\]\) with the axes \(None, 'dta'\) .*it has no axis 'dta', but 'data'\."
+    )
     with pytest.raises(nnx.errors.PlacementError, match=said):
         nnx.Param(jnp.ones((2, 3)), out_sharding=(None, "dta"), mesh=MESH)
     with pytest.raises(nnx.errors.PlacementError, match=r"it has no axis 'mlp'\."):

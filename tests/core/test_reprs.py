@@ -29,7 +29,7 @@ def test_attributes_one_a_line_in_their_order():
         == """\
 Layer(                           # Param: 500 (2.0 KB), Array: 5 (28 B)
   w=Param(float32[2, 100]),      # 200 (800 B)
-  act=relu, n=2,
+  act=relu,
   layers=List([                  # Param: 300 (1.2 KB)
     Layer(                       # Param: 300 (1.2 KB)
       w=Param(float32[3, 100]),  # 300 (1.2 KB)
@@ -44,6 +44,22 @@ Layer(                           # Param: 500 (2.0 KB), Array: 5 (28 B)
     )
 
 
+def test_arguments_that_were_left_out_are_left_out():
+    """An attribute that equals the default of the argument of that name; but never data."""
+    given, ones = object(), jnp.ones(2)
+
+    class Many(nnx.Module):
+        def __init__(self, size, act=nnx.relu, rate=0.5, on=True, of=1, tag=given, w=ones, pair=(ones, 1), x=None):
+            self.size, self.act, self.rate, self.on, self.of, self.tag = size, act, rate, on, of, tag
+            self.w, self.pair, self.x, self.none = w, pair, x, None
+
+    lines = [line.partition("#")[0].strip() for line in repr(Many(3)).splitlines()]
+    assert lines == ["Many(", "size=3,", "w=float32[2],", "pair=(float32[2], 1),", "none=None,", ")"]
+    text = repr(Many(3, nnx.gelu, 0.25, 1, True, "a"))
+    assert "size=3, act=gelu, rate=0.25, on=1, of=True, tag='a',\n" in text
+    assert "out_features=1, dtype='bfloat16'," in repr(nnx.Linear(1, 1, dtype="bfloat16", rngs=nnx.Rngs(0)))
+
+
 def test_an_optimizer_shows_its_state():
     """A pytree is written by the names of its fields, with the sizes of what it holds; functions have no addresses."""
     optimizer = nnx.Optimizer(nnx.Dict(w=nnx.Param(jnp.zeros(3))), optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
@@ -52,7 +68,7 @@ def test_an_optimizer_shows_its_state():
         == """\
 Optimizer(                             # OptState: 1 (4 B), OptVariable: 3 (12 B)
   step=OptState(uint32[]),             # 1 (4 B)
-  tx=GradientTransformationExtraArgs(init=init_fn, update=update_fn), wrt=Param,
+  tx=GradientTransformationExtraArgs(init=init_fn, update=update_fn),
   opt_state=(                          # OptVariable: 3 (12 B)
     TraceState(                        # OptVariable: 3 (12 B)
       trace=State({                    # OptVariable: 3 (12 B)
