@@ -81,7 +81,7 @@ class GraphDef(Generic[A]):
         return f"GraphDef(\n{textwrap.indent(render(self.layout), '  ')}\n)"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        from .trees import render_outline  # only when first displayed: importing Treescope takes long
+        from .treescope_repr import render_outline  # only when first displayed: importing Treescope takes long
 
         return render_outline("GraphDef(", [read(self.layout.root, _expander(self.layout))], ")")
 

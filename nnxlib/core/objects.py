@@ -107,7 +107,7 @@ class Node(Identified):
         return node_repr(self)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        from .trees import render_node  # only when first displayed: importing Treescope takes long
+        from .treescope_repr import render_node  # only when first displayed: importing Treescope takes long
 
         return render_node(self, path, subtree_renderer)
 

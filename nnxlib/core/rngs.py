@@ -47,8 +47,8 @@ from jax.nn import initializers
 
 from .errors import ArgumentError, InvalidRngError, MissingStreamError, UsageError, describe
 from .filters import Filter, filters_to_predicates
+from .formulas import step
 from .objects import Pytree, attributes_of, new_node
-from .steps import step
 from .tracing import Tracer
 from .variables import RngCount, RngKey, RngState, Variable
 

@@ -214,7 +214,7 @@ class State(MutableMapping[K, V]):
         return f"{type(self).__name__}({levels_text(self._mapping)})"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        from .trees import render_level  # only when first displayed: importing Treescope takes long
+        from .treescope_repr import render_level  # only when first displayed: importing Treescope takes long
 
         return render_level(self._mapping, read(self, _expand_level), path, subtree_renderer)
 

@@ -80,7 +80,7 @@ class LiveTable:
     unchecked: int  # how many uses are left until that one
     serial: int  # unique, never reused
     sharing: dict[tuple[int, ...], tuple]  # by the serials of several tables: what these share, see sharing_of
-    shortcuts: dict[Any, Any]  # by the signature of a call: the cells that it reads and writes, see dispatch.py
+    shortcuts: dict[Any, Any]  # by the CallSite: the cells that a call reads and writes, see dispatch.py
     variant: Variant | None  # the present one, once the table has been mended
     variants: list[Variant]  # all of them
 

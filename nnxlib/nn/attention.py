@@ -7,7 +7,7 @@ of queries, consecutive ones. Leading axes are batch axes, of any number.
 Three pure functions hold the arithmetic: scores of queries and keys, the softmax of what is not masked, and the
 weighted sum of values. Scores and softmax are computed in float32 at least, whatever the inputs are. The functions are
 made of compiled steps of a few operations: so an eager call is fast, and rounds as it would operation by operation
-(core/steps.py).
+(core/formulas.py).
 
 A *mask* is true (or not zero) where a query may look at a key. A query that may look at nothing gets the mean of all
 values: finite, and with finite gradients; such rows are padding, whose output is to be ignored.
@@ -26,9 +26,9 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import UsageError, describe
+from ..core.formulas import formula, product, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
-from ..core.steps import formula, product, step
 from ..core.tracing import Tracer
 from ..core.variables import Cache, Intermediate, Variable
 from . import initializers

@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import UsageError
+from ..core.formulas import product, step
 from ..core.module import Module
 from ..core.rngs import Rngs
-from ..core.steps import product, step
 from ..core.variables import Param
 from .dtypes import Array, Dtype, input_error, promote_dtype
 from .initializers import Initializer

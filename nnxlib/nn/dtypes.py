@@ -18,7 +18,7 @@ from jax import lax
 from ..core.calls import running
 from ..core.errors import LayerInputError, UsageError, describe, format_path
 from ..core.finding import locate
-from ..core.steps import step
+from ..core.formulas import step
 
 Dtype = Any  # whatever jnp.dtype takes: 'bfloat16', jnp.bfloat16, np.dtype('float32')
 Array = jax.Array

@@ -33,7 +33,7 @@ from jax.nn.initializers import variance_scaling as variance_scaling
 from jax.nn.initializers import xavier_normal as xavier_normal
 from jax.nn.initializers import xavier_uniform as xavier_uniform
 
-from ..core.steps import step
+from ..core.formulas import step
 
 Initializer = JaxInitializer | Callable[..., Any]
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import UsageError
+from ..core.formulas import formula, product
 from ..core.metadata import VariableMetadata
 from ..core.module import Module
 from ..core.rngs import Rngs
-from ..core.steps import formula, product
 from ..core.tracing import runs_eagerly
 from ..core.variables import Param
 from . import initializers

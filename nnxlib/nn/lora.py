@@ -22,11 +22,11 @@ import jax.numpy as jnp
 
 from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.filters import Filter, to_predicate
+from ..core.formulas import step
 from ..core.iteration import iter_children, iter_graph
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.rngs import Rngs
-from ..core.steps import step
 from ..core.variables import Param, Variable
 from . import initializers
 from .dtypes import Array, Dtype, input_error, promote_dtype

@@ -7,7 +7,7 @@ less exact when the mean is large against the deviation.
 
 The arithmetic is three formulas: :func:`moments` or :func:`mean_square`, then :func:`normalize`. They are made of
 compiled steps of a few operations: so an eager call is fast, and rounds as it would operation by operation
-(core/steps.py).
+(core/formulas.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import UsageError
+from ..core.formulas import formula, step
 from ..core.module import Module
 from ..core.rngs import Rngs
-from ..core.steps import formula, step
 from ..core.variables import BatchStat, Param
 from . import initializers
 from .dtypes import Array, Dtype, convert, input_error, promote_dtype

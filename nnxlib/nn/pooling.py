@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import ArgumentError, UsageError
-from ..core.steps import step
+from ..core.formulas import step
 from .dtypes import Array
 
 Padding = str | int | Sequence[int | tuple[int, int]]

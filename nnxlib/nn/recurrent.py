@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError, UsageError
 from ..core.filters import Filter, to_predicate
+from ..core.formulas import step
 from ..core.iteration import iter_graph
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
-from ..core.steps import step
 from ..core.streams import split_rngs
 from ..core.tracing import varying_as
 from ..transforms.prefixes import StateAxes
@@ -184,7 +184,7 @@ def _agree(a: Shape, b: Shape) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b), strict=False))
 
 
-# What cells compute besides their linear maps: steps, as of core/steps.py.
+# What cells compute besides their linear maps: steps, as of core/formulas.py.
 _sum = step()(jnp.add)
 _product = step()(jnp.multiply)
 

@@ -24,6 +24,7 @@ from ..core.containers import Dict
 from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.escapes import contained
 from ..core.filters import Filter, PathContains, to_predicate
+from ..core.formulas import step
 from ..core.graph import Delta, build, commit, diff
 from ..core.iteration import iter_graph
 from ..core.module import Module
@@ -31,7 +32,6 @@ from ..core.objects import is_bound_method, is_node
 from ..core.rngs import Rngs
 from ..core.rows import LEAF
 from ..core.stamps import Stamp
-from ..core.steps import step
 from ..core.tables import LiveTable, pack_call, table_of
 from ..core.tracing import at_top_level
 from ..core.variables import BatchStat, Param

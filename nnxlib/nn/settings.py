@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ArgumentError, describe
+from ..core.formulas import step
 from ..core.metadata import VariableMetadata
 from ..core.rngs import Rngs
-from ..core.steps import step
 from . import initializers
 from .dtypes import Array
 

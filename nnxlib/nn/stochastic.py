@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import ArgumentError, UsageError
+from ..core.formulas import formula, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
-from ..core.steps import formula, step
 from .dtypes import Array, input_error
 
 _NO_MODE = """\

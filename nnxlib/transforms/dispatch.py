@@ -9,8 +9,8 @@ one of two ways:
 - The signature and the layouts of the objects are the key of a :class:`CacheEntry`. It has the plan, and the numbers of
   the cells that the compiled function reads and writes. It refers to no object: it is for all objects of these layouts.
 - For the very objects of an earlier call not even this key is needed: a :class:`Shortcut` has the entry, and each of
-  their tables has the cells themselves. (Compilers call that an inline cache: the signature is the call site, and
-  ``stamp.valid`` the guard.) Only calls that change nothing but values of Variables have one.
+  their tables has the cells themselves, under a :class:`CallSite`, which stands for the signature. (Compilers call that
+  an inline cache; ``stamp.valid`` is its guard.) Only calls that change nothing but values of Variables have one.
 
 A call that has neither is packed (jit.py), which adds an entry; a call by an entry adds a shortcut. Either way, only
 the loops over cells take time in proportion to a size: that of what the function touches, not of the model.
@@ -73,12 +73,12 @@ class Dispatch:
     def __init__(self, has_static: bool, enabled: bool):
         self._has_static, self._enabled = has_static, enabled
         self._flatten = _FLATTEN[0] if has_static else None  # None: so far all arguments were leaves
-        self._signatures: dict[Hashable, Signature] = {}
+        self._sites: dict[Hashable, CallSite] = {}
         self._entries: dict[Hashable, CacheEntry] = {}
 
     def clear(self) -> None:
         """Forget all entries and shortcuts."""
-        self._signatures.clear()
+        self._sites.clear()
         self._entries.clear()
 
     def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple) -> Any:
@@ -97,16 +97,16 @@ class Dispatch:
         try:
             if self._flatten is not None:
                 leaves, key = _unfolded(leaves, key, self._flatten, self._has_static)
-            signature = self._signatures.get(key)
-            if signature is None:
+            site = self._sites.get(key)
+            if site is None:
                 return self._call_entry(leaves, key, captured)
             # The shortcut, written out here, and for the first object: each function or loop would take 0.05 us.
-            first, others, plain, alone = signature.places
+            first, others, plain, alone = site.places
             try:
                 table = leaves[first]._nnx_table
                 if table.unchecked == 1 or not (table.stamp.valid or refreshed(table)):
                     raise LookupError
-                part = table.shortcuts[signature]
+                part = table.shortcuts[site]
                 shortcut, outputs = part.shortcut, part.outputs
                 compiled = shortcut.compiled()
                 jitted = compiled.jitted
@@ -119,7 +119,7 @@ class Dispatch:
                         table = leaves[place]._nnx_table
                         if table.unchecked == 1 or not (table.stamp.valid or refreshed(table)):
                             raise LookupError
-                        part = table.shortcuts[signature]
+                        part = table.shortcuts[site]
                         if part.place != place or part.shortcut is not shortcut:
                             raise LookupError
                         table.unchecked -= 1
@@ -161,7 +161,7 @@ class Dispatch:
         entry = self._entries.get(found.key)
         if entry is None:
             raise Miss(found)
-        return entry.call(found, self._signatures)
+        return entry.call(found, self._sites)
 
     def add(self, found: Found, arguments: Arguments, plan: Plan) -> None:
         """Add an entry for calls like one that was packed in the meantime, and has this plan."""
@@ -273,7 +273,7 @@ class CacheEntry:
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: dict[Outcome, _Writes] = {}
 
-    def call(self, found: Found, signatures: dict[Hashable, Signature]) -> Any:
+    def call(self, found: Found, sites: dict[Hashable, CallSite]) -> Any:
         """Call the compiled function with what was found, and write what it changed; keep a shortcut for next time.
 
         Raises:
@@ -287,7 +287,7 @@ class CacheEntry:
         returned = compiled.jitted(*reads.inputs(found))
         outcome = compiled.outcome_of(returned)
         if type(returned) is tuple and _only_writes_cells(outcome, tables):
-            self._keep_shortcut(found, signatures, reads, self._writes_of(outcome))
+            self._keep_shortcut(found, sites, reads, self._writes_of(outcome))
         out = self.finish(found.leaves, tables, compiled.leaves_of(returned), outcome)
         if self.plan.has_shardings:
             self.plan.settle([tables[k].cells[j] for k, j in self._cells])
@@ -309,20 +309,18 @@ class CacheEntry:
             write_cells(_cells(writes.cells, tables), values)
         return out
 
-    def _keep_shortcut(
-        self, found: Found, signatures: dict[Hashable, Signature], reads: _Reads, writes: _Writes
-    ) -> None:
+    def _keep_shortcut(self, found: Found, sites: dict[Hashable, CallSite], reads: _Reads, writes: _Writes) -> None:
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k in range(len(found.leaves)) if k not in objects]
         places = objects[0], objects[1:], plain, len(found.leaves) == 1
-        signature = signatures.setdefault(found.key[0], Signature(places))
-        signature.places = places
+        site = sites.setdefault(found.key[0], CallSite(places))
+        site.places = places
         shortcut = Shortcut(self, reads.compiled, writes.output)
         for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):
             inputs, outputs = (_cells([x for x in one.cells if x[0] == k], found.tables) for one in (reads, writes))
             if len(table.shortcuts) >= KEPT:  # probably of functions that are gone
                 table.shortcuts.clear()
-            table.shortcuts[signature] = Part(shortcut, place, inputs, outputs)
+            table.shortcuts[site] = Part(shortcut, place, inputs, outputs)
 
     def _reads_of(self, compiled: Compiled) -> _Reads:
         both = [*self._cells, *self._arrays]
@@ -366,7 +364,7 @@ def _objects_in(leaves: Sequence[Any]) -> list[Any]:
 # --- shortcuts ------------------------------------------------------------------------------------------------------
 
 
-class Signature:
+class CallSite:
     """Stands for one signature of one function: under it, live tables keep the shortcuts of such calls.
 
     It refers to nothing, so a model does not keep a function alive that it was passed to.

@@ -39,8 +39,8 @@ from ..core.variables import MISSING
 from .abstract import eval_packed
 from .buffers import note_buffers
 from .callables import resolve
-from .captured import Captures
 from .classes import lifts_classes
+from .closure_inputs import Captures
 from .dispatch import Dispatch, Found, Miss
 from .general import name_nan
 from .labels import Labels, label_arguments, lane_numbers
@@ -48,10 +48,10 @@ from .leaf_checks import check_traceable
 from .lift import Arguments, Crossing, cross
 from .plan import Plan
 from .prefixes import PrefixMapping, broadcast_prefix, labels_in, refuse_nodes, same_entries
+from .retraces import Traces
 from .selection import Selection, as_static
 from .signatures import as_jit
 from .stages import Stage
-from .traces import Traces
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -48,7 +48,7 @@ from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numb
 from .leaf_checks import check_returned
 from .naming import named
 from .prefixes import broadcast_prefix, labels_in
-from .traces import Traces
+from .retraces import Traces
 
 
 class Arguments(NamedTuple):

@@ -5,7 +5,7 @@ import pytest
 from jax import lax
 
 import nnxlib as nnx
-from nnxlib.core.steps import formula, step
+from nnxlib.core.formulas import formula, step
 
 
 @step("axis")

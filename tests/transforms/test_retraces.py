@@ -109,7 +109,7 @@ def test_a_trace_at_each_call_is_warned_of(cause):
     call(7)
     with pytest.warns(RetraceWarning, match=rf"each of its last 8 calls.*\n.*{said}.*\n.*Variable") as caught:
         call(8)
-    assert pathlib.Path(caught[0].filename).name == "test_traces.py"
+    assert pathlib.Path(caught[0].filename).name == "test_retraces.py"
 
 
 def test_other_traces_are_not_warned_of():

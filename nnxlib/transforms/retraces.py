@@ -1,4 +1,4 @@
-"""Traces: how often a jitted function was traced, and why it was traced again.
+"""Retraces: how often a jitted function was traced, and why it was traced again.
 
 A jitted function is traced once for each structure of its arguments (a :class:`~nnxlib.core.layout.Layout`: classes,
 static values, sharing, the metadata of Variables) and each set of shapes and dtypes of the arrays that it reads. Each
