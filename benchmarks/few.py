@@ -184,7 +184,7 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
         model = model_of(variables)
         return nnxlib.jit(lambda: few(model)), plain_exact()
 
-    def in_turns() -> tuple[Call, Call]:
+    def alternately() -> tuple[Call, Call]:
         models = [model_of(variables), model_of(variables)]
         exacts = [plain_exact(), plain_exact()]
         return _alternating([partial(step, model) for model in models]), _alternating(exacts)
@@ -259,7 +259,7 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
         "a method": on_method(),
         "a bound method": on_bound_method(),
         "a closure": on_closure(),
-        "two models in turns": in_turns(),
+        "two models alternately": alternately(),
         "other Modules built, changed": others_change(),
         "a Variable assigned before": assigned(),
         "a Variable replaced before": replaced(),

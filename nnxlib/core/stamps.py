@@ -84,7 +84,7 @@ def invalidate(stamps: Iterable[weakref.ref[Stamp]], x: Any) -> None:
     for reference in stamps:
         stamp = reference()
         if stamp is not None:
-            stamp.changed.append(changed)  # atomic: another thread that mends the description takes the list away
+            stamp.changed.append(changed)  # atomic: another thread that patches the description swaps the list
             stamp.valid = False
 
 

@@ -8,7 +8,7 @@ it is certain that no structure has changed since it was made:
 2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
    compared once per call, however many Modules refer to it.
 3. If the stamp is invalid because some nodes have changed, only these nodes are described again, and the table is
-   *mended*, provided that they differ in nothing but static values, or hold another Variable of the same type and
+   *patched*, provided that they differ in nothing but static values, or hold another Variable of the same type and
    metadata. Layouts are interned, so toggling a flag and toggling it back leads to the first layout, and so to the
    first compiled function. Such transitions are remembered (:class:`Variant`): when the nodes hold the very same values
    as after an earlier transition, nothing is described.
@@ -81,7 +81,7 @@ class LiveTable:
     serial: int  # unique, never reused
     sharing: dict[tuple[int, ...], tuple]  # by the serials of several tables: what these share, see sharing_of
     shortcuts: dict[Any, Any]  # by the CallSite: the cells that a call reads and writes, see dispatch.py
-    variant: Variant | None  # the present one, once the table has been mended
+    variant: Variant | None  # the present one, once the table has been patched
     variants: list[Variant]  # all of them
 
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
@@ -186,7 +186,7 @@ def table_of(root: Any) -> LiveTable:
         return _complete(root, table)
     if table is None or (table.mutable and have_changed(table.mutable)):
         return _make(root)
-    if not table.stamp.valid and not _mend(table, root):
+    if not table.stamp.valid and not _patch(table, root):
         return _make(root)
     table.unchecked -= 1
     if not table.unchecked:
@@ -263,11 +263,11 @@ def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
 
 
 def refreshed(table: LiveTable | PendingTable) -> bool:
-    """Mend a table that has an invalid stamp, if it has met the same change before; whether that succeeded."""
-    return isinstance(table, LiveTable) and table.variant is not None and _mend(table, None)
+    """Patch a table that has an invalid stamp, if it has met the same change before; whether that succeeded."""
+    return isinstance(table, LiveTable) and table.variant is not None and _patch(table, None)
 
 
-def _mend(table: LiveTable, root: Any) -> bool:
+def _patch(table: LiveTable, root: Any) -> bool:
     """Bring a table up to date after a change of static values; False if something else has changed.
 
     Without a root, only if the table has met the same change before.

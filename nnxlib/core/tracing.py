@@ -87,7 +87,7 @@ def evaluate(closed: Any, *args: Any) -> list[Any]:
 
 
 def abandon_trace() -> None:
-    """Let go of what the running trace, which has failed, has taken for constants: JAX would keep them for ever."""
+    """Let go of what the running trace, which has failed, has taken for constants: JAX would keep them forever."""
     if not at_top_level():
         running_trace().invalidate()
 

@@ -498,7 +498,7 @@ def test_what_changes_unseen_is_seen_when_flattened(change, held, put):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["attribute", "item of a list in a list"])
 def test_a_static_value_that_changed_is_in_the_treedef(inside):
-    """Also when a table was mended after the change, and though only one node has changed."""
+    """Also when a table was patched after the change, and though only one node has changed."""
     m = nnx.Dict(layer=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), sizes=[1, [2]])
     seen = set()
     for n in (1, 2, 3, 1):

@@ -219,7 +219,7 @@ def test_variables_by_themselves():
     assert table_of(v).leaves(v)[0] is v.value
 
 
-def test_a_change_of_static_values_mends_the_record():
+def test_a_change_of_static_values_patches_the_table():
     """The cells stay, only the Module that changed is looked at again; what is found is what a walk finds."""
     m = Net()
     table = table_of(m)
@@ -253,7 +253,7 @@ def test_a_change_that_cannot_be_described_hides_no_other():
     assert table_of(m).layout is pack(m).layout is not first
 
 
-def test_a_part_that_came_with_a_change_that_could_not_be_mended():
+def test_a_part_that_came_with_a_change_that_could_not_be_patched():
     """The table of before is given up for good: what changes later in the new part is none of its business."""
     m = Net()
     jitted = nnx.jit(lambda m: m.layers[0].n[0].w * m.layers[0].n[0].n)
@@ -267,7 +267,7 @@ def test_a_part_that_came_with_a_change_that_could_not_be_mended():
         assert table_of(m).layout is pack(m).layout
 
 
-def test_mending_costs_what_has_changed(unchecked):
+def test_patching_costs_what_has_changed(unchecked):
     """A flag that is toggled in a model of 2,000 Modules is not paid for by all of them."""
     counts = []
     for size in (10, 2000):

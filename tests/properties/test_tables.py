@@ -1,6 +1,6 @@
 """Programs that change a model between jitted calls: each call finds it as it is.
 
-A model keeps its table from call to call, which is mended or made anew after a change (core/tables.py). Drawn programs
+A model keeps its table from call to call, which is patched or made anew after a change (core/tables.py). Drawn programs
 of changes and jitted calls must do what they do as plain Python, on one model that is passed whole.
 """
 

@@ -365,7 +365,7 @@ def test_a_call_by_another_thread_in_the_middle_of_a_write(monkeypatch, unchecke
     np.testing.assert_array_equal(jitted(m), m.w)
 
 
-def test_a_change_of_one_part_while_a_call_mends_another(monkeypatch, unchecked):
+def test_a_change_of_one_part_while_a_call_patches_another(monkeypatch, unchecked):
     """The note of a change is not lost when the list that it is written to is just being read."""
     m, jitted = nnx.List([Layer(), Layer()]), nnx.jit(lambda m: m[0].scale * m[1].scale * m[0].w)
     m[0].scale = m[1].scale = 1
