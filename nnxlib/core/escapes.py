@@ -62,6 +62,8 @@ def contained(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:
 
     ended: dict[int, dict[Any, Const]] = {}  # by row and name, what comes out in place of a function
     for i, name, spec in statics:
+        if id(spec.value) in clean:  # as the initializers and functions that all layers have
+            continue
         found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, clean)
         if found is not None:
             where, what = place_of((*after.walk.paths[i], name)), describe(found)
