@@ -125,6 +125,10 @@ def _as_tuple(value: Any) -> tuple:
 class JitWrapped(Generic[P, R]):
     """A jitted function of Modules; what :func:`jit` returns."""
 
+    __name__: str
+    __qualname__: str
+    __wrapped__: Callable[P, R]
+
     def __init__(
         self,
         fun: Callable[P, R],
