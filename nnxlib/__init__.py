@@ -88,6 +88,9 @@ from .core.streams import reseed as reseed
 from .core.streams import restore_rngs as restore_rngs
 from .core.streams import split_rngs as split_rngs
 from .core.streams import with_rngs as with_rngs
+from .core.variable_names import register_variable_name as register_variable_name
+from .core.variable_names import variable_name_from_type as variable_name_from_type
+from .core.variable_names import variable_type_from_name as variable_type_from_name
 from .core.variables import A as A
 from .core.variables import BatchStat as BatchStat
 from .core.variables import Cache as Cache
@@ -99,9 +102,6 @@ from .core.variables import RngKey as RngKey
 from .core.variables import RngState as RngState
 from .core.variables import Variable as Variable
 from .core.variables import VariableState as VariableState
-from .core.variables import register_variable_name as register_variable_name
-from .core.variables import variable_name_from_type as variable_name_from_type
-from .core.variables import variable_type_from_name as variable_type_from_name
 from .nn import initializers as initializers
 from .nn.activations import PReLU as PReLU
 from .nn.activations import celu as celu

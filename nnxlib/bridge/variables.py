@@ -28,7 +28,8 @@ from ..core import errors
 from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
 from ..core.traversals import path_key
-from ..core.variables import Variable, make_variable, variable_name_from_type, variable_type_from_name
+from ..core.variable_names import variable_name_from_type, variable_type_from_name
+from ..core.variables import Variable, make_variable
 
 Path = tuple[Any, ...]
 

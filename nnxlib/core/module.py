@@ -22,7 +22,8 @@ from .iteration import iter_children, iter_graph
 from .objects import MISSING, HasAttributes, Node, Pytree, is_data
 from .ops import clone
 from .recordings import attribute_for, record
-from .variables import Perturbation, Variable, variable_type_from_name
+from .variable_names import variable_type_from_name
+from .variables import Perturbation, Variable
 
 A = TypeVar("A")
 Path = tuple[Any, ...]

@@ -16,7 +16,6 @@ Contract:
 from __future__ import annotations
 
 import copy as copy_lib
-import functools
 import itertools
 import operator
 from collections import deque
@@ -752,81 +751,3 @@ class RngCount(RngState[A]):
 
 class RngKey(RngState[A]):
     """The key of a random stream."""
-
-
-# --- names ----------------------------------------------------------------------------------------------------------
-
-_TYPE_OF_NAME: dict[str, type[Variable]] = {}
-_NAME_OF_TYPE: dict[type[Variable], str] = {}
-
-
-def register_variable_name(name: str, typ: Any = MISSING, *, overwrite: bool = False) -> Any:
-    """Register the collection name of a Variable class, as Linen calls it; usable as a decorator.
-
-    >>> import nnxlib as nnx
-    >>> @nnx.register_variable_name('memory')
-    ... class Memory(nnx.Variable): ...
-    >>> nnx.variable_type_from_name('memory') is Memory
-    True
-
-    Raises:
-      VariableNameError: if the name belongs to another class and ``overwrite`` is not set.
-    """
-    if typ is MISSING:
-        return functools.partial(register_variable_name, name, overwrite=overwrite)
-    if _TYPE_OF_NAME.get(name, typ) is not typ and not overwrite:
-        raise errors.VariableNameError(
-            f"The name {name!r} belongs to {_TYPE_OF_NAME[name].__name__}; pass overwrite=True to give it to "
-            f"{typ.__name__}."
-        )
-    _TYPE_OF_NAME[name], _NAME_OF_TYPE[typ] = typ, name
-    return typ
-
-
-def variable_type_from_name(name: str, /, *, base: type[Variable] = Variable, allow_register: bool = False) -> Any:
-    """Return the Variable class of a collection name; with ``allow_register``, make a subclass of ``base`` for it.
-
-    >>> import nnxlib as nnx
-    >>> nnx.variable_type_from_name('batch_stats').__name__
-    'BatchStat'
-
-    Raises:
-      VariableNameError: if no class has the name.
-    """
-    if name not in _TYPE_OF_NAME:
-        if not allow_register:
-            raise errors.VariableNameError(
-                f"No Variable type is registered under {name!r}; known names: {sorted(_TYPE_OF_NAME)}. Use "
-                "nnx.register_variable_name, or allow_register=True."
-            )
-        register_variable_name(name, type(name, (base,), {"__slots__": ()}))
-    return _TYPE_OF_NAME[name]
-
-
-def variable_name_from_type(typ: type[Variable], /, *, allow_register: bool = False) -> str:
-    """Return the collection name of a Variable class; with ``allow_register``, make one from the class name.
-
-    >>> import nnxlib as nnx
-    >>> nnx.variable_name_from_type(nnx.BatchStat)
-    'batch_stats'
-
-    Raises:
-      VariableNameError: if the class has no name.
-    """
-    if typ not in _NAME_OF_TYPE:
-        if not allow_register:
-            raise errors.VariableNameError(
-                f"{typ.__name__} has no registered name; use nnx.register_variable_name, or allow_register=True."
-            )
-        register_variable_name(typ.__name__, typ)
-    return _NAME_OF_TYPE[typ]
-
-
-for _name, _type in {
-    "params": Param,
-    "batch_stats": BatchStat,
-    "cache": Cache,
-    "intermediates": Intermediate,
-    "perturbations": Perturbation,
-}.items():
-    register_variable_name(_name, _type)

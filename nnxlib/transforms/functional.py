@@ -49,14 +49,13 @@ from ..core.rngs import Rngs, RngStream, as_key
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import inputs_needed, jaxpr_as_fun
 from ..core.traversals import flatten_mapping, unflatten_mapping
+from ..core.variable_names import variable_name_from_type, variable_type_from_name
 from ..core.variables import (
     Intermediate,
     RngState,
     Variable,
     make_variable,
     raw_value,
-    variable_name_from_type,
-    variable_type_from_name,
 )
 from .abstract import eval_shape
 
