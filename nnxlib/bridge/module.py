@@ -27,8 +27,9 @@ from flax.core.scope import in_filter
 
 from ..core import errors
 from ..core import module as core
+from ..core.data import is_node
 from ..core.iteration import iter_graph
-from ..core.objects import Pytree, attributes_of, is_node
+from ..core.objects import Pytree, attributes_of
 from ..core.objects import dataclass as nnx_dataclass
 from ..core.ops import clone
 from ..core.rngs import Rngs, RngStream

@@ -20,8 +20,9 @@ import jax
 from flax.core import FrozenDict, meta
 
 from ..core import errors
+from ..core.data import is_node
 from ..core.iteration import iter_graph
-from ..core.objects import Node, is_node
+from ..core.objects import Node
 from ..core.ops import clone, update
 from ..core.rngs import Rngs, RngStream
 from ..core.variables import Param, RngKey, Variable, make_variable, raw_value

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import nnxlib
 
 from ..core.calls import followed
+from ..core.data import is_node
 from ..core.errors import AliasingError, format_path
-from ..core.objects import is_node
 from ..core.static import same_items
 from ..core.variables import MISSING
 from ..transforms.custom import CustomVjp

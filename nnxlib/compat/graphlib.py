@@ -18,6 +18,8 @@ from ..core.contexts import current_update_context as current_update_context
 from ..core.contexts import merge_context as merge_context
 from ..core.contexts import split_context as split_context
 from ..core.contexts import update_context as update_context
+from ..core.data import is_array as is_array
+from ..core.data import is_node as is_graph_node
 from ..core.filters import PathParts as PathParts
 from ..core.graphdef import GraphDef as GraphDef
 from ..core.graphstate import GraphState as GraphState
@@ -28,8 +30,6 @@ from ..core.iteration import recursive_map as recursive_map
 from ..core.iteration import set_metadata as set_metadata
 from ..core.module import iter_module_children as iter_module_children
 from ..core.objects import Node as Node
-from ..core.objects import is_array as is_array
-from ..core.objects import is_node as is_graph_node
 from ..core.ops import CallProxy as CallProxy
 from ..core.ops import PureState as PureState
 from ..core.ops import as_pure as as_pure

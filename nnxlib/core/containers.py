@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, SupportsIndex, TypeVar, overload
 
+from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
 from .objects import (
     CONTAINERS,
@@ -22,16 +23,9 @@ from .objects import (
     adopt,
     attributes_of,
     check_writable,
-    data,
-    declares,
-    explicit_mark,
     fill_adopted,
     init_slots,
-    is_data,
-    mark_of,
-    static,
     structure_changed,
-    undeclared,
 )
 from .reprs import node_repr
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
-from .objects import is_node
+from .data import is_node
 from .rows import LEAF, Ref, Tree
 from .stamps import Stamp, States
 from .state import State

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from .data import is_array, is_bound_method, is_data_leaf, is_node
 from .filters import Filter, to_predicate
-from .objects import Node, is_array, is_bound_method, is_data_leaf, is_node, new_node
+from .objects import Node, new_node
 from .state import State
 from .tracing import boundary
 from .traversals import sorted_keys

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
+from .data import is_data
 from .errors import ArgumentError, UsageError, describe
 from .filters import Filter, to_predicate
 from .iteration import iter_children, iter_graph
-from .objects import MISSING, HasAttributes, Node, Pytree, is_data
+from .objects import MISSING, HasAttributes, Node, Pytree
 from .ops import clone
 from .recordings import attribute_for, record
 from .variable_names import variable_type_from_name

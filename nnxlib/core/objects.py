@@ -11,29 +11,23 @@ containers :class:`~nnxlib.core.containers.List` and :class:`~nnxlib.core.contai
   ``(name,)``, the user's own setting that ``eval()`` has overridden; under ``(name, "recorded")``, that ``sow`` or
   ``perturb`` made it. The dict is replaced and never edited, since layouts refer to it.
 
-An attribute is *data* (traced) or *static* (part of the program) by its value: arrays, Variables, nodes, and pytrees
-that hold any of these are data. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` / ``nnx.static(x)`` at
-assignment or as a dataclass field, overrides that. A plain list or dict becomes a List or Dict on assignment, so that
-a later ``append`` is noticed.
+An attribute is data or static by its value, or because it was declared so (data.py). A plain list or dict becomes a
+List or Dict on assignment, so that a later ``append`` is noticed.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-import re
-import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from . import errors
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
+from .data import DECLARED, declares, explicit_mark, is_array, is_data, mark_of, undeclared
 from .finding import locate
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
@@ -213,181 +207,7 @@ was not passed to would let a traced value outlive its trace.
 Pass the object as an argument of the transformed function and use the nnxlib transform (nnx.jit(lambda model, x: \
 model(x))(model, x)), which carries changes out; or make the object inside the function."""
 
-# --- data or static -------------------------------------------------------------------------------------------------
-
-_MARK = "nnxlib_data"
-_VALUE = "nnxlib_value"
-
-Data = Annotated[A, _MARK, True]
-Static = Annotated[A, _MARK, False]
-
-_DATA_TYPES: set[type] = set()
-
-
-def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
-    """Declare an attribute or a dataclass field to be data, whatever its value is.
-
-    >>> import nnxlib as nnx
-    >>> class Counter(nnx.Module):
-    ...   def __init__(self):
-    ...     self.steps = nnx.data(0)
-    >>> nnx.state(Counter())
-    State({'steps': 0})
-
-    A plain list or dict that holds arrays alone stays one, so that ``jax.tree.map`` takes it together with another.
-    ``**kwargs`` are those of :func:`dataclasses.field`.
-    """
-    return _field(True, value, kwargs)
-
-
-def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
-    """Declare an attribute or a dataclass field to be static, whatever its value is; see :func:`data`.
-
-    >>> import nnxlib as nnx
-    >>> class Table(nnx.Module):
-    ...   def __init__(self):
-    ...     self.sizes = nnx.static((1, 2))
-    >>> Table().sizes
-    (1, 2)
-    """
-    return _field(False, value, kwargs)
-
-
-def _field(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
-    metadata = {**(kwargs.pop("metadata", None) or {}), _MARK: is_data, _VALUE: value}
-    if value is not MISSING and not kwargs.keys() & {"default", "default_factory"} and type(value).__hash__:
-        kwargs["default"] = value
-    return dataclasses.field(metadata=metadata, **kwargs)
-
-
-def register_data_type(type_: T, /) -> T:
-    """Declare that instances of a class are data wherever they occur; can be used as a decorator.
-
-    If JAX flattens the class, its instances are pytrees like others; if not, they are leaves.
-
-    >>> import nnxlib as nnx
-    >>> @nnx.register_data_type
-    ... class Handle:
-    ...   pass
-    >>> nnx.is_data(Handle())
-    True
-    """
-    _DATA_TYPES.add(type_)
-    return type_
-
-
-def is_array(value: Any) -> bool:
-    """Whether ``value`` is something JAX can trace: a JAX or NumPy array, a tracer, a Ref, or an abstract array."""
-    if isinstance(value, _ARRAYS):
-        return True
-    return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
-
-
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, jax.Ref)
-
-
-# Whether a value is a node or a Variable, which have an identity in the graph. Not wrapped in a Python function, since
-# JAX calls it for each part of a pytree.
-is_node: Callable[[Any], bool] = Identified.__instancecheck__
-
-
-def is_data(value: Any, /) -> bool:
-    """Whether an attribute with this value is data: an array, Variable, node or registered type, or a pytree with one.
-
-    >>> import nnxlib as nnx, jax.numpy as jnp
-    >>> nnx.is_data(jnp.zeros(2)), nnx.is_data((nnx.Param(1), 2)), nnx.is_data([1, 2]), nnx.is_data('relu')
-    (True, True, False, False)
-    """
-    if isinstance(value, Node) or type(value) in _DATA_TYPES:
-        return True
-    return is_data_leaf(value) or (type(value) not in _PLAIN and any(map(is_data_part, _leaves(value))))
-
-
-_PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, complex}
-
-
-def is_data_part(value: Any) -> bool:
-    """Whether a leaf of a pytree makes it data; a method bound to a node does, since it holds the node."""
-    return is_data_leaf(value) or is_bound_method(value)
-
-
-def is_bound_method(value: Any) -> bool:
-    return type(value) is types.MethodType and isinstance(value.__self__, Node)
-
-
-def is_data_leaf(value: Any) -> bool:
-    return is_node(value) or is_array(value) or (type(value) in _DATA_TYPES and jax.tree_util.all_leaves([value]))
-
-
-def _leaves(value: Any) -> list[Any]:
-    return jax.tree.leaves(value, is_leaf=lambda x: is_node(x) and x is not value)
-
-
-def has_data(value: Any, /) -> list[Any]:
-    """Return the data found in ``value``: its arrays, Variables and nodes.
-
-    >>> import nnxlib as nnx
-    >>> nnx.has_data([nnx.Param(1.0), 'a', (nnx.Dict(), 2)])
-    [Param(1.0), {}]
-    """
-    return [leaf for leaf in _leaves(value) if is_data_leaf(leaf)]
-
-
-def check_pytree(pytree: Any) -> None:
-    """Check that each explicitly static attribute of a Pytree holds no data.
-
-    >>> import nnxlib as nnx
-    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    >>> nnx.check_pytree(layer)
-    >>> vars(layer)['kernel'] = nnx.static(layer.kernel)
-    >>> nnx.check_pytree(layer)
-    Traceback (most recent call last):
-        ...
-    nnxlib.core.errors.StaticValueError: ...
-
-    Raises:
-      StaticValueError: naming the attribute.
-    """
-    for name, value in pytree._nnx_children():
-        if explicit_mark(pytree, name) is False and is_data(value):
-            raise errors.StaticValueError(
-                f"Attribute {name!r} of {type(pytree).__name__} is declared static but holds data: "
-                f"{', '.join(map(errors.describe, has_data(value)))}. Remove the declaration."
-            )
-
-
-def explicit_mark(node: Any, name: Any) -> bool | None:
-    """Whether an attribute was declared data (True), static (False), or neither (None)."""
-    marks = node._nnx_marks
-    if marks is not None and name in marks:
-        return marks[name]
-    return class_marks(type(node)).get(name)
-
-
-def class_marks(cls: type) -> dict[str, bool]:
-    """What the annotations and dataclass fields of a class declare, by attribute; computed once per class."""
-    marks = cls.__dict__.get("_nnx_class_marks")
-    if marks is None:
-        marks = {}
-        for base in reversed(cls.__mro__):
-            found = {name: _annotated(annotation) for name, annotation in inspect.get_annotations(base).items()}
-            marks |= {name: mark for name, mark in found.items() if mark is not None}
-        for name, field in getattr(cls, "__dataclass_fields__", {}).items():
-            if _MARK in field.metadata:
-                marks[name] = field.metadata[_MARK]
-        type.__setattr__(cls, "_nnx_class_marks", marks)
-    return marks
-
-
-def _annotated(annotation: Any) -> bool | None:
-    if isinstance(annotation, str):
-        match = re.match(r"(?:\w+\.)*(Data|Static)\[", annotation)
-        return (match and match.group(1) == "Data") or (None if not match else False)
-    metadata: Any = getattr(annotation, "__metadata__", ())
-    if typing.get_origin(annotation) is Annotated and metadata[:1] == (_MARK,):
-        return metadata[1]
-    return None
-
+# --- lists and dicts ------------------------------------------------------------------------------------------------
 
 CONTAINERS: dict[type, Callable[[], Any]] = {}  # list -> List, dict -> Dict; filled by containers.py
 
@@ -405,7 +225,7 @@ def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
             fill_adopted(made, dict(enumerate(value)) if kind is list else value, memo)
         return memo[id(value)]
     if declares(value):
-        mark, declared = value.metadata[_MARK], value.metadata[_VALUE]
+        mark, declared = mark_of(value), undeclared(value)
         if mark is not is_data(declared):
             raise errors.ArgumentError(
                 f"nnx.{'data' if mark else 'static'}({declared!r}) is put into a tuple, whose items are data or static "
@@ -446,21 +266,6 @@ def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | Non
     node._nnx_fill({k: adopt(undeclared(x), memo) for k, x in items.items()})
     if marks:
         _set(node, "_nnx_marks", marks)
-
-
-def declares(value: Any) -> bool:
-    """Whether this is what ``nnx.data(...)`` or ``nnx.static(...)`` returned."""
-    return type(value) is dataclasses.Field and _MARK in value.metadata
-
-
-def mark_of(value: Any) -> bool | None:
-    """Whether a value was declared data (True), static (False), or not declared (None)."""
-    return value.metadata[_MARK] if declares(value) else None
-
-
-def undeclared(value: Any) -> Any:
-    """What ``nnx.data`` or ``nnx.static`` wrapped; any other value as it is."""
-    return value.metadata[_VALUE] if declares(value) else value
 
 
 # --- Pytree ---------------------------------------------------------------------------------------------------------
@@ -561,9 +366,9 @@ class HasAttributes(Node, _HasDict):
     def __setattr__(self, name: str, value: Any) -> None:
         if self._nnx_trace is not current_trace():
             check_writable(self, f"set attribute {name!r}")
-        if type(value) is dataclasses.Field and _MARK in value.metadata:
-            self._nnx_mark(name, value.metadata[_MARK])
-            value = value.metadata[_VALUE]
+        if type(value) is dataclasses.Field and DECLARED in value.metadata:
+            self._nnx_mark(name, value.metadata[DECLARED])
+            value = undeclared(value)
         kind = type(value)
         if (kind is list or kind is dict or kind is tuple) and type(getattr(type(self), name, None)) is not property:
             is_tree = explicit_mark(self, name) and holds_only_arrays(value)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from .calls import running
+from .data import is_node
 from .errors import ArgumentError, PathError
 from .graph import pack
-from .objects import is_node
 
 Path = tuple[Any, ...]
 

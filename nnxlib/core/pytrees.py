@@ -21,10 +21,11 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .containers import Dict, List, holds_data
+from .data import explicit_mark, is_data, is_node
 from .foreign import Foreign
 from .graph import build
 from .layout import Layout
-from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, explicit_mark, is_data, is_node, new_node
+from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, new_node
 from .pickling import exportable
 from .reprs import static_repr
 from .rows import NodeRow, Ref, Tree

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .objects import Node, is_bound_method
+from .data import is_bound_method
+from .objects import Node
 from .variables import Variable
 
 LookUp = Callable[[], Any]

@@ -39,11 +39,12 @@ from . import errors
 from .calls import entering
 from .cells import Cell
 from .closures import Watch, notice
+from .data import is_bound_method, is_node
 from .foreign import Flattened
 from .graph import Packed, build, pack, trace_of
 from .graphdef import differences_listed
 from .layout import KEPT, Layout
-from .objects import HasAttributes, Node, Pytree, attributes_of, is_bound_method, is_node
+from .objects import HasAttributes, Node, Pytree, attributes_of
 from .rows import LEAF, ROOT, NodeRow, Ref, Row, Tree, count_leaves
 from .stamps import Stamp, stamping, with_stamp
 from .static import Const, same_items

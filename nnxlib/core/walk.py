@@ -20,9 +20,9 @@ import jax.tree_util as jtu
 
 from .calls import ObjectList
 from .cells import Cell
+from .data import class_marks, explicit_mark, is_bound_method, is_data_leaf, is_data_part, is_node
 from .foreign import Foreign
 from .layout import Layout
-from .objects import class_marks, explicit_mark, is_bound_method, is_data_leaf, is_data_part, is_node
 from .rows import LEAF, ROOT, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow
 from .stamps import Stamp, with_stamp
 from .static import ATOMS, Const, StaticArgument

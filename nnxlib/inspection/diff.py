@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.data import is_node
 from ..core.differences import Difference, array_differences, aval_of, leaf_differences
 from ..core.errors import ArgumentError, describe, format_path
 from ..core.graph import pack
 from ..core.graphdef import GraphDef, structural_differences, values_of
 from ..core.graphstate import GraphState
-from ..core.objects import Node, is_node
+from ..core.objects import Node
 from ..core.reprs import static_repr
 from ..core.state import FlatState, State
 from ..core.static import same_items

@@ -23,10 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from ..core.calls import Listener, listening, runs
+from ..core.data import is_node
 from ..core.errors import ArgumentError, UsageError
 from ..core.graph import pack
 from ..core.iteration import iter_graph
-from ..core.objects import Node, is_node
+from ..core.objects import Node
 from ..core.ops import state
 from ..core.reprs import Size
 from ..core.rngs import Rngs, RngStream

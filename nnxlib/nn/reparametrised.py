@@ -21,6 +21,7 @@ from jax.tree_util import all_leaves
 
 from ..core.calls import ObjectList, entering, inside, listened, listening
 from ..core.containers import Dict
+from ..core.data import is_bound_method, is_node
 from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.escapes import contained
 from ..core.filters import Filter, PathContains, to_predicate
@@ -28,7 +29,6 @@ from ..core.formulas import step
 from ..core.graph import Delta, build, commit, diff
 from ..core.iteration import iter_graph
 from ..core.module import Module
-from ..core.objects import is_bound_method, is_node
 from ..core.rngs import Rngs
 from ..core.rows import LEAF
 from ..core.stamps import Stamp

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ..core.data import is_data
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import ArgumentError, describe, format_path, listed
 from ..core.graph import build, pack
 from ..core.graphdef import structural_differences
 from ..core.module import Module
-from ..core.objects import Node, is_data, new_node
+from ..core.objects import Node, new_node
 from ..core.ops import clone, update
 from ..core.ops import state as state_of
 from ..core.rngs import Rngs, RngStream

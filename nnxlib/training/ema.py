@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ..core.data import Static
 from ..core.errors import ArgumentError, EmptySelectionError, describe, format_path
 from ..core.filters import Filter
 from ..core.graph import build, pack
-from ..core.objects import Node, Pytree, Static
+from ..core.objects import Node, Pytree
 from ..core.ops import state
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
 from ..core.tracing import boundary

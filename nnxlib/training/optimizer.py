@@ -32,9 +32,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, tree_map_with_path
 
+from ..core.data import Static
 from ..core.errors import ArgumentError, EmptySelectionError, StateMismatchError, describe, format_path, listed
 from ..core.filters import Filter
-from ..core.objects import Node, Pytree, Static, attributes_of, structure_changed
+from ..core.objects import Node, Pytree, attributes_of, structure_changed
 from ..core.ops import state, update
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..core.data import is_node
 from ..core.graph import After, Delta
 from ..core.layout import Layout
-from ..core.objects import is_node
 from ..core.rows import SAME, NodeRow, Owner, Row, Spec, VariableRow, count_leaves
 from ..core.state import State
 from ..core.tracing import jaxpr_as_fun

@@ -12,8 +12,9 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..core.data import is_data
 from ..core.errors import AliasingError, ArgumentError, PrefixError
-from ..core.objects import Node, is_data
+from ..core.objects import Node
 from ..core.static import StaticArgument
 
 

@@ -33,8 +33,9 @@ from typing import Any, Concatenate, cast
 
 import jax.tree_util as jtu
 
+from ..core.data import is_data
 from ..core.errors import ArgumentError, StaticValueError
-from ..core.objects import Pytree, is_data, new_node
+from ..core.objects import Pytree, new_node
 from ..core.static import Const, StaticArgument
 from ..core.tracing import boundary
 from ..core.variables import MISSING

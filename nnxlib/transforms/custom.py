@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..core.data import is_data
 from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Filter, Nothing, to_predicate
 from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
-from ..core.objects import is_data
 from ..core.rows import ROOT, NodeRow, Tree, count_leaves
 from ..core.static import StaticArgument
 from ..core.tables import pack_call

@@ -32,10 +32,10 @@ import numpy as np
 
 from ..core.cells import Cell, reader, write_cells, writer
 from ..core.closures import CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
+from ..core.data import is_node
 from ..core.graph import commit, pack, trace_of
 from ..core.inputs import AbsentInput
 from ..core.layout import KEPT
-from ..core.objects import is_node
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.static import StaticArgument
 from ..core.tables import LiveTable, refreshed, sharing_of, table_of

@@ -18,9 +18,9 @@ from typing import Any
 import jax.tree_util as jtu
 
 from ..core.contexts import MergeContext, SplitContext, merge_context, split_context, update_context
+from ..core.data import is_node
 from ..core.errors import UsageError
 from ..core.graphdef import GraphDef
-from ..core.objects import is_node
 from ..core.rows import Ref, Tree
 from ..core.variables import MISSING
 from ..core.walk import Walk

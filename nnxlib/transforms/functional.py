@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ..core.data import is_array, is_node
 from ..core.errors import (
     ArgumentError,
     ClosedModuleError,
@@ -43,7 +44,7 @@ from ..core.filters import Any as AnyOf
 from ..core.filters import Filter, FilterObject, Not, Where, WithTag, to_predicate
 from ..core.graphdef import GraphDef
 from ..core.iteration import iter_graph
-from ..core.objects import Node, is_array, is_node
+from ..core.objects import Node
 from ..core.ops import clone, merge, split, state, update
 from ..core.rngs import Rngs, RngStream, as_key
 from ..core.state import State, from_flat_state, to_flat_state

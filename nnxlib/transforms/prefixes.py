@@ -15,10 +15,10 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from ..core.data import is_node
 from ..core.errors import PrefixError, describe_nested, format_path
 from ..core.filters import Filter, PathIn, filters_to_predicates
 from ..core.graph import pack
-from ..core.objects import is_node
 from ..core.state import State, from_flat_state, map_state, to_flat_state
 from ..core.traversals import path_key
 from ..core.variables import Variable, raw_value

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from ..core.data import is_node
 from ..core.errors import ArgumentError, PrefixError, describe, format_path, place_of
 from ..core.filters import Filter
 from ..core.graph import Packed, pack
 from ..core.layout import Layout
-from ..core.objects import Node, is_node
+from ..core.objects import Node
 from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, VariableRow
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.variables import MISSING, Param, Variable, make_variable

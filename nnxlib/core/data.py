@@ -1,0 +1,214 @@
+"""Data and static values: what of an object is traced, how that is found out, and how a user declares it otherwise.
+
+Arrays, Variables and nodes are *data*, and so is a pytree that holds any; everything else is *static*, a part of the
+program. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` / ``nnx.static(x)`` at assignment or as a dataclass
+field, overrides that for one attribute: its *mark*. The marks of a class are found once; those of an object are in its
+``_nnx_marks``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import jax
+import numpy as np
+
+from . import errors
+from .variables import MISSING, Identified, Variable
+
+A = TypeVar("A")
+T = TypeVar("T", bound=type)
+
+DECLARED = "nnxlib_data"  # in the metadata of a dataclass field: whether it was declared data
+_VALUE = "nnxlib_value"
+
+Data = Annotated[A, DECLARED, True]
+Static = Annotated[A, DECLARED, False]
+
+_DATA_TYPES: set[type] = set()
+
+
+def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
+    """Declare an attribute or a dataclass field to be data, whatever its value is.
+
+    >>> import nnxlib as nnx
+    >>> class Counter(nnx.Module):
+    ...   def __init__(self):
+    ...     self.steps = nnx.data(0)
+    >>> nnx.state(Counter())
+    State({'steps': 0})
+
+    A plain list or dict that holds arrays alone stays one, so that ``jax.tree.map`` takes it together with another.
+    ``**kwargs`` are those of :func:`dataclasses.field`.
+    """
+    return _field(True, value, kwargs)
+
+
+def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
+    """Declare an attribute or a dataclass field to be static, whatever its value is; see :func:`data`.
+
+    >>> import nnxlib as nnx
+    >>> class Table(nnx.Module):
+    ...   def __init__(self):
+    ...     self.sizes = nnx.static((1, 2))
+    >>> Table().sizes
+    (1, 2)
+    """
+    return _field(False, value, kwargs)
+
+
+def _field(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
+    metadata = {**(kwargs.pop("metadata", None) or {}), DECLARED: is_data, _VALUE: value}
+    if value is not MISSING and not kwargs.keys() & {"default", "default_factory"} and type(value).__hash__:
+        kwargs["default"] = value
+    return dataclasses.field(metadata=metadata, **kwargs)
+
+
+def register_data_type(type_: T, /) -> T:
+    """Declare that instances of a class are data wherever they occur; can be used as a decorator.
+
+    If JAX flattens the class, its instances are pytrees like others; if not, they are leaves.
+
+    >>> import nnxlib as nnx
+    >>> @nnx.register_data_type
+    ... class Handle:
+    ...   pass
+    >>> nnx.is_data(Handle())
+    True
+    """
+    _DATA_TYPES.add(type_)
+    return type_
+
+
+def is_array(value: Any) -> bool:
+    """Whether ``value`` is something JAX can trace: a JAX or NumPy array, a tracer, a Ref, or an abstract array."""
+    if isinstance(value, _ARRAYS):
+        return True
+    return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
+
+
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, jax.Ref)
+
+
+# Whether a value is a node or a Variable, which have an identity in the graph. Not wrapped in a Python function, since
+# JAX calls it for each part of a pytree.
+is_node: Callable[[Any], bool] = Identified.__instancecheck__
+
+
+def is_data(value: Any, /) -> bool:
+    """Whether an attribute with this value is data: an array, Variable, node or registered type, or a pytree with one.
+
+    >>> import nnxlib as nnx, jax.numpy as jnp
+    >>> nnx.is_data(jnp.zeros(2)), nnx.is_data((nnx.Param(1), 2)), nnx.is_data([1, 2]), nnx.is_data('relu')
+    (True, True, False, False)
+    """
+    if is_node(value) or type(value) in _DATA_TYPES:
+        return True
+    return is_data_leaf(value) or (type(value) not in _PLAIN and any(map(is_data_part, _leaves(value))))
+
+
+_PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, complex}
+
+
+def is_data_part(value: Any) -> bool:
+    """Whether a leaf of a pytree makes it data; a method bound to a node does, since it holds the node."""
+    return is_data_leaf(value) or is_bound_method(value)
+
+
+def is_bound_method(value: Any) -> bool:
+    return type(value) is types.MethodType and is_node(value.__self__) and not isinstance(value.__self__, Variable)
+
+
+def is_data_leaf(value: Any) -> bool:
+    return is_node(value) or is_array(value) or (type(value) in _DATA_TYPES and jax.tree_util.all_leaves([value]))
+
+
+def _leaves(value: Any) -> list[Any]:
+    return jax.tree.leaves(value, is_leaf=lambda x: is_node(x) and x is not value)
+
+
+def has_data(value: Any, /) -> list[Any]:
+    """Return the data found in ``value``: its arrays, Variables and nodes.
+
+    >>> import nnxlib as nnx
+    >>> nnx.has_data([nnx.Param(1.0), 'a', (nnx.Dict(), 2)])
+    [Param(1.0), {}]
+    """
+    return [leaf for leaf in _leaves(value) if is_data_leaf(leaf)]
+
+
+def check_pytree(pytree: Any) -> None:
+    """Check that each explicitly static attribute of a Pytree holds no data.
+
+    >>> import nnxlib as nnx
+    >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.check_pytree(layer)
+    >>> vars(layer)['kernel'] = nnx.static(layer.kernel)
+    >>> nnx.check_pytree(layer)
+    Traceback (most recent call last):
+        ...
+    nnxlib.core.errors.StaticValueError: ...
+
+    Raises:
+      StaticValueError: naming the attribute.
+    """
+    for name, value in pytree._nnx_children():
+        if explicit_mark(pytree, name) is False and is_data(value):
+            raise errors.StaticValueError(
+                f"Attribute {name!r} of {type(pytree).__name__} is declared static but holds data: "
+                f"{', '.join(map(errors.describe, has_data(value)))}. Remove the declaration."
+            )
+
+
+def explicit_mark(node: Any, name: Any) -> bool | None:
+    """Whether an attribute was declared data (True), static (False), or neither (None)."""
+    marks = node._nnx_marks
+    if marks is not None and name in marks:
+        return marks[name]
+    return class_marks(type(node)).get(name)
+
+
+def class_marks(cls: type) -> dict[str, bool]:
+    """What the annotations and dataclass fields of a class declare, by attribute; computed once per class."""
+    marks = cls.__dict__.get("_nnx_class_marks")
+    if marks is None:
+        marks = {}
+        for base in reversed(cls.__mro__):
+            found = {name: _annotated(annotation) for name, annotation in inspect.get_annotations(base).items()}
+            marks |= {name: mark for name, mark in found.items() if mark is not None}
+        for name, field in getattr(cls, "__dataclass_fields__", {}).items():
+            if DECLARED in field.metadata:
+                marks[name] = field.metadata[DECLARED]
+        type.__setattr__(cls, "_nnx_class_marks", marks)
+    return marks
+
+
+def _annotated(annotation: Any) -> bool | None:
+    if isinstance(annotation, str):
+        match = re.match(r"(?:\w+\.)*(Data|Static)\[", annotation)
+        return (match and match.group(1) == "Data") or (None if not match else False)
+    metadata: Any = getattr(annotation, "__metadata__", ())
+    if typing.get_origin(annotation) is Annotated and metadata[:1] == (DECLARED,):
+        return metadata[1]
+    return None
+
+
+def declares(value: Any) -> bool:
+    """Whether this is what ``nnx.data(...)`` or ``nnx.static(...)`` returned."""
+    return type(value) is dataclasses.Field and DECLARED in value.metadata
+
+
+def mark_of(value: Any) -> bool | None:
+    """Whether a value was declared data (True), static (False), or not declared (None)."""
+    return value.metadata[DECLARED] if declares(value) else None
+
+
+def undeclared(value: Any) -> Any:
+    """What ``nnx.data`` or ``nnx.static`` wrapped; any other value as it is."""
+    return value.metadata[_VALUE] if declares(value) else value

@@ -1,0 +1,231 @@
+"""What of an object is data and what is static, and how users declare it."""
+
+import copy
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.errors import StaticValueError
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+
+
+def state_paths(node):
+    return [path for path, _ in nnx.state(node).flat_state()]
+
+
+def structures(*nodes):
+    return {nnx.graphdef(node) for node in nodes}
+
+
+DATA = {
+    "JAX array": lambda: jnp.ones(1),
+    "NumPy array": lambda: np.ones(1),
+    "random key": lambda: jax.random.key(0),
+    "abstract array": lambda: jax.ShapeDtypeStruct((1,), jnp.float32),
+    "Variable": lambda: nnx.Param(1.0),
+    "Module": lambda: Layer(),
+    "List": lambda: nnx.List(),
+    "Dict": lambda: nnx.Dict(),
+    "State": lambda: nnx.state(Layer()),
+    "tuple of arrays": lambda: (jnp.ones(1), 2),
+    "list of Variables": lambda: [nnx.Param(1.0)],
+    "dict of Modules": lambda: {"a": {"b": Layer()}},
+}
+STATIC = {
+    "int": lambda: 1,
+    "bool": lambda: True,
+    "float": lambda: 1.0,
+    "str": lambda: "relu",
+    "None": lambda: None,
+    "function": lambda: jnp.tanh,
+    "lambda": lambda: lambda x: x,
+    "partial": lambda: functools.partial(jax.nn.gelu, approximate=False),
+    "class": lambda: Layer,
+    "dtype": lambda: jnp.float32,
+    "NumPy scalar": lambda: np.float32(1),
+    "array of strings": lambda: np.array(["a"]),
+    "list of numbers": lambda: [1, [2]],
+    "dict of strings": lambda: {"a": "b"},
+    "GraphDef": lambda: nnx.graphdef(Layer()),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_values_that_are_data(kind):
+    """By value: arrays, Variables, nodes, and pytrees that hold any of them are leaves or branches of the State."""
+    value = DATA[kind]()
+    assert nnx.is_data(value)
+    m = Layer()
+    m.x = value
+    m.y = DATA[kind]()
+    assert structures(m) == structures(copy.deepcopy(m))
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_values_that_are_static(kind):
+    """By value: anything else is part of the program: not in the State, in the GraphDef, and compared by value."""
+    assert not nnx.is_data(STATIC[kind]())
+    a, b, c = Layer(), Layer(), Layer()
+    a.x, b.x, c.x = STATIC[kind](), STATIC[kind](), "something else"
+    assert state_paths(a) == [("w",)]
+    assert nnx.graphdef(a) != nnx.graphdef(c)
+    if kind not in ("lambda", "partial"):
+        assert nnx.graphdef(a) == nnx.graphdef(b)
+    assert nnx.jit(lambda m: m.w.sum())(a).item() == 2
+
+
+def test_has_data_lists_the_data_in_a_value():
+    """has_data finds arrays, Variables and nodes in a pytree."""
+    x, v, m = jnp.ones(1), nnx.Param(1.0), Layer()
+    assert all(a is b for a, b in zip(nnx.has_data({"a": (x, 1), "b": [v, m]}), [x, v, m], strict=True))
+    assert nnx.has_data((1, "a", None)) == []
+
+
+def test_registered_types_are_data():
+    """register_data_type makes instances of a class leaves, whatever they are; it works as a decorator."""
+
+    @nnx.register_data_type
+    class Handle:
+        pass
+
+    m = nnx.Dict(h=Handle())
+    assert nnx.is_data(m.h)
+    assert state_paths(m) == [("h",)]
+    assert nnx.merge(*nnx.split(m)).h is m.h
+
+
+def test_values_of_a_registered_type_that_is_a_pytree_are_seen_part_by_part():
+    """What they hold has paths of its own, is trained, and is updated; without data of JAX they are data still."""
+
+    @nnx.register_data_type
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Quantised:
+        values: nnx.Param
+        scale: object
+
+    m = nnx.Dict(kernel=Quantised(nnx.Param(jnp.ones(2)), 2.0))
+    assert nnx.is_data(m.kernel)
+    assert nnx.is_data(Quantised(1, 2))  # type: ignore[arg-type]
+    assert state_paths(m) == [("kernel", "values")]
+    assert nnx.grad(lambda m: m.kernel.values.sum())(m)["kernel"]["values"].value.tolist() == [1, 1]
+    nnx.update(m, {"kernel": {"values": jnp.zeros(2)}})
+    assert (m.kernel.values.value.tolist(), nnx.clone(m).kernel.scale) == ([0, 0], 2)
+
+
+def test_explicit_data_and_static():
+    """nnx.data and nnx.static at assignment overrule the value, and hold for later assignments of the attribute."""
+
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.steps = nnx.data(0)
+            self.table = nnx.static([1, 2])
+
+    m = Counter()
+    assert (m.steps, m.table, state_paths(m)) == (0, [1, 2], [("steps",)])
+    m.steps = 5
+    assert nnx.state(m).steps == 5
+    assert jax.tree.leaves(m) == [5]
+
+
+def test_annotations_declare_data_and_static():
+    """`x: nnx.Data[...]` and `nnx.Static[...]` in the class do the same."""
+
+    class Annotated(nnx.Module):
+        steps: nnx.Data[int]
+        name: nnx.Static[str]
+        plain: int
+
+        def __init__(self):
+            self.steps, self.name, self.plain = 1, "a", 2
+
+    assert state_paths(Annotated()) == [("steps",)]
+
+
+def test_annotations_that_are_strings():
+    """As under `from __future__ import annotations`: Data and Static are recognised behind any name of the module."""
+
+    class Annotated(nnx.Module):
+        steps: "nnx.Data[int]"
+        count: "Data[dict[str, list[int]]]"  # noqa: F821
+        name: "nnx.Static[str]"
+        other: "Dataset[int]"  # noqa: F821
+
+        def __init__(self):
+            self.steps, self.count, self.name, self.other = 1, 3, "a", 2
+
+    assert state_paths(Annotated()) == [("count",), ("steps",)]
+
+
+def test_annotations_under_the_future_import():
+    """The same through a real module with `from __future__ import annotations`."""
+    source = (
+        "from __future__ import annotations\nimport nnxlib as nnx\nfrom nnxlib import Data\n"
+        "class A(nnx.Module):\n  a: nnx.Data[int]\n  b: Data[int]\n  c: nnx.Static[int]\n"
+        "  def __init__(self): self.a, self.b, self.c = 1, 2, 3\n"
+        "@nnx.dataclass\nclass B(nnx.Module):\n  a: nnx.Data[int] = 1\n  b: nnx.Static[int] = 2\n"
+    )
+    namespace = {"__name__": "test_module"}
+    exec(source, namespace)
+    assert state_paths(namespace["A"]()) == [("a",), ("b",)]
+    assert state_paths(namespace["B"]()) == [("a",)]
+
+
+def test_annotations_are_inherited_and_overridden():
+    """A subclass has the declarations of its bases, and may change them."""
+
+    class Base(nnx.Module):
+        a: nnx.Data[int]
+        b: nnx.Data[int]
+
+    class Derived(Base):
+        b: nnx.Static[int]
+
+        def __init__(self):
+            self.a, self.b = 1, 2
+
+    assert state_paths(Derived()) == [("a",)]
+
+
+def test_check_pytree_finds_data_declared_static():
+    """check_pytree names the attribute and what it holds."""
+    m = Layer()
+    m.table = nnx.static((jnp.ones(2),))
+    with pytest.raises(StaticValueError, match=r"'table' of Layer is declared static but holds data: float32\[2\]"):
+        nnx.check_pytree(m)
+    nnx.check_pytree(Layer())
+
+
+def test_a_static_array_is_refused_with_its_path():
+    """An array that is declared static is an error as soon as the structure is asked for."""
+    m = nnx.Dict(layers=[Layer(), Layer()])
+    m.layers[1].table = nnx.static(jnp.ones(2))
+    with pytest.raises(StaticValueError, match=r"float32\[2\] at layers\[1\]\.table"):
+        nnx.graphdef(m)
+
+
+def test_static_values_are_compared_by_value():
+    """Two models with equal unhashable settings share their compiled function; a changed one is traced again."""
+    traces = []
+
+    @nnx.jit
+    def f(m):
+        traces.append(1)
+        return m.w.sum() * len(m.config["sizes"])
+
+    models = [Layer(), Layer()]
+    for m in models:
+        m.config = {"sizes": [1, 2], "name": "a"}
+        assert f(m).item() == 4
+    assert len(traces) == 1
+    models[0].config["sizes"].append(3)
+    assert (f(models[0]).item(), f(models[1]).item(), len(traces)) == (6, 4, 2)
