@@ -215,23 +215,23 @@ def what_became(layout: Layout, before: Mapping[tuple, Spec], after: Mapping[tup
     return [f"{format_path(path, root)}: {describe(a)} became {describe(b)}" for path, a, b in places if a != b]
 
 
-def widened(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:
+def retyped(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:
     """``leaves`` with weakly typed ones at ``positions`` cast to the dtype that comes out; None if nothing is to do.
 
-    As in ``jax.lax``: a loop that adds floats may start from the Python number 0.
+    As in ``jax.lax``: a loop that adds floats may start from the Python number 0, and one that adds bfloat16 from 0.0.
     """
     found = list(leaves)
     for k, type_ in zip(positions, types, strict=True):
         if jtu.tree_structure(found[k]) == jtu.tree_structure(type_):
-            found[k] = jax.tree.map(_widened, found[k], type_)
+            found[k] = jax.tree.map(_retyped, found[k], type_)
     arrays = zip(jtu.tree_leaves(found), jtu.tree_leaves(list(leaves)), strict=True)  # a pytree is made anew
     return None if all(a is b for a, b in arrays) else found
 
 
-def _widened(x: Any, type_: Any) -> Any:
+def _retyped(x: Any, type_: Any) -> Any:
     now = jax.typeof(x)
-    wider = now.weak_type and now.dtype != type_.dtype and jnp.promote_types(now.dtype, type_.dtype) == type_.dtype
-    return jnp.asarray(x, type_.dtype) if wider else x
+    yields = now.weak_type and now.dtype != type_.dtype and jnp.result_type(x, type_.dtype) == type_.dtype
+    return jnp.asarray(x, type_.dtype) if yields else x
 
 
 def check_types(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple], what: str) -> None:

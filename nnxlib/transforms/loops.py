@@ -26,9 +26,9 @@ from .body_checks import (
     check_types,
     refuse,
     refuse_written,
+    retyped,
     structural_changes,
     successors,
-    widened,
 )
 from .callables import resolve
 from .lift import Arguments
@@ -158,11 +158,11 @@ def _promoted(*bounds: Any) -> list[Any]:
 
 
 def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _Loop:
-    """Trace a body; a second time, if a weakly typed number that it carries needs a wider type from the start."""
+    """Trace a body; a second time, if a weakly typed number that it carries needs another type from the start."""
     loop = _Loop(layout, trace_body(function, layout, leaves), leaves, what)
-    wider = widened(leaves, *loop.recurring)
-    if wider is not None:
-        loop = _Loop(layout, trace_body(function, layout, wider), wider, what)
+    strong = retyped(leaves, *loop.recurring)
+    if strong is not None:
+        loop = _Loop(layout, trace_body(function, layout, strong), strong, what)
     positions, types = loop.recurring
     check_types([loop.constant[k] for k in positions], types, [layout.leaf_paths[k] for k in positions], what)
     return loop

@@ -35,10 +35,10 @@ from .body_checks import (
     check_types,
     refuse,
     refuse_written,
+    retyped,
     structural_changes,
     successors,
     what_became,
-    widened,
 )
 from .callables import by_position, resolve
 from .classes import lifts_classes
@@ -189,8 +189,8 @@ def looped(
                 replaced = _replaced(layout, labels, carried, body, out_place or ())
                 _check_changes(layout, labels, body, replaced)
                 sources, types = _recurring(layout, body, in_order, replaced)
-                wider = widened(leaves, sources, types)
-                return program(wider) if wider else _run(layout, body, leaves, in_order, size, loop, sources, types)
+                strong = retyped(leaves, sources, types)
+                return program(strong) if strong else _run(layout, body, leaves, in_order, size, loop, sources, types)
 
             return Program(program)
 

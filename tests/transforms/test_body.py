@@ -13,7 +13,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.graph import commit, pack
 from nnxlib.transforms.body import delta_of, structural_rows, trace_body, type_of
-from nnxlib.transforms.body_checks import BodyError, check_types, structural_changes, widened
+from nnxlib.transforms.body_checks import BodyError, check_types, retyped, structural_changes
 from nnxlib.transforms.lift import Arguments
 from nnxlib.transforms.program import Program, program_of
 
@@ -122,15 +122,20 @@ def test_types_are_compared_without_weakness_and_errors_name_paths():
         check_types([{"a": 1.0}], [{"b": types[0]}], [("d",)], "body")
 
 
-def test_only_weakly_typed_numbers_are_widened():
+def test_only_weakly_typed_numbers_are_retyped():
     integer, real = jnp.int32(0), jax.ShapeDtypeStruct((), jnp.float32)
-    assert widened([0, integer], [0, 1], [type_of(integer)] * 2) is None
-    assert widened([integer], [0], [real]) is None
-    assert widened([0.0], [0], [real]) is None
-    found = widened([X, 0], [1], [real])
+    assert retyped([0, integer], [0, 1], [type_of(integer)] * 2) is None
+    assert retyped([integer], [0], [real]) is None
+    assert retyped([0.0], [0], [real]) is None
+    found = retyped([X, 0], [1], [real])
     assert found is not None
     assert found[0] is X
     assert found[1].dtype == jnp.float32
+    half = jax.ShapeDtypeStruct((), jnp.bfloat16)
+    for weak in (0, 0.0, jnp.asarray(0.0), jnp.full((), 0.0)):  # a weak float32 yields to bfloat16
+        assert retyped([weak], [0], [half])[0].dtype == jnp.bfloat16
+    assert retyped([jnp.float32(0)], [0], [half]) is None
+    assert retyped([0.0], [0], [integer]) is None
 
 
 def test_a_program_is_kept_with_its_function_by_key_and_goes_with_it():

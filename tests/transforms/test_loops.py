@@ -101,6 +101,26 @@ def test_bounds_may_be_of_any_integer_type():
     assert jax.jit(lambda n: nnx.fori_loop(0, n, lambda i, x: x + i, 0))(jnp.int16(3)) == 3
 
 
+@pytest.mark.parametrize("start", [0, 0.0, jnp.asarray(0.0)], ids=["int", "float", "weak array"])
+def test_a_sum_in_low_precision_starts_from_a_number(start):
+    """As in jax.lax: a weakly typed start takes the dtype that comes out of an iteration."""
+    xs = jnp.ones(3, jnp.bfloat16)
+    total = nnx.Variable(start)
+
+    def add(total, x):
+        total.value += x
+        return total
+
+    found = [
+        nnx.fori_loop(0, 3, lambda i, x: x + xs[i], start),
+        nnx.while_loop(lambda x: x < 3, lambda x: x + xs[0], start),
+        nnx.scan(lambda x, row: x + row, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(start, xs),
+        nnx.scan(add, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(total, xs).value,
+    ]
+    assert found == [3, 3, 3, 3]
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize("bounds", [(0, 2.5), (jnp.array(True), 2)])
 def test_bounds_of_other_kinds_are_refused_as_in_jax(bounds):
     """A float or a bool beside an int."""
