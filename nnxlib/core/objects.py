@@ -363,6 +363,13 @@ class HasAttributes(Node, _HasDict):
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
         return AttributeView(self)
 
+    @__dict__.setter
+    def __dict__(self, attributes: Mapping[str, Any]) -> None:  # as a user's __setstate__ may do
+        view, new = AttributeView(self), dict(attributes)
+        for name in view.keys() - new.keys():
+            del view[name]
+        view.update(new)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if self._nnx_trace is not current_trace():
             check_writable(self, f"set attribute {name!r}")

@@ -661,6 +661,26 @@ def test_writes_through_vars():
     assert "n" in vars(m)
 
 
+def test_all_attributes_set_at_once():
+    """`m.__dict__ = {...}`, as in a `__setstate__`, sets and deletes attributes, which a jitted function sees."""
+    m = Layer()
+    m.gone, sizes = 1, nnx.jit(lambda m: len(vars(m)) * m.n)
+    assert sizes(m) == 6
+    m.__dict__ = {"w": m.w, "n": 5}
+    assert (sizes(m), list(vars(m)), m.n) == (10, ["w", "n"], 5)
+    m.__dict__ |= {"n": 7}
+    assert sizes(m) == 14
+
+    class Stored(Layer):
+        def __getstate__(self):
+            return dict(vars(self))
+
+        def __setstate__(self, state):
+            self.__dict__ = state
+
+    assert copy.deepcopy(Stored()).n == 2
+
+
 def test_own_equality_hash_and_truth():
     """The engine never asks a Module whether it is equal, true or how long it is."""
 
