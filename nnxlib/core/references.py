@@ -2,15 +2,17 @@
 
 A jitted function finds out which objects it captures while it is traced. At later calls it must know, without a trace,
 whether it would still capture the same ones. So it keeps the *ways* that lead from the function to these objects, and
-follows them at each call: through closures, plain containers, plain objects and their classes, and functions of the
-same file. Each step of a way is one look-up.
+follows them at each call: through closures, plain containers, plain objects and their classes, weak references, what a
+thread or a context has for itself, and functions of the same file. Each step of a way is one look-up.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections import deque
@@ -104,6 +106,12 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
         return [functools.partial(x.get, key) for key in list(x)]  # a copy: a collection of garbage may shrink a cache
     if isinstance(x, Node | Variable | jax.Array | np.ndarray | types.ModuleType):
         return ()
+    if isinstance(x, weakref.ref):
+        return [x]
+    if isinstance(x, contextvars.ContextVar):
+        return [functools.partial(x.get, None)]
+    if isinstance(x, threading.local):  # each thread has attributes of its own
+        return [functools.partial(getattr, x, name, None) for name in list(x.__dict__)]
     attributes = getattr(x, "__dict__", None)
     found = [functools.partial(attributes.get, name) for name in list(attributes)] if type(attributes) is dict else []
     classes = x.__mro__ if isinstance(x, type) else type(x).__mro__

@@ -41,7 +41,7 @@ class Captures:
 
     def _add(self, roots: Sequence[Any]) -> None:
         ways = ways_from(self._function)
-        named = [way.value for way in ways if isinstance(way.value, Node)]
+        named = [way.value for way in ways if issubclass(type(way.value), Node)]
         self._roots += [weakref.ref(root) for root in _whole(roots, named)]
         steps: list[tuple[LookUp, LookUp, bool]] = []
         for reference in self._roots:
@@ -60,7 +60,7 @@ class Captures:
         """
         if self.steps is None:
             self.steps = []
-            named = [x for x in named_in(self._function) if isinstance(x, Node)]
+            named = [x for x in named_in(self._function) if issubclass(type(x), Node)]  # isinstance takes weak proxies
             here = [x for x in named if trace_of(x) is current_trace() or is_lent_elsewhere(trace_of(x))]
             if here:
                 raise CapturedObjects(here)

@@ -1,8 +1,11 @@
 """The ways from a function to what it refers to, and whether they still lead there."""
 
 import collections
+import contextvars
 import functools
+import threading
 import types
+import weakref
 
 import jax.numpy as jnp
 import pytest
@@ -66,6 +69,9 @@ def ways():
     queue, slotted = collections.deque([old]), Slotted()
     slotted.m = Settings.m = module.m = Base.m = old  # type: ignore[attr-defined]
     instance, own = Derived(), Derived()
+    weak, context, thread = weakref.WeakValueDictionary(m=old), contextvars.ContextVar("context"), threading.local()
+    thread.m = old
+    context.set(old)
 
     class Local:
         m = old
@@ -97,6 +103,9 @@ def ways():
         "class of an object": (old, lambda: instance.m, lambda: setattr(Base, "m", new)),
         "object in front of its class": (old, lambda: own.m, lambda: setattr(own, "m", new)),
         "attribute of a function": (old, with_attribute, lambda: setattr(with_attribute, "m", new)),
+        "weak dict": (old, lambda: weak["m"], lambda: weak.update(m=new)),
+        "context variable": (old, lambda: context.get(), lambda: context.set(new)),
+        "thread local": (old, lambda: thread.m, lambda: setattr(thread, "m", new)),
     }
 
 

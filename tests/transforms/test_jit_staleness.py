@@ -618,6 +618,39 @@ def test_a_closure_through_a_class():
         assert reads_a_setting() == second.setting
 
 
+def test_a_closure_over_what_each_thread_has_for_itself():
+    """A Module in a threading.local: a call of another thread uses the one that is there."""
+    local, seen = threading.local(), []
+    jitted = nnx.jit(lambda x: local.model(x))
+
+    def use(value):
+        local.model = Layer(value)
+        seen.append((jitted(1.0), jitted(1.0), local.model(1.0)))
+
+    use(1.0)
+    thread = threading.Thread(target=use, args=(2.0,))
+    thread.start()
+    thread.join()
+    seen.append((jitted(1.0), local.model(1.0)))
+    for found, *others in seen:
+        for other in others:
+            np.testing.assert_array_equal(found, other)
+
+
+def test_a_closure_over_weak_references():
+    """A Module behind a weak reference, a weak dict or a proxy: its present weights, and the one that is there now."""
+    model, other = Layer(1.0), Layer(2.0)
+    reference, cache, proxy = weakref.ref(model), weakref.WeakValueDictionary(m=model), weakref.proxy(model)
+    for jitted in map(nnx.jit, (lambda x: reference()(x), lambda x: cache["m"](x), lambda x: proxy(x))):
+        np.testing.assert_array_equal(jitted(1.0), model(1.0))
+        model.w.value *= 2
+        np.testing.assert_array_equal(jitted(1.0), model(1.0))
+    jitted = nnx.jit(lambda x: cache["m"](x))
+    np.testing.assert_array_equal(jitted(1.0), model(1.0))
+    cache["m"] = other
+    np.testing.assert_array_equal(jitted(1.0), other(1.0))
+
+
 def test_a_closure_with_several_ways_to_a_module():
     """The way that the function goes need not be the shortest."""
     trainer = types.SimpleNamespace(models=[Layer(1.0), Layer(2.0)], state=types.SimpleNamespace())
