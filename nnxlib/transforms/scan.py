@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import export
 
 from ..core.calls import repeated
 from ..core.errors import PrefixError, describe_nested, listed, place_of
@@ -233,7 +234,7 @@ def _run(
         return after, [results[k] for k in stacked]
 
     xs = [jax.tree.map(lambda x, a=labels[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
-    last, ys = loop(step, init, xs, length=size)
+    last, ys = loop(step, init, xs, length=None if export.is_symbolic_dim(size) else size)  # JAX wants a number
     found = dict(zip(handed_on, last, strict=True))
     for k, y in zip(stacked, ys, strict=True):
         found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)

@@ -160,3 +160,18 @@ def test_what_an_exported_function_takes_and_returns():
     np.testing.assert_allclose(out, f(X, linear, norm), rtol=1e-5)
     np.testing.assert_allclose(mean, norm.mean.value, rtol=1e-5)
     np.testing.assert_allclose(var, norm.var.value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["scan", "RNN"])
+def test_export_of_a_loop_over_any_number_of_steps(recurrent):
+    """A symbolic size may be the length of a scan, and of the sequences of a recurrent layer."""
+    if recurrent:
+        apply = nnx.RNN(nnx.GRUCell(3, 3, rngs=nnx.Rngs(0)), time_major=True)
+    else:
+        sums = nnx.scan(lambda total, x: (total + x, total + x))
+        apply = lambda xs: sums(jnp.zeros_like(xs[0]), xs)[1]
+    shape = jax.export.symbolic_shape("steps, batch, 3")
+    exported = jax.export.export(jax.jit(lambda xs: apply(xs)))(jax.ShapeDtypeStruct(shape, jnp.float32))
+    for steps in (1, 4):
+        xs = jnp.linspace(-1, 1, steps * 6).reshape(steps, 2, 3)
+        np.testing.assert_allclose(exported.call(xs), apply(xs), rtol=1e-5)
