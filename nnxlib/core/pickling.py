@@ -3,7 +3,8 @@
 Models hold functions such as ``jax.nn.relu`` as activations. Python pickles a function as its name and copies it as
 itself. JAX's jitted functions and those with custom derivatives do neither: pickling them fails, and ``copy.deepcopy``
 makes another function, so the copy of a model would have another structure than the model. Importing this module
-teaches them the manners of a function, if they are found under their name; others are left as they were.
+teaches them the manners of a function, if they are found under their name; others are left as they were. So are those
+of ``__main__`` for cloudpickle, which sends them whole, since another process has another ``__main__``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import copyreg
 import operator
 import pickle
 import sys
+import types
 from typing import Any, TypeVar
 
 import jax
@@ -21,14 +23,22 @@ from jax import export
 K = TypeVar("K", bound=type)
 
 
-def _by_name(function: Any) -> Any:
+def global_name(function: Any, pickler: types.FrameType) -> str | None:
+    """The name under which a pickler, which runs in this frame, finds a function; None if it has to take it apart."""
     try:
-        name = function.__qualname__
-        if operator.attrgetter(name)(sys.modules[function.__module__]) is function:
-            return name  # pickle and copy take a string for the name of a global
+        name, module = function.__qualname__, function.__module__
+        if module == "__main__" and "cloudpickle" in pickler.f_globals.get(
+            "__name__", ""
+        ):  # other packages have copies
+            return None
+        return name if operator.attrgetter(name)(sys.modules[module]) is function else None
     except (AttributeError, KeyError):  # a local function, or one without a name
-        pass
-    return function.__reduce_ex__(4)
+        return None
+
+
+def _by_name(function: Any) -> Any:
+    # pickle and copy take a string for the name of a global
+    return global_name(function, sys._getframe(1)) or function.__reduce_ex__(4)
 
 
 # Those that deepcopy takes for objects: the copy of one is not equal to it, and would be traced anew.

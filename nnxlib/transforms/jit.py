@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -33,6 +34,7 @@ from ..core.closures import (
 from ..core.filters import looks_at_values
 from ..core.graph import Packed, commit, pack
 from ..core.layout import Layout
+from ..core.pickling import global_name
 from ..core.static import StaticArgument
 from ..core.tracing import EAGER, at_top_level, hide_frames, running_trace
 from ..core.variables import MISSING
@@ -128,6 +130,12 @@ class JitWrapped(Generic[P, R]):
     __name__: str
     __qualname__: str
     __wrapped__: Callable[P, R]
+    _made_of: tuple[tuple, dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        self = super().__new__(cls)
+        self._made_of = args, kwargs
+        return self
 
     def __init__(
         self,
@@ -230,8 +238,15 @@ class JitWrapped(Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
-    def __deepcopy__(self, memo: Any) -> JitWrapped[P, R]:  # as of a function
+    def __copy__(self) -> JitWrapped[P, R]:  # as of a function
         return self
+
+    def __deepcopy__(self, memo: Any) -> JitWrapped[P, R]:
+        return self
+
+    def __reduce__(self) -> Any:
+        args, kwargs = self._made_of
+        return global_name(self, sys._getframe(1)) or (functools.partial(JitWrapped, **kwargs), args)
 
     def __repr__(self) -> str:
         return f"nnx.jit({getattr(self._function, '__qualname__', self._function)})"

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import cloudpickle
 import jax
@@ -41,7 +43,7 @@ def test_activations_come_back_as_themselves(function, round_trip):
 @pytest.mark.parametrize("round_trip", [copy.deepcopy, ROUND_TRIPS["pickle"]])
 def test_functions_of_a_user_come_back_as_themselves(round_trip):
     """A jitted or custom-derivative function of a module does too."""
-    if __name__ not in __import__("sys").modules:
+    if __name__ not in sys.modules:
         pytest.skip("pytest imported this file without a name")
     assert round_trip(jitted) is jitted
     assert round_trip(custom) is custom
@@ -70,6 +72,50 @@ def test_functions_jitted_by_nnxlib_are_copied_as_themselves():
     m = nnx.Dict(f=nnx.jit(lambda x: x + 1), w=nnx.Param(1.0))
     assert copy.deepcopy(m).f is m.f
     assert nnx.graphdef(copy.deepcopy(m)) == nnx.graphdef(m)
+
+
+@nnx.jit
+def scaled(model, x):
+    return 2 * model(x)
+
+
+def test_functions_jitted_by_nnxlib_are_pickled():
+    """By name, if they have one; others with what they were made of, which cloudpickle can send."""
+    model, x = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2)
+    assert pickle.loads(pickle.dumps(scaled)) is scaled
+    assert copy.copy(scaled) is scaled
+    captured, power = nnx.jit(lambda x: model(x)), nnx.jit(lambda x, n: x**n, static_argnums=1)
+    captured(x)
+    assert (cloudpickle.loads(cloudpickle.dumps(captured))(x) == model(x)).all()
+    assert cloudpickle.loads(cloudpickle.dumps(power))(3, 2) == 9
+    assert (pickle.loads(pickle.dumps(nnx.jit(model)))(x) == model(x)).all()
+
+
+PROGRAM = """
+import cloudpickle, jax, sys
+import nnxlib as nnx
+
+@jax.jit
+def double(x):
+    return 2 * x
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.act = double
+
+    @nnx.jit
+    def __call__(self, x):
+        return self.act(x)
+
+sys.stdout.buffer.write(cloudpickle.dumps((double, Net())))
+"""
+
+
+def test_a_program_is_sent_to_another_process():
+    """cloudpickle sends what __main__ defines by value, jitted functions and methods too."""
+    sent = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True).stdout
+    for double in cloudpickle.loads(sent):
+        assert double(3.0) == 6
 
 
 def lambda_free(x):
