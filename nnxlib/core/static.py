@@ -12,13 +12,14 @@ call. Only what is compared item by item is copied; the hashable parts (function
 
 from __future__ import annotations
 
+import array
 import copy
 import dataclasses
 import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -178,6 +179,8 @@ class _Freezer:
                 return kind, (_RULES[base](self, value), self.mapping(getattr(value, "__dict__", {})))
         if isinstance(value, dict) or (isinstance(value, Mapping) and kind.__hash__ is None):
             return kind, self.mapping(value)
+        if isinstance(value, Sequence) and kind.__hash__ is None:  # not by attributes: it may refer to its parent
+            return kind, self.mutable_items(value)
         try:
             hash(value)
         except TypeError:
@@ -256,16 +259,16 @@ class _Freezer:
         """An object without a hash, a mutable dataclass or namespace: compared attribute by attribute."""
         self.mutable = True
         if dataclasses.is_dataclass(value):
-            fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        elif hasattr(value, "__dict__"):
-            fields = vars(value)
-        else:
+            return self.mapping({f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)})
+        state: Any = object.__getstate__(value)  # what is in its __dict__; if it has slots, both in a tuple
+        if state is None and not hasattr(value, "__dict__"):
             raise StaticValueError(
                 f"The static value at {format_path(self.path)} of type {type(value).__name__} has no hash and no "
                 "attributes to compare. Give its class __eq__ and __hash__, or mark the attribute with nnx.data(...) "
                 "if it holds arrays."
             )
-        return self.mapping(fields)
+        attributes, slots = state if type(state) is tuple else (state, None)
+        return self.mapping({**(attributes or {}), **(slots or {})})
 
 
 _MUTABLE_CONTAINERS = list, set, deque, bytearray  # instances of a subclass are compared by items and attributes
@@ -289,6 +292,7 @@ _RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     set: _Freezer.set,
     frozenset: _Freezer.set,
     bytearray: lambda self, value: self.mutable_items(bytes(value)),
+    array.array: lambda self, value: (value.typecode, self.mutable_items(value.tobytes())),
     np.ndarray: _Freezer.array,
     types.FunctionType: _Freezer.function,
     functools.partial: _Freezer.partial,

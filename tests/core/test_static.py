@@ -1,5 +1,7 @@
 """Static values: keys that are equal when the program is the same, and constants that nobody can edit."""
 
+import array
+import collections.abc
 import copy
 import dataclasses
 import functools
@@ -179,6 +181,63 @@ def test_objects_that_cannot_be_compared_are_refused():
 
     with pytest.raises(StaticValueError, match=r"at a\.b of type Slotted .*__eq__ and __hash__"):
         Const.of([Slotted()], ("a", "b"))
+
+
+class Slots:
+    """As ``attrs.define`` makes them: no hash, and attributes in slots; here besides a ``__dict__``."""
+
+    __slots__ = ("__dict__", "rate")
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def __eq__(self, other):
+        return self.rate == other.rate
+
+
+class Listing(collections.abc.Sequence):
+    """As a list of OmegaConf: no hash, and a reference to the configuration that it is a part of."""
+
+    def __init__(self, *items):
+        self.items, self.parent = list(items), {"child": self}
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+    def __len__(self):
+        return len(self.items)
+
+    def __eq__(self, other):
+        return self.items == other.items
+
+
+def change_slot(value):
+    value.rate = 3
+
+
+def change_dict(value):
+    value.extra = 3
+
+
+UNHASHABLE = {
+    "slots": (lambda: Slots(2), change_slot),
+    "slots and attributes": (lambda: Slots(2), change_dict),
+    "sequence": (lambda: Listing(1, [2]), lambda value: value.items[1].append(3)),
+    "array": (lambda: array.array("i", [1, 2]), lambda value: value.append(3)),
+}
+
+
+@pytest.mark.parametrize("kind", UNHASHABLE)
+def test_objects_without_a_hash_are_compared_by_what_they_hold(kind):
+    """By slots as well as attributes; a sequence by its items, whatever else it refers to."""
+    make, change = UNHASHABLE[kind]
+    value = make()
+    const = Const.of(value)
+    assert const.mutable
+    assert const == Const.of(make()) == Const.of(const.fresh())
+    change(value)
+    assert const != Const.of(value)
+    assert freeze(array.array("i", [1])) != freeze(array.array("I", [1]))
 
 
 def test_values_that_contain_themselves_are_refused():
