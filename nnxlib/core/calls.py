@@ -26,7 +26,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -169,7 +169,7 @@ def _from_frames() -> Listener | None:
     stack = []
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CODE and frame.f_locals["listener"] is None:
+        if frame.f_code is _CODE and frame.f_locals["listener"] is None and _is_node(frame.f_locals["self"]):
             stack.append((frame.f_locals["self"], frame.f_locals["name"]))
         frame = frame.f_back
     if not stack:
@@ -316,7 +316,14 @@ def observed(method: Callable, name: str) -> Callable:
 _CODE: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]
 
 
+def _is_node(x: Any) -> bool:
+    """Whether the ``self`` of a call is a Module; ``Layer.__call__(x, ...)`` may lend the method to any object."""
+    return hasattr(type(x), "_nnx_children")
+
+
 def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
+    if not _is_node(self):
+        return method(self, *args, **kwargs)
     if Watch.count:
         notice(self, self._nnx_trace)
     stack = listener.stack
@@ -399,6 +406,8 @@ _CALLS = "_nnx_calls"  # the attribute of an error that keeps a listener with th
 
 def _add_note_eagerly(error: Exception, module: Any, name: str, args: tuple, kwargs: dict) -> None:
     """Note that an error leaves an eager call; the frames and the model are searched once for all levels."""
+    if not _is_node(module):
+        return
     listener: Listener | None = vars(error).pop(_CALLS, None)
     if listener is None or listener.stack[-1][0] is not module or listener.stack[-1][1] != name:  # raised elsewhere
         listener = _from_frames()
@@ -447,8 +456,9 @@ _OUT_SHARDING = "the sharding of its output can be given in the call: layer(x, o
 def _sized(module: Any) -> str:
     """A layer with its sizes: ``Linear 4->2``; any other Module with the Variables that it holds."""
     name, sizes = type(module).__name__, getattr(type(module), "_nnx_sizes", None)
-    if sizes is not None:
-        return f"{name} {sizes(module)}"
+    with suppress(AttributeError):  # of a layer that lacks attributes, which may be why there is an error
+        if sizes is not None:
+            return f"{name} {sizes(module)}"
     held = [(key, x) for key, x in module._nnx_children() if hasattr(type(x), "get_raw_value")]
     return ", ".join([name, *(f"{key} {describe(x._value)}" for key, x in held[:_MOST])])
 

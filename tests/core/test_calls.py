@@ -5,6 +5,7 @@ import inspect
 import pickle
 import re
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -418,6 +419,35 @@ def test_notes_say_where_a_layer_takes_the_sharding_of_its_output():
             table(ids)
         assert any("layer(x, out_sharding=jax.P(...))" in note for note in caught.value.__notes__)
         assert table(ids, out_sharding=jax.P()).shape == (2, 2)
+
+
+def test_notes_never_take_the_place_of_the_error():
+    class Incomplete(nnx.Linear):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((2, 3)))
+
+    with pytest.raises(AttributeError, match="'bias'") as info:
+        Incomplete()(X)
+    assert any("Incomplete, kernel float32[2, 3]" in note for note in info.value.__notes__)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit, nnx.grad])
+def test_a_method_can_be_lent_to_another_object(transform):
+    class Stub:
+        w = 2.0
+        __call__ = Layer.__call__
+
+    class Broken(nnx.Module):
+        def find(self, x):
+            raise KeyError("mine")
+
+    def lent(x):
+        return Layer.__call__(types.SimpleNamespace(w=2.0), x) + Stub()(x)
+
+    plain = jax.grad(lent) if transform is nnx.grad else lent
+    assert transform(lent)(1.0) == plain(1.0)
+    with pytest.raises(KeyError, match="mine"):
+        transform(lambda x: Broken.find(types.SimpleNamespace(), x))(1.0)
 
 
 def test_methods_look_as_written():
