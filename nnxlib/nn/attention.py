@@ -833,9 +833,11 @@ class MultiHeadAttention(Module):
         decode = self._decodes(decode)
         deterministic, dropout_rng = self._dropout(deterministic, rngs)
 
-        query = self.query(inputs_q, qkv_sharding)
-        key = self.key(inputs_k, qkv_sharding)
-        value = self.value(inputs_v, qkv_sharding)
+        # By name, and only if given: any Module may take the place of a projection.
+        qkv_settings = {} if qkv_sharding is None else {"out_sharding": qkv_sharding}
+        query = self.query(inputs_q, **qkv_settings)
+        key = self.key(inputs_k, **qkv_settings)
+        value = self.value(inputs_v, **qkv_settings)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
         cache = None
@@ -864,7 +866,7 @@ class MultiHeadAttention(Module):
         if cache is not None:  # written last: a call that fails leaves the cache as it was
             for variable, new in zip((self.cached_key, self.cached_value, self.cache_index), cache):
                 variable.set_value(new)  # type: ignore[union-attr]  # there is a cache, or extending it had raised
-        return self.out(attended, out_sharding)
+        return self.out(attended) if out_sharding is None else self.out(attended, out_sharding=out_sharding)
 
     def _check_inputs(self, inputs_q: Any, inputs_k: Any, inputs_v: Any) -> None:
         q, k, v = np.shape(inputs_q), np.shape(inputs_k), np.shape(inputs_v)

@@ -328,6 +328,29 @@ def test_constructors_refuse_sizes_that_do_not_divide():
             make(**kwargs)
 
 
+def test_any_module_may_take_the_place_of_a_projection():
+    """It need not know the settings of a LinearGeneral; one that takes them by name is given what the call is given."""
+
+    class Plain(nnx.Module):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    class Named(Plain):
+        def __call__(self, x, **kwargs):
+            return self.inner(x, **kwargs)
+
+    layer, x = make(), array(1, 3, 8)
+    before = layer(x)
+    layer.query, layer.out = Plain(layer.query), Plain(layer.out)
+    assert jnp.array_equal(layer(x), before)
+    layer.out = Named(layer.out.inner)
+    with jax.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        assert jnp.array_equal(layer(x, out_sharding=jax.P()), before)
+
+
 def test_strict_promotion_and_rank_settings_are_respected():
     """Neither dtypes nor ranks are promoted behind the user's back."""
     rope = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
