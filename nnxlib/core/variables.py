@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy as copy_lib
 import itertools
 import operator
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
@@ -271,6 +272,9 @@ class Variable(Identified, Generic[A]):
             metadata = {args[0]: args[1], **metadata}
         replace = len(args) == 1
         self._replace_metadata({**(args[0] if replace else self._metadata), **canonical(metadata)})
+
+    # What flax.nnx calls it inside, and published code reads; here a view, for metadata is never edited in place.
+    _var_metadata = property(lambda self: types.MappingProxyType(self._metadata))
 
     def has_metadata(self, name: str) -> bool:
         return name in self._metadata

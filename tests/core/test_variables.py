@@ -470,6 +470,16 @@ def test_get_metadata_is_a_copy():
     assert v.a == 1
 
 
+def test_metadata_under_the_name_that_pipelines_read_is_a_view():
+    """Code that takes a State apart into lists makes each Variable again from its class and these."""
+    variable = nnx.Param(jnp.ones(2), out_sharding=("data",), layer="first")
+    again = type(variable)(variable.value, **dict(variable._var_metadata))
+    assert again.get_metadata() == variable.get_metadata() == variable._var_metadata
+    for x in (variable, nnx.Param(1.0)):  # a write would not be noticed, so it is refused
+        with pytest.raises(TypeError):
+            x._var_metadata["layer"] = "second"
+
+
 def test_missing_metadata_cannot_be_deleted():
     """del_metadata of an unknown name raises, naming it."""
     v = nnx.Param(0.0)
