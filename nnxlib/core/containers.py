@@ -18,7 +18,9 @@ from .finding import reachable
 from .objects import (
     CONTAINERS,
     SLOTS,
+    AttributeView,
     HasAttributes,
+    HasDict,
     Node,
     adopt,
     attributes_of,
@@ -214,7 +216,28 @@ for _name, _adopted in {
     setattr(List, _name, _reporting(_name, getattr(list, _name), _adopted))
 
 
-class Dict(dict[str, A], Node):
+class ItemView(AttributeView):
+    """What ``vars()`` of a Dict returns: a view of the items, whatever a subclass makes of ``in`` and ``[]``."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return dict.__getitem__(self._node, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        Dict.__setitem__(self._node, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        Dict.__delitem__(self._node, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self._node)
+
+    def __len__(self) -> int:
+        return dict.__len__(self._node)
+
+
+class Dict(dict[str, A], HasDict, Node):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
     """A dict of Modules, Variables, arrays or static values, whose changes are seen; items are attributes too.
 
     >>> import nnxlib as nnx
@@ -224,7 +247,7 @@ class Dict(dict[str, A], Node):
     (['policy', 'value_head'], 1.0)
     """
 
-    __slots__ = ("__weakref__", *SLOTS)
+    __slots__ = SLOTS
 
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
@@ -240,7 +263,7 @@ class Dict(dict[str, A], Node):
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping; the items are the attributes
-        return self
+        return ItemView(self)
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *[key for key in self if isinstance(key, str)]})

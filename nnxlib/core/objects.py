@@ -271,14 +271,14 @@ def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | Non
 # --- Pytree ---------------------------------------------------------------------------------------------------------
 
 
-class _HasDict:
-    """Owns the real ``__dict__``, so that HasAttributes can have a checked view of it under that name."""
+class HasDict:
+    """Owns the real ``__dict__``, so that subclasses can have a checked view under that name, and theirs inherit it."""
 
     __slots__ = ("__dict__", "__weakref__")
 
 
-attributes_of: Any = vars(_HasDict)["__dict__"].__get__  # (node) -> its attributes
-_set_attributes: Any = vars(_HasDict)["__dict__"].__set__  # (node, its attributes)
+attributes_of: Any = vars(HasDict)["__dict__"].__get__  # (node) -> its attributes
+_set_attributes: Any = vars(HasDict)["__dict__"].__set__  # (node, its attributes)
 
 
 class AttributeView(MutableMapping):
@@ -286,7 +286,7 @@ class AttributeView(MutableMapping):
 
     __slots__ = ("_node",)
 
-    def __init__(self, node: HasAttributes):
+    def __init__(self, node: Any):
         self._node = node
 
     def __getitem__(self, name: str) -> Any:
@@ -307,7 +307,7 @@ class AttributeView(MutableMapping):
         return len(attributes_of(self._node))
 
     def copy(self) -> dict[str, Any]:
-        return dict(attributes_of(self._node))
+        return dict(self)
 
     def __or__(self, other: Any) -> dict[str, Any]:
         return {**self, **other}
@@ -316,7 +316,7 @@ class AttributeView(MutableMapping):
         return {**other, **self}
 
     def __repr__(self) -> str:
-        return repr(attributes_of(self._node))
+        return repr(dict(self))
 
 
 def _lookup(cls: type, name: str) -> Any:
@@ -344,7 +344,7 @@ def _watched(method: Callable, name: str) -> Callable:
     return wrapper
 
 
-class HasAttributes(Node, _HasDict):
+class HasAttributes(Node, HasDict):
     """A node whose attributes are checked and noted when they change: the base class of Pytree and List."""
 
     __slots__ = ()
@@ -500,7 +500,7 @@ Object = Pytree
 def _slot_names(cls: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
-        if base not in (Pytree, HasAttributes, _HasDict, Node, object):
+        if base not in (Pytree, HasAttributes, HasDict, Node, object):
             slots = base.__dict__.get("__slots__", ())
             names = [slots] if isinstance(slots, str) else list(slots)
             found += [_mangled(name, base) for name in names if name not in ("__dict__", "__weakref__")]

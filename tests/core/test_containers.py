@@ -682,6 +682,45 @@ def test_a_declared_list_that_contains_itself():
     assert m.items[1] is m.items
 
 
+def test_vars_in_a_subclass_of_dict():
+    """A subclass may say what is in it by what its attributes are."""
+
+    class Table(nnx.Dict):
+        def __contains__(self, key):
+            return key in vars(self) and not key.startswith("_")
+
+        def __getitem__(self, key):
+            return vars(self)[key.lower()]
+
+    table = Table({"head": nnx.Param(1.0), "_hidden": 2})
+    table.tail = 3
+    assert [key in table for key in ("head", "tail", "_hidden", "other")] == [True, True, False, False]
+    assert table["HEAD"] is table.head
+    vars(table)["tail"] = 4
+    assert table.tail == 4
+    assert {**vars(table)} == vars(table).copy() == {"head": table.head, "_hidden": 2, "tail": 4}
+    del vars(table)["tail"]
+    for again in (
+        nnx.clone(table),
+        nnx.merge(*nnx.split(table)),
+        copy.deepcopy(table),
+        nnx.jit(lambda t: t)(table),
+    ):
+        assert type(again) is Table
+        assert sorted(vars(again)) == ["_hidden", "head"]
+    calls = []
+
+    @nnx.jit
+    def count(table):
+        calls.append(len(vars(table)))
+        return len(vars(table))
+
+    assert count(table) == count(table) == 2
+    vars(table)["more"] = 5  # noticed, as any change of a Dict
+    assert count(table) == 3
+    assert len(calls) == 2
+
+
 def test_vars_of_a_dict_are_its_items():
     """Code that looks at `vars` of whatever `iter_modules` yields comes upon Dicts, too."""
     d = nnx.Dict(head=nnx.Param(1.0), size=3)
