@@ -1,7 +1,7 @@
 """Finding objects without a table: everything below an object, and the path by which running code reaches one.
 
 The search asks classes for ``_nnx_children`` and knows nothing else of nodes and Variables, which use it for their own
-messages.
+messages; and so they do the advice on the transform that refuses a write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from .errors import PathError, format_path
-from .tracing import is_users
+from .tracing import enclosing_transform, is_users
 from .traversals import path_key, sorted_keys
 
 
@@ -40,6 +40,33 @@ def locate(target: Any, skip: int = 1) -> str | None:
             if node is target and (path or name != "self"):
                 return format_path(path, type(value).__name__ if name == "self" else name)
     return None
+
+
+def how_to_pass(what: str) -> str:
+    """How the transform that is running could carry out a change of an object, for an error message."""
+    transform = enclosing_transform()
+    if transform == "nnx":
+        return _FURTHER_ARGUMENT.format(what=what)
+    if transform in (None, "jax"):
+        return _IN_PLACE_OF_JIT.format(what=what)
+    name = transform.rpartition(".")[2]
+    return _IN_PLACE_OF.format(what=what, raw=transform, lifted="nnx.remat" if name == "checkpoint" else f"nnx.{name}")
+
+
+_FURTHER_ARGUMENT = """\
+Pass {what} as a further argument: only nnx.jit carries out changes of what its function closes over.
+
+    nnx.grad(lambda model: loss(model, other))(model)    # changes `other`, which is closed over: refused
+    nnx.grad(loss)(model, other)                         # allowed; the gradient is that of the first argument alone"""
+
+_IN_PLACE_OF = """\
+Use {lifted} in place of {raw}, and pass it {what} as an argument: changes of arguments are carried out."""
+
+_IN_PLACE_OF_JIT = """\
+Pass {what} as an argument of the transformed function and use the nnxlib transform, which carries changes out:
+
+    jax.jit(lambda x: model(x))(x)            # writes to a closed-over model: refused
+    nnx.jit(lambda model, x: model(x))(model, x)    # the change is part of the result"""
 
 
 def reachable(

@@ -343,8 +343,8 @@ def _refusal(layout: Layout, node: Any, row: int, what: str) -> errors.TraceCont
 _REFUSED = """\
 Cannot write {what} of the {kind} at {where}: the object was made outside of the JAX transformation that is running, \
 so a traced value would outlive its trace. Nothing has been written.
-Pass the outer object as an argument through an nnxlib transform all the way (nnx.jit instead of jax.jit), or make the \
-call read-only (for example `model.eval()`)."""
+Pass the object as an argument to every transform around this one too, and use those of nnxlib (nnx.jit instead of \
+jax.jit, nnx.scan instead of jax.lax.scan), or make the call read-only (for example `model.eval()`)."""
 
 
 def _what_changed(row: Row) -> str:

@@ -28,7 +28,7 @@ import jax
 from . import errors
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
 from .data import DECLARED, declares, explicit_mark, is_array, is_data, mark_of, undeclared
-from .finding import locate
+from .finding import how_to_pass, locate
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
@@ -198,14 +198,17 @@ def check_writable(node: Any, what: str) -> None:
             notice(node, node._nnx_trace)
         path = locate(node, skip=3)
         where = f"{type(node).__name__} at {path}" if path else f"a {type(node).__name__}"
-        raise errors.TraceContextError(_CROSS_TRACE.format(kind=type(node).__name__, what=what, where=where))
+        kind = type(node).__name__
+        remedy = how_to_pass(f"this {kind}")
+        raise errors.TraceContextError(_CROSS_TRACE.format(kind=kind, what=what, where=where, remedy=remedy))
 
 
 _CROSS_TRACE = """\
 Cannot mutate '{kind}' from different trace level: to {what} of {where} inside a JAX transformation that the object \
 was not passed to would let a traced value outlive its trace.
-Pass the object as an argument of the transformed function and use the nnxlib transform (nnx.jit(lambda model, x: \
-model(x))(model, x)), which carries changes out; or make the object inside the function."""
+{remedy}
+
+Or make the object inside the function."""
 
 # --- lists and dicts ------------------------------------------------------------------------------------------------
 

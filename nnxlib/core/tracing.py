@@ -203,6 +203,37 @@ def level_of_user() -> int:
     return level
 
 
+_LIFTING = os.path.join(_PACKAGE, "transforms", "")
+
+
+def enclosing_transform() -> str | None:
+    """The innermost transform around the code: ``"nnx"`` for one of nnxlib, else its name, such as ``"jax.lax.scan"``.
+
+    ``"jax"`` if it is one of JAX whose name cannot be told, None if there is none. It is read from the frames, so for
+    error messages alone.
+    """
+    frame, names = sys._getframe(1), []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_JAX) and not file.endswith("tree_util.py"):
+            # a function that is returned, as in ``jax.grad(f)(x)``, tells by its qualified name what has made it
+            names.append(frame.f_code.co_qualname.partition(".")[0].lstrip("_"))
+        elif names:
+            break
+        elif file.startswith(_LIFTING):
+            return "nnx"
+        frame = frame.f_back
+    places = {"jax.": jax, "jax.lax.": jax.lax}
+    known = [place + name for name in names if name in _NAMED for place in places if hasattr(places[place], name)]
+    return known[-1] if known else "jax" if names else None
+
+
+_NAMED = """
+    grad value_and_grad vmap pmap scan while_loop fori_loop cond switch checkpoint vjp jvp linearize jacfwd jacrev
+    hessian eval_shape make_jaxpr shard_map
+""".split()
+
+
 def hide_frames(error: BaseException) -> None:
     """Remove the frames of nnxlib and JAX from the traceback of an error that is about to reach the user.
 

@@ -30,7 +30,7 @@ import numpy as np
 from . import errors
 from .cells import Cell, TracedCell, new_cell
 from .closures import Watch, notice
-from .finding import locate
+from .finding import how_to_pass, locate
 from .metadata import AXIS_NAMES, HOOKS, VariableMetadata, as_hooks, canonical, name_axis, unname_axis
 from .pickling import exportable
 from .placement import placed
@@ -204,7 +204,8 @@ class Variable(Identified, Generic[A]):
                 notice(self, trace)
             if self.ref and isinstance(self._cell.value, jax.Ref):
                 return
-            raise errors.TraceContextError(_CROSS_TRACE.format(where=self._where(), kind=type(self).__name__))
+            remedy = how_to_pass(f"the object that holds this {type(self).__name__}")
+            raise errors.TraceContextError(_CROSS_TRACE.format(where=self._where(), remedy=remedy))
 
     # The value as stored, without hooks or checks, for the library itself.
     _value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
@@ -662,13 +663,9 @@ _add_operators()
 _CROSS_TRACE = """\
 Cannot write to {where} from inside a JAX transformation that it was not passed to: the new value would outlive its \
 trace.
-Pass the object that holds this {kind} as an argument of the transformed function and use the nnxlib transform, which \
-carries changes out:
+{remedy}
 
-    jax.jit(lambda x: model(x))(x)            # writes to a closed-over model: refused
-    nnx.jit(lambda model, x: model(x))(model, x)    # the change is part of the result
-
-or make the computation read-only (for example `model.eval()`), or split it: `nnx.merge` inside makes a fresh object."""
+Or make the computation read-only (for example `model.eval()`), or split it: `nnx.merge` inside makes a fresh object."""
 
 # --- pytree registration ------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import gc
 import math
 import operator
 import pickle
+import re
 import threading
 import weakref
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import nnxlib as nnx
 from nnxlib.core.tables import table_of
@@ -686,6 +688,52 @@ def test_the_refusal_says_what_to_do():
         nnx.TraceContextError, match=r"(?s)Pass the object.*nnx\.jit\(lambda model, x: model\(x\)\)\(model, x\)"
     ):
         jax.jit(lambda x: v.set_value(x))(1.0)
+
+
+RAW = {
+    "jax.lax.scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones(2)),
+    "jax.lax.map": lambda f: jax.lax.map(f, jnp.ones(2)),
+    "jax.lax.fori_loop": lambda f: jax.lax.fori_loop(0, 2, lambda i, x: f(x), 1.0),
+    "jax.lax.while_loop": lambda f: jax.lax.while_loop(lambda x: x < 1, f, 1.0),
+    "jax.lax.cond": lambda f: jax.lax.cond(True, f, lambda x: x, 1.0),
+    "jax.lax.switch": lambda f: jax.lax.switch(jnp.array(1), [lambda x: x, f], 1.0),
+    "jax.checkpoint": lambda f: jax.checkpoint(f)(1.0),
+    "jax.grad": lambda f: jax.grad(f)(1.0),
+    "jax.vmap": lambda f: jax.vmap(f)(jnp.ones(2)),
+    "jax.shard_map": lambda f: jax.shard_map(f, mesh=jax.make_mesh((1,), ("x",)), in_specs=P(), out_specs=P())(1.0),
+}
+
+
+@pytest.mark.parametrize("inside", [lambda f: f(), lambda f: nnx.jit(f)()], ids=["eager", "nnx.jit"])
+@pytest.mark.parametrize("name", RAW)
+def test_the_refusal_names_the_counterpart_of_a_raw_transform(name, inside):
+    """Under `jax.lax.scan` it says nnx.scan, and so on, also where an nnxlib transform is around that."""
+    v = nnx.Param(jnp.zeros(()))
+    instead = {"jax.checkpoint": "nnx.remat", "jax.lax.map": "nnx.scan"}.get(name, f"nnx.{name.rpartition('.')[2]}")
+    shown = "jax.lax.scan" if name == "jax.lax.map" else name
+    text = re.escape(f"Use {instead} in place of {shown}, and pass it the object that holds this Param as an argument")
+    with pytest.raises(nnx.TraceContextError, match=text):
+        inside(lambda: RAW[name](lambda x: (v.set_value(v + x), x)[1]))
+
+
+LIFTED = {
+    "grad": lambda f: nnx.grad(f)(1.0),
+    "vmap": lambda f: nnx.vmap(f)(jnp.ones(2)),
+    "scan": lambda f: nnx.scan(lambda c, x: (c, f(x)))(0.0, jnp.ones(2)),
+    "cond": lambda f: nnx.cond(True, f, lambda x: x, 1.0),
+    "while_loop": lambda f: nnx.while_loop(lambda x: x < 1, f, 1.0),
+    "remat": lambda f: nnx.remat(f)(1.0),
+}
+
+
+@pytest.mark.parametrize("inside", [lambda f: f(), lambda f: nnx.jit(f)()], ids=["eager", "nnx.jit"])
+@pytest.mark.parametrize("lifted", LIFTED.values(), ids=LIFTED)
+def test_the_refusal_in_an_nnxlib_transform_asks_for_a_further_argument(lifted, inside):
+    """Where the transform is nnxlib's already, it does not say to use that of nnxlib."""
+    v = nnx.Param(jnp.zeros(()))
+    with pytest.raises(nnx.TraceContextError, match=r"(?s)Param as a further.*nnx\.grad\(loss\)") as error:
+        inside(lambda: lifted(lambda x: (v.set_value(v + x), x)[1]))
+    assert "jax.jit" not in str(error.value)
 
 
 def test_trace_context_error_is_a_value_error():
