@@ -190,6 +190,15 @@ def describe_nested(value: Any, depth: int = 3) -> str:
 _ITEMS = 8
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things.
+
+    >>> counted(1, 'argument'), counted(2, 'argument'), counted(0, 'entry', 'entries')
+    ('1 argument', '2 arguments', '0 entries')
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def listed(head: str, problems: Sequence[str], tail: str = "") -> str:
     """A message with a line for each problem; if there are very many, for the first of them.
 

@@ -67,6 +67,18 @@ def to_predicate(filter: Filter, /) -> FilterObject:
     )
 
 
+def shown(filter: Filter, /) -> str:
+    """A filter as a user writes it.
+
+    >>> import nnxlib as nnx
+    >>> [shown(filter) for filter in (nnx.Param, ..., (nnx.Param, 'head'))]
+    ['Param', '...', "(Param, 'head')"]
+    """
+    if isinstance(filter, tuple | list):
+        return f"({', '.join(map(shown, filter))})"
+    return filter.__name__ if isinstance(filter, type) else "..." if filter is ... else repr(filter)
+
+
 def filters_to_predicates(filters: Sequence[Filter], /) -> tuple[FilterObject, ...]:
     """Spell out a sequence of filters of which the first match counts.
 
@@ -77,10 +89,10 @@ def filters_to_predicates(filters: Sequence[Filter], /) -> tuple[FilterObject, .
     total = [filter is ... or filter is True for filter in filters]
     if True in total and not all(total[total.index(True) :]):
         index = total.index(True)
-        shown = "..." if filters[index] is ... else "True"
         raise FilterOrderError(
             "`...` or `True` can only be used as the last filters, because they take everything, but "
-            f"`{shown}` is filter {index + 1} of {len(filters)}. Move it to the end, or remove the filters behind it."
+            f"`{shown(filters[index])}` is filter {index + 1} of {len(filters)}. Move it to the end, or remove the filters "
+            "behind it."
         )
     return tuple([to_predicate(filter) for filter in filters])
 

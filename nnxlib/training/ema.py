@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 from ..core.data import Static
 from ..core.errors import ArgumentError, EmptySelectionError, describe, format_path
-from ..core.filters import Filter
+from ..core.filters import Filter, shown
 from ..core.graph import build, pack
 from ..core.objects import Node, Pytree
 from ..core.ops import state
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
 from ..core.tracing import boundary
 from ..core.variables import Variable
-from .stored import matched, set_values, shown, without_aliases
+from .stored import matched, set_values, without_aliases
 
 A = TypeVar("A")
 

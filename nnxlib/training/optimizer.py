@@ -33,8 +33,16 @@ import jax.numpy as jnp
 from jax.tree_util import DictKey, tree_map_with_path
 
 from ..core.data import Static
-from ..core.errors import ArgumentError, EmptySelectionError, StateMismatchError, describe, format_path, listed
-from ..core.filters import Filter
+from ..core.errors import (
+    ArgumentError,
+    EmptySelectionError,
+    StateMismatchError,
+    describe,
+    describe_nested,
+    format_path,
+    listed,
+)
+from ..core.filters import Filter, shown
 from ..core.objects import Node, Pytree, attributes_of, structure_changed
 from ..core.ops import state, update
 from ..core.placement import placed
@@ -42,7 +50,7 @@ from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
 from ..core.variables import MISSING, Param, Variable, as_stored
 from ..core.variables import raw_value as plain
-from .stored import flat, is_variable, matched, set_values, shown, without_aliases
+from .stored import flat, is_variable, matched, set_values, without_aliases
 
 M = TypeVar("M")
 A = TypeVar("A")
@@ -188,12 +196,16 @@ class Optimizer(Pytree, Generic[M]):
         try:
             return self._step(model, trained, gradients, extra, _without_variables)
         except (TypeError, ValueError) as error:
-            self._check_state(trained)
+            try:
+                self._check_state(trained, model)
+            except StateMismatchError as of_state:
+                raise of_state from None
             if misfit is not None:
                 raise misfit from None
             with suppress(TypeError, ValueError):
                 return self._step(model, trained, gradients, extra, lambda tree: _as_variables(tree, trained))
-            if isinstance(error, TypeError) and (not extra or any(map(callable, extra.values()))):
+            lacks = "required keyword-only argument" in str(error)
+            if isinstance(error, TypeError) and (lacks or any(map(callable, extra.values()))):
                 error.add_note(_EXTRA)
             raise
 
@@ -216,7 +228,7 @@ class Optimizer(Pytree, Generic[M]):
             raise StateMismatchError(listed(_OTHER_SHAPES, lines, _RETURN_ONE_EACH))
         new_kept = without_aliases(_like(kept_structure, new_state), moved)
         if _shapes(new_kept) != _shapes(old):  # a moment of size 1 is broadcast to any parameter
-            self._check_state(trained)
+            self._check_state(trained, model)
         for variable in (self.step, *kept):
             variable.check_writable()
         apart = [_place_of(_boxed(x)) for x in params if _is_apart(x)]
@@ -228,11 +240,16 @@ class Optimizer(Pytree, Generic[M]):
         self.step.set_raw_value(plain(self.step) + 1)
         return updates
 
-    def _check_state(self, params: State) -> None:
+    def _check_state(self, params: State, model: Any) -> None:
         """Raise StateMismatchError if the state is not one for these parameters."""
         made = to_opt_state(jax.eval_shape(self.tx.init, params))
         expected = dict(to_flat_state(state({"opt_state": made})))
-        matched(state({"opt_state": self.opt_state}), expected, (), _CHANGED, _MAKE_A_NEW_ONE)
+        kept = state({"opt_state": self.opt_state})
+        remedy, ends = _MAKE_A_NEW_ONE, [path for path, _ in to_flat_state(kept)]
+        for path, x in to_flat_state(state(model)):
+            if not is_variable(x) and any(end[-len(path) :] == path for end in ends):
+                remedy = _PLAIN.format(path=format_path(path))
+        matched(kept, expected, (), _CHANGED, remedy)
 
     def _gradients(self, grads: Any, params: State, model: Any) -> tuple[State, StateMismatchError | None]:
         """The State of the gradients of the trained Variables, as plain values; if it is one of many examples, also the
@@ -244,6 +261,9 @@ class Optimizer(Pytree, Generic[M]):
         try:
             found = matched(grads, expected, untrained, head, _DIFFERENTIATE)
         except StateMismatchError as error:
+            misfit = _not_unpacked(grads)
+            if misfit is not None:
+                raise misfit from None
             misfit = error
             try:
                 found = matched(grads, _of_examples(expected, grads), untrained, head, _DIFFERENTIATE)
@@ -297,6 +317,9 @@ _CHANGED = "The state of this optimizer does not fit the parameters of the model
 _MAKE_A_NEW_ONE = """\
 If the model was given other parameters after the optimizer was made, make a new one: nnx.Optimizer(model, tx, \
 wrt=...)."""
+_PLAIN = """\
+{path} is a plain array now, which is not trained: assign to its value, `model.{path}.value = ...`, or set it to an \
+nnx.Param."""
 _DIFFERENTIATE = """\
 Pass what nnx.grad returns for this model; what is trained is differentiated by argnums=nnx.DiffState(0, wrt)."""
 
@@ -352,6 +375,21 @@ def _shape(variable: Variable) -> tuple[int, ...] | None:
 def _out_of_ref(variable: Variable) -> Variable:
     """A Variable with the value as JAX takes it, and metadata that say where it is kept."""
     return type(variable).from_metadata(plain(variable), variable.get_metadata())
+
+
+def _not_unpacked(grads: Any) -> StateMismatchError | None:
+    """The error for what was passed in place of the gradients, if it shows what was meant."""
+    if isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[1], State):
+        return StateMismatchError(
+            f"Optimizer.update takes gradients, but got a tuple {describe_nested(grads)}, as of nnx.value_and_grad. "
+            "Unpack it: loss, grads = nnx.value_and_grad(loss_fn)(model)."
+        )
+    if callable(grads) and not isinstance(grads, Node | Variable):
+        return StateMismatchError(
+            f"Optimizer.update takes gradients, but got the function {getattr(grads, '__name__', grads)}. Call it: "
+            "grads = nnx.grad(loss_fn)(model)."
+        )
+    return None
 
 
 def _trained(model: Any, wrt: Filter) -> State:

@@ -9,7 +9,6 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.differences import leaf_differences, refuse
-from ..core.filters import Filter
 from ..core.objects import Node
 from ..core.ops import state
 from ..core.state import FlatState, from_flat_state
@@ -23,11 +22,6 @@ Path = tuple[Any, ...]
 
 def is_variable(value: Any) -> bool:
     return isinstance(value, Variable)
-
-
-def shown(filter: Filter) -> str:
-    """A filter as a user writes it."""
-    return filter.__name__ if isinstance(filter, type) else "..." if filter is ... else repr(filter)
 
 
 def flat(tree: Any) -> tuple[list[Any], Any]:

@@ -197,7 +197,8 @@ class Crossing:
 
     def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[Delta, tuple[int, ...]]:
         """The Delta with the names of stacked axes, and the lane of each leaf that comes back."""
-        found = labels_after(labels, layout, after, broadcast_prefix(self.out_prefix, out, "out prefix"))
+        name = "out_shardings or out_specs" if self.axis_name is MISSING else "out_axes"
+        found = labels_after(labels, layout, after, broadcast_prefix(self.out_prefix, out, name))
         delta = after.delta
         if self.axis_name is not MISSING:
             found = stack_recorded(found, layout, after)

@@ -16,8 +16,8 @@ from typing import Any
 import jax.tree_util as jtu
 
 from ..core.data import is_node
-from ..core.errors import PrefixError, describe_nested, format_path
-from ..core.filters import Filter, PathIn, filters_to_predicates
+from ..core.errors import PrefixError, counted, describe_nested, format_path
+from ..core.filters import Filter, FilterObject, PathIn, filters_to_predicates, shown
 from ..core.graph import pack
 from ..core.state import State, from_flat_state, map_state, to_flat_state
 from ..core.traversals import path_key
@@ -86,7 +86,7 @@ class PrefixMapping(Mapping):
         return hash((type(self), self._predicates))
 
     def __repr__(self) -> str:
-        entries = ", ".join(f"{key!r}: {label!r}" for key, label in self._items)
+        entries = ", ".join(f"{shown(key)}: {label!r}" for key, label in self._items)
         return f"{type(self).__name__}({{{entries}}})"
 
 
@@ -195,7 +195,8 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
     """The entry of ``prefix`` for each node and leaf of ``tree``.
 
     Raises:
-      PrefixError: if ``prefix`` is not a prefix of ``tree``; ``name`` is what the user calls it.
+      PrefixError: if ``prefix`` is not a prefix of ``tree``; ``name`` is what the user calls it, and begins with "in"
+        for that of the arguments.
     """
     entries: list[Any] = []
 
@@ -205,17 +206,22 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
     try:
         jtu.tree_map(expand, prefix, tree, is_leaf=_is_entry)
     except ValueError as error:
-        both = isinstance(prefix, tuple | list) and isinstance(tree, tuple | list) and len(prefix) != len(tree)
-        problem = str(error).removesuffix(".")
-        if both:
-            problem = f"it has {len(prefix)} entries for {len(tree)} values"
-        elif isinstance(prefix, tuple | list):
-            problem = f"it has {len(prefix)} entries for one value, {describe_nested(tree)}"
-        raise PrefixError(
-            f"{name}={prefix!r} does not fit the values it describes: {problem}. Give one label for all, or the same "
-            "tuples, lists and dicts as the values, down to some level."
-        ) from None
+        is_count, several = isinstance(prefix, tuple | list), isinstance(tree, tuple | list)
+        if is_count and not (several and len(prefix) == len(tree)):
+            problem = f"has {counted(len(prefix), 'entry', 'entries')}, but {_described(name, tree, several)}. "
+        else:
+            problem = f"does not fit the values it describes: {str(error).removesuffix('.')}. "
+        raise PrefixError(f"{name}={prefix!r} {problem}{_LIKE_THE_VALUES}") from None
     return entries
+
+
+_LIKE_THE_VALUES = "Give one label for all, or the same tuples, lists and dicts as the values, down to some level."
+
+
+def _described(name: str, tree: Any, several: bool) -> str:
+    if name.startswith("in"):
+        return f"the function was called with {counted(len(tree), 'positional argument')}"
+    return f"there are {len(tree)} values" if several else f"there is one value, {describe_nested(tree)}"
 
 
 def same_entries(entry: Any, tree: Any) -> list[Any]:
@@ -254,15 +260,24 @@ def prefix_key(prefix: Any) -> tuple:
 
 
 def refuse_nodes(prefix: Any, name: str) -> None:
-    """Check that there is no Module or Variable in a prefix, which the user calls ``name``.
+    """Check that there is no Module, Variable or dict of filters in a prefix, which the user calls ``name``.
 
     Raises:
       PrefixError: if there is one.
     """
-    for x in jtu.tree_leaves(prefix, is_leaf=is_node):
+    for x in jtu.tree_leaves(prefix, is_leaf=lambda x: is_node(x) or _has_filters(x)):
+        if _has_filters(x):
+            entries = ", ".join(f"{shown(key)}: {label!r}" for key, label in x.items())
+            mapping = "StateSharding" if name.endswith("shardings") else "StateAxes"
+            raise PrefixError(f"{name} has a dict of filters in it. Write nnx.{mapping}({{{entries}}}).")
         if is_node(x):
             kind = "Variables" if isinstance(x, Variable) else "Graph nodes"
             raise PrefixError(
                 f"{name} has a {type(x).__name__} in it. {kind} are not allowed as prefixes: give one label for all of "
                 "an object, or one for each filter (nnx.StateAxes, nnx.prefix)."
             )
+
+
+def _has_filters(x: Any) -> bool:
+    """Whether this is a dict with filters for keys; JAX could not sort several of them."""
+    return type(x) is dict and any(key is ... or isinstance(key, type | FilterObject) for key in x)

@@ -140,6 +140,8 @@ def looped(
     """
     function, bound, bound_kwargs = resolve(f)
     name = axis_name_in(transform_metadata)
+    check_axes(in_axes, "in_axes", "scan", Carry)
+    check_axes(out_axes, "out_axes", "scan", Carry)
     in_axes = (Carry,) if in_axes is Carry else in_axes
     place = _place_of_carry(in_axes, "in_axes")
     out_place = _place_of_carry(out_axes, "out_axes")
@@ -315,7 +317,6 @@ def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
         raise PrefixError(
             f"{name}={axes!r} may have nnx.Carry for one whole argument; inside of a Module use nnx.StateAxes."
         )
-    check_axes(axes, name, "scan", Carry)
     return (places[0],) if places else None
 
 
@@ -358,12 +359,18 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
     if [path for path, _ in before] == [path for path, _ in after]:
         replaced = successors(layout, body, pairs, functools.partial(_is_stacked, labels))
     if replaced is None and before != after:
+        first = [path[1:] for path, _ in after if path[:1] == (0,)]
+        if out_place == () and len(after) >= len(first) == len(before) and first == [path for path, _ in before]:
+            raise BodyError(_CARRY_ALONE)
         raise BodyError(listed(_OTHER_CARRY, what_became(layout, dict(before), dict(after), "carry"), _RETURN))
     refuse_written(layout, body, replaced or {}, "body of scan")
     return replaced or {}
 
 
 _OTHER_CARRY = "The carry of scan must come out with the structure, and the objects, that went in:"
+_CARRY_ALONE = """\
+The body of scan returned a tuple that begins with the carry. With out_axes=nnx.Carry it must return the carry alone; \
+for (carry, y), pass out_axes=(nnx.Carry, 0)."""
 _RETURN = """\
 Return the same pytree with the same objects in the same places, changed in place, or new ones of the same structure \
 that take their places."""

@@ -333,6 +333,49 @@ def test_gradients_without_the_model():
         optimizer.update(gradients(Net()))
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda f, m: nnx.value_and_grad(f)(m), r"got a tuple \(float32\[\], State\).* Unpack it: loss, grads = "),
+        (lambda f, m: nnx.grad(f), r"got the function sum_of\. Call it: grads = nnx\.grad\(loss_fn\)\(model\)"),
+    ],
+)
+def test_what_is_not_yet_a_gradient(given, message):
+    """A loss with gradients, and a function that would compute them."""
+
+    def sum_of(model):
+        return model(jnp.ones((1, 2))).sum()
+
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(StateMismatchError, match=message):
+        nnx.Optimizer(model, optax.sgd(0.1)).update(model, given(sum_of, model))
+
+
+def test_a_parameter_that_became_an_array():
+    """The message names the attribute, and is not preceded by the error of optax."""
+    model = nnx.Dict(layer=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1))
+    model.layer.kernel = jnp.ones((2, 3))
+    grads = nnx.grad(lambda model: model.layer(jnp.ones((1, 2))).sum())(model)
+    with pytest.raises(
+        StateMismatchError, match=r"layer\.kernel is a plain array now, .*model\.layer\.kernel\.v"
+    ) as error:
+        optimizer.update(model, grads)
+    assert error.value.__suppress_context__
+
+
+def test_the_note_on_line_searches_is_for_these():
+    """It is added where an argument is missing, and not where something else is wrong."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    with pytest.raises(TypeError, match="missing 3 required keyword-only") as error:
+        nnx.Optimizer(model, optax.lbfgs()).update(model, grads)
+    assert "value_fn=loss_of" in error.value.__notes__[0]
+    with pytest.raises(TypeError) as error:
+        nnx.Optimizer(model, optax.sgd("0.1")).update(model, grads)
+    assert not any("value_fn" in note for note in getattr(error.value, "__notes__", ()))
+
+
 def test_a_transformation_whose_updates_have_other_shapes():
     """It is refused with the paths, and nothing is changed."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))

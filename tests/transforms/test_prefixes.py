@@ -35,7 +35,7 @@ def test_a_mapping_is_a_mapping():
     prefix = PrefixMapping({nnx.Param: 0, ...: None})
     assert list(prefix) == list(prefix.filters) == [nnx.Param, ...]
     assert (len(prefix), prefix[nnx.Param], prefix[...], prefix.labels) == (2, 0, None, (0, None))
-    assert repr(prefix) == "PrefixMapping({<class 'nnxlib.core.variables.Param'>: 0, Ellipsis: None})"
+    assert repr(prefix) == "PrefixMapping({Param: 0, ...: None})"
     with pytest.raises(KeyError):
         prefix[nnx.Cache]
 
@@ -97,6 +97,24 @@ def test_objects_are_no_prefixes(transform):
         transform(lambda m: None, in_axes=0, out_axes=nnx.Param(0))
 
 
+FILTERS = {nnx.Param: 0, ...: None}
+
+
+@pytest.mark.parametrize("transform", [nnx.vmap, nnx.scan, nnx.transform_metadata])
+@pytest.mark.parametrize("name", ["in_axes", "out_axes"])
+def test_a_dict_of_filters_is_no_prefix(transform, name):
+    """It says how to write the labels by filter."""
+    with pytest.raises(PrefixError, match=rf"^{name} has a dict of .* Write nnx\.StateAxes\(\{{Param: 0, \.\.\.: None"):
+        transform(lambda m: None, **{"in_axes": 0, "out_axes": 0, name: (FILTERS, 0)})
+
+
+def test_a_dict_of_filters_is_no_sharding():
+    with pytest.raises(
+        PrefixError, match=r"in_shardings has a dict .* nnx\.StateSharding\(\{Param: 0, \.\.\.: None\}\)"
+    ):
+        nnx.jit(lambda m: None, in_shardings=(FILTERS,))
+
+
 # --- broadcasting ---------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +148,7 @@ def test_what_holds_no_leaf_needs_no_label():
 @pytest.mark.parametrize("prefix", [(0, 1), (0, 1, 2, 3), [0, 1, 2], (0, 1, {"other": 0})])
 def test_a_prefix_that_does_not_fit(prefix):
     """The error says what the prefix is called and what to write."""
-    with pytest.raises(PrefixError, match=r"(?s)^in_axes=.*does not fit.*Give one label for all"):
+    with pytest.raises(PrefixError, match=r"(?s)^in_axes=.*(does not fit|has \d entries, but).*Give one label for all"):
         broadcast_prefix(prefix, (Net(), 1.0, {"k": 1.0}), "in_axes")
 
 

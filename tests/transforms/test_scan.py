@@ -558,7 +558,11 @@ WRONG = {
     "not a label by filter": (with_axes((nnx.StateAxes({...: "x"}), 0)), "has 'x'; scan takes an int"),
     "too many axes": (
         with_axes((None, 0, 0)),
-        "in_axes=.* does not fit the values it describes: it has 3 entries for 2 values",
+        "in_axes=.* has 3 entries, but the function was called with 2 positional arguments",
+    ),
+    "nothing to go over": (
+        lambda: nnx.scan(lambda c, x: (c, x))(XS),
+        r"in_axes=\(nnx\.Carry, 0\) has 2 entries, but the function was called with 1 positional argument\.",
     ),
     "out_axes of another structure": (with_axes((None, 0), (0, 0)), r"must return 2 values, for out_axes=\(0, 0\)"),
     "no filter takes a leaf": (
@@ -590,6 +594,15 @@ def test_wrong_axes_are_errors_that_say_what_and_where(case):
     call, message = WRONG[case]
     with pytest.raises(errors.PrefixError, match=message):
         call()
+
+
+@pytest.mark.parametrize("carry", [0.0, (0.0, {"a": 1.0}), Layer()], ids=["array", "pytree", "Module"])
+def test_a_pair_for_a_carry_alone(carry):
+    """Said as such, whatever the carry is."""
+    with pytest.raises(
+        errors.BodyError, match=r"returned a tuple that begins with the carry\. .*out_axes=\(nnx\.Carry, 0\)\."
+    ):
+        nnx.scan(lambda c, x: (c, x), out_axes=nnx.Carry)(carry, XS)
 
 
 def test_eager_calls_trace_as_often_as_jax_does():
