@@ -91,8 +91,8 @@ def filters_to_predicates(filters: Sequence[Filter], /) -> tuple[FilterObject, .
         index = total.index(True)
         raise FilterOrderError(
             "`...` or `True` can only be used as the last filters, because they take everything, but "
-            f"`{shown(filters[index])}` is filter {index + 1} of {len(filters)}. Move it to the end, or remove the filters "
-            "behind it."
+            f"`{shown(filters[index])}` is filter {index + 1} of {len(filters)}. Move it to the end, or remove the "
+            "filters behind it."
         )
     return tuple([to_predicate(filter) for filter in filters])
 

@@ -32,7 +32,7 @@ from .finding import how_to_pass, locate
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
-from .tracing import current_trace
+from .tracing import boundary, current_trace, is_own
 from .variables import MISSING, Identified, consume
 
 A = TypeVar("A")
@@ -457,6 +457,8 @@ class Pytree(HasAttributes):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         cls._nnx_slot_names = _slot_names(cls)
+        if "__init__" in vars(cls) and is_own(cls.__module__):
+            cls.__init__ = boundary(cls.__init__)  # type: ignore[method-assign]
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         items = attributes_of(self).items()

@@ -12,6 +12,7 @@ from .calls import running
 from .data import is_node
 from .errors import ArgumentError, PathError
 from .graph import pack
+from .tracing import boundary
 
 Path = tuple[Any, ...]
 
@@ -41,6 +42,7 @@ def current_path() -> Path | None:
     return None if listener is None else listener.current()
 
 
+@boundary
 def path_of(root: Any, node: Any) -> Path:
     """Return the first path of a node below ``root``, the one by which ``nnx.state(root)`` knows it.
 

@@ -234,6 +234,11 @@ _NAMED = """
 """.split()
 
 
+def is_own(module: str) -> bool:
+    """Whether a module, by its name, belongs to nnxlib."""
+    return module.startswith(_NAME)
+
+
 def hide_frames(error: BaseException) -> None:
     """Remove the frames of nnxlib and JAX from the traceback of an error that is about to reach the user.
 
@@ -255,7 +260,7 @@ def hide_frames(error: BaseException) -> None:
                 frame.f_locals["__tracebackhide__"] = True
         if mode != "tracebackhide":
             found.__traceback__ = kept
-        if type(found.__context__).__module__.startswith(_NAME) and not isinstance(found.__context__, Exception):
+        if is_own(type(found.__context__).__module__) and not isinstance(found.__context__, Exception):
             found.__context__ = None  # it ended a trace, to begin another one (CapturedObjects, AbsentInput)
         found = found.__cause__ or found.__context__
 

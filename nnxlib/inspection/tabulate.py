@@ -32,7 +32,7 @@ from ..core.ops import state
 from ..core.reprs import Size
 from ..core.rngs import Rngs, RngStream
 from ..core.state import to_flat_state
-from ..core.tracing import jaxpr_as_fun
+from ..core.tracing import boundary, jaxpr_as_fun
 from ..core.variables import RngState, Variable
 from ..transforms.abstract import eval_shape
 from ..transforms.lift import Arguments, cross
@@ -89,6 +89,7 @@ def filter_rng_streams(row: CallInfo) -> bool:
     return not issubclass(row.type, Rngs | RngStream)
 
 
+@boundary
 def tabulate(
     obj: Any,
     *input_args: Any,

@@ -27,6 +27,7 @@ from ..core.iteration import iter_children, iter_graph
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.rngs import Rngs
+from ..core.tracing import boundary
 from ..core.variables import Param, Variable
 from . import initializers
 from .dtypes import Array, Dtype, input_error, promote_dtype
@@ -251,6 +252,7 @@ _PLAIN = {adapted: plain for plain, adapted in _ADAPTED.items()}
 _MERGEABLE = (LoRA, *_PLAIN)
 
 
+@boundary
 def add_lora(
     model: Any,
     rank: int,
@@ -345,6 +347,7 @@ its kernel is {kernel}, so it is a stack of layers. Adapt what is in the stack:
     adapt(model.layers, jax.random.split(jax.random.key(0), n))"""
 
 
+@boundary
 def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
     """Add each LoRA to the kernel of its layer, and turn the layers back; the outputs stay the same up to rounding.
 

@@ -16,11 +16,13 @@ from jax import lax
 
 from ..core.errors import ArgumentError, UsageError
 from ..core.formulas import step
+from ..core.tracing import boundary
 from .dtypes import Array
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 
 
+@boundary
 def pool(
     inputs: Array,
     init: Any,
@@ -114,6 +116,7 @@ def _bound(dtype: Any, sign: int) -> Any:
     return np.asarray(jnp.iinfo(dtype).max if sign > 0 else jnp.iinfo(dtype).min, dtype)[()]
 
 
+@boundary
 def avg_pool(
     inputs: Array,
     window_shape: Sequence[int],
@@ -139,6 +142,7 @@ def avg_pool(
     return sums / _sum_pool(jnp.ones_like(inputs), *window)
 
 
+@boundary
 def max_pool(
     inputs: Array, window_shape: Sequence[int], strides: int | Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> Array:
@@ -152,6 +156,7 @@ def max_pool(
     return _max_pool(inputs, *_window(inputs.ndim, inputs.shape, window_shape, strides, padding))
 
 
+@boundary
 def min_pool(
     inputs: Array, window_shape: Sequence[int], strides: int | Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> Array:

@@ -54,6 +54,10 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
         fits = not isinstance(value.raw_value if isinstance(value, VariableMetadata) else value, FunctionType)
     except TypeError:
         fits = False
+        if sizes := [n for n in shape if not isinstance(n, int | np.integer) and not hasattr(n, "dtype")]:
+            raise ArgumentError(
+                _NO_SIZE.format(shape=tuple(shape), size=sizes[0], kind=type(sizes[0]).__name__)
+            ) from None
         if _takes(init, key, shape, dtype):
             raise
     if not fits:
@@ -63,6 +67,9 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
     return value
 
 
+_NO_SIZE = """\
+A parameter cannot have the shape {shape}: sizes are integers, but {size} is a {kind}. A quotient of sizes is an \
+integer if it is written d // 2."""
 _NO_INITIALIZER = """\
 A parameter of shape {shape} needs an initializer, a function (key, shape, dtype) -> array, but {found} is none. \
 {hint}"""

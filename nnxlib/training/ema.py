@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.data import Static
-from ..core.errors import ArgumentError, EmptySelectionError, describe, format_path
+from ..core.errors import ArgumentError, EmptySelectionError, UsageError, describe, format_path
 from ..core.filters import Filter, shown
 from ..core.graph import build, pack
 from ..core.objects import Node, Pytree
@@ -47,6 +47,7 @@ class EMA(Pytree):
     ([1.25, 1.25, 1.25], True)
 
     Raises:
+      UsageError: if ``decay`` is a number outside of 0 to 1.
       EmptySelectionError: if ``only`` takes nothing.
       TypeError: if it takes an array that is not in a Variable; names the path.
     """
@@ -56,6 +57,10 @@ class EMA(Pytree):
     params: Any
 
     def __init__(self, params: Any, decay: float, *, only: Filter = ...):
+        if isinstance(decay, int | float) and not 0 <= decay <= 1:
+            raise UsageError(f"The decay of an EMA is between 0 and 1, but got {decay}.")
+        if isinstance(decay, Node):
+            raise ArgumentError(f"EMA takes the model first: nnx.EMA(model, decay), but got decay={describe(decay)}.")
         self.decay = decay
         self.filter = tuple(only) if isinstance(only, list) else only
         selected = _selected(params, only)

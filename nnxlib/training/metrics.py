@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from ..core.errors import ArgumentError, UsageError
 from ..core.objects import Pytree
 from ..core.ops import split
+from ..core.tracing import boundary
 from ..core.variables import Variable
 
 A = TypeVar("A")
@@ -56,6 +57,7 @@ class Metric(Pytree):
         """Forget all values."""
         raise NotImplementedError(f"{type(self).__name__} has to define `reset`.")
 
+    @boundary
     def update(self, **kwargs: Any) -> None:
         """Take in a batch."""
         raise NotImplementedError(f"{type(self).__name__} has to define `update`.")
@@ -92,6 +94,7 @@ class Average(Metric):
         """Forget all values."""
         _zero(self.total, self.count)
 
+    @boundary
     def update(self, mask: jax.Array | None = None, **kwargs: Any) -> None:
         """Take in a number or an array of any shape, those of its values that ``mask`` says.
 
@@ -133,6 +136,7 @@ class Accuracy(Average):
         self.threshold = threshold
         super().__init__(*args, **kwargs)
 
+    @boundary
     def update(  # type: ignore[override]  # flax.nnx has this signature
         self, *, logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None, **_: Any
     ) -> None:
@@ -205,6 +209,7 @@ class Welford(Metric):
         """Forget all values."""
         _zero(self.count, self.mean, self.m2)
 
+    @boundary
     def update(self, mask: jax.Array | None = None, **kwargs: Any) -> None:
         """Take in a number or an array of any shape, those of its values that ``mask`` says.
 
@@ -266,6 +271,7 @@ class MultiMetric(Metric):
         for name in self._metric_names:
             getattr(self, name).reset()
 
+    @boundary
     def update(self, **updates: Any) -> None:
         """Update each metric with all the arguments.
 

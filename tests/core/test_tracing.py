@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import pathlib
 import threading
 import traceback
@@ -219,6 +220,35 @@ def test_the_traceback_of_a_training_step():
         assert str(pathlib.Path(jax.__file__).parent) not in text
         assert "x = layer(x)" in text
         assert "in layers[1] (Linear 3->4), input float32[4, 4, 4]" in text
+
+
+WITHOUT_A_TRANSFORM = {
+    "Linear": lambda m: nnx.Linear(2, 3, rngs=0),
+    "a float": lambda m: nnx.Linear(2, 1.5, rngs=nnx.Rngs(0)),
+    "MultiHeadAttention": lambda m: nnx.MultiHeadAttention(3, 5, rngs=nnx.Rngs(0)),
+    "Rngs": lambda m: nnx.Rngs("a"),
+    "Optimizer": lambda m: nnx.Optimizer(m, None),
+    "EMA": lambda m: nnx.EMA(m, 2.0),
+    "max_pool": lambda m: nnx.max_pool(jnp.ones(3), (2, 2)),
+    "metrics": lambda m: nnx.metrics.Average().update(other=1),
+    "MultiMetric": lambda m: nnx.MultiMetric(loss=nnx.metrics.Average("loss")).update(other=1),
+    "tabulate": lambda m: nnx.tabulate(m, jnp.ones(7)),
+    "add_lora": lambda m: nnx.add_lora(m, 2, filter=nnx.PathContains("absent"), rngs=nnx.Rngs(0)),
+    "path_of": lambda m: nnx.path_of(m, nnx.Param(1)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_TRANSFORM)
+def test_frames_of_the_library_are_hidden_in_constructors_and_helpers(name):
+    """The last frame is the user's own call."""
+    error = raised(WITHOUT_A_TRANSFORM[name], nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert not [file for file in files(error) if file.startswith(LIBRARY)]
+
+
+def test_constructors_keep_their_signature():
+    assert list(inspect.signature(nnx.Linear).parameters)[:3] == ["in_features", "out_features", "use_bias"]
+    with pytest.raises(TypeError, match=r"Linear\.__init__\(\) missing 1 required keyword-only argument: 'rngs'"):
+        nnx.Linear(2, 3)
 
 
 def test_operators_of_arrays_are_no_frames_of_the_user():

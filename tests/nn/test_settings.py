@@ -55,3 +55,26 @@ def test_what_an_initializer_raises_comes_out():
 
     with pytest.raises(TypeError, match=r"^of its own$"):
         nnx.Embed(2, 3, embedding_init=init, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rngs: nnx.Linear(2, 3 / 2, rngs=rngs),
+        lambda rngs: nnx.LinearGeneral(2, 1.5, rngs=rngs),
+        lambda rngs: nnx.Embed(1.5, 2, rngs=rngs),
+        lambda rngs: nnx.Linear(1.5, 2, kernel_init=nnx.initializers.zeros_init(), rngs=rngs),
+    ],
+)
+def test_a_size_that_is_no_integer(make):
+    """Mostly a quotient; the shape is named and the size that is wrong."""
+    with pytest.raises(
+        TypeError, match=r"^A parameter cannot have the shape \(.*1\.5.*\): .* but 1\.5 is a float\. .* d // 2"
+    ):
+        make(nnx.Rngs(0))
+
+
+def test_a_size_that_is_a_tuple():
+    """That is LinearGeneral's to take."""
+    with pytest.raises(TypeError, match=r"shape \(\(2,\), 3\): sizes are integers, but \(2,\) is a tuple"):
+        nnx.Linear((2,), 3, rngs=nnx.Rngs(0))

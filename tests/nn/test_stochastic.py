@@ -151,6 +151,12 @@ def test_low_precision_inputs_keep_their_dtype():
     assert make()(jnp.ones(4, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+def test_an_rngs_in_place_of_the_rate():
+    """`nnx.Dropout(rngs)` would fail at the first call only."""
+    with pytest.raises(TypeError, match=r"takes its rate first, but got Rngs: nnx\.Dropout\(0\.5, rngs=rngs\)"):
+        nnx.Dropout(nnx.Rngs(0))
+
+
 def test_what_cannot_work_is_refused():
     """Rates that are no probabilities, integer inputs, no mode, no stream: each error says what to write."""
     for rate in (-0.1, 1.5, 2):

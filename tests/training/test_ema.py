@@ -170,3 +170,12 @@ def test_the_averages_can_be_written_into_a_model():
     model, other = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
     nnx.update(other, nnx.EMA(model, 0.9).params)
     assert (other.kernel == model.kernel).all()
+
+
+def test_a_decay_that_is_none():
+    """A number outside of 0 to 1, and a model in its place."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"is between 0 and 1, but got 1\.5"):
+        nnx.EMA(model, decay=1.5)
+    with pytest.raises(TypeError, match=r"the model first: nnx\.EMA\(model, decay\), but got decay=Linear"):
+        nnx.EMA(0.999, model)
