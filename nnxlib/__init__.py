@@ -299,9 +299,27 @@ else:
     __all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER, "metrics"]
     _OF_MODES = ("set_graph_mode", "set_graph_updates", "var_defaults", "vars_as", "with_vars")
     _LIFTED = {name.title(): name for name in ("cond", "grad", "jit", "pmap", "remat", "scan", "vmap")}
+    _ELSEWHERE = {  # names of other libraries
+        "nnx.Linear": "Dense",
+        "nnx.Embed": "Embedding",
+        "nnx.Conv": "Conv1d Conv2d Conv3d",
+        "nnx.ConvTranspose": "ConvTranspose1d ConvTranspose2d ConvTranspose3d",
+        "nnx.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d",
+        "nnx.max_pool": "MaxPool1d MaxPool2d MaxPool3d",
+        "nnx.avg_pool": "AvgPool1d AvgPool2d AvgPool3d",
+        "nnx.MultiHeadAttention": "MultiheadAttention",
+        "nnx.RNN(nnx.LSTMCell(...))": "LSTM",
+        "nnx.RNN(nnx.GRUCell(...))": "GRU",
+        "nnx.List": "ModuleList",
+        "nnx.Dict": "ModuleDict",
+        "nnx.Param": "Parameter",
+        **{f"the function nnx.{name.lower()}": name for name in "ELU GELU ReLU SiLU Sigmoid Softmax Tanh".split()},
+        "a loss of optax, such as optax.l2_loss": "MSELoss L1Loss CrossEntropyLoss BCEWithLogitsLoss",
+    }
     _INSTEAD = {  # of names that flax.nnx has, or had in an earlier version
         **dict.fromkeys(_OF_MODES, "nnxlib has one mode; code that sets others imports it from nnxlib.compat.flax"),
         **{old: f"use nnx.{new}" for old, new in _LIFTED.items()},
+        **{name: f"use {ours}" for ours, names in _ELSEWHERE.items() for name in names.split()},
         "fork": "use nnx.fork_rngs or nnx.split_rngs",
         "register_variable_name_type_pair": "use nnx.register_variable_name",
         "with_sharding_constraint": "jax.lax.with_sharding_constraint takes a State",
@@ -315,7 +333,7 @@ else:
         if name in _MODULES:
             return _importlib.import_module(f".{name}", __name__)
         remedy = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}", name=name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
 
     def __dir__():
         return sorted({*globals(), *_LATER, *_MODULES})

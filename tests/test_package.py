@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import traceback
 import types
 
 import pytest
@@ -51,6 +52,10 @@ def test_importing_nnxlib_loads_no_library_besides_jax_and_numpy():
         ("set_graph_mode", "from nnxlib.compat.flax"),
         ("with_vars", "from nnxlib.compat.flax"),
         ("Scan", "use nnx.scan"),
+        ("Conv2d", "use nnx.Conv"),
+        ("LSTM", "use nnx.RNN(nnx.LSTMCell(...))"),
+        ("ReLU", "use the function nnx.relu"),
+        ("MSELoss", "use a loss of optax"),
         ("fork", "use nnx.fork_rngs or nnx.split_rngs"),
         ("register_variable_name_type_pair", "use nnx.register_variable_name"),
         ("with_sharding_constraint", "jax.lax.with_sharding_constraint"),
@@ -60,6 +65,12 @@ def test_a_name_of_another_version_of_nnx_says_what_to_use(name, remedy):
     assert not hasattr(nnxlib, name)
     with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{re.escape(remedy)}"):
         getattr(nnxlib, name)
+
+
+def test_a_misspelt_name_is_suggested():
+    with pytest.raises(AttributeError) as caught:
+        nnxlib.Lineer
+    assert "Did you mean: 'Linear'?" in traceback.format_exception_only(caught.value)[0]
 
 
 def test_importing_nnxlib_starts_no_device():

@@ -425,8 +425,8 @@ def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: 
     if listener.stack[-2:-1] == [(module, name)]:  # called by super(): the caller adds the same note
         return
     method = "" if name == "__call__" else f".{name}"
-    named = [f"{key}={describe_nested(value)}" for key, value in kwargs.items()]
-    inputs = ", ".join([*map(describe_nested, args), *named])
+    named = [f"{key}={_shown(value)}" for key, value in kwargs.items()]
+    inputs = ", ".join([*map(_shown, args), *named])
     where = f"{format_path(listener.path_of(module))}{method} ({_sized(module)})"
     error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
     if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_value(x), jax.ShapeDtypeStruct)]:
@@ -435,6 +435,13 @@ def _add_note(error: Exception, listener: Listener | None, args: tuple, kwargs: 
         error.add_note(_DELETED.format(names=", ".join(deleted[:_MOST])))
     if "out_sharding" in str(error) and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters:
         error.add_note(_OUT_SHARDING)
+    if "__jax_array__()" in str(error) and _PASS_THE_VALUE not in error.__notes__:
+        error.add_note(_PASS_THE_VALUE)
+
+
+def _shown(x: Any) -> str:
+    """An input for a note: numbers by value, for they are mostly settings."""
+    return repr(x) if isinstance(x, bool | int | float) else describe_nested(x)
 
 
 def _value(x: Any) -> Any:
@@ -450,6 +457,7 @@ its arrays {names} have been deleted, as what is donated to a compiled function 
 arrays of a model, nnx.clone(model) copies them"""
 
 
+_PASS_THE_VALUE = "a Variable was passed to a function of jax.lax, which takes arrays alone: pass variable.value"
 _OUT_SHARDING = "the sharding of its output can be given in the call: layer(x, out_sharding=jax.P(...))"
 
 

@@ -190,6 +190,21 @@ def describe_nested(value: Any, depth: int = 3) -> str:
 _ITEMS = 8
 
 
+def did_you_mean(names: Iterable[Any], known: Iterable[Any]) -> str:
+    """A question after a message, if one of the names is nearly a known one.
+
+    >>> did_you_mean(['kernl'], ['bias', 'kernel']), did_you_mean([0], ['bias'])
+    (" Did you mean 'kernel'?", '')
+    """
+    import difflib  # only for an error
+
+    choices = [name for name in known if isinstance(name, str)]
+    for name in names:
+        if isinstance(name, str) and (near := difflib.get_close_matches(name, choices, n=1)):
+            return f" Did you mean {near[0]!r}?"
+    return ""
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """A number of things.
 

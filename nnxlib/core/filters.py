@@ -20,6 +20,7 @@ Combinations are often named constants, so they can be given a ``__doc__``.
 from __future__ import annotations
 
 import builtins
+import inspect
 import reprlib
 import types
 import typing
@@ -323,13 +324,29 @@ class Where(FilterObject):
         return getattr(self.function, "looks_at_values", True)
 
     def __call__(self, path: PathParts, x: typing.Any) -> bool:
-        return self.function(path, x)
+        try:
+            return self.function(path, x)
+        except TypeError:
+            if not _takes_two(self.function):
+                name = getattr(self.function, "__name__", repr(self.function))
+                raise InvalidFilterError(f"A filter function takes (path, value), which {name} does not.") from None
+            raise
 
     def __hash__(self) -> int:  # of a function without a hash too, such as an instance of a dataclass
         return hash((Where, type(self.function)))
 
     def __repr__(self) -> str:
         return f"Where({getattr(self.function, '__qualname__', None) or repr(self.function)})"
+
+
+def _takes_two(function: Callable) -> bool:
+    try:
+        inspect.signature(function).bind((), None)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in without a signature
+        pass
+    return True
 
 
 class PathIn(FilterObject):

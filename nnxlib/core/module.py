@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .data import is_data
-from .errors import ArgumentError, UsageError, describe
+from .errors import ArgumentError, UsageError, describe, did_you_mean
 from .filters import Filter, to_predicate
 from .iteration import iter_children, iter_graph
 from .objects import MISSING, HasAttributes, Node, Pytree
@@ -121,9 +121,11 @@ class Module(Pytree):
         """
         missing = _set_where_found(self, filters or (...,), attributes)
         if raise_if_not_found and missing:
+            known = {name for _, module in iter_modules(self) for name, _ in module._nnx_children()}
+            hint = did_you_mean(missing, known)
             raise UsageError(
                 f"No Module in {type(self).__name__}{' that the filters take' if filters else ''} has the attributes "
-                f"{sorted(missing)}; pass raise_if_not_found=False to set those that exist."
+                f"{sorted(missing)}; pass raise_if_not_found=False to set those that exist.{hint}"
             )
 
     # --- recording ---
@@ -402,9 +404,11 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
             module.set_view(**{name: value for name, value in settings.items() if name in accepted})
             missing -= accepted
     if raise_if_not_found and missing:
+        kinds = {type(module) for _, module in iter_graph(made) if _has_view(module)}
+        known = {name for kind in kinds for name in _view_parameters(kind)}
         raise UsageError(
             f"Unused keys found in nnx.view: {sorted(missing)}; no Module has such settings. nnx.view_info(model) "
-            "lists them."
+            f"lists them.{did_you_mean(missing, known)}"
         )
     return made
 

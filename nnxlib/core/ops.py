@@ -18,7 +18,7 @@ import numpy as np
 from .blueprint import fresh
 from .closures import Watch, notice
 from .differences import refuse
-from .errors import ArgumentError, StateMismatchError, UsageError, format_path
+from .errors import ArgumentError, InvalidFilterError, StateMismatchError, UsageError, did_you_mean, format_path
 from .filters import Filter, filters_to_predicates, first_of, to_predicate
 from .fitting import (
     Values,
@@ -123,6 +123,7 @@ def _states(
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
 
     def divided(flat: FlatState) -> tuple[FlatState, ...]:
+        _refuse_nodes(filters)
         groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
         return groups if len(filters) > 1 else (groups,)
 
@@ -142,6 +143,18 @@ def _states(
         return tuple([from_flat_state(group) for group in groups_of(_copies(layout, leaves))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in groups_of(variables)])
     return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
+
+
+def _refuse_nodes(filters: Sequence[Filter]) -> None:
+    """Raise InvalidFilterError for the class of a node, which no leaf can be of."""
+    for filter in filters:
+        if isinstance(filter, type) and issubclass(filter, Node):
+            raise InvalidFilterError(_OF_NODES.format(name=filter.__name__))
+
+
+_OF_NODES = """\
+{name} can take nothing: filters see Variables and arrays, not the Modules that hold them. Take the State of that \
+Module, nnx.state(model.layer), or select by path: nnx.PathContains('name')."""
 
 
 def _to_state(items: list[tuple[Path, Any]]) -> Any:
@@ -354,7 +367,10 @@ def _values_to_write(
     before = {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}
     found = misfitting(layout, stacked_where_all_are_given(layout, before, new), new, unexpected)
     if strict:
-        refuse(found, "The State does not fit the object; nothing was written.", "Pass strict=False to skip these.")
+        unknown = {x.path[:-1]: x.path[-1] for x in found if x.kind == "added" and x.path}
+        hint = did_you_mean(unknown.values(), [path[-1] for path in layout.leaf_paths if path and path[:-1] in unknown])
+        head = "The State does not fit the object; nothing was written."
+        refuse(found, head, f"Pass strict=False to skip these.{hint}")
     for x in found:
         new.pop(layout.positions.get(x.path), None)
     return values_and_metadata(layout, new)
@@ -442,6 +458,7 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
     Raises:
       UsageError: for a leaf in a tuple or another pytree.
     """
+    _refuse_nodes(filters)
     first_to_take = first_of([to_predicate(f) for f in filters])
     *taken, left = groups = [[] for _ in (*filters, None)]
     chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path

@@ -439,9 +439,11 @@ class Rngs(_Samplers, Pytree):
 
     def _missing(self, name: str) -> str:
         names = ", ".join(map(repr, self._streams())) or "none"
+        if name == "default":
+            return f"No RngStream named 'default' found in Rngs; the streams are: {names}. Write nnx.Rngs(seed)"
         return (
             f"No RngStream named {name!r} found in Rngs, and no 'default' to fall back to; the streams are: {names}. "
-            f"Write nnx.Rngs({name}=seed), or give a default: nnx.Rngs(seed)."
+            f"Write nnx.Rngs({name}=seed), or give a default: nnx.Rngs(seed)"
         )
 
     def __call__(self) -> jax.Array:

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from .differences import leaf_differences, refuse
-from .errors import ArgumentError, NonExhaustiveFiltersError, UsageError, format_path, listed
+from .errors import ArgumentError, NonExhaustiveFiltersError, UsageError, did_you_mean, format_path, listed
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .pickling import exportable
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
@@ -97,7 +97,7 @@ class State(MutableMapping[K, V]):
         try:
             value = self._mapping[key]
         except KeyError as error:
-            error.add_note(self._no_key(key))
+            error.add_note(f"{self._no_key(key)}.{did_you_mean([key], self._mapping)}")
             raise
         return self._view(value) if type(value) is dict else value
 
@@ -136,13 +136,13 @@ class State(MutableMapping[K, V]):
         del self[name]  # type: ignore[arg-type]
 
     def _no_attribute(self, name: str) -> AttributeError:
-        said = self._no_key(name) if name not in State.__slots__ else f"State has no key {name!r}."
+        said = self._no_key(name) if name not in State.__slots__ else f"State has no key {name!r}"
         return AttributeError(said, name=name, obj=self)
 
     def _no_key(self, key: Any) -> str:
         keys = ", ".join(map(repr, itertools.islice(self._mapping, 8)))
-        path = " A path is looked up in state.flat_state()." if isinstance(key, tuple) else ""
-        return f"State has no key {key!r}; its keys begin with: {keys or 'none'}.{path}"
+        path = "; a path is looked up in state.flat_state()" if isinstance(key, tuple) else ""
+        return f"State has no key {key!r}; its keys begin with: {keys or 'none'}{path}"
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *(key for key in self._mapping if isinstance(key, str))]

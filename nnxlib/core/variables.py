@@ -385,7 +385,7 @@ class Variable(Identified, Generic[A]):
         except AttributeError:
             raise AttributeError(
                 f"{type(self).__name__} has no metadata {name!r}, and its value ({errors.describe(self._value)}) has "
-                "no such attribute."
+                "no such attribute"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -402,12 +402,12 @@ class Variable(Identified, Generic[A]):
         else:
             raise AttributeError(
                 f"Cannot set attribute {name!r} of a {type(self).__name__}. To set metadata write "
-                f"`variable.set_metadata({name}=...)`; to set the value write `variable.value = ...`."
+                f"`variable.set_metadata({name}=...)`; to set the value write `variable.value = ...`"
             )
 
     def __delattr__(self, name: str) -> None:
         if name not in self._metadata:
-            raise AttributeError(f"{type(self).__name__} has no metadata {name!r} to delete.")
+            raise AttributeError(f"{type(self).__name__} has no metadata {name!r} to delete")
         self.del_metadata(name)
 
     def __dir__(self) -> list[str]:

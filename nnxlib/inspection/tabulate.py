@@ -156,7 +156,12 @@ def tabulate(
       ValueError: for a column that the table does not have.
       Exception: what the method itself raises.
     """
-    rows = _calls(obj, method, input_args, input_kwargs, compute_flops, compute_vjp_flops)
+    try:
+        rows = _calls(obj, method, input_args, input_kwargs, compute_flops, compute_vjp_flops)
+    except TypeError as error:
+        if not input_args and not input_kwargs and is_node(obj):
+            error.add_note("Pass example inputs: nnx.tabulate(model, x).")
+        raise
     shown = [row for row in rows if (depth is None or len(row.path) <= depth) and row_filter(row)]
     variables = _Variables(obj)
     fixed = ["path", "type", "inputs", "outputs"]

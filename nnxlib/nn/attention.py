@@ -709,7 +709,8 @@ class MultiHeadAttention(Module):
             raise UsageError(f"num_heads and num_kv_heads have to be positive, got {num_heads}, {self.num_kv_heads}.")
         if self.qkv_features % num_heads:
             raise UsageError(
-                f"Memory dimension ({self.qkv_features}) must be divisible by 'num_heads' heads ({num_heads})."
+                f"Memory dimension ({self.qkv_features}) must be divisible by 'num_heads' heads ({num_heads}): choose "
+                "another qkv_features or num_heads."
             )
         if num_heads % self.num_kv_heads:
             raise UsageError(f"num_heads ({num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads}).")
@@ -883,7 +884,9 @@ class MultiHeadAttention(Module):
     def _check_mask(self, mask: Any, query: Array, key: Array) -> None:
         weights = _shape_of_weights(query, key)
         if not _broadcasts(np.shape(mask), weights):
-            raise input_error(self, f"a mask that broadcasts to [..., heads, q_length, kv_length] {[*weights]}", mask)
+            raise input_error(
+                self, f"a mask that broadcasts to [..., heads, q_length, kv_length] (here {[*weights]})", mask
+            )
 
     def _decodes(self, decode: bool | None) -> bool:
         decode = self.decode if decode is None else decode
@@ -916,7 +919,7 @@ class MultiHeadAttention(Module):
         length, new = keys.shape[-3], query.shape[-3]
         if key.shape[:-2] != query.shape[:-2] or key.shape[:-3] != keys.shape[:-3]:
             batch = "".join(f"{size}, " for size in keys.shape[:-3])
-            takes = f"inputs of shape [{batch}length, {self.in_features}] while decoding, the same length for all"
+            takes = f"queries, keys and values of one shape [{batch}length, {self.in_features}] while decoding"
             raise input_error(self, f"{takes} (its cache is {describe(keys)})", inputs_q)
         seen = 0 if isinstance(index, Tracer) else int(index)
         if seen + new > length:

@@ -92,7 +92,7 @@ class Linear(Module):
       param_dtype: what parameters are stored in.
       precision: as in :func:`jax.lax.dot_general`.
       kernel_init, bias_init: initializers.
-      dot_general: what multiplies; called as :func:`jax.lax.dot_general`. Another one checks sizes itself.
+      dot_general: a replacement for :func:`jax.lax.dot_general`; sizes of inputs are then not checked.
       promote_dtype: what brings ``(inputs, kernel, bias)`` to one dtype.
       preferred_element_type: dtype of the accumulator and the product.
       rngs: the stream ``params`` gives one key for the kernel and one for the bias.

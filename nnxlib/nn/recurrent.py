@@ -617,7 +617,15 @@ class RNN(Module):
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
-        n_batch = inputs.ndim - self.cell.num_feature_axes - 1
+        try:
+            n_batch = inputs.ndim - self.cell.num_feature_axes - 1
+        except AttributeError as error:
+            if error.obj is not self.cell or error.name != "num_feature_axes":
+                raise
+            kind = type(self.cell).__name__
+            raise ArgumentError(
+                f"RNN takes a cell such as nnx.LSTMCell, got {kind}, without num_feature_axes."
+            ) from None
         if n_batch < 0:
             axes = "[time, *batch, *features]" if time_major else "[*batch, time, *features]"
             raise input_error(self, f"inputs of shape {axes}", inputs)

@@ -316,8 +316,8 @@ def _argument(metric: Any, kwargs: dict[str, Any]) -> Any:
     if metric.argname not in kwargs:
         kind = type(metric).__name__
         raise ArgumentError(
-            f"{kind}.update expects the keyword argument {metric.argname!r}, got {sorted(kwargs)}. Which one a metric "
-            f"takes is said when it is made: {kind}({min(kwargs, default='loss')!r})."
+            f"{kind}.update expects the keyword argument {metric.argname!r}, got {sorted(kwargs)}. This metric was "
+            f"made as {kind}({metric.argname!r})."
         )
     return kwargs[metric.argname]
 

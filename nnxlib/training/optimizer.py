@@ -186,8 +186,8 @@ class Optimizer(Pytree, Generic[M]):
             )
         if isinstance(model, State) and isinstance(grads, Node):
             raise ArgumentError(
-                f"Optimizer.update takes the model first: optimizer.update(model, grads), but got a State and then a "
-                f"{type(grads).__name__}."
+                "Optimizer.update takes the model first: optimizer.update(model, grads), but got a State and then the "
+                f"model, {type(grads).__name__}."
             )
         _check_model(model)
         trained = _trained(model, self.wrt)

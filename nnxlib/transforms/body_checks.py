@@ -197,22 +197,29 @@ def refuse_written(layout: Layout, body: Body, replaced: Mapping[int, int], what
         )
 
 
-def check_same_output(layout: Layout, expected: Spec, found: Spec, what: str, hint: str, root: str = "") -> None:
+_BECAME = "{} became {}"
+
+
+def check_same_output(
+    layout: Layout, expected: Spec, found: Spec, what: str, hint: str, root: str = "", said: str = _BECAME
+) -> None:
     """Raise :class:`BodyError` unless two outputs, at the path ``root``, have one structure and the same objects."""
     if expected == found:
         return
     lines = []
     if isinstance(expected, Tree) and isinstance(found, Tree):
         before, after = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (expected, found))
-        lines = what_became(layout, before, after, root)
-    raise BodyError(listed(what, lines or what_became(layout, {(): expected}, {(): found}, root), hint))
+        lines = what_became(layout, before, after, root, said)
+    raise BodyError(listed(what, lines or what_became(layout, {(): expected}, {(): found}, root, said), hint))
 
 
-def what_became(layout: Layout, before: Mapping[tuple, Spec], after: Mapping[tuple, Spec], root: str) -> list[str]:
+def what_became(
+    layout: Layout, before: Mapping[tuple, Spec], after: Mapping[tuple, Spec], root: str, said: str = _BECAME
+) -> list[str]:
     """A line for each place, below ``root``, that held something else before than after."""
     places = [(path, before.get(path), after.get(path)) for path in {**before, **after}]
     describe = functools.partial(_describe_field, layout)
-    return [f"{format_path(path, root)}: {describe(a)} became {describe(b)}" for path, a, b in places if a != b]
+    return [f"{format_path(path, root)}: {said.format(describe(a), describe(b))}" for path, a, b in places if a != b]
 
 
 def retyped(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:
@@ -246,10 +253,10 @@ def check_types(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tup
         raise BodyError(listed(head, changes, "Cast or reshape inside, or start with the type that comes out."))
 
 
-def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple]) -> list[str]:
+def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple], said: str = _BECAME) -> list[str]:
     """A line for each value whose type has changed."""
     return [
-        f"{place_of(path)}: {_types(value)} became {_types(type_)}"
+        f"{place_of(path)}: {said.format(_types(value), _types(type_))}"
         for value, type_, path in zip(values, types, paths, strict=True)
         if _signature(value) != _signature(type_)
     ]

@@ -171,14 +171,15 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
     known = dict(zip(first.owners, first.paths, strict=True))
     paths = [known[owner] if owner in known else layout.leaf_paths[positions[owner]] for owner in owners]
     for k, other in enumerate(types[1:], 1):
-        changes = type_changes(types[0], other, paths)
+        changes = type_changes(types[0], other, paths, _IN_BRANCHES.format(k=k))
         if changes:
             raise BodyError(listed(_TYPES.format(k=k), changes, _CAST))
     weak = jax.tree.map(lambda *found: all(x.weak_type for x in found), *types)
     return [_run(body, source, weak) for body, source in zip(bodies, sources, strict=True)], delta
 
 
-_TYPES = "In branch {k} (for cond: true) these have other types than in branch 0 (for cond: false):"
+_TYPES = "Branch 0 and branch {k} (for cond: false_fun and true_fun) end with different types:"
+_IN_BRANCHES = "{{}} in branch 0, {{}} in branch {k}"
 _CAST = "Cast or reshape in one of them; what a branch leaves alone has the type that came in."
 
 
@@ -191,6 +192,7 @@ def _check_structures(layout: Layout, first: Body, other: Body, k: int) -> None:
         f"Branch 0 and branch {k} (for cond: false and true) return different structures:",
         "Return the same pytree, with the same objects in the same places, from every branch, or nothing at all.",
         OUTPUT,
+        _IN_BRANCHES.format(k=k),
     )
     if structural_rows(layout, first) == structural_rows(layout, other):
         return

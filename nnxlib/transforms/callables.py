@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.data import is_data
-from ..core.errors import AliasingError, ArgumentError, PrefixError
+from ..core.errors import AliasingError, ArgumentError, PrefixError, describe
 from ..core.objects import Node
 from ..core.static import StaticArgument
 
@@ -34,6 +34,9 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
 
     What was bound becomes an argument like any other, so changes to Modules in it are written back. Values without
     data are static.
+
+    Raises:
+      ArgumentError: for what cannot be called.
     """
     args: tuple = ()
     kwargs: dict[str, Any] = {}
@@ -46,6 +49,11 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
             args, f = (f, *args), _call_method(f)
         else:
             break
+    if not callable(f):
+        raise ArgumentError(
+            f"A transform takes a function, but got {describe(f)}. Pass the function itself, not what it returns: "
+            "nnx.grad(f)(x), not nnx.grad(f(x))."
+        )
     bound = tuple([x if is_data(x) else StaticArgument(x) for x in args])
     return f, bound, {name: x if is_data(x) else StaticArgument(x) for name, x in kwargs.items()}
 

@@ -77,9 +77,22 @@ def lifts_classes(*default: str) -> Callable[[Callable[Concatenate[Any, O], Any]
         wrapper._nnx_transform = transform  # type: ignore[attr-defined]
         methods_parameter = inspect.Parameter("methods", inspect.Parameter.KEYWORD_ONLY, default=None)
         wrapper.__signature__ = _with_parameter(transform, methods_parameter)  # type: ignore[attr-defined]
+        wrapper.__doc__ = _with_methods(transform.__doc__)
         return cast(Transform[O], wrapper)
 
     return decorate
+
+
+def _with_methods(doc: str | None) -> str | None:
+    """A docstring with ``methods`` as the last of the arguments."""
+    head, args, rest = inspect.cleandoc(doc or "").partition("\nArgs:\n")
+    described, gap, tail = rest.partition("\n\n")
+    return f"{head}{args}{described}\n{_METHODS}{gap}{tail}" if args else doc
+
+
+_METHODS = """\
+  methods: for a Module class in place of a function: which of its methods the transform is for, a name or several, or a
+    mapping from names to options of this transform. What comes out is a subclass."""
 
 
 def _with_parameter(f: Callable, parameter: inspect.Parameter) -> inspect.Signature:

@@ -124,6 +124,10 @@ def value_and_grad(
 
             note_nan(error, differentiate, packed.leaves)
             raise
+        except TypeError as error:
+            if "scalar-output" in str(error) and "Output was (" in str(error):
+                error.add_note("If the function returns (loss, aux), pass has_aux=True.")
+            raise
         aux = commit(packed.layout, outcome.delta, leaves, packed.objects)
         tangents = Tangents.of_lanes(packed.layout, lane_of)
         found = tangents.fold(tangents.as_variables(grads)).args

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ..core.errors import format_path
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
-from ..core.rows import ROOT, count_leaves
+from ..core.rows import ROOT, Tree, count_leaves
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, boundary
 from .body import Body, delta_of, structural_rows, trace_body, zeros
@@ -185,6 +185,9 @@ class _Loop:
         changes = structural_changes(layout, body, replaced or {})
         refuse([change for change in changes if not change.is_taken_out], what)
         if replaced is None:
+            out = body.delta.root
+            if isinstance(out, Tree) and not any(path[:2] == ("args", 0) for path in out.paths):
+                raise BodyError(f"The {what} returned nothing. Return the value that it was given, changed or not.")
             said = f"The {what} must return a value like the one it is given:"
             check_same_output(layout, layout.root, body.delta.root, said, _HINT)
             replaced = {}

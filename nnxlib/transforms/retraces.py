@@ -64,7 +64,9 @@ class Traces:
         self._in_a_row = self._in_a_row + 1 if follows and reason and reason == self._reason else 1
         self._reason = reason
         if self._in_a_row == _IN_A_ROW:
-            message = listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), _KEEP)
+            arrays = [x for x in found if x.path in self._notes[-1].types]
+            remedy = " ".join([*([_PAD] if arrays else []), *([_KEEP] if len(arrays) < len(found) else [])])
+            message = listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), remedy)
             warnings.warn(message, RetraceWarning, stacklevel=level_of_user())
 
     def explain(self) -> str:
@@ -91,9 +93,8 @@ nothing in the arguments: a setting of JAX (its configuration, the mesh, the def
 argument, or what the function captures."""
 
 _EACH_CALL = "{name} was traced and compiled anew in each of its last {count} calls, each time because of"
-_KEEP = """\
-Keep what changes from call to call in an array or a Variable, which are not part of the program; give inputs a common \
-shape (pad them)."""
+_KEEP = "Keep what changes from call to call in an array or a Variable, which are not part of the program."
+_PAD = "Give inputs a common shape (pad them) and dtype."
 
 
 def _type_of(x: Any) -> str:

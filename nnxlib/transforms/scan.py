@@ -80,11 +80,12 @@ def scan(
       length: the number of iterations, needed if nothing has an axis.
       reverse: whether to go from the last slice to the first.
       unroll: how many iterations to put into one step of the compiled loop.
+      _split_transpose: as in ``jax.lax.scan``.
       in_axes: for each positional argument ``nnx.Carry`` (for one at most), an axis, None, or for a Module
         :class:`StateAxes` of these. Keyword arguments that have no position are passed whole.
       out_axes: the same for the output, without None; has ``nnx.Carry`` if ``in_axes`` has.
       transform_metadata: ``{nnx.PARTITION_NAME: name}``: the name of this axis for Variables that have names for their
-        axes. Other metadata with names of axes gets a name under its own key.
+        axes. A further entry, such as ``optimizer_sharding=name``, is the name of the axis in that metadata.
       data_transform: ``data_transform(label, state)`` is called inside the body for each label (an axis, None or
         ``nnx.Carry``) with the State of the Variables that have it, as the body is to see them: slices, for an axis.
         It returns them with other values, say with ``jax.lax.with_sharding_constraint``. Paths begin with the number
@@ -262,24 +263,26 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
     changes = structural_changes(layout, body, replaced)
     refuse([x for x in changes if not x.added and not _is_stacked(labels, x.row)], "body of scan")
     kept = {*range(ROOT, len(layout.rows)), *replaced}.difference(change.row for change in changes)
-    problems = []
+    problems, whole = [], False
     for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):
         what = place_of(path)
         if label is Carry and owner[0] not in kept:
             problems.append(f"{what}: attached inside, but Carry needs a value to start from")
         elif not (_is_axis(label) or label is Carry or _is_count(layout, owner[0])):
+            whole = True
             problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
         elif isinstance(label, int):
             axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
             if not -axes <= label < axes:
                 problems.append(f"{what}: stacked it has {axes} axes, so there is no axis {label}")
     if problems:
-        raise PrefixError(listed("The body of scan changes what has no place to go:", problems, _PLACES))
+        head = "The body of scan changes values in a way that their axes do not allow:"
+        raise PrefixError(listed(head, problems, _PLACES if whole else _ATTACH))
 
 
 _PLACES = """\
-Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: None}); or attach \
-the Variable before the loop."""
+Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: None})."""
+_ATTACH = "Attach the Variable before the loop, or give it an axis that the stacked values have."
 
 
 def _handed_on(body: Body) -> list[int]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..core.errors import PrefixError
+from ..core.errors import PrefixError, did_you_mean
 from ..core.static import StaticArgument
 
 
@@ -47,6 +47,7 @@ class Selection:
         if (unknown := set(names) - known) and not takes_any:
             raise PrefixError(
                 f"{option}_argnames has {sorted(unknown)}, but {function.__name__} takes {sorted(known)}."
+                f"{did_you_mean(unknown, known)}"
             )
         for i, p in enumerate(positional):
             if i in self._chosen and p.kind is p.POSITIONAL_OR_KEYWORD:

@@ -17,8 +17,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.data import is_node
-from ..core.errors import ArgumentError, PrefixError, describe, format_path, place_of
-from ..core.filters import Filter
+from ..core.errors import ArgumentError, PrefixError, counted, describe, format_path, place_of
+from ..core.filters import Filter, shown
 from ..core.graph import Packed, pack
 from ..core.layout import Layout
 from ..core.objects import Node
@@ -72,7 +72,8 @@ def by_argument(
             raise ArgumentError(f"{option} takes numbers of arguments, or DiffState(number, filter), not {number!r}.")
         if not -count <= number < count:
             raise PrefixError(
-                f"{option} has {number}, but the function was called with {count} positional arguments. The first is 0."
+                f"{option} has {number}, but the function was called with {counted(count, 'positional argument')}. "
+                "Arguments are numbered from 0."
             )
         position = number % count + shift
         if position in filters:
@@ -108,7 +109,7 @@ def differentiated(
     for i, filter_ in filters.items():
         if filter_ is not None and i not in taken:
             raise PrefixError(
-                f"DiffState({i}, {filter_!r}) takes no leaf of argument {i}, so there is nothing to differentiate."
+                f"DiffState({i}, {shown(filter_)}) takes no leaf of argument {i}, so there is nothing to differentiate."
             )
     return lane_of
 

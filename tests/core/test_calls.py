@@ -403,6 +403,29 @@ def test_notes_say_what_containers_hold():
     ]
 
 
+def test_notes_show_numbers():
+    """They are mostly settings, such as a mode."""
+
+    class Loss(nnx.Module):
+        def __call__(self, x, scale, train):
+            raise ValueError("no")
+
+    assert notes(lambda: Loss()(X, 0.5, train=True)) == ["in <root> (Loss), input float32[1, 2], 0.5, train=True"]
+
+
+def test_a_note_says_that_jax_lax_takes_no_variables():
+    """Once, although the error leaves two Modules."""
+
+    class Raw(Layer):
+        def __call__(self, x):
+            return jax.lax.add(self.w, x)
+
+    net = nnx.Sequential(Raw())
+    with pytest.raises(Exception, match="__jax_array__") as caught:
+        net(X[0])
+    assert [note for note in caught.value.__notes__ if "pass variable.value" in note] == caught.value.__notes__[1:2]
+
+
 def test_notes_say_that_a_layer_has_no_values():
     layer = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError) as caught:

@@ -71,3 +71,29 @@ def test_long_messages_are_cut():
     with pytest.raises(nnx.errors.NnxError, match="and 80 more") as found:
         nnx.fori_loop(0, 2, lambda i, m: jax.tree.map(lambda x: jnp.ones(2), m), model)
     assert len(str(found.value).splitlines()) < 30
+
+
+def test_a_nearly_known_name_is_suggested():
+    """In every error about a name that something does not have."""
+    model = nnx.Sequential(nnx.Dropout(0.5))
+    layer = nnx.Dict(inner=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    state = nnx.State({"inner": {"kernl": nnx.Param(jnp.ones((2, 3)))}})
+    calls = {
+        "'deterministic'": lambda: model.set_attributes(determinstic=True),
+        "'rate'": lambda: model.set_attributes(rte=0.1),
+        "'mode'": lambda: nnx.jit(lambda m, mode: m, static_argnames="mod"),
+        "'kernel'": lambda: nnx.update(layer, state),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"Did you mean {name}\?$"):
+            call()
+    with pytest.raises(ValueError, match=r"Did you mean 'deterministic'\?$"):
+        nnx.view(model, determinstic=True)
+    with pytest.raises(KeyError) as caught:
+        nnx.state(layer)["iner"]
+    assert caught.value.__notes__[0].endswith("Did you mean 'inner'?")
+
+
+def test_an_unknown_name_is_left_alone():
+    with pytest.raises(ValueError, match=r"set those that exist\.$"):
+        nnx.Dict().set_attributes(entirely_different=1)

@@ -376,3 +376,31 @@ def test_a_module_that_can_be_called_is_no_filter():
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     with pytest.raises(InvalidFilterError, match="of type Linear"):
         nnx.state(layer, layer)
+
+
+@pytest.mark.parametrize("kind", [nnx.Linear, nnx.Module, nnx.Rngs, nnx.List])
+def test_the_class_of_a_node_takes_no_leaf(kind):
+    """Said where leaves are selected; filters of Modules take it."""
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    for select in (nnx.state, nnx.split, nnx.pop, lambda m, f: nnx.split(m, nnx.Param, f, ...)):
+        with pytest.raises(InvalidFilterError, match=rf"^{kind.__name__} can take nothing: filters see Variables"):
+            select(model, kind)
+    model.set_attributes(nnx.Linear, use_bias=True)
+
+
+def test_a_function_of_one_argument_is_no_filter():
+    with pytest.raises(InvalidFilterError, match=r"takes \(path, value\), which only_path does not"):
+
+        def only_path(path):
+            return True
+
+        nnx.state(nnx.Dict(a=nnx.Param(1)), only_path)
+
+
+def test_a_type_error_in_a_filter_comes_out():
+    with pytest.raises(TypeError, match=r"^of its own$"):
+
+        def fails(path, value):
+            raise TypeError("of its own")
+
+        nnx.state(nnx.Dict(a=nnx.Param(1)), fails)

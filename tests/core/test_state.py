@@ -140,7 +140,7 @@ def test_missing_keys_and_attributes():
     assert missing.value.__notes__ == ["State has no key 'zz'; its keys begin with: 'mean', 'bias'."]
     with pytest.raises(KeyError) as missing:
         state["norm", "mean"]
-    assert missing.value.__notes__[0].endswith("A path is looked up in state.flat_state().")
+    assert missing.value.__notes__[0].endswith("; a path is looked up in state.flat_state().")
     with pytest.raises(KeyError, match="zz"):
         del state["zz"]
     with pytest.raises(AttributeError, match="no key 'means'; its keys begin with: 'mean', 'bias'") as error:

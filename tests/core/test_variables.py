@@ -7,6 +7,7 @@ import operator
 import pickle
 import re
 import threading
+import traceback
 import weakref
 
 import cloudpickle
@@ -1054,3 +1055,13 @@ def test_a_variable_with_a_ref_comes_out_of_a_transform():
     made.a[...] += 1
     assert (made.a.ref, isinstance(made.a.get_raw_value(), jax.Ref), made.a.tolist()) == (True, True, [2, 2])
     assert nnx.eval_shape(lambda: nnx.Param(jnp.ones(2), ref=True)).shape == (2,)
+
+
+def test_a_missing_attribute_ends_with_the_suggestion_of_python():
+    """Python adds its own to what an AttributeError says, which therefore has no full stop."""
+    for ask in (lambda: nnx.Param(jnp.ones(2)).valeu, lambda: nnx.State({"value": nnx.Param(1)}).valeu):
+        with pytest.raises(AttributeError) as caught:
+            ask()
+        shown = traceback.format_exception_only(caught.value)[0]
+        assert shown.rstrip().endswith("Did you mean: 'value'?")
+        assert ".." not in shown

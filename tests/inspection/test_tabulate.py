@@ -503,3 +503,10 @@ def test_what_is_run_again_and_again_counts_as_often():
     assert flops["head", "Linear ×6"] == 2 * 3 * (2 * 8 * 8)
     assert flops["rnn/cell/dense_h", "Linear ×16"] == pytest.approx(16 * 2 * (2 * 8 * 8), rel=0.1)
     assert flops["rnn/cell", "SimpleCell ×16"] == pytest.approx(flops["rnn", "RNN"], rel=0.01)
+
+
+def test_a_table_without_inputs():
+    """The error of the call, and what to add."""
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'inputs'") as caught:
+        nnx.tabulate(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert caught.value.__notes__[-1] == "Pass example inputs: nnx.tabulate(model, x)."

@@ -307,7 +307,11 @@ def test_wrong_inputs_name_the_layer_its_sizes_and_the_input():
         ((x[0, 0],), {}, rf"{name}inputs_q of shape \[\.\.\., length, 8\], but got float32\[8\]"),
         ((x, y[:1]), {}, rf"{name}inputs_k of shape \[2, length, 3\], since .*2, 4, 8\], but got float32\[1, 5, 3\]"),
         ((x, y, y[:, :4]), {}, rf"{name}inputs_v of shape \[2, 5, 3\], since .*but got float32\[2, 4, 3\]"),
-        ((x, y), {"mask": jnp.ones((2, 1, 4, 4))}, rf"{name}a mask .* \[2, 2, 4, 5\], but got float32\[2, 1, 4, 4\]"),
+        (
+            (x, y),
+            {"mask": jnp.ones((2, 1, 4, 4))},
+            rf"{name}a mask .* \(here \[2, 2, 4, 5\]\), but got float32\[2, 1, 4, 4\]",
+        ),
         ((x[..., :7], y), {}, r"model\[0\]\.query \(LinearGeneral \(8,\)->\(2, 4\)\).*float32\[2, 4, 7\]"),
         ((x, x), {}, r"model\[0\]\.key \(LinearGeneral \(3,\)->\(1, 4\)\).*float32\[2, 4, 8\]"),
     ]:
@@ -318,7 +322,7 @@ def test_wrong_inputs_name_the_layer_its_sizes_and_the_input():
 def test_constructors_refuse_sizes_that_do_not_divide():
     """Heads and features, heads of keys and of queries; and rates that are no probability."""
     for kwargs, message in [
-        ({"num_heads": 3}, r"\(8\) must be divisible by 'num_heads' heads \(3\)"),
+        ({"num_heads": 3}, r"\(8\) must be divisible by 'num_heads' heads \(3\): choose another qkv_features"),
         ({"num_heads": 0}, "have to be positive, got 0, 0"),
         ({"num_kv_heads": 0}, "num_kv_heads have to be positive"),
         ({"num_heads": 4, "num_kv_heads": 3}, r"num_heads \(4\) must be divisible by num_kv_heads \(3\)"),
@@ -395,7 +399,7 @@ def test_decoding_with_a_mask_of_padding():
     out = decoded(layer, x, (3, 4), mask=seen)
     np.testing.assert_allclose(out[1:], layer(x[1:], decode=False, is_causal=True), atol=1e-5)
     np.testing.assert_allclose(out[:1, 2:], layer(x[:1, 2:], decode=False, is_causal=True), atol=1e-5)
-    with pytest.raises(LayerInputError, match=r"\[2, 2, 1, 5\], but got float32\[2, 1, 1, 4\]"):
+    with pytest.raises(LayerInputError, match=r"\(here \[2, 2, 1, 5\]\), but got float32\[2, 1, 1, 4\]"):
         layer.init_cache(x.shape)
         layer(x[:, :1], mask=jnp.ones((2, 1, 1, 4)))
 

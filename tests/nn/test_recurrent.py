@@ -499,3 +499,8 @@ def test_sequences_that_are_no_jax_arrays():
     net, x = nnx.RNN(make("GRUCell")), array(2, 5, 3)
     for inputs in [np.asarray(x), nnx.Variable(x)]:
         np.testing.assert_array_equal(net(inputs), net(x))
+
+
+def test_a_layer_that_is_no_cell():
+    with pytest.raises(TypeError, match=r"^RNN takes a cell such as nnx\.LSTMCell, got Linear"):
+        nnx.RNN(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))(jnp.ones((1, 2, 3)))

@@ -550,7 +550,7 @@ def test_gradients_and_model_in_the_wrong_order():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
-    with pytest.raises(TypeError, match=r"update\(model, grads\), but got a State and then a Linear"):
+    with pytest.raises(TypeError, match=r"update\(model, grads\), but got a State and then the model, Linear"):
         optimizer.update(grads, model)
     assert optimizer.step[...] == 0
 

@@ -217,7 +217,7 @@ def test_a_prefix_by_function():
 def test_a_prefix_that_does_not_fit():
     """Wrong lengths and filters that leave something out are errors that name it; nothing is changed."""
     model = Net()
-    with pytest.raises(errors.PrefixError, match=r"in_shardings.*does not fit"):
+    with pytest.raises(errors.PrefixError, match=r"in_shardings.* has 1 entry, but the function was called with 2"):
         nnx.jit(lambda m, x: m(x), in_shardings=(BY_FILTER,))(model, X)
     with pytest.raises(errors.PrefixError, match=r"No filter matched mean \(BatchStat\)"):
         nnx.jit(lambda m, x: m(x), in_shardings=(nnx.StateSharding({nnx.Param: WHOLE}), None))(model, X)

@@ -116,3 +116,14 @@ def test_arguments_that_share_under_two_prefixes_are_refused_also_for_a_bound_me
     part = nnx.Dict(w=nnx.Param(jnp.ones(2)))
     with pytest.raises(errors.AliasingError, match=r"args\[0\]\.w: 0, but args\[1\]\.w: None"):
         nnx.vmap(Two().f, in_axes=(0, None))(part, part)
+
+
+@pytest.mark.parametrize(
+    "transform", [nnx.jit, nnx.grad, nnx.vmap, nnx.scan, nnx.remat, nnx.eval_shape, lambda f: nnx.cond(True, f, f)]
+)
+def test_what_cannot_be_called(transform):
+    """A value, mostly that of a function that was called too early."""
+    with pytest.raises(
+        TypeError, match=r"transform takes a function, but got float32\[2\]\. .* not nnx\.grad\(f\(x\)\)"
+    ):
+        transform(jnp.ones(2))

@@ -505,7 +505,7 @@ def test_loops_record_only_for_a_capture(loop):
 def test_a_loop_over_a_module_that_its_body_refers_to():
     """Nothing can be recorded there: the error has the path, and the remedy."""
     model = Steps("fori_loop")
-    with pytest.raises(errors.TraceContextError, match=r"record 'h' .* at model\.one (.|\n)*as an argument"):
+    with pytest.raises(errors.TraceContextError, match=r"record 'h' .* at model\.one (.|\n)*as a further argument"):
         nnx.capture(lambda model, x: nnx.fori_loop(0, 2, lambda i, x: model.one(x), x), nnx.Intermediate)(model, X)
 
 

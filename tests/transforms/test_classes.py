@@ -246,3 +246,10 @@ def test_a_transform_as_a_decorator_with_methods():
     assert Jitted.__name__ == "JitJitted"
     np.testing.assert_allclose(coder(Jitted)(X), coder()(X), rtol=1e-6)
     assert Losses().loss(jnp.stack([X, X])).shape == (2,)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_methods_are_documented(name):
+    """As the last of the arguments; `grad` refers to `value_and_grad`."""
+    described = inspect.cleandoc(getattr(nnx, name).__doc__).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    assert name == "grad" or described.count("\n  methods: for a Module class in place of a function") == 1

@@ -487,3 +487,21 @@ def test_a_dropped_model_is_freed():
     del layer
     assert [r() for r in refs] == [None, None]
     assert shown(grads) == W
+
+
+@pytest.mark.parametrize("transform", [nnx.grad, nnx.value_and_grad])
+def test_a_pair_without_has_aux(transform):
+    """The error of JAX, and what to add."""
+    with pytest.raises(TypeError, match="scalar-output") as caught:
+        transform(lambda x: (x.sum(), 1))(jnp.ones(2))
+    assert "If the function returns (loss, aux), pass has_aux=True." in caught.value.__notes__
+    with pytest.raises(TypeError, match="scalar-output") as caught:
+        transform(lambda x: x)(jnp.ones(2))
+    assert not any("has_aux" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_a_number_of_an_argument_that_there_is_not():
+    with pytest.raises(ValueError, match=r"argnums has 2, but .* with 2 positional arguments\. Arguments are numbered"):
+        nnx.grad(lambda x, y: x, argnums=2)(1.0, 1.0)
+    with pytest.raises(ValueError, match=r"^DiffState\(0, BatchStat\) takes no leaf of argument 0"):
+        nnx.grad(lambda m: 1.0, argnums=nnx.DiffState(0, nnx.BatchStat))(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

@@ -224,7 +224,6 @@ OUTPUTS = {
     "other metadata": lambda value: (value[0], nnx.map(lambda _, v: v.replace(v.value, a=1), value[1]), X),
     "one object for two": lambda value: (value[0], value[0], X),
     "a copy of one that is still used": lambda value: (nnx.clone(value[0]), value[0], X),
-    "nothing": lambda value: None,
 }
 
 
@@ -577,3 +576,12 @@ def test_under_vmap_each_member_runs_as_long_as_it_needs():
     many.calls.value = jnp.array([0, 2])
     nnx.vmap(lambda m, x: nnx.while_loop(below(3), advance, (m, x))[1], in_axes=(0, None))(many, X)
     np.testing.assert_array_equal(many.calls.value, [3, 3])
+
+
+def test_a_body_that_returns_nothing():
+    for call in (
+        lambda m: nnx.while_loop(lambda m: True, lambda m: None, m),
+        lambda m: nnx.fori_loop(0, 2, lambda i, m: None, m),
+    ):
+        with pytest.raises(TypeError, match=r"_loop returned nothing\. Return the value that it was given"):
+            call(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

@@ -770,3 +770,10 @@ def test_variables_that_hold_pytrees_are_sliced_and_stacked():
 def test_a_body_that_returns_another_number_of_values_is_told_what_to_return(body):
     with pytest.raises(errors.PrefixError, match=r"must return 2 values, .*Return \(carry, y\), where y may be None"):
         nnx.scan(body)(jnp.zeros(2), jnp.ones((3, 2)))
+
+
+def test_a_change_of_what_is_passed_whole():
+    """The remedy is an axis or the carry; what is attached or has too few axes has another one."""
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    with pytest.raises(errors.PrefixError, match=r"(?s)axes do not allow:\n  args\[0\]\.mean: .*\.\.\.: None\}\)\."):
+        nnx.scan(lambda norm, x: norm(x), in_axes=(None, 0), out_axes=0)(norm, XS[:, None])
