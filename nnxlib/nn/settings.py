@@ -92,7 +92,7 @@ def add_bias(y: Array, bias: Array) -> Array:
 
 
 def as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
-    return (x,) if isinstance(x, int | np.integer) else tuple(x)
+    return (x,) if isinstance(x, int | float | np.number) else tuple(x)  # a float is refused where it is used
 
 
 def frozen(x: Any) -> Any:

@@ -102,7 +102,7 @@ def test_values_and_masks_in_python():
 
 def test_a_missing_argument_is_named():
     """With those that were passed."""
-    message = r"Average.update expects the keyword argument 'loss', got \['values'\]. This metric was made as Average\('loss'\)"
+    message = r"expects the keyword argument .loss., got \[.values.\]. This metric was made as Average\(.loss.\)"
     with pytest.raises(TypeError, match=message):
         Average("loss").update(values=1.0)
 
