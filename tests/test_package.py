@@ -8,7 +8,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import traceback
 import types
 
 import pytest
@@ -68,9 +67,10 @@ def test_a_name_of_another_version_of_nnx_says_what_to_use(name, remedy):
 
 
 def test_a_misspelt_name_is_suggested():
+    """By Python, which looks for it in the object that the error names."""
     with pytest.raises(AttributeError) as caught:
         nnxlib.Lineer
-    assert "Did you mean: 'Linear'?" in traceback.format_exception_only(caught.value)[0]
+    assert (caught.value.name, caught.value.obj) == ("Lineer", nnxlib)
 
 
 def test_importing_nnxlib_starts_no_device():

@@ -1,7 +1,7 @@
 """Finding objects without a table: everything below an object, and the path by which running code reaches one.
 
 The search asks classes for ``_nnx_children`` and knows nothing else of nodes and Variables, which use it for their own
-messages; and so they do the advice on the transform that refuses a write.
+messages. Where such a message is on a refused write, the frames also tell which transform to use instead.
 """
 
 from __future__ import annotations

@@ -366,7 +366,7 @@ def _values_to_write(
     avals = zip(new, present, avals_of(present), strict=True)
     before = {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}
     found = misfitting(layout, stacked_where_all_are_given(layout, before, new), new, unexpected)
-    if strict:
+    if strict and found:
         unknown = {x.path[:-1]: x.path[-1] for x in found if x.kind == "added" and x.path}
         hint = did_you_mean(unknown.values(), [path[-1] for path in layout.leaf_paths if path and path[:-1] in unknown])
         head = "The State does not fit the object; nothing was written."

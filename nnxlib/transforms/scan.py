@@ -363,7 +363,7 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
         replaced = successors(layout, body, pairs, functools.partial(_is_stacked, labels))
     if replaced is None and before != after:
         first = [path[1:] for path, _ in after if path[:1] == (0,)]
-        if out_place == () and len(after) >= len(first) == len(before) and first == [path for path, _ in before]:
+        if out_place == () and before and first == [path for path, _ in before]:
             raise BodyError(_CARRY_ALONE)
         raise BodyError(listed(_OTHER_CARRY, what_became(layout, dict(before), dict(after), "carry"), _RETURN))
     refuse_written(layout, body, replaced or {}, "body of scan")
