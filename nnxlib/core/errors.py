@@ -114,7 +114,7 @@ class InvalidFilterError(NnxError, TypeError):
 
 
 class EmptySelectionError(NnxError, ValueError):
-    """A filter that takes nothing where something is needed."""
+    """A filter that selects nothing where something is needed."""
 
 
 class FilterOrderError(InvalidFilterError, ValueError):

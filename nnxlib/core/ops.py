@@ -153,7 +153,7 @@ def _refuse_nodes(filters: Sequence[Filter]) -> None:
 
 
 _OF_NODES = """\
-{name} can take nothing: filters see Variables and arrays, not the Modules that hold them. Take the State of that \
+{name} selects nothing: filters see Variables and arrays, not the Modules that hold them. Take the State of that \
 Module, nnx.state(model.layer), or select by path: nnx.PathContains('name')."""
 
 

@@ -293,7 +293,7 @@ def add_lora(
     4
 
     Raises:
-      EmptySelectionError: if the filter takes no layer.
+      EmptySelectionError: if the filter selects no layer.
       ValueError: if it takes a layer that has a LoRA, is of a subclass with a forward of its own, has batch axes, or is
         a stack of layers. Nothing is changed then.
     """
@@ -303,8 +303,8 @@ def add_lora(
     if not chosen:
         known = ", ".join(f"{format_path(path)} ({type(x).__name__})" for path, x in layers) or "none"
         raise EmptySelectionError(
-            f"filter={to_predicate(filter)!r} takes no layer that can have a LoRA; Linear and LinearGeneral layers of "
-            f"this {type(model).__name__}: {known}."
+            f"filter={to_predicate(filter)!r} selects no layer that can have a LoRA; Linear and LinearGeneral layers "
+            f"of this {type(model).__name__}: {known}."
         )
     for path, layer in chosen:
         if problem := _not_adaptable(layer):

@@ -48,7 +48,7 @@ class EMA(Pytree):
 
     Raises:
       UsageError: if ``decay`` is a number outside of 0 to 1.
-      EmptySelectionError: if ``only`` takes nothing.
+      EmptySelectionError: if ``only`` selects nothing.
       TypeError: if it takes an array that is not in a Variable; names the path.
     """
 
@@ -65,7 +65,7 @@ class EMA(Pytree):
         self.filter = tuple(only) if isinstance(only, list) else only
         selected = _selected(params, only)
         if not selected:
-            raise EmptySelectionError(f"only={shown(only)} takes nothing of this {type(params).__name__} to average.")
+            raise EmptySelectionError(f"only={shown(only)} selects nothing in this {type(params).__name__} to average.")
         self.params = selected.map(lambda path, variable: _copied(variable))
 
     @boundary

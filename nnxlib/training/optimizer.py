@@ -121,7 +121,7 @@ class Optimizer(Pytree, Generic[M]):
     ([-0.5, -0.5, -0.5], 1)
 
     Raises:
-      EmptySelectionError: if ``wrt`` takes nothing of the model; names the types of Variable that it has.
+      EmptySelectionError: if ``wrt`` selects nothing in the model; names the types of Variable that it has.
       TypeError: if ``tx`` is not a transformation.
     """
 
@@ -400,13 +400,13 @@ def _trained(model: Any, wrt: Filter) -> State:
     kinds = Counter(type(x).__name__ for _, x in to_flat_state(state(model)) if is_variable(x))
     found = ", ".join(f"{name} ({count})" for name, count in sorted(kinds.items()))
     hint = (
-        f"It has: {found}. Pass a filter that takes some of these: a type such as nnx.Param, or "
+        f"It has: {found}. Pass a filter that selects some of these: a type such as nnx.Param, or "
         "nnx.PathContains('name')."
         if found
         else "It has no Variable at all: parameters are attributes such as nnx.Param(array), on it or on its layers."
     )
     raise EmptySelectionError(
-        f"wrt={shown(wrt)} takes nothing of this {type(model).__name__}, so there is nothing to train. {hint}"
+        f"wrt={shown(wrt)} selects nothing in this {type(model).__name__}, so there is nothing to train. {hint}"
     )
 
 

@@ -87,7 +87,7 @@ def value_and_grad(
     (2.0, (2, 1))
 
     Raises:
-      PrefixError: if ``argnums`` names an argument that was not passed, or a filter takes no leaf of it.
+      PrefixError: if ``argnums`` names an argument that was not passed, or a filter selects no leaf of it.
       ArgumentError: if a leaf to be differentiated is not of floating or complex type; names its path.
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}

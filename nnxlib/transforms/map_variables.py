@@ -60,7 +60,7 @@ def map_variables(
     [0.0, 0.0, 0.0]
 
     Raises:
-      EmptySelectionError: if the filter takes no Variable of the arguments.
+      EmptySelectionError: if the filter selects no Variable of the arguments.
       ReadOnlyError: if ``f`` changes a mapped Variable and there is no ``trans_out``; names the path. As for all
         errors, nothing has been changed then.
       StateMismatchError: if ``trans_in`` or ``trans_out`` returns other paths than it may; names them.
@@ -132,7 +132,7 @@ def _commit(
     delta, paths, objects = after.delta, after.walk.paths, after.walk.objects
     mapped = _by_argument(predicate, sorted(after.walk.cells), paths, objects)
     if not mapped:
-        raise EmptySelectionError("map_variables maps nothing: its filter takes no Variable of the arguments.")
+        raise EmptySelectionError("map_variables maps nothing: its filter selects no Variable of the arguments.")
     renewed = [i for i, row in delta.rows if isinstance(row, VariableRow)]  # new, or with other metadata
     numbers = [*delta.values, *renewed]
     values = dict(zip(numbers, after.leaves, strict=False))

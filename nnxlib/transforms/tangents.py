@@ -94,7 +94,7 @@ def differentiated(
     Without a filter, those of a Module are chosen by ``default``; of other arguments, all leaves are differentiated.
 
     Raises:
-      PrefixError: if a filter takes no leaf.
+      PrefixError: if a filter selects no leaf.
     """
     entries: list[Any] = []
     for i, arg in enumerate(args):
@@ -109,7 +109,8 @@ def differentiated(
     for i, filter_ in filters.items():
         if filter_ is not None and i not in taken:
             raise PrefixError(
-                f"DiffState({i}, {shown(filter_)}) takes no leaf of argument {i}, so there is nothing to differentiate."
+                f"DiffState({i}, {shown(filter_)}) selects no leaf of argument {i}, so there is nothing to "
+                "differentiate."
             )
     return lane_of
 

@@ -122,7 +122,7 @@ def test_path_in():
 
 
 def test_sequences_and_unions_take_what_one_of_them_takes():
-    """Lists, tuples and unions of types are any of; an empty one takes nothing."""
+    """Lists, tuples and unions of types are any of; an empty one selects nothing."""
     for filter in ([Param, "head"], (Param, "head"), Any(Param, "head")):
         assert to_predicate(filter) == Any(OfType(Param), WithTag("head"))
     assert to_predicate(Param | BatchStat) == Any(Param, BatchStat)
@@ -383,7 +383,7 @@ def test_the_class_of_a_node_takes_no_leaf(kind):
     """Said where leaves are selected; filters of Modules take it."""
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     for select in (nnx.state, nnx.split, nnx.pop, lambda m, f: nnx.split(m, nnx.Param, f, ...)):
-        with pytest.raises(InvalidFilterError, match=rf"^{kind.__name__} can take nothing: filters see Variables"):
+        with pytest.raises(InvalidFilterError, match=rf"^{kind.__name__} selects nothing: filters see Variables"):
             select(model, kind)
     model.set_attributes(nnx.Linear, use_bias=True)
 

@@ -220,7 +220,7 @@ def test_what_cannot_be_adapted_or_merged_is_refused_and_nothing_changes():
     batched = nnx.LinearGeneral(2, 2, batch_axis={0: 3}, rngs=rngs)
     with pytest.raises(ValueError, match=r"<root> \(LinearGeneral\): it has batch axes"):
         nnx.add_lora(batched, 2, filter=..., rngs=rngs)
-    with pytest.raises(ValueError, match=r"OfType\(Conv\) takes no layer.*Linear.* of this List: \[0\] \(LoRALinear\)"):
+    with pytest.raises(ValueError, match=r"OfType\(Conv\) selects no layer.*Linear.* of this List: \[0\] \(LoRA"):
         nnx.add_lora(model, 2, filter=nnx.Conv, rngs=rngs)
     stack = stacked()
     with pytest.raises(ValueError, match=r"its kernel is float32\[3, 4, 4\], so it is a stack of layers"):

@@ -159,8 +159,8 @@ def test_an_update_from_another_trace_writes_nothing():
 
 
 def test_nothing_to_average():
-    """A filter that takes nothing is an error, as is an array outside of a Variable; both say what to do."""
-    with pytest.raises(EmptySelectionError, match="only=Cache takes nothing of this Net"):
+    """A filter that selects nothing is an error, as is an array outside of a Variable; both say what to do."""
+    with pytest.raises(EmptySelectionError, match="only=Cache selects nothing in this Net"):
         nnx.EMA(Net(), 0.9, only=nnx.Cache)
     with pytest.raises(TypeError, match=r"table is float32\[2\] outside of a Variable.*only=nnx.Param"):
         nnx.EMA(Net(), 0.9)

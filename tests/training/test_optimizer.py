@@ -208,9 +208,9 @@ def test_gradients_of_more_than_is_trained_are_left_out():
 
 
 @pytest.mark.parametrize("wrt", [nnx.Cache, nnx.PathContains("nowhere"), lambda path, v: False])
-def test_a_filter_that_takes_nothing_is_an_error(wrt):
+def test_a_filter_that_selects_nothing_is_an_error(wrt):
     """The message names the filter and the types of Variable that there are."""
-    with pytest.raises(EmptySelectionError, match=r"nothing of this Net.*Adapter \(1\), BatchStat \(2\), Param \(4\)"):
+    with pytest.raises(EmptySelectionError, match=r"nothing in this Net.*Adapter \(1\), BatchStat \(2\), Param \(4\)"):
         nnx.Optimizer(Net(), optax.adam(0.1), wrt=wrt)
 
 

@@ -184,7 +184,7 @@ def test_nondiff_leaves(keeps_all):
 @pytest.mark.parametrize("filter_", [False, nnx.Nothing()])
 @pytest.mark.parametrize("returned", [None, 7.0])
 def test_an_argument_of_which_nothing_is_differentiated(filter_, returned):
-    """DiffState with a filter that takes nothing: no gradient, whatever the rule returns in its place."""
+    """DiffState with a filter that selects nothing: no gradient, whatever the rule returns in its place."""
     f = nnx.custom_vjp(lambda m, sums: (m.x * 2, {"n": sums["n"] + m.x}), nondiff_argnums=(nnx.DiffState(1, filter_),))
     f.defvjp(
         lambda m, sums: (f(m, sums), sums),
@@ -392,10 +392,10 @@ def test_messages(case):
 
 
 def test_wrong_nondiff_argnums():
-    """Arguments that are not there, and filters that take nothing."""
+    """Arguments that are not there, and filters that select nothing."""
     with pytest.raises(errors.PrefixError, match="nondiff_argnums has 5"):
         doubled(nondiff_argnums=5)(Net(), A)
-    with pytest.raises(errors.PrefixError, match="takes no leaf"):
+    with pytest.raises(errors.PrefixError, match="selects no leaf"):
         doubled(nondiff_argnums=nnx.DiffState(0, nnx.Cache))(Net(), A)
 
 

@@ -398,13 +398,13 @@ def test_a_live_model_in_a_closure():
         ((0, nnx.DiffState(5, ...)), "argnums has 5"),
         ((0, nnx.DiffState(0, ...)), r"argument 0 twice; join the filters: DiffState\(0, \(a, b\)\)"),
         ((0, -2), "argument -2 twice"),
-        (nnx.DiffState(0, nnx.PathContains("nothing")), r"DiffState\(0, .*nothing.*\) takes no leaf of argument 0"),
-        (nnx.DiffState(1, nnx.Param), "takes no leaf of argument 1"),
-        ((0, nnx.DiffState(1, False)), "takes no leaf of argument 1"),
+        (nnx.DiffState(0, nnx.PathContains("nothing")), r"DiffState\(0, .*nothing.*\) selects no leaf of argument 0"),
+        (nnx.DiffState(1, nnx.Param), "selects no leaf of argument 1"),
+        ((0, nnx.DiffState(1, False)), "selects no leaf of argument 1"),
     ],
 )
 def test_wrong_argnums(argnums, message):
-    """What argnums names that is not there, and filters that take nothing, are errors that say so; nothing changes."""
+    """What argnums names that is not there, and filters that select nothing, are errors that say so."""
     layer = Layer()
     with pytest.raises(errors.PrefixError, match=message):
         nnx.grad(loss, argnums=argnums)(layer, X)
@@ -503,5 +503,5 @@ def test_a_pair_without_has_aux(transform):
 def test_a_number_of_an_argument_that_there_is_not():
     with pytest.raises(ValueError, match=r"argnums has 2, but .* with 2 positional arguments\. Arguments are numbered"):
         nnx.grad(lambda x, y: x, argnums=2)(1.0, 1.0)
-    with pytest.raises(ValueError, match=r"^DiffState\(0, BatchStat\) takes no leaf of argument 0"):
+    with pytest.raises(ValueError, match=r"^DiffState\(0, BatchStat\) selects no leaf of argument 0"):
         nnx.grad(lambda m: 1.0, argnums=nnx.DiffState(0, nnx.BatchStat))(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

@@ -115,7 +115,7 @@ def test_vjp_argnums():
     dx, grads = nnx.vjp(apply, m, X, argnums=(1, nnx.DiffState(0, nnx.BatchStat)))[1](jnp.ones(2))
     assert dx.shape == (2,)
     assert list(grads) == ["stat"]
-    with pytest.raises(errors.PrefixError, match="takes no leaf of argument 0"):
+    with pytest.raises(errors.PrefixError, match="selects no leaf of argument 0"):
         nnx.vjp(apply, m, X, argnums=nnx.DiffState(0, nnx.Cache))
 
 
