@@ -320,7 +320,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     Args:
       node: a Module, or a pytree of Modules.
       state: a State, FlatState or nested dict, of all or some of the leaves. Int keys may be strings. A leaf is a
-        Variable, whose metadata is taken over too, a bare value, or ``{'value': array}``, as in checkpoints.
+        Variable, whose metadata is taken too, a bare value, or ``{'value': array}``, as in checkpoints.
       *states: more of these.
       strict: with False, leaves that do not fit are skipped instead of refused. All Variables of a type together may
         have additional axes, or lack some: those of a stack of models, or of one model of a stack.
