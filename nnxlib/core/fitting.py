@@ -201,7 +201,8 @@ def values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Pa
 
 
 _ALL_OF_THEM = """\
-Pass every State that nnx.split returned, from a model of the same structure; nnx.update writes a part of one into a model."""
+Pass every State that nnx.split returned, from a model of the same structure; nnx.update writes a part of one into a \
+model."""
 
 
 def values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
