@@ -32,6 +32,7 @@ from typing import Any
 import jax
 
 from .closures import Watch, notice
+from .data import is_node
 from .errors import describe, describe_nested, format_path
 from .finding import reachable
 from .stamps import Stamp, stamping, with_stamp
@@ -169,7 +170,7 @@ def _from_frames() -> Listener | None:
     stack = []
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CODE and frame.f_locals["listener"] is None and _is_node(frame.f_locals["self"]):
+        if frame.f_code is _CODE and frame.f_locals["listener"] is None and is_node(frame.f_locals["self"]):
             stack.append((frame.f_locals["self"], frame.f_locals["name"]))
         frame = frame.f_back
     if not stack:
@@ -316,13 +317,8 @@ def observed(method: Callable, name: str) -> Callable:
 _CODE: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]
 
 
-def _is_node(x: Any) -> bool:
-    """Whether the ``self`` of a call is a Module; ``Layer.__call__(x, ...)`` may lend the method to any object."""
-    return hasattr(type(x), "_nnx_children")
-
-
 def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
-    if not _is_node(self):
+    if not is_node(self):  # `Layer.__call__(x, ...)` may lend a method to any object
         return method(self, *args, **kwargs)
     if Watch.count:
         notice(self, self._nnx_trace)
@@ -406,7 +402,7 @@ _CALLS = "_nnx_calls"  # the attribute of an error that keeps a listener with th
 
 def _add_note_eagerly(error: Exception, module: Any, name: str, args: tuple, kwargs: dict) -> None:
     """Note that an error leaves an eager call; the frames and the model are searched once for all levels."""
-    if not _is_node(module):
+    if not is_node(module):
         return
     listener: Listener | None = vars(error).pop(_CALLS, None)
     if listener is None or listener.stack[-1][0] is not module or listener.stack[-1][1] != name:  # raised elsewhere

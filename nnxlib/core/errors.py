@@ -6,7 +6,8 @@ Each says what is wrong, where (the path, or both paths if two clash), and what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -203,6 +204,21 @@ def did_you_mean(names: Iterable[Any], known: Iterable[Any]) -> str:
         if isinstance(name, str) and (near := difflib.get_close_matches(name, choices, n=1)):
             return f" Did you mean {near[0]!r}?"
     return ""
+
+
+def accepts(function: Callable, *args: Any) -> bool:
+    """Whether a function can be called with these arguments, for the message of a call that has failed.
+
+    >>> accepts(lambda path, value: True, 1, 2), accepts(lambda path: True, 1, 2)
+    (True, False)
+    """
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in without a signature
+        pass
+    return True
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -20,13 +20,12 @@ Combinations are often named constants, so they can be given a ``__doc__``.
 from __future__ import annotations
 
 import builtins
-import inspect
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 
-from .errors import FilterOrderError, InvalidFilterError
+from .errors import FilterOrderError, InvalidFilterError, accepts
 from .traversals import Key, path_sort_key
 from .variables import Variable
 
@@ -327,7 +326,7 @@ class Where(FilterObject):
         try:
             return self.function(path, x)
         except TypeError:
-            if not _takes_two(self.function):
+            if not accepts(self.function, path, x):
                 name = getattr(self.function, "__name__", repr(self.function))
                 raise InvalidFilterError(f"A filter function takes (path, value), which {name} does not.") from None
             raise
@@ -337,16 +336,6 @@ class Where(FilterObject):
 
     def __repr__(self) -> str:
         return f"Where({getattr(self.function, '__qualname__', None) or repr(self.function)})"
-
-
-def _takes_two(function: Callable) -> bool:
-    try:
-        inspect.signature(function).bind((), None)
-    except TypeError:
-        return False
-    except ValueError:  # a built-in without a signature
-        pass
-    return True
 
 
 class PathIn(FilterObject):

@@ -12,7 +12,6 @@ GraphDefs are written alike. Then lines are made of the parts:
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import re
@@ -362,7 +361,6 @@ _SIMPLE = {bool, float, int, str, type(None)}  # most attributes
 _NO_DEFAULT: Any = object()
 
 
-@functools.lru_cache(256)
 def _defaults(kind: type) -> Mapping[str, Any]:
     """The defaults of the arguments of a constructor, by name."""
     try:

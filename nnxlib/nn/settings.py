@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ArgumentError, describe
+from ..core.errors import ArgumentError, accepts, describe
 from ..core.formulas import step
 from ..core.metadata import VariableMetadata
 from ..core.rngs import Rngs
@@ -58,7 +57,7 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
             raise ArgumentError(
                 _NO_SIZE.format(shape=tuple(shape), size=sizes[0], kind=type(sizes[0]).__name__)
             ) from None
-        if _takes(init, key, shape, dtype):
+        if accepts(init, key, shape, dtype):
             raise
     if not fits:
         name = getattr(init, "__name__", describe(init))
@@ -73,16 +72,6 @@ integer if it is written d // 2."""
 _NO_INITIALIZER = """\
 A parameter of shape {shape} needs an initializer, a function (key, shape, dtype) -> array, but {found} is none. \
 {hint}"""
-
-
-def _takes(f: Any, *args: Any) -> bool:
-    try:
-        inspect.signature(f).bind(*args)
-    except TypeError:
-        return False
-    except ValueError:  # a built-in without a signature
-        pass
-    return True
 
 
 @step()
