@@ -20,7 +20,7 @@ from .differences import Aval, Difference, as_change, aval_of
 from .errors import format_path
 from .graph import build
 from .layout import Layout
-from .pickling import exportable
+from .registration import exportable
 from .reprs import Group, Leaf, node_group, read, static_repr, write
 from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow
 from .static import Const

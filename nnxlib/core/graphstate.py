@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import jax.tree_util as jtu
 
 from .graphdef import GraphDef
-from .pickling import exportable
+from .registration import register_pytree
 from .state import State, flatten_with_keys
 
 A = TypeVar("A")
@@ -66,5 +66,4 @@ def _unflatten_graph_state(static: tuple[GraphDef, Any], children: Iterable[Any]
     return GraphState(graphdef, *children if keys is None else (State._view(dict(zip(keys, children))),))
 
 
-jtu.register_pytree_with_keys(GraphState, _flatten_graph_state, _unflatten_graph_state)
-exportable(GraphState)
+register_pytree(GraphState, _flatten_graph_state, _unflatten_graph_state)

@@ -1,4 +1,4 @@
-"""Pickles and copies of jitted functions with a name, and static halves of pytrees in exported programs.
+"""Pickles and copies of jitted functions with a name.
 
 Models hold functions such as ``jax.nn.relu`` as activations. Python pickles a function as its name and copies it as
 itself. JAX's jitted functions and those with custom derivatives do neither: pickling them fails, and ``copy.deepcopy``
@@ -9,18 +9,13 @@ of ``__main__`` for cloudpickle, which sends them whole, since another process h
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import operator
-import pickle
 import sys
 import types
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-from jax import export
-
-K = TypeVar("K", bound=type)
 
 
 def global_name(function: Any, pickler: types.FrameType) -> str | None:
@@ -46,18 +41,3 @@ FUNCTION_TYPES = (type(jax.jit(_by_name)), jax.custom_jvp, jax.custom_vjp)
 
 for _kind in FUNCTION_TYPES:
     copyreg.pickle(_kind, _by_name)  # type: ignore[arg-type]
-
-
-def exportable(kind: K) -> K:
-    """Let programs whose arguments or results have pytrees of this class be serialized by ``jax.export``.
-
-    Their static halves are pickled. A class that is defined again under the same name is not taken.
-    """
-    with contextlib.suppress(ValueError):
-        export.register_pytree_node_serialization(
-            kind,
-            serialized_name=f"{kind.__module__}.{kind.__qualname__}",
-            serialize_auxdata=pickle.dumps,
-            deserialize_auxdata=lambda static: pickle.loads(bytes(static)),
-        )
-    return kind

@@ -26,7 +26,7 @@ from .foreign import Foreign
 from .graph import build
 from .layout import Layout
 from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, new_node
-from .pickling import exportable
+from .registration import register_pytree
 from .reprs import static_repr
 from .rows import NodeRow, Ref, Tree
 from .stamps import Stamp
@@ -243,12 +243,10 @@ def _key(node: Any, name: Any) -> Any:
     return jtu.SequenceKey(name) if isinstance(node, list) else jtu.DictKey(name)
 
 
-def register_pytree(cls: type) -> None:
-    """Register a class of nodes with JAX."""
-    jtu.register_pytree_with_keys(cls, _flatten_with_keys, lambda shape, children: shape.unflatten(children), _flatten)
-    exportable(cls)
+def _register(cls: type) -> None:
+    register_pytree(cls, _flatten_with_keys, lambda shape, children: shape.unflatten(children), _flatten)
 
 
-PYTREE_REGISTRARS.append(register_pytree)
+PYTREE_REGISTRARS.append(_register)
 for _cls in (Pytree, List, Dict):
-    register_pytree(_cls)
+    _register(_cls)

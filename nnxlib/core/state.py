@@ -26,7 +26,7 @@ import numpy as np
 from .differences import leaf_differences, refuse
 from .errors import ArgumentError, NonExhaustiveFiltersError, UsageError, did_you_mean, format_path, listed
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
-from .pickling import exportable
+from .registration import register_pytree
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
 from .stamps import States
 from .traversals import empty_node, flatten_mapping, flattened, insert, nested, path_sort_key, sorted_keys
@@ -636,15 +636,13 @@ def _register(cls: type[State]) -> None:
     def unflatten(keys: tuple, children: Iterable[Any]) -> State:
         return cls._view(dict(zip(keys, children)))
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, _flatten)
-    exportable(cls)
+    register_pytree(cls, flatten_with_keys, unflatten, _flatten)
 
 
 _register(State)
-jax.tree_util.register_pytree_with_keys(
+register_pytree(
     FlatState,
     lambda flat: ([(jax.tree_util.DictKey(path), leaf) for path, leaf in flat], flat.paths),
     FlatState.from_sorted_keys_values,
     lambda flat: (flat.leaves, flat.paths),
 )
-exportable(FlatState)

@@ -32,8 +32,8 @@ from .cells import Cell, TracedCell, new_cell
 from .closures import Watch, notice
 from .finding import how_to_pass, locate
 from .metadata import AXIS_NAMES, HOOKS, VariableMetadata, as_hooks, canonical, name_axis, unname_axis
-from .pickling import exportable
 from .placement import placed
+from .registration import register_pytree
 from .stamps import Stamps, invalidate
 from .static import freeze, same_items
 from .tracing import Tracer, TraceRef, current_trace
@@ -699,19 +699,18 @@ _EMPTY = _Metadata(NO_METADATA)
 
 
 def _flatten(v: Variable) -> tuple[tuple[Any], _Metadata]:
-    return (v._cell.value,), _Metadata(v._metadata) if v._metadata else _EMPTY
+    return (v._cell.value,), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
 
 
 def _flatten_with_keys(v: Variable) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
-    return ((_VALUE_KEY, v._cell.value),), _Metadata(v._metadata) if v._metadata else _EMPTY
+    return ((_VALUE_KEY, v._cell.value),), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
 
 
 def _register(kind: type[Variable]) -> None:
     def unflatten(static: _Metadata, children: Iterable[Any]) -> Variable:
         return make_variable(kind, next(iter(children)), static.metadata)
 
-    jax.tree_util.register_pytree_with_keys(kind, _flatten_with_keys, unflatten, _flatten)
-    exportable(kind)
+    register_pytree(kind, _flatten_with_keys, unflatten, _flatten)
 
 
 _register(Variable)
