@@ -5,7 +5,8 @@ its arrays much faster. So each operation on a model of `n` Variables is given a
 nested in the same way; flattening, of that alone.
 
 The data: `operations` gives for each operation a call by contender. The model is a list of layers, each with two arrays
-of four numbers and two static attributes.
+of four numbers and two static attributes; or a transformer of each library's own layers, which have many classes, many
+static attributes, and random streams (in Equinox arrays like those of a stream).
 
     python -m benchmarks.structure [--quick] [--results FOLDER]
 """
@@ -19,7 +20,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from .timing import QUICK, Call, Effort, Measurement, Prepared, Report, Table, agree, main, measure
 
 SIZES: Sequence[int] = (100, 1000, 5000)
+BLOCKS, QUICK_BLOCKS = 24, 2
 BASE, OURS, THEIRS, EQUINOX = "jax.tree", "nnxlib", "flax.nnx", "equinox"
 CONTENDERS: Sequence[str] = (BASE, OURS, THEIRS, EQUINOX)
 
@@ -65,6 +67,86 @@ def of_equinox(eqx: ModuleType, layers: int) -> Any:
     return Net([Layer(jnp.zeros(4), jnp.ones(4), 4, jax.nn.relu) for _ in range(layers)])
 
 
+# The transformer. Each block holds an array of its own, for `of_state` and `of_model`.
+
+WIDTH, HEADS = 16, 4
+
+
+def transformer_arrays(layers: int) -> dict[str, Any]:
+    def linear(rows: int, columns: int) -> dict[str, jax.Array]:
+        return {"kernel": jnp.zeros((rows, columns)), "bias": jnp.zeros(columns)}
+
+    def block() -> dict[str, Any]:
+        return {
+            "bias": jnp.zeros(4),
+            "norm1": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)},
+            "heads": {name: linear(WIDTH, WIDTH) for name in ("query", "key", "value", "out")},
+            "norm2": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)},
+            "up": linear(WIDTH, 4 * WIDTH),
+            "down": linear(4 * WIDTH, WIDTH),
+            "dropout": {"rngs": {"key": jax.random.key(0), "count": jnp.zeros((), jnp.uint32)}},
+        }
+
+    return {"layers": {i: block() for i in range(layers)}}
+
+
+def transformer_of_nnx(nnx: ModuleType, layers: int) -> Any:
+    rngs = nnx.Rngs(0)
+
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.bias = nnx.BatchStat(jnp.zeros(4))
+            self.norm1, self.norm2 = (nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2))
+            self.heads = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+            self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    class Transformer(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([Block() for _ in range(layers)])
+
+    return Transformer()
+
+
+def transformer_of_equinox(eqx: ModuleType, layers: int) -> Any:
+    class Block(eqx.Module):
+        bias: jax.Array
+        norm1: Any
+        heads: Any
+        norm2: Any
+        up: Any
+        down: Any
+        dropout: Any
+        key: jax.Array
+        count: jax.Array
+
+        def __init__(self) -> None:
+            self.bias, self.key, self.count = jnp.zeros(4), jax.random.key(0), jnp.zeros((), jnp.uint32)
+            self.norm1, self.norm2 = eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)
+            biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
+            self.heads = eqx.nn.MultiheadAttention(HEADS, WIDTH, **biases, key=self.key)
+            self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=self.key)
+            self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=self.key)
+            self.dropout = eqx.nn.Dropout(0.1)
+
+    class Transformer(eqx.Module):
+        layers: list
+
+    return Transformer([Block() for _ in range(layers)])
+
+
+class Model(NamedTuple):
+    """How to make a model with a number of layers."""
+
+    arrays: Callable[[int], dict[str, Any]]
+    of_nnx: Callable[[ModuleType, int], Any]
+    of_equinox: Callable[[ModuleType, int], Any]
+
+
+PLAIN = Model(arrays, of_nnx, of_equinox)
+TRANSFORMER = Model(transformer_arrays, transformer_of_nnx, transformer_of_equinox)
+
+
 # --- the operations, as calls that return the bias of the first layer -----------------------------------------------
 
 
@@ -88,26 +170,25 @@ def flatten_and_unflatten(tree: Any) -> Call:
     return call
 
 
-def operations(libraries: Mapping[str, ModuleType], variables: int) -> dict[str, dict[str, Call]]:
-    """The operations on models of that size, by name and contender."""
-    layers = variables // 2
-    tree = arrays(layers)
+def operations(libraries: Mapping[str, ModuleType], layers: int, model: Model = PLAIN) -> dict[str, dict[str, Call]]:
+    """The operations on a model with so many layers, by name and contender."""
+    tree = model.arrays(layers)
     found: dict[str, dict[str, Call]] = {name: {BASE: flatten_and_unflatten(tree)} for name in OPERATIONS}
     for name in ("flatten a State", "flatten a Module"):
         found[name][BASE] = flatten(tree)
     found["clone"][BASE] = lambda: of_state(jax.tree.map(lambda x: x.copy(), tree))
     for label, library in libraries.items():
-        for name, call in (of_tree if label == EQUINOX else of_graph)(library, layers).items():
+        for name, call in (of_tree if label == EQUINOX else of_graph)(library, layers, model).items():
             found[name][label] = call
     return found
 
 
-def of_graph(nnx: ModuleType, layers: int) -> dict[str, Call]:
+def of_graph(nnx: ModuleType, layers: int, kind: Model = PLAIN) -> dict[str, Call]:
     """The operations of nnxlib and flax.nnx, which share one programming interface."""
-    model = of_nnx(nnx, layers)
+    model = kind.of_nnx(nnx, layers)
     graphdef, state = nnx.split(model)
     _, params, rest = nnx.split(model, nnx.Param, ...)
-    stripped, seen = of_nnx(nnx, layers), [nnx.Intermediate(jnp.zeros(4)) for _ in range(layers)]
+    stripped, seen = kind.of_nnx(nnx, layers), [nnx.Intermediate(jnp.zeros(4)) for _ in range(layers)]
 
     def update() -> jax.Array:
         nnx.update(model, state)
@@ -141,9 +222,9 @@ def of_graph(nnx: ModuleType, layers: int) -> dict[str, Call]:
     }
 
 
-def of_tree(eqx: ModuleType, layers: int) -> dict[str, Call]:
+def of_tree(eqx: ModuleType, layers: int, kind: Model = PLAIN) -> dict[str, Call]:
     """What comes nearest in Equinox, where a model is a pytree."""
-    model = of_equinox(eqx, layers)
+    model = kind.of_equinox(eqx, layers)
     params, static = eqx.partition(model, eqx.is_array)
 
     def round_trip() -> jax.Array:
@@ -154,7 +235,7 @@ def of_tree(eqx: ModuleType, layers: int) -> dict[str, Call]:
         "merge": lambda: of_model(eqx.combine(params, static)),
         "split, merge, state of the new model": round_trip,
         "state": lambda: of_model(eqx.filter(model, eqx.is_array)),
-        "clone": lambda: of_model(jax.tree.map(lambda x: x.copy(), model)),
+        "clone": lambda: of_model(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)),
         "list arrays with paths": lambda: jax.tree_util.tree_leaves_with_path(model)[0][1],
         "flatten a Module": flatten(model),
     }
@@ -223,17 +304,20 @@ def load() -> dict[str, ModuleType]:
     return found
 
 
-def run(sizes: Sequence[int], effort: Effort, names: Sequence[str] = OPERATIONS) -> Report:
-    """Measure each operation at each size and put the results in tables."""
+def run(sizes: Sequence[int], blocks: int, effort: Effort, names: Sequence[str] = OPERATIONS) -> Report:
+    """Measure each operation at each size, and on a transformer, and put the results in tables."""
     libraries = load()
     tables, spreads = [], []
-    for size in sizes:
-        times = Table(f"Time with {size:,} Variables, ratio to jax.tree (medians)", CONTENDERS, names)
-        calls = Table(f"Functions called for each of {size:,} Variables", CONTENDERS, names)
-        groups = operations(libraries, size)
+    in_a_block = len(jax.tree.leaves(transformer_arrays(1)))
+    models = [(f"{size:,} Variables", size, size // 2, PLAIN) for size in sizes]
+    transformer = f"{in_a_block * blocks} Variables of a transformer"
+    for title, size, layers, model in [*models, (transformer, in_a_block * blocks, blocks, TRANSFORMER)]:
+        times = Table(f"Time with {title}, ratio to jax.tree (medians)", CONTENDERS, names)
+        calls = Table(f"Functions called for each of {title}", CONTENDERS, names)
+        groups = operations(libraries, layers, model)
         measured: dict[str, dict[str, Measurement]] = {}
         for name in names:
-            print(f"{name}, {size} ...", file=sys.stderr, flush=True)
+            print(f"{name}, {title} ...", file=sys.stderr, flush=True)
             agree(groups[name])
             measured[name] = measure(groups[name], effort)
             spreads += [found.spread for found in measured[name].values()]
@@ -264,7 +348,7 @@ def _time(label: str, seconds: float, base: float) -> str:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(SIZES[:1], QUICK) if quick else run(SIZES, Effort()),
+        lambda quick: run(SIZES[:1], QUICK_BLOCKS, QUICK) if quick else run(SIZES, BLOCKS, Effort()),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "numpy"],
     )

@@ -21,7 +21,7 @@ from flax.core import FrozenDict, meta
 
 from ..core import errors
 from ..core.data import is_node
-from ..core.iteration import iter_graph
+from ..core.iteration import iter_graph, iter_objects
 from ..core.objects import Node
 from ..core.ops import clone, update
 from ..core.rngs import Rngs, RngStream
@@ -270,7 +270,7 @@ def _warn_of_draws(module: Any) -> None:
         warnings.warn(_SAME_KEYS, stacklevel=2)
         return value
 
-    for _, stream in list(iter_graph(module)):
+    for _, stream in list(iter_objects(module)):
         if isinstance(stream, RngStream) and stream.tag == _NOT_GIVEN:
             stream.key = RngKey(stream.key.get_raw_value(), on_get_value=warn)
 

@@ -14,7 +14,7 @@ from typing import Any
 from ..core import ops
 from ..core.filters import Filter
 from ..core.graph import build, pack, trace_of
-from ..core.iteration import iter_graph
+from ..core.iteration import iter_objects
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import current_trace
 from ..core.variables import Variable
@@ -55,7 +55,7 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) ->
 
 
 def _variables(node: Any) -> dict[tuple, Variable]:
-    return {path: x for path, x in iter_graph(node) if isinstance(x, Variable)}
+    return {path: x for path, x in iter_objects(node) if isinstance(x, Variable)}
 
 
 def _with_variables(found: Any, live: dict[tuple, Variable]) -> Any:

@@ -6,12 +6,12 @@ These functions see the objects as they are now, and describe nothing: no rows, 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import jax.tree_util as jtu
 
-from .data import is_array, is_bound_method, is_data_leaf, is_node
+from .data import is_array, is_bound_method, is_node
 from .filters import Filter, to_predicate
 from .objects import Node, new_node
 from .state import State
@@ -23,14 +23,21 @@ from .walk import flatten_once
 Path = tuple[Any, ...]
 
 
-def children_of(value: Any) -> list[tuple[Path, Any]]:
-    """What is directly below a value, by path: the attributes or items of a node, the leaves and nodes of a pytree."""
+def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]:
+    """What is directly below a value, by path: the attributes or items of a node, the leaves and nodes of a pytree.
+
+    Instances of the classes ``but`` may be left out.
+    """
     if isinstance(value, Node):
         held = value._nnx_contents()
         is_plain_list = isinstance(value, list) and len(held) == len(value)
+        if but:
+            held = {name: x for name, x in held.items() if type(x) not in but}
         return [((name,), held[name]) for name in (held if is_plain_list else sorted_keys(held))]
-    if isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)) or is_data_leaf(value):
+    if is_node(value) or isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)):
         return []
+    if type(value) in (tuple, list) and jtu.all_leaves(value):
+        return [((i,), x) for i, x in enumerate(value) if type(x) not in but]
     keys, leaves, _ = flatten_once(value)
     return list(zip(keys, leaves, strict=True))
 
@@ -42,8 +49,18 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
     >>> [path for path, x in nnx.iter_graph(nnx.Linear(1, 1, rngs=nnx.Rngs(0))) if isinstance(x, nnx.Variable)]
     [('bias',), ('kernel',)]
     """
+    return _visit(node, leaves=True)
+
+
+def iter_objects(node: Any) -> Iterator[tuple[Path, Any]]:
+    """What :func:`iter_graph` yields, but for the nodes and Variables only."""
+    return _visit(node, leaves=False)
+
+
+def _visit(node: Any, leaves: bool) -> Iterator[tuple[Path, Any]]:
     seen: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
     plain = {type(None)}  # classes whose instances are always leaves
+    left_out = () if leaves else plain
     stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
     while stack:
         remaining, above, parent = stack[-1]
@@ -55,13 +72,14 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
                     seen[id(value)] = value
                 elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
                     plain.add(type(value))
-                if not isinstance(value, Variable) and (children := children_of(value)):
+                if not isinstance(value, Variable) and (children := children_of(value, left_out)):
                     stack.append((iter(children), above + key, value))
                     break
-            yield above + key, value
+            if leaves or is_node(value):
+                yield above + key, value
         else:
             stack.pop()
-            if stack:
+            if stack and (leaves or is_node(parent)):
                 yield above, parent
 
 
@@ -86,7 +104,7 @@ def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
             plain.add(type(value))
         stack += [
             (path + key, x, value if len(key) == 1 else holder_of(value, key))
-            for key, x in reversed(children_of(value))
+            for key, x in reversed(children_of(value, plain))
             if type(x) not in plain
         ]
 
@@ -142,7 +160,7 @@ def recursive_map(f: Callable[[Path, Any], Any], node: Any, /) -> Any:
     Param(1.0)
     """
     copies: dict[int, Any] = {}
-    for path, value in iter_graph(node):
+    for path, value in iter_objects(node):
         if isinstance(value, Variable):
             copies[id(value)] = f(path, value)
         elif isinstance(value, Node):
@@ -173,6 +191,6 @@ def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> N
     (True, False)
     """
     predicate = to_predicate(only)
-    for path, x in iter_graph(node):
+    for path, x in iter_objects(node):
         if isinstance(x, Variable) and predicate(path, x):
             x.set_metadata(**metadata)

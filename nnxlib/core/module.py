@@ -19,7 +19,7 @@ from .containers import MODULE_METHODS, Dict, List, holds_data
 from .data import is_data
 from .errors import ArgumentError, UsageError, describe, did_you_mean
 from .filters import Filter, to_predicate
-from .iteration import iter_children, iter_graph
+from .iteration import iter_children, iter_objects
 from .objects import MISSING, HasAttributes, Node, Pytree
 from .ops import clone
 from .recordings import attribute_for, record
@@ -229,7 +229,7 @@ def _records(kind: type[Variable], only_in_capture: bool | None) -> bool:
 
 
 def _has_attribute(module: Any, name: str) -> bool:
-    return any(key == name for key, _ in module._nnx_children())
+    return name in module._nnx_contents()
 
 
 def _set_where_found(node: Any, filters: Iterable[Filter], attributes: dict[str, Any]) -> set[str]:
@@ -260,7 +260,7 @@ def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
 def _iter_kind(node: Any, kind: type[Node]) -> Iterator[tuple[Path, Any]]:
     """Yield (path, node) for each node of a class, and for each List and Dict that holds data at any depth."""
     with_data: set[int] = set()
-    for path, x in iter_graph(node):  # children first, so that each list is looked into once
+    for path, x in iter_objects(node):  # children first, so that each list is looked into once
         if isinstance(x, kind):
             yield path, x
         elif isinstance(x, List | Dict):
@@ -398,13 +398,13 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
       ValueError: naming the settings that no Module takes, unless ``raise_if_not_found`` is False.
     """
     made, predicate, missing = clone(node, variables=False), to_predicate(only), set(settings)
-    for path, module in list(iter_graph(made)):
+    for path, module in list(iter_objects(made)):
         if _has_view(module) and predicate(path, module):
             accepted = set(_view_parameters(type(module)))
             module.set_view(**{name: value for name, value in settings.items() if name in accepted})
             missing -= accepted
     if raise_if_not_found and missing:
-        kinds = {type(module) for _, module in iter_graph(made) if _has_view(module)}
+        kinds = {type(module) for _, module in iter_objects(made) if _has_view(module)}
         known = {name for kind in kinds for name in _view_parameters(kind)}
         raise UsageError(
             f"Unused keys found in nnx.view: {sorted(missing)}; no Module has such settings. nnx.view_info(model) "
@@ -422,7 +422,7 @@ def view_info(node: Any, /, *, only: Filter = ...) -> str:
       deterministic: bool | None = None
     """
     predicate, found = to_predicate(only), {}
-    for path, module in iter_graph(node):
+    for path, module in iter_objects(node):
         if _has_view(module) and predicate(path, module):
             found[type(module).__qualname__] = type(module)
     return "\n".join(f"{name}:\n{_settings_text(cls)}" for name, cls in sorted(found.items()))

@@ -62,11 +62,21 @@ class PathKey:
 class NodeShape:
     """The static half of a node that flattens as a tree: its class, its static values, the names of its children."""
 
-    __slots__ = ("_key", "children", "kind", "marks", "names", "statics")
+    __slots__ = ("_contents", "_key", "children", "kind", "marks", "names", "statics")
 
     def __init__(self, kind: type, names: tuple, statics: dict[Any, Const], children: tuple, marks: dict | None):
         self.kind, self.names, self.statics, self.children, self.marks = kind, names, statics, children, marks
         self._key: Any = None
+        self._contents: tuple[dict[Any, Any], list[Any]] | None = None
+
+    @property
+    def contents(self) -> tuple[dict[Any, Any], list[Any]]:
+        """The static values by name, with None for each child; and the names of those that a node has a copy of."""
+        if self._contents is None:
+            values = {name: value.value for name, value in self.statics.items()}
+            mutable = [name for name, value in self.statics.items() if value.mutable]
+            self._contents = {name: values.get(name) for name in self.names}, mutable
+        return self._contents
 
     @property
     def key(self) -> Any:  # only needed when JAX compares or hashes a treedef
@@ -76,9 +86,9 @@ class NodeShape:
         return self._key
 
     def unflatten(self, children: Iterable[Any]) -> Any:
-        node, values = new_node(self.kind, self.marks), dict(zip(self.children, children, strict=True))
-        values |= {name: value.fresh() for name, value in self.statics.items()}
-        node._nnx_fill({name: values[name] for name in self.names})
+        node, (contents, mutable) = new_node(self.kind, self.marks), self.contents
+        copies = {name: self.statics[name].fresh() for name in mutable}
+        node._nnx_fill({**contents, **dict(zip(self.children, children, strict=True)), **copies})
         return node
 
     def __eq__(self, other: object) -> bool:

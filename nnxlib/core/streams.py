@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from .errors import UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
-from .iteration import iter_graph
+from .iteration import iter_objects
 from .ops import clone
 from .rngs import RngStream, RngValue, Shape, as_key
 from .variables import MISSING
@@ -84,7 +84,7 @@ def _streams(node: Any, only: Filter = ...) -> list[tuple[Path, RngStream]]:
     """The streams of a node that the filter takes, one for each count: some share it under two names."""
     predicate = to_predicate(only)
     found: dict[int, tuple[Path, RngStream]] = {}
-    for path, x in iter_graph(node):
+    for path, x in iter_objects(node):
         if isinstance(x, RngStream) and predicate(path, x):
             found.setdefault(id(x.count), (path, x))
     return list(found.values())
@@ -258,7 +258,7 @@ def with_rngs(
         "fork": [(takes, RngStream.fork) for takes in filters_to_predicates(forks)],
     }
     chosen, copied = to_predicate(only), clone(node, variables=False)
-    streams = [(path, x) for path, x in iter_graph(copied) if isinstance(x, RngStream)]
+    streams = [(path, x) for path, x in iter_objects(copied) if isinstance(x, RngStream)]
     makers: dict[int, Callable[[], RngStream]] = {}  # by count: some streams share it under two names
     for path, stream in streams:
         make = _rule_for(path, stream, rules) if chosen(path, stream) else None

@@ -26,7 +26,7 @@ from ..core.calls import Listener, listening, runs
 from ..core.data import is_node
 from ..core.errors import ArgumentError, UsageError
 from ..core.graph import pack
-from ..core.iteration import iter_graph
+from ..core.iteration import iter_objects
 from ..core.objects import Node
 from ..core.ops import state
 from ..core.reprs import Size
@@ -302,7 +302,7 @@ class _Follower:
 
 
 def _variables(node: Any) -> Iterator[tuple[tuple, Variable]]:
-    return ((path, x) for path, x in iter_graph(node) if isinstance(x, Variable))
+    return ((path, x) for path, x in iter_objects(node) if isinstance(x, Variable))
 
 
 def _shapes(tree: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from .dtypes import Array, Dtype, input_error, kernel_misfit, promote_dtype
 from .initializers import Initializer
 from .settings import (
     NO_METADATA,
+    FrozenDict,
     Metadata,
     add_bias,
     as_tuple,
@@ -191,7 +191,7 @@ class LinearGeneral(Module):
         out_features: int | Sequence[int],
         *,
         axis: int | Sequence[int] = -1,
-        batch_axis: Mapping[int, int] = MappingProxyType({}),
+        batch_axis: Mapping[int, int] = FrozenDict({}),
         use_bias: bool = True,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -208,7 +208,7 @@ class LinearGeneral(Module):
     ):
         self.in_features, self.out_features = as_tuple(in_features), as_tuple(out_features)
         self.axis = as_tuple(axis)
-        self.batch_axis = dict(batch_axis)
+        self.batch_axis = frozen(batch_axis)
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype

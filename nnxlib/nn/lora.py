@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from ..core.errors import EmptySelectionError, UsageError, describe, format_path
 from ..core.filters import Filter, to_predicate
 from ..core.formulas import step
-from ..core.iteration import iter_children, iter_graph
+from ..core.iteration import iter_children, iter_objects
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.rngs import Rngs
@@ -298,7 +298,7 @@ def add_lora(
         a stack of layers. Nothing is changed then.
     """
     takes = to_predicate(filter)
-    layers = [(path, x) for path, x in iter_graph(model) if isinstance(x, Linear | LinearGeneral)]
+    layers = [(path, x) for path, x in iter_objects(model) if isinstance(x, Linear | LinearGeneral)]
     chosen = [(path, x) for path, x in layers if takes(path, x)]
     if not chosen:
         known = ", ".join(f"{format_path(path)} ({type(x).__name__})" for path, x in layers) or "none"
@@ -374,7 +374,7 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
         Nothing is changed then.
     """
     takes = to_predicate(filter)
-    nodes = list(iter_graph(model))
+    nodes = list(iter_objects(model))
     chosen = [(path, x) for path, x in nodes if isinstance(x, _MERGEABLE) and takes(path, x)]
     beside = [(path, x) for path, x in chosen if not isinstance(x, LoRA)]
     around = [(path, x) for path, x in chosen if isinstance(x, LoRA) and x.base_module is not None]

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError, UsageError
 from ..core.filters import Filter, to_predicate
 from ..core.formulas import step
-from ..core.iteration import iter_graph
+from ..core.iteration import iter_objects
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from ..core.streams import split_rngs
@@ -705,7 +705,7 @@ def _repeating(only: Filter) -> Callable:
     takes = to_predicate(only)
 
     def repeating(cell: Any, *args: Any) -> Any:
-        counts = [x.count for path, x in iter_graph(cell) if isinstance(x, RngStream) and takes(path, x)]
+        counts = [x.count for path, x in iter_objects(cell) if isinstance(x, RngStream) and takes(path, x)]
         before = [count.get_raw_value() for count in counts]
         out = _step(cell, *args)
         for count, value in zip(counts, before, strict=True):

@@ -27,7 +27,7 @@ from ..core.escapes import contained
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.formulas import step
 from ..core.graph import Delta, build, commit, diff
-from ..core.iteration import iter_graph
+from ..core.iteration import iter_objects
 from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.rows import LEAF
@@ -100,7 +100,7 @@ def _holds_objects(tree: Any) -> bool:
 
 
 def _params(module: Module) -> list[tuple[Path, Param]]:
-    return [(path, x) for path, x in iter_graph(module) if isinstance(x, Param)]
+    return [(path, x) for path, x in iter_objects(module) if isinstance(x, Param)]
 
 
 def _describe_params(module: Module) -> str:

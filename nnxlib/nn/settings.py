@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -85,5 +85,36 @@ def as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def frozen(x: Any) -> Any:
-    """A setting with its lists made tuples: an attribute that is a list would be a node of the graph."""
+    """A setting with lists made tuples, and dicts immutable: a list or dict as an attribute would be a node."""
+    if isinstance(x, Mapping):
+        return FrozenDict({key: frozen(value) for key, value in x.items()})
     return tuple([frozen(item) for item in x]) if isinstance(x, list | tuple) else x
+
+
+class FrozenDict(Mapping):
+    """An immutable mapping of hashable values.
+
+    >>> sizes = FrozenDict({0: 2})
+    >>> sizes[0], sizes == {0: 2}, hash(sizes) == hash(FrozenDict({0: 2}))
+    (2, True, True)
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[Any, Any]):
+        self._items = dict(items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)

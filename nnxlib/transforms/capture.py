@@ -20,7 +20,7 @@ from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_
 from ..core.filters import Filter, to_predicate
 from ..core.finding import reachable
 from ..core.graph import commit
-from ..core.iteration import iter_graph
+from ..core.iteration import iter_graph, iter_objects
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.ops import pop, update
@@ -186,7 +186,7 @@ def _renamed(recorded: Any) -> State:
 
 def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[State, ...]:
     """Remove and return the recordings in Variables of exactly these types, grouped by the first type that fits."""
-    paths = {(*path, name) for path, x in iter_graph(module) if isinstance(x, Node) for name in recorded_in(x)}
+    paths = {(*path, name) for path, x in iter_objects(module) if isinstance(x, Node) for name in recorded_in(x)}
 
     def of(kind: type[Variable]) -> Filter:
         return lambda path, x: path in paths and type(x) in kinds and isinstance(x, kind)

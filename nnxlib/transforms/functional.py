@@ -43,7 +43,7 @@ from ..core.filters import All as AllOf
 from ..core.filters import Any as AnyOf
 from ..core.filters import Filter, FilterObject, Not, Where, WithTag, to_predicate
 from ..core.graphdef import GraphDef
-from ..core.iteration import iter_graph
+from ..core.iteration import iter_graph, iter_objects
 from ..core.objects import Node
 from ..core.ops import clone, merge, split, state, update
 from ..core.rngs import Rngs, RngStream, as_key
@@ -242,7 +242,7 @@ class Functional(Generic[M]):
                 unplaced.append(f"{_said(collection, *path)} {describe(value)}")
         if unplaced:
             raise StateMismatchError(listed("The Module has no place for these variables:", unplaced, _COMPLETE))
-        for path, stream in list(iter_graph(module)):
+        for path, stream in list(iter_objects(module)):
             if isinstance(stream, RngStream):
                 _seed(stream, path, keys.get(stream.tag, keys.get("default", keys.get("params"))))
         return module

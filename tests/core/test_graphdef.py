@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.graphdef import structural_differences
+from nnxlib.core.graphdef import Avals, structural_differences
 
 
 class Layer(nnx.Module):
@@ -226,3 +226,19 @@ def test_repr():
   )
 )"""
     )
+
+
+def test_typed_keys_are_compared_by_shape_and_dtype(monkeypatch):
+    """Asking a key for its aval takes 20 us, and gives another object each time."""
+    leaves = [jnp.ones(2), jax.random.key(0), jax.random.split(jax.random.key(1))]
+    others = jax.random.split(jax.random.key(1, impl="rbg"))
+    asked = []
+    monkeypatch.setattr(type(others), "aval", property(lambda key: asked.append(key)))
+    avals = Avals(leaves)
+    assert avals.fit([x.copy() for x in leaves[:1]] + leaves[1:])
+    assert not avals.fit([leaves[0], leaves[2], leaves[1]])
+    assert not avals.fit([leaves[0], leaves[1], others])
+    assert not avals.fit([leaves[0], jnp.ones(()), leaves[2]])
+    assert not avals.fit(leaves[:2])
+    assert not asked
+    assert not avals.fit([leaves[1], leaves[1], leaves[2]])

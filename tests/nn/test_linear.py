@@ -1,3 +1,4 @@
+import pickle
 import sys
 
 import jax
@@ -186,6 +187,14 @@ def test_layers_work_in_transformations():
 
 
 # --- LinearGeneral ----------------------------------------------------------------------------------------------------
+
+
+def test_sizes_of_batch_axes_are_no_node():
+    """They are an immutable mapping, so the graph of the layer has the layer, its kernel and its bias."""
+    layer = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
+    assert (layer.batch_axis, len(nnx.graphdef(layer).nodes)) == ({0: 2}, 3)
+    again = pickle.loads(pickle.dumps(layer))
+    assert nnx.graphdef(again) == nnx.graphdef(layer) != nnx.graphdef(nnx.LinearGeneral(3, 4, rngs=nnx.Rngs(0)))
 
 
 def test_linear_general_against_einsum():
