@@ -11,7 +11,6 @@ import typing as _typing
 
 from . import compat as compat
 from .core import errors as errors
-from .core.calls import use_name_scopes as use_name_scopes
 from .core.containers import Dict as Dict
 from .core.containers import List as List
 from .core.data import Data as Data
@@ -72,6 +71,7 @@ from .core.paths import current_path as current_path
 from .core.paths import path_of as path_of
 from .core.rngs import Rngs as Rngs
 from .core.rngs import RngStream as RngStream
+from .core.scopes import use_name_scopes as use_name_scopes
 from .core.state import FlatState as FlatState
 from .core.state import State as State
 from .core.state import filter_state as filter_state

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import jax.tree_util as jtu
 
-from .calls import ObjectList
 from .cells import Cell
 from .data import class_marks, explicit_mark, is_bound_method, is_data_leaf, is_data_part, is_node
 from .foreign import Foreign
@@ -47,6 +46,12 @@ class _Frame:
     def __init__(self, items: Iterator, owner: int, path: tuple, finish: Callable[[list[Any]], Any]):
         self.items, self.owner, self.path, self.finish = items, owner, path, finish
         self.specs: list[Any] = []
+
+
+class ObjectList(list):
+    """The objects of a packed table, by row: a list that can be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Walk:

@@ -22,7 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.calls import Listener, listening, runs
+from ..core.call_paths import Listener
+from ..core.calls import listening, runs
 from ..core.data import is_node
 from ..core.errors import ArgumentError, UsageError
 from ..core.graph import pack

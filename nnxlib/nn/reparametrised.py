@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import all_leaves
 
-from ..core.calls import ObjectList, entering, inside, listened, listening
+from ..core.calls import entering, inside, listened, listening
 from ..core.containers import Dict
 from ..core.data import is_bound_method, is_node
 from ..core.errors import EmptySelectionError, UsageError, describe, format_path
@@ -35,6 +35,7 @@ from ..core.stamps import Stamp
 from ..core.tables import LiveTable, pack_call, table_of
 from ..core.tracing import at_top_level
 from ..core.variables import BatchStat, Param
+from ..core.walk import ObjectList
 from ..transforms.lift import Arguments, cross
 from . import initializers
 from .dtypes import Array, Dtype, convert, promote_dtype

@@ -1,0 +1,68 @@
+"""Notes on errors: each call of a Module that an error leaves says where it was, and what it was given."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from .call_paths import Listener
+from .errors import describe, describe_nested, format_path
+from .tracing import is_deleted
+
+
+def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) -> None:
+    """Note that an error leaves the innermost of the running calls, which has these arguments."""
+    module, name = listener.stack[-1]
+    if listener.stack[-2:-1] == [(module, name)]:  # called by super(): the caller adds the same note
+        return
+    method = "" if name == "__call__" else f".{name}"
+    named = [f"{key}={_shown(value)}" for key, value in kwargs.items()]
+    inputs = ", ".join([*map(_shown, args), *named])
+    where = f"{format_path(listener.path_of(module))}{method} ({_sized(module)})"
+    error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
+    if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_value(x), jax.ShapeDtypeStruct)]:
+        error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
+    if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(_value(x))]:
+        error.add_note(_DELETED.format(names=", ".join(deleted[:_MOST])))
+    if "out_sharding" in str(error) and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters:
+        error.add_note(_OUT_SHARDING)
+    if "__jax_array__()" in str(error) and _PASS_THE_VALUE not in error.__notes__:
+        error.add_note(_PASS_THE_VALUE)
+
+
+def _shown(x: Any) -> str:
+    """An input for a note: numbers by value, for they are mostly settings."""
+    return repr(x) if isinstance(x, bool | int | float) else describe_nested(x)
+
+
+def _value(x: Any) -> Any:
+    return x._value if hasattr(type(x), "get_raw_value") else x
+
+
+_ABSTRACT = """\
+it has shapes without values ({names}), as made by nnx.eval_shape: give them values by nnx.update(model, state), or \
+ask for shapes only by nnx.eval_shape(function, model, ...)"""
+
+_DELETED = """\
+its arrays {names} have been deleted, as what is donated to a compiled function is: nnx.split and nnx.state share the \
+arrays of a model, nnx.clone(model) copies them"""
+
+
+_PASS_THE_VALUE = "a Variable was passed to a function of jax.lax, which takes arrays alone: pass variable.value"
+_OUT_SHARDING = "the sharding of its output can be given in the call: layer(x, out_sharding=jax.P(...))"
+
+
+def _sized(module: Any) -> str:
+    """A layer with its sizes: ``Linear 4->2``; any other Module with the Variables that it holds."""
+    name, sizes = type(module).__name__, getattr(type(module), "_nnx_sizes", None)
+    with suppress(AttributeError):  # of a layer that lacks attributes, which may be why there is an error
+        if sizes is not None:
+            return f"{name} {sizes(module)}"
+    held = [(key, x) for key, x in module._nnx_children() if hasattr(type(x), "get_raw_value")]
+    return ", ".join([name, *(f"{key} {describe(x._value)}" for key, x in held[:_MOST])])
+
+
+_MOST = 4  # names to list

@@ -1,0 +1,124 @@
+"""The paths of running calls: of each Module whose method runs, as ``nnx.state`` of the whole model has it.
+
+While a function is traced, a :class:`Listener` knows the objects of the trace by their paths, and which calls are
+running. It is made by whoever traces (calls.py), and asked by whoever needs a path: a name scope (scopes.py), the note
+on an error (call_notes.py), a table of layers.
+
+A path starts at the outermost Module that is running or, inside a transform that was not called by a Module, at the
+argument of the transform. An object that can be reached by several paths has the first of them, as in ``nnx.state``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .finding import reachable
+from .stamps import Stamp, stamping, with_stamp
+
+Path = tuple[Any, ...]
+
+
+class _Paths:
+    """The first path to each object below some roots; found again when something has been attached there."""
+
+    __slots__ = ("_attached", "_roots", "_stamp", "known")
+
+    def __init__(self, roots: Sequence[Any], paths: Sequence[Path]):
+        self._roots = roots
+        self.known = {id(x): path for x, path in zip(roots, paths, strict=True)}
+        self._attached: list[Any] = []  # kept alive, so that no id is reused
+        self._stamp: Stamp | None = None
+
+    def find(self, x: Any) -> Path | None:
+        path = self.known.get(id(x))
+        if path is None and not (self._stamp and self._stamp.valid):
+            self._walk()
+            path = self.known.get(id(x))
+        return path
+
+    def _walk(self) -> None:
+        self._stamp, seen = Stamp(), set[int]()
+        reference = weakref.ref(self._stamp)
+        with stamping:
+            for root in self._roots:
+                for path, node in reachable(root, seen, self.known):
+                    if hasattr(type(node), "_nnx_stamps"):  # of the type: a Variable would ask its value
+                        object.__setattr__(node, "_nnx_stamps", with_stamp(node._nnx_stamps, reference))
+                    if id(node) not in self.known:
+                        self.known[id(node)] = path
+                        self._attached.append(node)
+
+
+class Listener:
+    """The calls of Modules in one trace: the paths of the objects, and the stack of running calls.
+
+    A transform inside of a transform has a listener of its own. Its objects keep the paths that they have outside: what
+    is packed while a listener is active is noted in ``entered``, where :func:`inside` finds it.
+
+    Args:
+      objects: of the trace; they outlive the listener.
+      paths: of these, or a function that finds them, called when a path is first asked for.
+      on_call: called with module, path, method name, args and kwargs of each call; may return a function, which is
+        then called with the output.
+      recorded: the types of Variables that an enclosing ``nnx.capture`` takes out; None outside of one.
+    """
+
+    __slots__ = ("_new", "_own", "base", "entered", "on_call", "outer", "recorded", "stack")
+
+    def __init__(
+        self,
+        objects: Sequence[Any],
+        paths: Sequence[Path] | Callable[[], Sequence[Path]],
+        on_call: Callable[[Any, Path, str, tuple, dict], Callable[[Any], object] | None] | None = None,
+        recorded: tuple[type, ...] | None = None,
+    ):
+        self._own: _Paths | Callable[[], _Paths] = lambda: _Paths(objects, paths() if callable(paths) else paths)
+        self._new: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, its path, those below it
+        self.stack: list[tuple[Any, str]] = []
+        self.on_call = on_call
+        self.entered: dict[Any, Sequence[Path | None]] = {}  # layout -> the paths of what was last packed with it
+        self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
+        self.base: Callable[[], Path] | None = None  # the path of the Module, outside, in whose call this trace began
+        self.recorded = recorded
+
+    def current(self) -> Path | None:
+        """The path of the Module whose method is running; None if none is."""
+        return self.path_of(self.stack[-1][0]) if self.stack else self.base() if self.base is not None else None
+
+    def path_of(self, module: Any) -> Path:
+        """The path of a Module; if it is part of nothing known here, its class name below the path of its caller."""
+        path = self.find(module)
+        if path is not None:
+            return path
+        callers = list(itertools.takewhile(lambda caller: caller is not module, [caller for caller, _ in self.stack]))
+        outside = self.path_of(callers[-1]) if callers else self.base() if self.base is not None else None
+        return () if outside is None else (*outside, type(module).__name__)
+
+    def find(self, x: Any) -> Path | None:
+        """The path of a node, if it is part of something that is known here."""
+        path = self._find_known(x)
+        if path is None and self.stack:
+            path = self._find_below_new(x)
+        return path
+
+    def _find_known(self, x: Any) -> Path | None:
+        if not isinstance(self._own, _Paths):
+            self._own = self._own()
+        path = self._own.find(x)
+        return self.outer.find(x) if path is None and self.outer is not None else path
+
+    def _find_below_new(self, x: Any) -> Path | None:
+        """Look below the outermost caller that is part of nothing known here: a model made or merged in this trace."""
+        outside = self.base() if self.base is not None else None
+        for caller, _ in self.stack:
+            path = self._find_known(caller)
+            if path is None:
+                start = () if outside is None else (*outside, type(caller).__name__)
+                if self._new is None or self._new[0] is not caller or self._new[1] != start:
+                    self._new = caller, start, _Paths([caller], [start])
+                return self._new[2].find(x)
+            outside = path
+        return None
