@@ -31,7 +31,8 @@ from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import Variable
 from .callables import resolve
-from .lift import Arguments, captured_rows, cross
+from .closure_inputs import captured_rows
+from .lift import Arguments, cross
 
 
 def capture(

@@ -16,8 +16,10 @@ from ..core.closures import CapturedObjects, is_lent_elsewhere
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import trace_of
+from ..core.layout import Layout
 from ..core.objects import Node
 from ..core.references import LookUp, named_in, ways_from
+from ..core.rows import NodeRow, Ref, Tree
 from ..core.tracing import current_trace
 
 
@@ -87,6 +89,24 @@ def _whole(roots: Sequence[Any], named: Sequence[Node]) -> list[Any]:
     parts = [(x, {id(part) for _, part in reachable(x, set())}) for x in named]
     whole = [next((x for x, below in parts if id(root) in below), root) for root in roots]
     return list({id(x): x for x in whole}.values())
+
+
+def captured_rows(layout: Layout) -> list[int]:
+    """The rows of the captured objects in packed :class:`Arguments`, and of those below them."""
+    root = layout.root
+    assert isinstance(root, Tree)
+    stack: list[Any] = [child for path, child in root.at(()) if path[0] == "captured"]
+    found: dict[int, None] = {}
+    while stack:
+        spec = stack.pop()
+        if isinstance(spec, Tree):
+            stack.extend(spec.children)
+        elif isinstance(spec, Ref) and spec.index not in found:
+            found[spec.index] = None
+            row = layout.rows[spec.index]
+            if isinstance(row, NodeRow):
+                stack.extend(child for _, child in row.fields)
+    return sorted(found)
 
 
 _CAPTURED = """\

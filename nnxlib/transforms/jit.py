@@ -45,9 +45,10 @@ from .classes import lifts_classes
 from .closure_inputs import Captures
 from .dispatch import Dispatch, Found, Miss
 from .general import name_nan
+from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lane_numbers
 from .leaf_checks import check_traceable
-from .lift import Arguments, Crossing, cross
+from .lift import Arguments, cross
 from .plan import Plan
 from .prefixes import PrefixMapping, broadcast_prefix, labels_in, refuse_nodes, same_entries
 from .retraces import Traces
@@ -342,7 +343,7 @@ class JitWrapped(Generic[P, R]):
     def _new_plan(self, layout: Layout, entries: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
-        new_crossing = functools.partial(Crossing, layout, traces=self._traces)
+        new_crossing = functools.partial(JitCrossing, layout, self._traces)
         options, in_shardings = self._options, None
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(new_crossing(), self._function, options, donated)

@@ -15,6 +15,9 @@ can reach them.
 Some transformations treat leaves differently: ``vmap`` maps some of them and not the others. Then each leaf has a
 *label* (for ``vmap`` its axis), which users give by prefixes (prefixes.py). The leaves with one label form a *lane*
 (labels.py), and the pure function takes and returns one list of leaves per lane.
+
+``jit`` does more while it traces: it finds out which leaves the function reads, and which objects it captures. That is
+in jit_crossing.py.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,14 +33,14 @@ from jax.tree_util import all_leaves, register_static
 
 from ..core.calls import inside, listening, recorded_types, repeated
 from ..core.cells import Cell, new_cell
-from ..core.closures import all_borrowed, borrowable, borrowed, watching
+from ..core.closures import all_borrowed, borrowed
 from ..core.errors import place_of
 from ..core.escapes import contained
 from ..core.graph import After, Delta, Packed, build, commit, diff
-from ..core.inputs import AbsentInput, Input, is_read, lend
+from ..core.inputs import lend
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
-from ..core.rows import NodeRow, Ref, Tree, has_refs
+from ..core.rows import has_refs
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
@@ -48,7 +50,6 @@ from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numb
 from .leaf_checks import check_returned
 from .naming import named
 from .prefixes import broadcast_prefix, labels_in
-from .retraces import Traces
 
 
 class Arguments(NamedTuple):
@@ -141,8 +142,6 @@ class Crossing:
       lane_of: for each leaf of the layout, which lane it is in; unused if there is only one.
       labels: of the arguments; objects attached to these inherit their labels. None if there is only one lane.
       out_prefix: the prefix of the output.
-      traces: of a jitted function. Then each trace is noted, and watched: which objects the function captures
-        (core/closures.py), and which leaves it reads (core/inputs.py).
       axis_name: if labels are axes that are stacked: the name of this axis in the metadata of Variables (axes.py).
     """
 
@@ -153,13 +152,10 @@ class Crossing:
         lane_of: tuple[int, ...] = (),
         labels: Labels | None = None,
         out_prefix: Any = None,
-        traces: Traces | None = None,
         axis_name: Any = MISSING,
     ):
         self.layout, self.lanes, self.lane_of = layout, lanes, lane_of
-        self.labels, self.out_prefix = labels, out_prefix
-        self.traces, self.axis_name = traces, axis_name
-        self._captured = captured_rows(layout) if traces is not None else []
+        self.labels, self.out_prefix, self.axis_name = labels, out_prefix, axis_name
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], ...]:
         """One list of leaves per lane."""
@@ -183,17 +179,20 @@ class Crossing:
         layout = self.layout
         if self.labels is not None and self.axis_name is not MISSING:  # the leaves are slices
             layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
-        watched = self.traces is not None
-        with watching() if watched else nullcontext():
-            out, after = cross(f, layout, leaves, forced, loan=self._loan(), cell=Input if watched else new_cell)
+        out, after = self._cross(f, layout, leaves, forced)
         check_returned(after)
-        if self.traces is not None:
-            self.traces.note(self.layout, leaves)
         delta, lane_of = after.delta, ()
         if self.labels is not None:
             delta, lane_of = self._lanes_after(self.labels, layout, out, after)
         outcome = Outcome(delta, lane_of, after.paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
+
+    def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
+        return cross(f, layout, leaves, forced)
+
+    def _read(self, after: After) -> Sequence[int]:
+        """The positions of the leaves that were read, if that is known."""
+        return ()
 
     def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[Delta, tuple[int, ...]]:
         """The Delta with the names of stacked axes, and the lane of each leaf that comes back."""
@@ -204,43 +203,6 @@ class Crossing:
             found = stack_recorded(found, layout, after)
             delta = stack_axes(after, found, self.axis_name)
         return delta, lane_numbers(found, self.lanes)
-
-    def _loan(self) -> dict[int, Any]:
-        """The captured objects, by row, for a trace to borrow.
-
-        Raises:
-          AbsentInput: if they are not lent now, since this call was not expected to be traced.
-        """
-        objects = borrowable(self.traces) if self._captured else ()
-        if self._captured and not objects:
-            raise AbsentInput
-        return {i: objects[i] for i in self._captured}
-
-    def _read(self, after: After) -> list[int]:
-        """The positions of the leaves that were read, if that is watched; leaves outside of Variables always count."""
-        if self.traces is None:
-            return []
-        variables, cells = self.layout.variables, after.walk.cells
-        read = [k for k, i in enumerate(variables) if is_read(cells[i])]
-        return read + [*range(len(variables), len(self.layout.leaf_paths))]
-
-
-def captured_rows(layout: Layout) -> list[int]:
-    """The rows of the captured objects in packed :class:`Arguments`, and of those below them."""
-    root = layout.root
-    assert isinstance(root, Tree)
-    stack: list[Any] = [child for path, child in root.at(()) if path[0] == "captured"]
-    found: dict[int, None] = {}
-    while stack:
-        spec = stack.pop()
-        if isinstance(spec, Tree):
-            stack.extend(spec.children)
-        elif isinstance(spec, Ref) and spec.index not in found:
-            found[spec.index] = None
-            row = layout.rows[spec.index]
-            if isinstance(row, NodeRow):
-                stack.extend(child for _, child in row.fields)
-    return sorted(found)
 
 
 def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: finish(raw)) -> Callable:

@@ -37,9 +37,10 @@ from ..core.layout import Layout
 from ..core.placement import settle
 from ..core.rows import count_leaves
 from ..core.tracing import at_top_level, jaxpr_as_fun
+from .jit_crossing import JitCrossing
 from .labels import join_lanes
 from .leaf_checks import check_traceable
-from .lift import Crossing, Outcome
+from .lift import Outcome
 from .naming import named
 
 
@@ -59,7 +60,7 @@ class Compiled:
 
     def __init__(
         self,
-        crossing: Crossing,
+        crossing: JitCrossing,
         function: Callable,
         inputs: Sequence[int],
         donated: frozenset[int],
@@ -121,7 +122,7 @@ class Plan:
 
     def __init__(
         self,
-        crossing: Crossing,
+        crossing: JitCrossing,
         function: Callable,
         options: dict[str, Any],
         donated: frozenset[int] = frozenset(),

@@ -1,0 +1,65 @@
+"""The crossing of a jitted function, which finds out what each trace of the function uses.
+
+The trace *borrows* the objects that the function captures (core/closures.py), and is abandoned if it turns out to
+capture others. The Variables keep their values in cells that note whether they are read (core/inputs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from ..core.closures import borrowable, watching
+from ..core.graph import After
+from ..core.inputs import AbsentInput, Input, is_read
+from ..core.layout import Layout
+from .closure_inputs import captured_rows
+from .labels import Labels
+from .lift import Crossing, Outcome, cross
+from .retraces import Traces
+
+
+class JitCrossing(Crossing):
+    """A crossing of which each trace is watched, and noted in ``traces``; otherwise like any :class:`Crossing`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        traces: Traces,
+        lanes: tuple = (None,),
+        lane_of: tuple[int, ...] = (),
+        labels: Labels | None = None,
+        out_prefix: Any = None,
+    ):
+        super().__init__(layout, lanes, lane_of, labels, out_prefix)
+        self.traces, self._captured = traces, captured_rows(layout)
+
+    def run(
+        self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()
+    ) -> tuple[tuple[list[Any], ...], Outcome]:
+        """As of any :class:`Crossing`.
+
+        Raises:
+          CapturedObjects: if the function captures objects that it is not lent.
+          AbsentInput: if it reads a leaf that it was not given, or if nothing is lent, since no trace was expected.
+        """
+        found = super().run(f, leaves, forced)
+        self.traces.note(self.layout, leaves)
+        return found
+
+    def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
+        with watching():
+            return cross(f, layout, leaves, forced, loan=self._loan(), cell=Input)
+
+    def _loan(self) -> dict[int, Any]:
+        """The captured objects, by row, for a trace to borrow."""
+        objects = borrowable(self.traces) if self._captured else ()
+        if self._captured and not objects:
+            raise AbsentInput
+        return {i: objects[i] for i in self._captured}
+
+    def _read(self, after: After) -> list[int]:
+        """The positions of the leaves that were read; leaves outside of Variables always count."""
+        variables, cells = self.layout.variables, after.walk.cells
+        read = [k for k, i in enumerate(variables) if is_read(cells[i])]
+        return read + [*range(len(variables), len(self.layout.leaf_paths))]
