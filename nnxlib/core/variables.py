@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import copy as copy_lib
 import itertools
-import operator
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from .cells import Cell, TracedCell, new_cell
 from .closures import Watch, notice
 from .finding import how_to_pass, locate
 from .metadata import AXIS_NAMES, HOOKS, VariableMetadata, as_hooks, canonical, name_axis, unname_axis
+from .operators import ArrayOperators, unwrapped
 from .placement import placed
 from .registration import register_pytree
 from .stamps import Stamps, invalidate
@@ -49,17 +49,13 @@ DEFAULTS: dict[str, Any] = {}  # metadata that every new Variable gets unless it
 consume = deque(maxlen=0).extend  # runs an iterator to its end in C, and makes nothing
 
 
-def _unwrap(x: Any) -> Any:
-    return x.get_value() if isinstance(x, Variable) else x
-
-
 class Identified:
     """Base class of what has an identity in the object graph: Variables and nodes."""
 
     __slots__ = ()
 
 
-class Variable(Identified, Generic[A]):
+class Variable(ArrayOperators[A], Identified):
     """A mutable box with a value of type ``A`` and static metadata.
 
     Args:
@@ -81,7 +77,6 @@ class Variable(Identified, Generic[A]):
     """
 
     __slots__ = ("__weakref__", "_cell", "_metadata", "_stamps")
-    __array_priority__ = 200  # ndarray + Variable asks the Variable
 
     _cell: Cell
     _stamps: Stamps  # of the cached layouts that describe this Variable
@@ -144,7 +139,7 @@ class Variable(Identified, Generic[A]):
           TraceContextError: under another trace than that which made this Variable.
         """
         self.check_writable()
-        new: Any = _unwrap(value)
+        new: Any = unwrapped(value)
         cell, metadata = self._cell, self._metadata
         if metadata:
             if "on_set_value" in metadata:
@@ -416,95 +411,8 @@ class Variable(Identified, Generic[A]):
     def _nnx_children(self):
         return ()
 
-    # --- an array everywhere ---
-
-    def __jax_array__(self) -> Any:
-        return self.get_value()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.get_value(), dtype=dtype) if not copy else np.array(self.get_value(), dtype=dtype)
-
-    def __array_namespace__(self, **kwargs: Any) -> Any:  # of the Python array API standard, as the two below
-        return self.get_value().__array_namespace__(**kwargs)  # type: ignore[union-attr]
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.get_value().__dlpack__(**kwargs)  # type: ignore[union-attr]
-
-    def __dlpack_device__(self) -> tuple:
-        return self.get_value().__dlpack_device__()  # type: ignore[union-attr]
-
-    if TYPE_CHECKING:  # what `_add_operators` adds, in the words of type checkers
-
-        def _binary(self, other: Any) -> A: ...
-
-        def _in_place(self: V, other: Any) -> V: ...
-
-        def _unary(self) -> A: ...
-
-        __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _binary
-        __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _binary
-        __lshift__ = __rshift__ = __and__ = __xor__ = __or__ = __lt__ = __le__ = __gt__ = __ge__ = _binary
-        __rlshift__ = __rrshift__ = __rand__ = __rxor__ = __ror__ = _binary
-        __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _in_place
-        __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _in_place
-        __neg__ = __pos__ = __abs__ = __invert__ = _unary
-
-        def __eq__(self, other: Any) -> Any: ...
-
-        def __ne__(self, other: Any) -> Any: ...
-
-        def __divmod__(self, other: Any) -> tuple[A, A]: ...
-
-        def __rdivmod__(self, other: Any) -> tuple[A, A]: ...
-
-        def __int__(self) -> int: ...
-
-        def __index__(self) -> int: ...
-
-        def __float__(self) -> float: ...
-
-        def __complex__(self) -> complex: ...
-
-        def __round__(self, ndigits: int = ...) -> Any: ...
-
-    @overload
-    def __getitem__(self: Variable[jax.Array], key: Any) -> jax.Array: ...
-    @overload
-    def __getitem__(self, key: Any) -> Any: ...
-    def __getitem__(self, key: Any) -> Any:
-        value = self.get_value()
-        return value if key is ... else value[_unwrap(key)]  # type: ignore[index]
-
-    def __setitem__(self, key: Any, item: Any) -> None:
-        self.set_value(item, index=key)
-
-    def __delitem__(self, key: Any) -> None:
-        value: Any = copy_lib.copy(self._value)
-        del value[key]
-        self.set_raw_value(value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.get_value()(*args, **kwargs)  # type: ignore[operator]
-
-    def __len__(self) -> int:
-        return len(self.get_value())  # type: ignore[arg-type]
-
-    def __iter__(self):
-        return iter(self.get_value())  # type: ignore[call-overload]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.get_value()  # type: ignore[operator]
-
-    def __bool__(self) -> bool:
-        # As in flax.nnx, an array with axes is true if it has a length, so `if self.bias:` asks whether there is one.
-        value: Any = self.get_value()
-        return len(value) > 0 if getattr(value, "ndim", 0) else bool(value)
-
     def __hash__(self) -> int:
         return id(self) >> 4
-
-    def __format__(self, spec: str) -> str:
-        return format(self.get_value(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
         return variable_repr(self)
@@ -609,9 +517,9 @@ def _with_item(value: Any, index: Any, item: Any) -> Any:
         fits = isinstance(item, jax.Array) and jax.typeof(item) == jax.typeof(value)
         return item if fits else jnp.broadcast_to(jnp.asarray(item, value.dtype), value.shape)
     if isinstance(value, jax.Array):
-        return value.at[_unwrap(index)].set(item)
+        return value.at[unwrapped(index)].set(item)
     new = copy_lib.copy(value)
-    new[_unwrap(index)] = item
+    new[unwrapped(index)] = item
     return new
 
 
@@ -624,41 +532,6 @@ def variable_repr(variable: Variable) -> str:
     metadata = "".join(f", {k}={v!r}" for k, v in variable._metadata.items())
     return f"{type(variable).__name__}({shown}{metadata})"
 
-
-def _add_operators() -> None:
-    """Give Variable every operator of an array: ``v + x``, ``x + v``, ``v += x``, ``v < x``, ``-v``, ``int(v)``."""
-    binary = "add sub mul matmul truediv floordiv mod pow lshift rshift and_ xor or_".split()
-
-    def forward(op: Callable) -> Callable:
-        return lambda self, other: op(self.get_value(), _unwrap(other))
-
-    def reflected(op: Callable) -> Callable:
-        return lambda self, other: op(_unwrap(other), self.get_value())
-
-    def in_place(op: Callable) -> Callable:
-        def method(self: Variable, other: Any) -> Variable:
-            self.set_value(op(self.get_value(), _unwrap(other)))
-            return self
-
-        return method
-
-    def unary(op: Callable) -> Callable:
-        return lambda self, *args: op(self.get_value(), *args)
-
-    methods: dict[str, Callable] = {}
-    for name in binary:
-        op, stem = getattr(operator, name), name.rstrip("_")
-        methods |= {f"__{stem}__": forward(op), f"__r{stem}__": reflected(op), f"__i{stem}__": in_place(op)}
-    methods |= {"__divmod__": forward(divmod), "__rdivmod__": reflected(divmod)}
-    methods |= {f"__{name}__": forward(getattr(operator, name)) for name in "lt le eq ne gt ge".split()}
-    methods |= {f"__{name}__": unary(getattr(operator, name)) for name in "neg pos abs invert index".split()}
-    methods |= {f"__{op.__name__}__": unary(op) for op in (int, float, complex, round)}
-    for name, method in methods.items():
-        method.__name__, method.__qualname__ = name, f"Variable.{name}"
-        setattr(Variable, name, method)
-
-
-_add_operators()
 
 _CROSS_TRACE = """\
 Cannot write to {where} from inside a JAX transformation that it was not passed to: the new value would outlive its \
