@@ -63,18 +63,18 @@ class Blueprint:
         self.contents: list[tuple[int, tuple, list[int]]] = []
         for i, row in nodes:
             kind, names = row.type, row.names
-            places = {name: self._place(spec) for name, spec in row.fields}
-            positions = [places[name] for name in names]
-            self.contents.append((i, names, positions))
+            of_field = {name: self._place(spec) for name, spec in row.fields}
+            places = [of_field[name] for name in names]
+            self.contents.append((i, names, places))
             if names and issubclass(kind, Pytree) and not kind._nnx_slot_names:
                 found, theirs = groups.setdefault(names, ([], []))
                 found.append(i)
-                theirs += positions
+                theirs += places
             elif issubclass(kind, list) and names == tuple(range(len(names))):
-                self.lists.append((i, positions))
+                self.lists.append((i, places))
             else:
-                self.others.append((i, names, positions))
-        self.attributes = [(found, names, positions) for names, (found, positions) in groups.items()]
+                self.others.append((i, names, places))
+        self.attributes = [(found, names, places) for names, (found, places) in groups.items()]
 
         mutable = any(const.mutable for const in (*self.constants, *self.metadata))
         self.only_variables = not (mutable or self.trees or self.held > len(variables))

@@ -119,12 +119,12 @@ def build(
     pool += leaves[len(layout.variables) :]
     pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in blueprint.trees]
     pool += fresh(blueprint.constants)
-    for rows, names, positions in blueprint.attributes:
-        fill_all(map(objects.__getitem__, rows), names, map(pool.__getitem__, positions))
-    for i, positions in blueprint.lists:
-        list.extend(objects[i], map(pool.__getitem__, positions))
-    for i, names, positions in blueprint.others:
-        objects[i]._nnx_fill(dict(zip(names, [pool[k] for k in positions], strict=True)))
+    for rows, names, places in blueprint.attributes:
+        fill_all(map(objects.__getitem__, rows), names, map(pool.__getitem__, places))
+    for i, places in blueprint.lists:
+        list.extend(objects[i], map(pool.__getitem__, places))
+    for i, names, places in blueprint.others:
+        objects[i]._nnx_fill(dict(zip(names, [pool[k] for k in places], strict=True)))
     del pool[len(layout.rows) :]
     return value_of(layout.root, objects, iter(leaves[blueprint.held :])), objects
 
@@ -258,9 +258,9 @@ def _is_as_built(layout: Layout, leaves: Sequence[Any], objects: Sequence[Any]) 
     if not blueprint.only_variables or list(map(type, objects)) != [row.type for row in rows]:
         return False
     pool = [*objects, *leaves[len(layout.variables) :], *fresh(blueprint.constants)]
-    for i, names, positions in blueprint.contents:
+    for i, names, places in blueprint.contents:
         held, marks = objects[i]._nnx_contents(), objects[i]._nnx_marks or NO_METADATA
-        if tuple(held) != names or not all(map(operator.is_, held.values(), map(pool.__getitem__, positions))):
+        if tuple(held) != names or not all(map(operator.is_, held.values(), map(pool.__getitem__, places))):
             return False
         if not _holds_same(marks, cast(NodeRow, rows[i]).marks.value):
             return False

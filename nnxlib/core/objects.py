@@ -333,7 +333,7 @@ def _abstract_methods(cls: type) -> frozenset[str]:
     return frozenset(name for name in named if getattr(getattr(cls, name, None), "__isabstractmethod__", False))
 
 
-def _watched(method: Callable, name: str) -> Callable:
+def _reporting(method: Callable, name: str) -> Callable:
     """A user's ``__setattr__`` or ``__delattr__``, with the check before it and the note after it."""
 
     def wrapper(self: Any, attribute: str, *value: Any) -> None:
@@ -356,7 +356,7 @@ class HasAttributes(Node, HasDict):
         super().__init_subclass__(**kwargs)
         for name in ("__setattr__", "__delattr__"):
             if name in vars(cls):
-                setattr(cls, name, _watched(vars(cls)[name], name))
+                setattr(cls, name, _reporting(vars(cls)[name], name))
         # A plain class in front of Module or List among the bases has its own `__dict__`, which hides the checked one.
         cls._nnx_guarded = _lookup(cls, "__dict__") is vars(HasAttributes)["__dict__"]
         if abstract := _abstract_methods(cls):

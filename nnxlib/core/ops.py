@@ -442,7 +442,7 @@ def pop(node: Any, *filters: Filter) -> Any:
     if not filters:
         raise UsageError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
     taken, to_delete = _taken(node, filters)
-    states = [_to_state(list(zip([path for path, _ in group], _snapshot([x for _, x in group])))) for group in taken]
+    states = [_to_state(list(zip([path for path, _ in group], _with_copies([x for _, x in group])))) for group in taken]
     trace = current_trace()
     for holder, key in to_delete:
         if isinstance(holder, Node) and holder._nnx_trace is not trace:
@@ -485,7 +485,7 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
     return taken, found
 
 
-def _snapshot(leaves: list[Any]) -> list[Any]:
+def _with_copies(leaves: list[Any]) -> list[Any]:
     """The leaves, with copies of the Variables."""
     variables = [x for x in leaves if isinstance(x, Variable)]
     values = all_unshared([x._cell.value for x in variables])

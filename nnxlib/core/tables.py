@@ -31,7 +31,7 @@ import operator
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
@@ -80,7 +80,7 @@ class LiveTable:
     used: int  # how often, up to the next use at which the table is compared with the object
     unchecked: int  # how many uses are left until that one
     serial: int  # unique, never reused
-    sharing: dict[tuple[int, ...], tuple]  # by the serials of several tables: what these share, see sharing_of
+    sharing: dict[tuple[int, ...], tuple[Sharing, ...]]  # by the serials of several tables, see sharing_of
     shortcuts: dict[Any, Any]  # by the CallSite: the cells that a call reads and writes, see dispatch.py
     variant: Variant | None  # the present one, once the table has been patched
     variants: list[Variant]  # all of them
@@ -227,12 +227,16 @@ def pack_call(arguments: tuple) -> Packed:
     return Packed(layout, [*table.leaves(root), *walk.arrays[ROOT]], walk.objects)
 
 
-def sharing_of(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple:
-    """What several objects share, given their tables: empty if nothing; static, and computed once for these tables.
+class Sharing(NamedTuple):
+    """What one of several objects shares with those before it, and what is its own. Static."""
 
-    Otherwise for each of them: its rows that are also in an earlier one, with the number of that and the row there; and
-    the numbers of its cells and of its arrays that are not.
-    """
+    shared: tuple[tuple[int, tuple[int, int]], ...]  # its rows in earlier ones: (row, (its number, row there))
+    cells: Sequence[int]  # the numbers of its own cells
+    arrays: Sequence[int]  # the numbers of its own arrays
+
+
+def sharing_of(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple[Sharing, ...]:
+    """What several objects share, given their tables; empty if nothing. Computed once for these tables."""
     known = tables[0].sharing
     serials = tuple([table.serial for table in tables])
     found = known.get(serials)
@@ -243,7 +247,7 @@ def sharing_of(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple:
     return found
 
 
-def _find_sharing(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple:
+def _find_sharing(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple[Sharing, ...]:
     first: dict[int, tuple[int, int]] = {}  # id of an object -> the number of a table, and the row there
     found = []
     for k, (x, table) in enumerate(zip(roots, tables, strict=True)):
@@ -251,8 +255,8 @@ def _find_sharing(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple:
         shared = {row: place for row, place in places if place != (k, row)}
         cells = tuple([j for j, row in enumerate(table.layout.variables) if row not in shared])
         arrays = tuple([j for j, row in enumerate(table.array_rows) if row not in shared])
-        found.append((tuple(shared.items()), cells, arrays))
-    return tuple(found) if any(shared for shared, _, _ in found) else ()
+        found.append(Sharing(tuple(shared.items()), cells, arrays))
+    return tuple(found) if any(x.shared for x in found) else ()
 
 
 def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:

@@ -38,7 +38,7 @@ from ..core.inputs import AbsentInput
 from ..core.layout import KEPT
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.static import StaticArgument
-from ..core.tables import LiveTable, refreshed, sharing_of, table_of
+from ..core.tables import LiveTable, Sharing, refreshed, sharing_of, table_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
 from .plan import Compiled, Plan
@@ -265,11 +265,11 @@ class CacheEntry:
 
     def __init__(self, plan: Plan, found: Found):
         _, _, sharing = found.key
-        whole = [((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
+        whole = [Sharing((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
         self.plan = plan
         # In which table, and where in it, each Variable of the plan's layout has its cell; and each array of a node.
-        self._cells = [(k, j) for k, (_, cells, _) in enumerate(sharing or whole) for j in cells]
-        self._arrays = [(k, j) for k, (_, _, arrays) in enumerate(sharing or whole) for j in arrays]
+        self._cells = [(k, j) for k, own in enumerate(sharing or whole) for j in own.cells]
+        self._arrays = [(k, j) for k, own in enumerate(sharing or whole) for j in own.arrays]
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: dict[Outcome, _Writes] = {}
 

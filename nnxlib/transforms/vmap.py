@@ -65,8 +65,8 @@ def vmap(
         lanes = crossing.lanes
         return _checked(pure, lanes, lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options))
 
-    check = functools.partial(_check_sizes, "vmap", axis_size)
-    return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), check)
+    size = functools.partial(_size, "vmap", axis_size)
+    return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), size)
 
 
 @lifts_classes()
@@ -138,8 +138,8 @@ def pmap(
         program = program_of((function,), key, make)
         return lambda *groups: program(groups)
 
-    check = functools.partial(_check_sizes, "pmap", axis_size)
-    call = mapped(f, over, in_axes, out_axes, "pmap", axis, check)
+    size = functools.partial(_size, "pmap", axis_size)
+    call = mapped(f, over, in_axes, out_axes, "pmap", axis, size)
     return static_arguments(call, static_broadcasted_argnums)
 
 
@@ -150,7 +150,7 @@ def mapped(
     out_axes: Any,
     what: str,
     axis: AxisName,
-    check: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
+    size: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     others: Sequence[Any] = (),
 ) -> Callable:
     """``f`` under a JAX transformation that maps it over an axis, with a lane for each label.
@@ -162,7 +162,7 @@ def mapped(
       out_axes: the prefix of the output.
       what: the name of the transform, for messages.
       axis: the name of the axis in the metadata of Variables.
-      check: as of :func:`~nnxlib.transforms.lift.lift_lanes`.
+      size: as of :func:`~nnxlib.transforms.lift.lift_lanes`.
       others: labels that are allowed besides an axis and None.
     """
     function, bound, bound_kwargs = resolve(f)
@@ -179,12 +179,12 @@ def mapped(
         named = {**bound_kwargs, **kwargs}
         for name in sorted(named):
             entries += same_entries(0 if name in kwargs else None, named[name])
-        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, check, axis)
+        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, size, axis)
 
     return wrapped
 
 
-def _check_sizes(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> int | None:
+def _size(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> int | None:
     given = {} if axis_size is None else {axis_size: "axis_size"}
     return mapped_size(packed.layout, packed.leaves, labels, given, what)
 
