@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,13 @@ from jax import export
 
 from ..core.calls import repeated
 from ..core.errors import PrefixError, describe_nested, listed, place_of
+from ..core.graph import After
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, Spec, Tree
 from ..core.tables import pack_call
 from ..core.variables import MISSING, RngCount
-from .axes import NO_METADATA, axis_name_in, stack_axes, stack_recorded, strip_axes
+from .axes import NO_METADATA, AxisName, axis_name_in, stack_axes, stack_recorded, strip_axes
 from .body import Body, delta_of, own_states, trace_body
 from .body_checks import (
     BodyError,
@@ -141,25 +142,17 @@ def looped(
     """
     function, bound, bound_kwargs = resolve(f)
     name = axis_name_in(transform_metadata)
-    check_axes(in_axes, "in_axes", "scan", Carry)
-    check_axes(out_axes, "out_axes", "scan", Carry)
     in_axes = (Carry,) if in_axes is Carry else in_axes
-    place = _place_of_carry(in_axes, "in_axes")
-    out_place = _place_of_carry(out_axes, "out_axes")
-    if (place is None) != (out_place is None):
-        raise PrefixError(f"nnx.Carry must be in both in_axes={in_axes!r} and out_axes={out_axes!r}, or in neither.")
-    if None in labels_in(out_axes):
-        raise PrefixError(
-            f"Cannot broadcast output state: out_axes={out_axes!r} has None, but every iteration returns a value of "
-            "its own. Give it an axis (0 stacks the values), or carry it."
-        )
-    shift = len(bound)
+    place, out_place = _places_of_carry(in_axes, out_axes)
+    carried = None if place is None else ("args", *(p + len(bound) for p in place))
 
     def step(*args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
         if out_place and type(out) in (tuple, list):
             return type(out)([x if k == out_place[0] else own_states(x) for k, x in enumerate(out)])
         return out if out_place == () else own_states(out)
+
+    body = named(step, function)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -169,83 +162,91 @@ def looped(
         entries = same_entries(None, bound) + broadcast_prefix(axes, args, "in_axes") + same_entries(None, kwargs)
         arguments = Arguments((*bound, *args), kwargs)
         with recorded_anew(arguments):
-            return loop_over(arguments, axes, entries)
+            packed = pack_call(arguments)
+            layout = packed.layout
+            labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
+            size = _length(layout, packed.leaves, in_order, length)
+            settings = (name, data_transform, *prefix_key(axes), *prefix_key(out_axes))
+            key = (*loop_key, layout, tuple(in_order), size, *settings)
 
-    def loop_over(arguments: Arguments, axes: Any, entries: list[Any]) -> Any:
-        packed = pack_call(arguments)
-        layout = packed.layout
-        labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
-        size = _length(layout, packed.leaves, in_order, length)
-        carried = None if place is None else ("args", *(p + shift for p in place))
+            def make() -> Program:
+                scanned = layout, labels, in_order, size, body, loop, out_axes, carried, out_place, name, data_transform
+                return Program(_Scan(*scanned).program)
 
-        def make() -> Program:
-            def label(after: Any, out: Any) -> list[Any]:
-                _check_values(out, out_axes)
-                found = labels_after(labels, layout, after, broadcast_prefix(out_axes, out, "out_axes"))
-                return list(stack_recorded(found, layout, after))
-
-            def program(leaves: list[Any]) -> Any:
-                slices = [_slice_type(x, axis) for x, axis in zip(leaves, in_order, strict=True)]
-                inner = strip_axes(layout, slices, in_order, name)
-                enter = None if data_transform is None else transformed_data(data_transform, inner, in_order)
-                stack = functools.partial(stack_axes, name=name)
-                body = trace_body(repeated(named(step, function), size), inner, slices, label, stack, enter)
-                replaced = _replaced(layout, labels, carried, body, out_place or ())
-                _check_changes(layout, labels, body, replaced)
-                sources, types = _recurring(layout, body, in_order, replaced)
-                strong = retyped(leaves, sources, types)
-                return program(strong) if strong else _run(layout, body, leaves, in_order, size, loop, sources, types)
-
-            return Program(program)
-
-        settings = (name, data_transform, *prefix_key(axes), *prefix_key(out_axes))
-        key = (*loop_key, layout, tuple(in_order), size, *settings)
-        return run_program(program_of((function,), key, make), packed)
+            return run_program(program_of((function,), key, make), packed)
 
     return wrapped
 
 
-def _run(
-    layout: Layout,
-    body: Body,
-    leaves: list[Any],
-    labels: list[Any],
-    size: int,
-    loop: Loop,
-    sources: list[int],
-    types: list[Any],
-) -> Any:
-    handed_on = _handed_on(body)
-    stacked = [k for k in range(len(body.owners)) if _is_axis(body.labels[k])]
-    sliced = [k for k, axis in enumerate(labels) if _is_axis(axis)]
-    init = [leaves[k] for k in sources]
-    check_types(init, types, [layout.leaf_paths[k] for k in sources], "body of scan")
+class _Scan(NamedTuple):
+    """A loop over arguments of one layout, with labels; its program takes their leaves."""
 
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        now = list(leaves)
-        for k, source, x in zip(handed_on, sources, carry, strict=True):
-            if body.labels[k] is Carry:
-                now[source] = x
-        for k, x in zip(sliced, xs, strict=True):
-            now[k] = x
-        results = body.run(now)
-        # A stream that is passed whole starts at the same count in each iteration; it must end at the highest count.
-        after = [
-            results[k] if body.labels[k] is Carry else jnp.maximum(x, results[k])
-            for k, x in zip(handed_on, carry, strict=True)
-        ]
-        return after, [results[k] for k in stacked]
+    layout: Layout
+    labels: Labels
+    in_order: list[Any]  # the label of each leaf
+    size: int  # how many iterations
+    function: Callable  # the body
+    loop: Loop
+    out_axes: Any
+    carried: tuple | None  # where the argument is that is carried as a whole, in packed `Arguments`
+    out_place: tuple[int, ...] | None  # where the carry is in the output
+    axis_name: AxisName
+    data_transform: DataTransform | None
 
-    xs = [jax.tree.map(lambda x, a=labels[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
-    last, ys = loop(step, init, xs, length=None if export.is_symbolic_dim(size) else size)  # JAX wants a number
-    found = dict(zip(handed_on, last, strict=True))
-    for k, y in zip(stacked, ys, strict=True):
-        found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
-    touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
-    delta, owners = delta_of(layout, touched, body, body.delta.root)
-    owners += [owner for owner in body.owners if owner[0] == ROOT]
-    place = {owner: k for k, owner in enumerate(body.owners)}
-    return [found[place[owner]] for owner in owners], Result(delta)
+    def program(self, leaves: list[Any]) -> Any:
+        """Trace the body on slices, check what it does, and loop over it."""
+        layout, labels = self.layout, self.in_order
+        slices = [_slice_type(x, axis) for x, axis in zip(leaves, labels, strict=True)]
+        inner = strip_axes(layout, slices, labels, self.axis_name)
+        enter = None if self.data_transform is None else transformed_data(self.data_transform, inner, labels)
+        stack = functools.partial(stack_axes, name=self.axis_name)
+        body = trace_body(repeated(self.function, self.size), inner, slices, self._labels_after, stack, enter)
+        replaced = _replaced(layout, self.labels, self.carried, body, self.out_place or ())
+        _check_changes(layout, self.labels, body, replaced)
+        sources, types = _recurring(layout, body, labels, replaced)
+        strong = retyped(leaves, sources, types)
+        if strong is not None:  # a weakly typed number that is carried needs another type from the start
+            return self.program(strong)
+        check_types([leaves[k] for k in sources], types, [layout.leaf_paths[k] for k in sources], "body of scan")
+        return self._run(body, leaves, sources)
+
+    def _labels_after(self, after: After, out: Any) -> list[Any]:
+        _check_values(out, self.out_axes)
+        found = labels_after(self.labels, self.layout, after, broadcast_prefix(self.out_axes, out, "out_axes"))
+        return list(stack_recorded(found, self.layout, after))
+
+    def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Result]:
+        """The loop; ``sources`` are the positions of the leaves that it carries."""
+        handed_on = _handed_on(body)
+        stacked = [k for k in range(len(body.owners)) if _is_axis(body.labels[k])]
+        sliced = [k for k, axis in enumerate(self.in_order) if _is_axis(axis)]
+
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            now = list(leaves)
+            for k, source, x in zip(handed_on, sources, carry, strict=True):
+                if body.labels[k] is Carry:
+                    now[source] = x
+            for k, x in zip(sliced, xs, strict=True):
+                now[k] = x
+            results = body.run(now)
+            # A stream that is passed whole starts at the same count in each iteration; it must end at the highest one.
+            after = [
+                results[k] if body.labels[k] is Carry else jnp.maximum(x, results[k])
+                for k, x in zip(handed_on, carry, strict=True)
+            ]
+            return after, [results[k] for k in stacked]
+
+        xs = [jax.tree.map(lambda x, a=self.in_order[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
+        length = None if export.is_symbolic_dim(self.size) else self.size  # JAX wants a number
+        last, ys = self.loop(step, [leaves[k] for k in sources], xs, length=length)
+        found = dict(zip(handed_on, last, strict=True))
+        for k, y in zip(stacked, ys, strict=True):
+            found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
+        touched = [owner for owner in body.owners if 0 <= owner[0] < len(self.layout.rows)]
+        delta, owners = delta_of(self.layout, touched, body, body.delta.root)
+        owners += [owner for owner in body.owners if owner[0] == ROOT]
+        place = {owner: k for k, owner in enumerate(body.owners)}
+        return [found[place[owner]] for owner in owners], Result(delta)
 
 
 def _moved(x: Any, source: int, destination: int) -> Any:
@@ -305,6 +306,21 @@ def _recurring(
     owners = [body.owners[k] for k in handed_on]
     sources = [next(plain) if i == ROOT else positions[replaced.get(i, i), k] for i, k in owners]
     return sources, [body.types[k] for k in handed_on]
+
+
+def _places_of_carry(in_axes: Any, out_axes: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Where ``Carry`` stands in the two prefixes, which are checked."""
+    check_axes(in_axes, "in_axes", "scan", Carry)
+    check_axes(out_axes, "out_axes", "scan", Carry)
+    places = _place_of_carry(in_axes, "in_axes"), _place_of_carry(out_axes, "out_axes")
+    if (places[0] is None) != (places[1] is None):
+        raise PrefixError(f"nnx.Carry must be in both in_axes={in_axes!r} and out_axes={out_axes!r}, or in neither.")
+    if None in labels_in(out_axes):
+        raise PrefixError(
+            f"Cannot broadcast output state: out_axes={out_axes!r} has None, but every iteration returns a value of "
+            "its own. Give it an axis (0 stacks the values), or carry it."
+        )
+    return places
 
 
 def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
