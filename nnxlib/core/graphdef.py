@@ -225,25 +225,31 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
                 continue
             seen.add((x.index, y.index))
             p, q = a.rows[x.index], b.rows[y.index]
-            if p.type is not q.type:
-                yield Difference(path, "type", p.type.__name__, q.type.__name__)
-            elif isinstance(p, VariableRow) and isinstance(q, VariableRow):
-                if p.metadata != q.metadata:
-                    yield Difference(path, "metadata", _head(p), _head(q))
-            elif isinstance(p, NodeRow) and isinstance(q, NodeRow):
+            yield from _row_differences(path, p, q)
+            if isinstance(p, NodeRow) and isinstance(q, NodeRow) and p.type is q.type:
                 f, g = dict(p.fields), dict(q.fields)
                 stack.extend(((*path, name), f.get(name), g.get(name)) for name in reversed({**f, **g}))
-                if p.marks != q.marks:
-                    yield Difference(path, "declaration", f"declarations {p.marks}", f"declarations {q.marks}")
-                if p.names != q.names and set(p.names) == set(q.names):
-                    before, after = f"attributes in the order {list(p.names)}", f"in the order {list(q.names)}"
-                    yield Difference(path, "order", before, after)
         elif isinstance(x, Tree) and isinstance(y, Tree) and x.treedef == y.treedef:
             stack.extend(((*path, *key), c, d) for key, c, d in zip(x.paths, x.children, y.children, strict=True))
         elif x != y:
             kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"
             before, after = _describe(x, a), _describe(y, b)
             yield Difference(path, kind, before, after if after != before else _another(y))
+
+
+def _row_differences(path: tuple, p: Row, q: Row) -> Iterator[Difference]:
+    """The differences of two objects, apart from what is in their fields."""
+    if p.type is not q.type:
+        yield Difference(path, "type", p.type.__name__, q.type.__name__)
+    elif isinstance(p, VariableRow) and isinstance(q, VariableRow):
+        if p.metadata != q.metadata:
+            yield Difference(path, "metadata", _head(p), _head(q))
+    elif isinstance(p, NodeRow) and isinstance(q, NodeRow):
+        if p.marks != q.marks:
+            yield Difference(path, "declaration", f"declarations {p.marks}", f"declarations {q.marks}")
+        if p.names != q.names and set(p.names) == set(q.names):
+            before, after = f"attributes in the order {list(p.names)}", f"in the order {list(q.names)}"
+            yield Difference(path, "order", before, after)
 
 
 def describe_spec(spec: Spec) -> str:

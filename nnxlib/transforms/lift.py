@@ -252,7 +252,7 @@ def lift_lanes(
     arguments: Arguments,
     entries: Sequence[Any],
     out: Any,
-    size: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
+    on_labels: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     axis_name: Any = MISSING,
 ) -> Any:
     """Call ``function`` through a JAX transformation that has a lane for each label.
@@ -263,14 +263,14 @@ def lift_lanes(
       arguments: of the call.
       entries: what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
       out: the prefix of the output.
-      size: ``size(packed, labels)`` is how many slices there are, for each of which the function will run; None if there
-        are none. It raises if the leaves do not fit their labels.
+      on_labels: called with the packed arguments and the label of each leaf; raises if they do not fit, and returns how
+        often the function will run for one trace of it, None if that is not known.
       axis_name: as of :class:`Crossing`.
     """
     with recorded_anew(arguments):
         packed = pack_call(arguments)
         labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
-        function = repeated(function, size(packed, in_order))
+        function = repeated(function, on_labels(packed, in_order))
         recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked
         lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(entries)), *labels_in(out), *recorded]))
         crossing = Crossing(packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name)

@@ -150,7 +150,7 @@ def mapped(
     out_axes: Any,
     what: str,
     axis: AxisName,
-    size: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
+    on_labels: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     others: Sequence[Any] = (),
 ) -> Callable:
     """``f`` under a JAX transformation that maps it over an axis, with a lane for each label.
@@ -162,7 +162,7 @@ def mapped(
       out_axes: the prefix of the output.
       what: the name of the transform, for messages.
       axis: the name of the axis in the metadata of Variables.
-      size: as of :func:`~nnxlib.transforms.lift.lift_lanes`.
+      on_labels: as of :func:`~nnxlib.transforms.lift.lift_lanes`.
       others: labels that are allowed besides an axis and None.
     """
     function, bound, bound_kwargs = resolve(f)
@@ -179,7 +179,7 @@ def mapped(
         named = {**bound_kwargs, **kwargs}
         for name in sorted(named):
             entries += same_entries(0 if name in kwargs else None, named[name])
-        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, size, axis)
+        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, on_labels, axis)
 
     return wrapped
 
