@@ -173,10 +173,11 @@ def _feature_axes(layer: Any, x: Any, axes: Axes, features: int | None) -> tuple
     return absolute
 
 
-def _affine_params(layer: Any, shape: tuple[int, ...], param_dtype: Dtype, rngs: Rngs, scale: Any, bias: Any) -> None:
-    """Set ``layer.scale`` and ``layer.bias``, each given as (whether to use it, initializer, metadata)."""
-    for name, (used, init, metadata) in {"scale": scale, "bias": bias}.items():
-        setattr(layer, name, Param(drawn(init, rngs, shape, param_dtype), **metadata) if used else None)
+def _affine(
+    used: bool, init: Initializer, rngs: Rngs, shape: tuple[int, ...], dtype: Dtype, metadata: Metadata
+) -> Param[Array] | None:
+    """The scale or bias of a layer, None if it is to have none."""
+    return Param(drawn(init, rngs, shape, dtype), **metadata) if used else None
 
 
 def _value(param: Param[Array] | None) -> Array | None:
@@ -253,14 +254,8 @@ class BatchNorm(Module):
         is_complex = any(jnp.issubdtype(d, jnp.complexfloating) for d in (dtype, param_dtype) if d is not None)
         self.mean = BatchStat(initializers.zeros(None, shape, jnp.complex64 if is_complex else jnp.float32))
         self.var = BatchStat(initializers.ones(None, shape, jnp.float32))
-        _affine_params(
-            self,
-            shape,
-            param_dtype,
-            rngs,
-            (use_scale, scale_init, scale_metadata),
-            (use_bias, bias_init, bias_metadata),
-        )
+        self.scale = _affine(use_scale, scale_init, rngs, shape, param_dtype, scale_metadata)
+        self.bias = _affine(use_bias, bias_init, rngs, shape, param_dtype, bias_metadata)
         self.num_features = num_features
         self.use_running_average = use_running_average
         self.axis = frozen(axis)
@@ -395,14 +390,8 @@ class LayerNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        _affine_params(
-            self,
-            (num_features,),
-            param_dtype,
-            rngs,
-            (use_scale, scale_init, scale_metadata),
-            (use_bias, bias_init, bias_metadata),
-        )
+        self.scale = _affine(use_scale, scale_init, rngs, (num_features,), param_dtype, scale_metadata)
+        self.bias = _affine(use_bias, bias_init, rngs, (num_features,), param_dtype, bias_metadata)
         self.num_features = num_features
         self.epsilon = epsilon
         self.dtype = dtype
@@ -475,9 +464,7 @@ class RMSNorm(Module):
         rngs: Rngs,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        self.scale = (
-            Param(drawn(scale_init, rngs, (num_features,), param_dtype), **scale_metadata) if use_scale else None
-        )
+        self.scale = _affine(use_scale, scale_init, rngs, (num_features,), param_dtype, scale_metadata)
         self.num_features = num_features
         self.epsilon = epsilon
         self.dtype = dtype
@@ -569,14 +556,8 @@ class GroupNorm(Module):
         self.feature_axis = -1
         self.num_groups = num_groups
         self.group_size = num_features // num_groups
-        _affine_params(
-            self,
-            (num_features,),
-            param_dtype,
-            rngs,
-            (use_scale, scale_init, scale_metadata),
-            (use_bias, bias_init, bias_metadata),
-        )
+        self.scale = _affine(use_scale, scale_init, rngs, (num_features,), param_dtype, scale_metadata)
+        self.bias = _affine(use_bias, bias_init, rngs, (num_features,), param_dtype, bias_metadata)
         self.epsilon = epsilon
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -702,14 +683,8 @@ class InstanceNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        _affine_params(
-            self,
-            (num_features,),
-            param_dtype,
-            rngs,
-            (use_scale, scale_init, scale_metadata),
-            (use_bias, bias_init, bias_metadata),
-        )
+        self.scale = _affine(use_scale, scale_init, rngs, (num_features,), param_dtype, scale_metadata)
+        self.bias = _affine(use_bias, bias_init, rngs, (num_features,), param_dtype, bias_metadata)
         self.num_features = num_features
         self.epsilon = epsilon
         self.dtype = dtype

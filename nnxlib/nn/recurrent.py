@@ -97,8 +97,10 @@ class _VectorCell(RNNCellBase):
 
     in_features: int
     hidden_features: int
+    dtype: Dtype | None
     param_dtype: Dtype
     carry_init: Initializer | None
+    promote_dtype: Callable[..., Any]
     rngs: RngStream | None
 
     def _nnx_sizes(self) -> str:
@@ -141,6 +143,15 @@ class _VectorCell(RNNCellBase):
             )
         draw = rngs.carry if isinstance(rngs, Rngs) else rngs
         return tuple([init(draw(), shape, self.param_dtype) for _ in range(count)])
+
+    def _linear_maps(
+        self, of_input: dict[str, Any], of_carry: dict[str, Any], of_both: dict[str, Any]
+    ) -> tuple[Callable[..., Linear], Callable[..., Linear]]:
+        """What makes linear maps of an input, and of a carry, given the options of Linear for them."""
+        settings = {"dtype": self.dtype, "param_dtype": self.param_dtype, "promote_dtype": self.promote_dtype}
+        dense = functools.partial(Linear, **settings, **of_both)
+        make_of_input = functools.partial(dense, self.in_features, **of_input)
+        return make_of_input, functools.partial(dense, self.hidden_features, **of_carry)
 
     def _check(self, inputs: Array, *vectors: Array) -> None:
         """Check an input, and the vectors of a carry, whose batch axes may also be 1 or missing."""
@@ -262,23 +273,13 @@ class SimpleCell(_VectorCell):
         self.activation_fn = activation_fn
         self.promote_dtype = promote_dtype
         self.rngs = rngs.carry.fork() if keep_rngs else None
-        dense = functools.partial(
-            Linear, dtype=dtype, param_dtype=param_dtype, promote_dtype=promote_dtype, rngs=rngs, bias_init=bias_init
+        of_input, of_carry = self._linear_maps(
+            {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata},
+            {"kernel_init": recurrent_kernel_init, "kernel_metadata": recurrent_kernel_metadata},
+            {"bias_init": bias_init, "bias_metadata": bias_metadata, "rngs": rngs},
         )
-        self.dense_h = dense(
-            hidden_features,
-            hidden_features,
-            use_bias=False,
-            kernel_init=recurrent_kernel_init,
-            kernel_metadata=recurrent_kernel_metadata,
-        )
-        self.dense_i = dense(
-            in_features,
-            hidden_features,
-            kernel_init=kernel_init,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-        )
+        self.dense_h = of_carry(hidden_features, use_bias=False)
+        self.dense_i = of_input(hidden_features)
 
     def __call__(self, carry: Array, inputs: Array) -> tuple[Array, Array]:
         """Make one step with ``carry`` of shape ``[*batch, hidden_features]``, ``inputs`` ``[*batch, in_features]``.
@@ -324,21 +325,12 @@ class _GatedCell(_VectorCell):
         self.carry_init = carry_init
         self.promote_dtype = promote_dtype
         self.rngs = rngs.carry.fork() if keep_rngs else None
-        dense = functools.partial(
-            Linear,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            promote_dtype=promote_dtype,
-            rngs=rngs,
-            bias_init=bias_init,
-            bias_metadata=bias_metadata,
+        of_input, of_carry = self._linear_maps(
+            {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata},
+            {"kernel_init": recurrent_kernel_init, "kernel_metadata": recurrent_kernel_metadata},
+            {"bias_init": bias_init, "bias_metadata": bias_metadata, "rngs": rngs},
         )
-        self._make_maps(
-            functools.partial(dense, in_features, kernel_init=kernel_init, kernel_metadata=kernel_metadata),
-            functools.partial(
-                dense, hidden_features, kernel_init=recurrent_kernel_init, kernel_metadata=recurrent_kernel_metadata
-            ),
-        )
+        self._make_maps(of_input, of_carry)
 
     def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:
         """Make the linear maps; ``of_input(out_features, use_bias=...)`` is one of an input."""
