@@ -59,7 +59,6 @@ from .core.ops import flatten as flatten
 from .core.ops import graphdef as graphdef
 from .core.ops import map as map
 from .core.ops import merge as merge
-from .core.ops import pop as pop
 from .core.ops import pure as pure
 from .core.ops import split as split
 from .core.ops import state as state
@@ -69,6 +68,7 @@ from .core.ops import update as update
 from .core.ops import variables as variables
 from .core.paths import current_path as current_path
 from .core.paths import path_of as path_of
+from .core.pop import pop as pop
 from .core.rngs import Rngs as Rngs
 from .core.rngs import RngStream as RngStream
 from .core.scopes import use_name_scopes as use_name_scopes

@@ -39,7 +39,6 @@ from ..core.ops import flatten as flatten
 from ..core.ops import graphdef as graphdef
 from ..core.ops import map as map
 from ..core.ops import merge as merge
-from ..core.ops import pop as pop
 from ..core.ops import pure as pure
 from ..core.ops import split as split
 from ..core.ops import state as state
@@ -47,6 +46,7 @@ from ..core.ops import unflatten as unflatten
 from ..core.ops import unpack as unpack
 from ..core.ops import update as update
 from ..core.ops import variables as variables
+from ..core.pop import pop as pop
 from ..core.rows import NodeRow as NodeDef
 from ..core.rows import Ref as NodeRef  # noqa: F401
 from ..core.rows import VariableRow as VariableDef

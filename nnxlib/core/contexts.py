@@ -41,7 +41,7 @@ from .graphdef import GraphDef
 from .layout import Layout
 from .ops import merge
 from .rows import ROOT, SAME, NodeRow, Ref, Row, VariableRow, count_leaves
-from .state import FlatState, from_flat_state, split_state
+from .state import FlatState, split_state, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace
 from .variables import Variable, make_variable
 from .walk import Walk
@@ -104,7 +104,7 @@ class SplitContext:
     def split(self, node: Any, *filters: Filter) -> tuple[Any, ...]:
         """Split a node like :func:`nnxlib.split`, without the leaves of objects that were split here before."""
         graphdef, items = self._items(node)
-        state = items[0][1] if items and items[0][0] == () else from_flat_state(items)
+        state = state_of_items(items)
         if not filters:
             return graphdef, state
         groups = split_state(state, *filters)

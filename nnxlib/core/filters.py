@@ -151,6 +151,18 @@ def looks_at_values(filter: Filter) -> bool:
     return to_predicate(filter).looks_at_values
 
 
+def refuse_node_classes(filters: Sequence[Filter]) -> None:
+    """Raise InvalidFilterError for the class of a node, which no leaf can be of."""
+    for filter in filters:
+        if isinstance(filter, type) and hasattr(filter, "_nnx_children") and not issubclass(filter, Variable):
+            raise InvalidFilterError(_OF_NODES.format(name=filter.__name__))
+
+
+_OF_NODES = """\
+{name} selects nothing: filters see Variables and arrays, not the Modules that hold them. Take the State of that \
+Module, nnx.state(model.layer), or select by path: nnx.PathContains('name')."""
+
+
 class FilterObject:
     """Base class of the filter objects: predicates with operators, equal if they are of one class with equal values."""
 

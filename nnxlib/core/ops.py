@@ -1,4 +1,4 @@
-"""Operations on graphs: split, merge, state, update, pop, clone, map.
+"""Operations on graphs: split, merge, state, update, clone, map.
 
 A *node* is here anything that can be packed: a Module, a List or Dict, a Variable, or any pytree of these. A leaf is
 identified by its path, the first one in the order of the walk. A State never shares Variables with the live model: it
@@ -7,7 +7,6 @@ holds new ones.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -18,8 +17,8 @@ import numpy as np
 from .blueprint import fresh
 from .closures import Watch, notice
 from .differences import refuse
-from .errors import ArgumentError, InvalidFilterError, StateMismatchError, UsageError, did_you_mean, format_path
-from .filters import Filter, filters_to_predicates, first_of, to_predicate
+from .errors import ArgumentError, StateMismatchError, UsageError, did_you_mean, format_path
+from .filters import Filter, filters_to_predicates, refuse_node_classes
 from .fitting import (
     Values,
     bare_values,
@@ -39,16 +38,16 @@ from .fitting import (
 from .graph import Delta, build, commit, pack
 from .graphdef import Avals, GraphDef, avals_of
 from .graphstate import GraphState
-from .iteration import holder_of, places
+from .iteration import holder_of
 from .layout import Layout
 from .nesting import Nesting
-from .objects import HasAttributes, Node, check_writable
+from .objects import Node
 from .rows import SAME, NodeRow, Row, VariableRow, count_leaves
-from .state import FlatState, State, from_flat_state, is_without_leaves
+from .state import FlatState, State, from_flat_state, is_without_leaves, state_of_items
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
-from .variables import Variable, all_unshared, make_variables, raw_value
+from .variables import Variable, make_variables, raw_value
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
@@ -123,13 +122,13 @@ def _states(
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
 
     def divided(flat: FlatState) -> tuple[FlatState, ...]:
-        _refuse_nodes(filters)
+        refuse_node_classes(filters)
         groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
         return groups if len(filters) > 1 else (groups,)
 
     if nesting is None:  # a leaf by itself, a very deep graph, or keys that JAX cannot sort
         flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves), strict=True))
-        return tuple([_to_state(list(group)) for group in (divided(flat) if filters else (flat,))])
+        return tuple([state_of_items(list(group)) for group in (divided(flat) if filters else (flat,))])
     if not filters:
         return (State._later(_Snapshot(layout, leaves)),)
     variables = [objects[i] for i in layout.variables]
@@ -143,25 +142,6 @@ def _states(
         return tuple([from_flat_state(group) for group in groups_of(_copies(layout, leaves))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in groups_of(variables)])
     return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
-
-
-def _refuse_nodes(filters: Sequence[Filter]) -> None:
-    """Raise InvalidFilterError for the class of a node, which no leaf can be of."""
-    for filter in filters:
-        if isinstance(filter, type) and issubclass(filter, Node):
-            raise InvalidFilterError(_OF_NODES.format(name=filter.__name__))
-
-
-_OF_NODES = """\
-{name} selects nothing: filters see Variables and arrays, not the Modules that hold them. Take the State of that \
-Module, nnx.state(model.layer), or select by path: nnx.PathContains('name')."""
-
-
-def _to_state(items: list[tuple[Path, Any]]) -> Any:
-    """A State of pairs of path and leaf; a Variable or array that was split by itself is its own State."""
-    if len(items) == 1 and items[0][0] == ():
-        return items[0][1]
-    return from_flat_state(items)
 
 
 @overload
@@ -274,7 +254,7 @@ def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> Values | No
     return unshared_leaves(source.values, len(source.layout.variables)), {}
 
 
-# --- state, update, pop ---------------------------------------------------------------------------------------------
+# --- state, update --------------------------------------------------------------------------------------------------
 
 
 @overload
@@ -415,82 +395,6 @@ def _write(
     plain = [k for k in new if k < n and k not in metadata]
     delta = Delta(tuple([variables[k] for k in plain]), tuple(sorted(rows.items())), Const.of(None))
     commit(layout, delta, [*[new[k] for k in plain], *[new[k] for k in sorted(metadata)], *arrays], objects)
-
-
-def _delete(holder: Any, key: Any) -> None:
-    """Delete an attribute or an item."""
-    if isinstance(holder, HasAttributes) and isinstance(key, str):
-        delattr(holder, key)
-    else:
-        operator.delitem(holder, key)  # type: ignore[arg-type]  # a list, dict, List or Dict
-
-
-@boundary
-def pop(node: Any, *filters: Filter) -> Any:
-    """Remove the leaves that the filters take from a node and return them as a State, one for each filter.
-
-    Leaves are Variables, and arrays that are attributes or items of a node, a list or a dict.
-
-    >>> import nnxlib as nnx
-    >>> norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    >>> list(nnx.pop(norm, nnx.BatchStat)), hasattr(norm, 'mean')
-    (['mean', 'var'], False)
-
-    Raises:
-      ValueError: without a filter, or when a leaf to be removed is part of a tuple or another pytree.
-    """
-    if not filters:
-        raise UsageError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
-    taken, to_delete = _taken(node, filters)
-    states = [_to_state(list(zip([path for path, _ in group], _with_copies([x for _, x in group])))) for group in taken]
-    trace = current_trace()
-    for holder, key in to_delete:
-        if isinstance(holder, Node) and holder._nnx_trace is not trace:
-            check_writable(holder, f"delete attribute {key!r}")
-    for holder, key in reversed(to_delete):  # items of a list from the last to the first
-        _delete(holder, key)
-    return tuple(states) if len(states) > 1 else states[0]
-
-
-def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, Any]]], list[tuple[Any, Any]]]:
-    """The leaves that each filter takes, with their first paths; and all places, (holder, key), where these are.
-
-    Raises:
-      UsageError: for a leaf in a tuple or another pytree.
-    """
-    _refuse_nodes(filters)
-    first_to_take = first_of([to_predicate(f) for f in filters])
-    *taken, left = groups = [[] for _ in (*filters, None)]
-    chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path
-    found, removable = [], set()
-    for path, x, holder in places(node):
-        if isinstance(x, Node):
-            if Watch.count:
-                notice(x, x._nnx_trace)
-            continue
-        identity = id(x) if isinstance(x, Variable) else path
-        group = chosen.get(identity)
-        if group is None:
-            group = chosen[identity] = groups[first_to_take(path, x)]
-            group.append((path, x))
-        if group is not left and isinstance(holder, Node | dict | list):
-            found.append((holder, path[-1]))
-            removable.add(identity)
-    for path, x in (item for group in taken for item in group):
-        if (id(x) if isinstance(x, Variable) else path) not in removable:
-            raise UsageError(
-                f"Cannot pop {format_path(path)}: it is inside a tuple or another pytree, which cannot lose an item. "
-                "Keep it in an attribute, a list or a dict."
-            )
-    return taken, found
-
-
-def _with_copies(leaves: list[Any]) -> list[Any]:
-    """The leaves, with copies of the Variables."""
-    variables = [x for x in leaves if isinstance(x, Variable)]
-    values = all_unshared([x._cell.value for x in variables])
-    copies = iter(make_variables([type(x) for x in variables], values, [x._metadata for x in variables]))
-    return [next(copies) if isinstance(x, Variable) else x for x in leaves]
 
 
 @boundary

@@ -377,6 +377,13 @@ def from_flat_state(flat_state: Flat, *, cls: type = State) -> Any:
     return cls._view(mapping) if issubclass(cls, State) else cls(mapping)
 
 
+def state_of_items(items: list[tuple[PathParts, Any]]) -> Any:
+    """A State of pairs of path and leaf; a Variable or array that was split by itself is its own State."""
+    if len(items) == 1 and items[0][0] == ():
+        return items[0][1]
+    return from_flat_state(items)
+
+
 def to_pure_dict(state: Mapping[Any, Any], extract_fn: Callable[[Any], Any] | None = None) -> dict[Any, Any]:
     """Return nested dicts with ``extract_fn(leaf)`` in place of each leaf.
 

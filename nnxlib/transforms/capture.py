@@ -23,7 +23,8 @@ from ..core.graph import commit
 from ..core.iteration import iter_graph, iter_objects
 from ..core.module import Module
 from ..core.objects import Node
-from ..core.ops import pop, update
+from ..core.ops import update
+from ..core.pop import pop
 from ..core.recordings import attribute_for, put_back, record, recorded_in, recorded_name, take_out
 from ..core.references import ways_from
 from ..core.state import State, from_flat_state

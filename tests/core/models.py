@@ -1,4 +1,4 @@
-"""Small Modules that several tests of the core share."""
+"""Small Modules that several tests of the core share, and what is seen of one."""
 
 import jax.numpy as jnp
 
@@ -25,3 +25,16 @@ class Net(nnx.Module):
 
     def run(self, x):
         return self.first(x) * self.scale
+
+
+def paths(state):
+    return [path for path, _ in state.flat_state()]
+
+
+def snapshot(node):
+    """Every object and value in a graph, by path; two equal snapshots mean that nothing has changed."""
+    return [(path, x, x.raw_value if isinstance(x, nnx.Variable) else None) for path, x in nnx.iter_graph(node)]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(p == q and x is y and v is w for (p, x, v), (q, y, w) in zip(a, b))

@@ -1,4 +1,4 @@
-"""The functions on graphs: split, merge, state, update, pop, clone, and mapping over a graph."""
+"""The functions on graphs: split, merge, state, update, clone, and mapping over a graph."""
 
 import concurrent.futures
 import copy
@@ -15,7 +15,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.errors import NonExhaustiveFiltersError, StateMismatchError
 
-from .models import Layer, Net
+from .models import Layer, Net, paths, same, snapshot
 
 PATHS = [
     ("first", "mean"),
@@ -28,19 +28,6 @@ PATHS = [
     ("pair", 1),
     ("scale",),
 ]
-
-
-def paths(state):
-    return [path for path, _ in state.flat_state()]
-
-
-def snapshot(node):
-    """Every object and value in a graph, by path; two equal snapshots mean that nothing has changed."""
-    return [(path, x, x.raw_value if isinstance(x, nnx.Variable) else None) for path, x in nnx.iter_graph(node)]
-
-
-def same(a, b):
-    return len(a) == len(b) and all(p == q and x is y and v is w for (p, x, v), (q, y, w) in zip(a, b))
 
 
 # --- split and merge ---
@@ -660,71 +647,6 @@ def test_refs_are_data():
     assert made.a.tolist() == [1, 1]
     assert nnx.pure(nnx.state(m)).a.tolist() == [1, 1]
     assert [x.path for x in nnx.diff(m, cloned)] == [("b",)]
-
-
-# --- pop ---
-
-
-def test_pop_removes_what_filters_take():
-    """One State for each filter; a Variable that sits in two places is removed from both."""
-    m = Net()
-    m.again = m.first.mean
-    stats, params = nnx.pop(m, nnx.BatchStat, nnx.PathContains("layers"))
-    assert paths(stats) == [("again",), ("layers", 0, "mean"), ("layers", 1, "mean")]
-    assert paths(params) == [("layers", 0, "w"), ("layers", 1, "w")]
-    assert (list(vars(m.first)), hasattr(m, "again"), list(vars(m.layers[0]))) == (["w"], False, [])
-    assert nnx.pop(m, nnx.BatchStat) == {}
-
-
-def test_pop_from_lists_and_dicts():
-    """Items of a list are removed together, the others move up."""
-    m = nnx.Dict(
-        x=[nnx.Param(0.0), nnx.Intermediate(1.0), nnx.Param(2.0), nnx.Intermediate(3.0)], y={"a": nnx.Intermediate(4.0)}
-    )
-    popped = nnx.pop(m, nnx.Intermediate)
-    assert nnx.to_pure_dict(popped) == {"x": {1: 1.0, 3: 3.0}, "y": {"a": 4.0}}
-    assert ([v.value for v in m.x], dict(m.y)) == ([0.0, 2.0], {})
-    assert nnx.jit(lambda m: len(m.x))(m) == 2
-
-
-def test_pop_of_arrays_and_from_plain_containers():
-    """Arrays that are attributes or items go too; plain lists and dicts lose items as those of a Module do."""
-    m = Net()
-    assert (paths(nnx.pop(m, nnx.PathContains("scale"))), hasattr(m, "scale")) == ([("scale",)], False)
-    tree = {"a": [{"b": nnx.Param(1.0)}, jnp.ones(2), 3], "m": nnx.Dict(x=nnx.Param(2.0), n=4)}
-    taken, arrays = nnx.pop(tree, nnx.Param, lambda path, x: x.shape == (2,))
-    assert nnx.to_pure_dict(taken) == {"a": {0: {"b": 1.0}}, "m": {"x": 2.0}}
-    assert nnx.to_pure_dict(arrays)["a"][1].tolist() == [1, 1]
-    assert (tree["a"], dict(tree["m"])) == ([{}, 3], {"n": 4})
-    with pytest.raises(ValueError, match=r"Cannot pop \[1\]: it is inside a tuple"):
-        nnx.pop((1, jnp.ones(2)), ...)
-
-
-def test_pop_that_cannot_be_done_changes_nothing():
-    """Without a filter, and for a Variable inside a tuple: an error, and everything stays."""
-    m = Net()
-    before = snapshot(m)
-    with pytest.raises(ValueError, match="at least one filter"):
-        nnx.pop(m)
-    with pytest.raises(ValueError, match=r"Cannot pop pair\[0\]: it is inside a tuple"):
-        nnx.pop(m, nnx.Param)
-    assert same(snapshot(m), before)
-
-
-def test_pop_from_a_closed_over_model_is_refused_and_changes_nothing():
-    """Also when a part of the graph was made inside of the trace."""
-    model = Net()
-    before = snapshot(model)
-
-    @jax.jit
-    def f(x):
-        inner = nnx.Dict(a=nnx.BatchStat(x), b=model)
-        with pytest.raises(nnx.TraceContextError):
-            nnx.pop(inner, nnx.BatchStat)
-        return len(inner)
-
-    assert f(1.0).item() == 2
-    assert same(snapshot(model), before)
 
 
 # --- clone ---

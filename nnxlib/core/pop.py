@@ -1,0 +1,98 @@
+"""``pop``: take leaves out of a live object.
+
+The other operations read and write by the table of an object (ops.py). What is taken out is deleted from every place
+where it is, by ``delattr`` or ``del``, so this one looks at the places themselves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from .closures import Watch, notice
+from .errors import UsageError, format_path
+from .filters import Filter, first_of, refuse_node_classes, to_predicate
+from .iteration import places
+from .objects import HasAttributes, Node, check_writable
+from .state import state_of_items
+from .tracing import boundary, current_trace
+from .variables import Variable, all_unshared, make_variables
+
+Path = tuple[Any, ...]
+
+
+@boundary
+def pop(node: Any, *filters: Filter) -> Any:
+    """Remove the leaves that the filters take from a node and return them as a State, one for each filter.
+
+    Leaves are Variables, and arrays that are attributes or items of a node, a list or a dict.
+
+    >>> import nnxlib as nnx
+    >>> norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    >>> list(nnx.pop(norm, nnx.BatchStat)), hasattr(norm, 'mean')
+    (['mean', 'var'], False)
+
+    Raises:
+      ValueError: without a filter, or when a leaf to be removed is part of a tuple or another pytree.
+    """
+    if not filters:
+        raise UsageError("nnx.pop needs at least one filter: nnx.pop(model, nnx.Intermediate).")
+    taken, to_delete = _taken(node, filters)
+    states = [state_of_items(_with_copies(group)) for group in taken]
+    trace = current_trace()
+    for holder, key in to_delete:
+        if isinstance(holder, Node) and holder._nnx_trace is not trace:
+            check_writable(holder, f"delete attribute {key!r}")
+    for holder, key in reversed(to_delete):  # items of a list from the last to the first
+        _delete(holder, key)
+    return tuple(states) if len(states) > 1 else states[0]
+
+
+def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, Any]]], list[tuple[Any, Any]]]:
+    """The leaves that each filter takes, with their first paths; and all places, (holder, key), where these are.
+
+    Raises:
+      UsageError: for a leaf in a tuple or another pytree.
+    """
+    refuse_node_classes(filters)
+    first_to_take = first_of([to_predicate(f) for f in filters])
+    *taken, left = groups = [[] for _ in (*filters, None)]
+    chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path
+    found, removable = [], set()
+    for path, x, holder in places(node):
+        if isinstance(x, Node):
+            if Watch.count:
+                notice(x, x._nnx_trace)
+            continue
+        identity = id(x) if isinstance(x, Variable) else path
+        group = chosen.get(identity)
+        if group is None:
+            group = chosen[identity] = groups[first_to_take(path, x)]
+            group.append((path, x))
+        if group is not left and isinstance(holder, Node | dict | list):
+            found.append((holder, path[-1]))
+            removable.add(identity)
+    for path, x in (item for group in taken for item in group):
+        if (id(x) if isinstance(x, Variable) else path) not in removable:
+            raise UsageError(
+                f"Cannot pop {format_path(path)}: it is inside a tuple or another pytree, which cannot lose an item. "
+                "Keep it in an attribute, a list or a dict."
+            )
+    return taken, found
+
+
+def _with_copies(items: list[tuple[Path, Any]]) -> list[tuple[Path, Any]]:
+    """The pairs of path and leaf, with copies of the Variables."""
+    variables = [x for _, x in items if isinstance(x, Variable)]
+    values = all_unshared([x._cell.value for x in variables])
+    copies = iter(make_variables([type(x) for x in variables], values, [x._metadata for x in variables]))
+    return [(path, next(copies) if isinstance(x, Variable) else x) for path, x in items]
+
+
+def _delete(holder: Any, key: Any) -> None:
+    """Delete an attribute or an item."""
+    if isinstance(holder, HasAttributes) and isinstance(key, str):
+        delattr(holder, key)
+    else:
+        operator.delitem(holder, key)  # type: ignore[arg-type]  # a list, dict, List or Dict
