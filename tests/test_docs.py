@@ -86,3 +86,12 @@ def test_public_names_are_documented():
     ]
     assert public
     assert not bare, f"without a docstring: {', '.join(bare)}"
+
+
+@pytest.mark.parametrize("folder", ["core", "transforms"])
+def test_the_map_has_each_file_once(folder):
+    """`how_it_works.md` names each file of the folder in one place, and none that is not there."""
+    page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8").partition("## The files")[2]
+    part = page.partition(f"`{folder}/`, ")[2].partition("/`, ")[0]
+    there = sorted(path.name for path in (ROOT / "nnxlib" / folder).glob("*.py") if path.name != "__init__.py")
+    assert sorted(re.findall(r"`(\w+\.py)`", part)) == there

@@ -1,7 +1,7 @@
 """Errors of ``checkify``, and of ``jax_debug_nans``, that say which layer they come from.
 
 JAX's checks know the equation that they are about, and an equation the name scope that it was traced in: the path of
-the Module (core/calls.py). The error value that comes out keeps only the traceback of the equation. So the function is
+the Module (core/scopes.py). The error value that comes out keeps only the traceback of the equation. So the function is
 traced first, each equation gets a traceback that says the scope (``named_equations``), and when the error comes out the
 exceptions in it are exchanged for such that say it too.
 """
