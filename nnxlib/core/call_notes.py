@@ -11,6 +11,7 @@ import jax
 from .call_paths import Listener
 from .errors import describe, describe_nested, format_path
 from .tracing import is_deleted
+from .variables import Variable, stored_value
 
 
 def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) -> None:
@@ -23,9 +24,9 @@ def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) ->
     inputs = ", ".join([*map(_shown, args), *named])
     where = f"{format_path(listener.path_of(module))}{method} ({_sized(module)})"
     error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
-    if abstract := [str(key) for key, x in module._nnx_children() if isinstance(_value(x), jax.ShapeDtypeStruct)]:
+    if abstract := [str(key) for key, x in module._nnx_children() if isinstance(stored_value(x), jax.ShapeDtypeStruct)]:
         error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
-    if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(_value(x))]:
+    if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(stored_value(x))]:
         error.add_note(_DELETED.format(names=", ".join(deleted[:_MOST])))
     if "out_sharding" in str(error) and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters:
         error.add_note(_OUT_SHARDING)
@@ -36,10 +37,6 @@ def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) ->
 def _shown(x: Any) -> str:
     """An input for a note: numbers by value, for they are mostly settings."""
     return repr(x) if isinstance(x, bool | int | float) else describe_nested(x)
-
-
-def _value(x: Any) -> Any:
-    return x._value if hasattr(type(x), "get_raw_value") else x
 
 
 _ABSTRACT = """\
@@ -61,7 +58,7 @@ def _sized(module: Any) -> str:
     with suppress(AttributeError):  # of a layer that lacks attributes, which may be why there is an error
         if sizes is not None:
             return f"{name} {sizes(module)}"
-    held = [(key, x) for key, x in module._nnx_children() if hasattr(type(x), "get_raw_value")]
+    held = [(key, x) for key, x in module._nnx_children() if isinstance(x, Variable)]
     return ", ".join([name, *(f"{key} {describe(x._value)}" for key, x in held[:_MOST])])
 
 

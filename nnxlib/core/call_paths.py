@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .finding import reachable
+from .objects import Node
 from .stamps import Stamp, stamping, with_stamp
 
 Path = tuple[Any, ...]
@@ -45,7 +46,7 @@ class _Paths:
         with stamping:
             for root in self._roots:
                 for path, node in reachable(root, seen, self.known):
-                    if hasattr(type(node), "_nnx_stamps"):  # of the type: a Variable would ask its value
+                    if isinstance(node, Node):
                         object.__setattr__(node, "_nnx_stamps", with_stamp(node._nnx_stamps, reference))
                     if id(node) not in self.known:
                         self.known[id(node)] = path

@@ -43,7 +43,7 @@ from .ops import merge
 from .rows import ROOT, SAME, NodeRow, Ref, Row, VariableRow, count_leaves
 from .state import FlatState, split_state, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace
-from .variables import Variable, make_variable
+from .variables import make_variable, stored_value
 from .walk import Walk
 
 A = TypeVar("A")
@@ -121,7 +121,7 @@ class SplitContext:
         graphdef, items = self._items(node)
         flat = FlatState(items, sort=True)
         if not with_paths:
-            return graphdef, [x._value if isinstance(x, Variable) else x for x in flat.leaves]
+            return graphdef, list(map(stored_value, flat.leaves))
         if not filters:
             return graphdef, flat
         groups = flat.split(*filters)

@@ -21,7 +21,7 @@ from jax.tree_util import all_leaves, tree_flatten_with_path
 
 from .errors import StateMismatchError, describe, format_path, listed
 from .traversals import path_key, path_sort_key
-from .variables import Variable
+from .variables import Variable, stored_value
 
 Path = tuple[Any, ...]
 Aval = tuple[tuple[int, ...], Any] | None
@@ -117,7 +117,7 @@ def leaf_differences(
             if isinstance(y, Variable) and type(x) is not type(y):
                 found.append(Difference(path, "type", type(x).__name__, type(y).__name__))
             x = x._value
-        y = y._value if isinstance(y, Variable) else y
+        y = stored_value(y)
         if x is not ANY_VALUE:
             whole = all_leaves((x, y)) or aval_of(x) or aval_of(y)
             found += compare(path, x, y) if whole else _pytree_differences(path, x, y, compare)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .errors import FilterOrderError, InvalidFilterError, accepts
 from .traversals import Key, path_sort_key
-from .variables import Variable
+from .variables import Identified, Variable
 
 PathParts = tuple[Key, ...]
 Predicate = Callable[[PathParts, typing.Any], bool]
@@ -58,7 +58,7 @@ def to_predicate(filter: Filter, /) -> FilterObject:
             return Any(*filter)
         case types.UnionType():  # Param | BatchStat
             return Any(*filter.__args__)
-        case _ if callable(filter) and not hasattr(type(filter), "_nnx_children"):  # a Module or Variable is no filter
+        case _ if callable(filter) and not isinstance(filter, Identified):  # a Module or Variable is no filter
             return Where(filter)
     raise InvalidFilterError(
         f"Not a filter: {reprlib.repr(filter)} of type {type(filter).__name__}. A filter is a type (nnx.Param), a tag "
@@ -154,7 +154,7 @@ def looks_at_values(filter: Filter) -> bool:
 def refuse_node_classes(filters: Sequence[Filter]) -> None:
     """Raise InvalidFilterError for the class of a node, which no leaf can be of."""
     for filter in filters:
-        if isinstance(filter, type) and hasattr(filter, "_nnx_children") and not issubclass(filter, Variable):
+        if isinstance(filter, type) and issubclass(filter, Identified) and not issubclass(filter, Variable):
             raise InvalidFilterError(_OF_NODES.format(name=filter.__name__))
 
 

@@ -26,7 +26,7 @@ from .layout import Layout
 from .state import FlatState, State
 from .static import same_items
 from .tracing import Tracer
-from .variables import Variable, all_unshared, make_variable, unshared
+from .variables import Variable, all_unshared, make_variable, stored_value, unshared
 
 Path = tuple[Any, ...]
 
@@ -266,7 +266,7 @@ def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
     In place of an array there may be an object of a user's pytree class, such as an array with named axes.
     """
     found = [] if isinstance(given, Tracer) else misfits(path, expected, given)
-    if found and _is_of_users_pytree(given._value if isinstance(given, Variable) else given):
+    if found and _is_of_users_pytree(stored_value(given)):
         return [x for x in found if isinstance(given, Variable) and type(given) is not type(expected)]
     return [x for x in found if x.kind != "dtype" or _kind(expected.dtype) is not _kind(given.dtype)]
 

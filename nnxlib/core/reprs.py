@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import all_leaves, tree_flatten_with_path, tree_leaves
 
+from .data import is_node
 from .errors import describe, format_path
 from .traversals import path_key
 from .variables import RngState, Variable
@@ -346,7 +347,7 @@ def expand_object(value: Any) -> Leaf | Group:
             return Leaf(variable_text(value), "RngState", identity=id(value))
         return Leaf(variable_text(value), type(value).__name__, _total(value._value), id(value))
     name = type(value).__name__
-    if is_graph_node(value):
+    if is_node(value):
         if not is_made(value):
             return Leaf(f"{name}(<not initialised>)")
         defaults = _defaults(type(value))
@@ -374,13 +375,13 @@ def _is_default(value: Any, default: Any) -> bool:
     """Whether an attribute is an argument that was left out, so that it says nothing about this object."""
     if type(value) in _SIMPLE:
         return type(value) is type(default) and value == default
-    return value is default and not (is_graph_node(value) or _is_array(value) or _holds_data(value))
+    return value is default and not (is_node(value) or _is_array(value) or _holds_data(value))
 
 
 def _holds_data(value: Any) -> bool:
     """Whether a value is a pytree, such as the state of an optimizer, with arrays or objects in it."""
-    leaves = [] if all_leaves([value]) else tree_leaves(value, is_leaf=is_graph_node)
-    return any(is_graph_node(x) or _is_array(x) for x in leaves)
+    leaves = [] if all_leaves([value]) else tree_leaves(value, is_leaf=is_node)
+    return any(is_node(x) or _is_array(x) for x in leaves)
 
 
 def _tree_group(tree: Any) -> Group:
@@ -395,14 +396,9 @@ def _tree_group(tree: Any) -> Group:
     return Group(opening, [("" if isinstance(key, int) else f"{key}=", key, x) for key, x in items], closing)
 
 
-def is_graph_node(value: Any) -> bool:
-    """Whether a value is a node or a Variable."""
-    return hasattr(type(value), "_nnx_children")
-
-
 def is_made(value: Any) -> bool:
     """Whether a value is a node, and no Variable, whose ``__new__`` has run."""
-    return is_graph_node(value) and hasattr(value, "_nnx_stamps") and not isinstance(value, Variable)
+    return is_node(value) and hasattr(value, "_nnx_stamps") and not isinstance(value, Variable)
 
 
 def node_group(kind: type, items: Iterable[tuple[Any, Any]], identity: int) -> Group:

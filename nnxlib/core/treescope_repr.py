@@ -14,8 +14,9 @@ from typing import Any
 
 from treescope import formatting_util, rendering_parts
 
+from .data import is_node
 from .errors import format_path
-from .reprs import Part, expand_object, is_graph_node, parts_below, read, sizes_text, static_repr
+from .reprs import Part, expand_object, parts_below, read, sizes_text, static_repr
 
 LONGEST_RUN = 16  # equal neighbours in a list that are all shown
 SHOWN_OF_RUN = 4  # of a longer one
@@ -32,7 +33,7 @@ class _Page:
 
     def form(self, value: Any) -> int:
         """The same number for objects that are written alike."""
-        return self.parts[id(value)].form if is_graph_node(value) and id(value) in self.parts else -1 - id(value)
+        return self.parts[id(value)].form if is_node(value) and id(value) in self.parts else -1 - id(value)
 
     def sizes(self, node: Any) -> str:
         return sizes_text(self.parts[id(node)].sizes) if id(node) in self.parts else ""
@@ -82,7 +83,7 @@ def _render(node: Any, path: str | None, subtree_renderer: Any) -> Any:
 def _entry(label: tuple, value: Any, path: str | None, key: str, subtree_renderer: Any) -> Any:
     """An attribute or item; after an object that was shown before, the path where that was."""
     page = _page.get()
-    again = is_graph_node(value) and id(value) in page.first and id(value) in page.reached
+    again = is_node(value) and id(value) in page.first and id(value) in page.reached
     page.reached.add(id(value))
     shown = subtree_renderer(value, path=None if path is None else path + key)
     comments = [_comment(f"the same object as {page.first[id(value)]}")] if again else []

@@ -502,6 +502,11 @@ def as_stored(value: Any, metadata: Mapping[str, Any]) -> Any:
     return jax.new_ref(value) if metadata.get("ref") and not isinstance(value, jax.ShapeDtypeStruct) else value
 
 
+def stored_value(x: Any) -> Any:
+    """The value of a Variable as stored, for the library itself; anything else as it is."""
+    return x._value if isinstance(x, Variable) else x
+
+
 def raw_value(x: Any) -> Any:
     """The value of a Variable without hooks, read from its Ref if it is kept in one; anything else as it is."""
     if not isinstance(x, Variable):

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from ..core.reprs import is_graph_node, node_repr
+from ..core.data import is_node
+from ..core.reprs import node_repr
 from .svg import DARK_PAGES, LIGHT_PAGES
 
 
@@ -74,4 +75,4 @@ def _show_text(x: Any) -> None:
 
 
 def _holds_nodes(tree: Any) -> bool:
-    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
+    return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))

@@ -24,7 +24,7 @@ from ..core.layout import Layout
 from ..core.objects import Node
 from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, VariableRow
 from ..core.state import State, from_flat_state, to_flat_state
-from ..core.variables import MISSING, Param, Variable, make_variable
+from ..core.variables import MISSING, Param, make_variable, stored_value
 from .labels import label_arguments
 from .prefixes import PrefixMapping
 
@@ -124,8 +124,8 @@ def _entry(x: Any, filter_: Filter | None, default: PrefixMapping) -> Any:
 
 def is_inexact(leaf: Any) -> bool:
     """Whether a leaf, or a Variable, holds a value of floating or complex type."""
-    value = leaf._value if isinstance(leaf, Variable) else leaf
-    return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in map(_dtype, jtu.tree_leaves(value)) if dtype is not None)
+    dtypes = map(_dtype, jtu.tree_leaves(stored_value(leaf)))
+    return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes if dtype is not None)
 
 
 def _dtype(leaf: Any) -> Any:
@@ -274,9 +274,9 @@ def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> It
         for key, child, below in zip(spec.paths, spec.children, children, strict=True):
             yield from _unfold(layout, child, (*path, *key), below, name)
     elif isinstance(spec, Ref) and isinstance(layout.rows[spec.index], NodeRow):
-        yield from ((path + below, _raw(value)) for below, value in _entries(tree, path, name))
+        yield from ((path + below, stored_value(value)) for below, value in _entries(tree, path, name))
     elif spec is LEAF or isinstance(spec, Ref):
-        yield path, _raw(tree)
+        yield path, stored_value(tree)
 
 
 def _flatten_up_to(treedef: Any, tree: Any) -> list[Any]:
@@ -301,10 +301,6 @@ def _entries(tree: Any, path: tuple, name: str) -> Iterator[tuple[tuple, Any]]:
     raise ArgumentError(
         f"The {name} of the Module at {place_of(path)} must be a State by path (nnx.State), not {describe(tree)}."
     )
-
-
-def _raw(x: Any) -> Any:
-    return x._value if isinstance(x, Variable) else x
 
 
 def is_float0(value: Any) -> bool:
