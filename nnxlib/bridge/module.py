@@ -279,7 +279,7 @@ class Module(core.Module):
         Args:
           variables: by collection, as :meth:`init` returns them.
           *args: what the method takes.
-          rngs: as of :meth:`init`.
+          rngs: as in :meth:`init`.
           method: the method to call, by name or as a function of the class.
           mutable: the collections to return: True, a name, several, or a Linen filter.
           **kwargs: what the method takes by keyword.
@@ -316,7 +316,7 @@ def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None =
 
 
 def linen_in_bridge_mdl(linen_module: flax.linen.Module, name: str | None = None) -> core.Module:
-    """Make a Linen module a part of the Module that is running; ``name`` as of :func:`nnx_in_bridge_mdl`."""
+    """Make a Linen module a part of the Module that is running; ``name`` as in :func:`nnx_in_bridge_mdl`."""
     entry = _entry("linen_in_bridge_mdl")
     scope: Any = entry.module.scope
     part = ToNNX(linen_module, rngs=scope.rngs)

@@ -87,7 +87,7 @@ def is_node_leaf(x: Any, /) -> bool:
 
 
 def is_pytree_node(x: Any, /) -> bool:
-    """Whether ``x`` has children for JAX and is no object of the graph: a list, a dict, a State.
+    """Whether ``x`` has children for JAX and is not an object of the graph: a list, a dict, a State.
 
     >>> nnx.graphlib.is_pytree_node([1, 2]), nnx.graphlib.is_pytree_node(nnx.List([1, 2]))
     (True, False)

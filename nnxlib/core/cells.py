@@ -34,7 +34,7 @@ class TracedCell(Cell):
 
 
 def new_cell(value: Any) -> Cell:
-    """Make a cell, as of the running trace."""
+    """Make a cell of the running trace."""
     trace = current_trace()
     return Cell(value) if trace is None else TracedCell(value, trace)
 

@@ -58,7 +58,7 @@ def to_predicate(filter: Filter, /) -> FilterObject:
             return Any(*filter)
         case types.UnionType():  # Param | BatchStat
             return Any(*filter.__args__)
-        case _ if callable(filter) and not isinstance(filter, Identified):  # a Module or Variable is no filter
+        case _ if callable(filter) and not isinstance(filter, Identified):  # a Module or Variable is not a filter
             return Where(filter)
     raise InvalidFilterError(
         f"Not a filter: {reprlib.repr(filter)} of type {type(filter).__name__}. A filter is a type (nnx.Param), a tag "

@@ -99,7 +99,7 @@ def reachable(
 
 
 def _in_order(items: list[tuple[tuple, Any]]) -> list[tuple[tuple, Any]]:
-    """The children of a node in the order of paths; as they are if the keys have no order, as of no State."""
+    """The children of a node in the order of paths; as they are if the keys have no order, unlike those of a State."""
     children = {keys[0]: (keys, child) for keys, child in items}
     try:
         return [children[key] for key in sorted_keys(children)]

@@ -54,7 +54,7 @@ class Flattened:
         self._others = [(k, child) for k, child in enumerate(spec.children) if child is not LEAF]
         has_nodes = any(isinstance(child, Ref) for _, child in self._others)
         self._is_leaf = is_node if has_nodes else None  # a node that has come since is flattened, to another treedef
-        self._types = list(map(type, self._flatten()[0]))  # an array in place of another one is no change
+        self._types = list(map(type, self._flatten()[0]))  # an array in place of another one is not a change
 
     def _flatten(self) -> tuple[list[Any], Any]:
         return jtu.default_registry.flatten(self._container[self._key], self._is_leaf)

@@ -92,7 +92,7 @@ def build(
     cell: Callable[[Any], Cell] = new_cell,
     stamp: Stamp | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Make fresh objects from a table, as of the running trace; returns the pytree, and the objects by row.
+    """Make fresh objects of the running trace from a table; returns the pytree, and the objects by row.
 
     Args:
       layout: the static half of the table.

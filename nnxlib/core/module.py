@@ -170,7 +170,7 @@ class Module(Pytree):
         """Add a Variable of zeros to ``value``: its gradient is the gradient of ``value``.
 
         If the Variable does not exist yet, it is made, unless within a ``capture`` of other types, where ``value`` is
-        returned as it is. ``capture_noop`` as of :meth:`sow`.
+        returned as it is. ``capture_noop`` as in :meth:`sow`.
 
         Raises:
           ValueError: when the attribute exists and is something else.

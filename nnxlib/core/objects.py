@@ -138,7 +138,7 @@ def _nodes_in(values: Any) -> Iterator[Node]:
 
 
 def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
-    """Make an empty node, as of the running trace, without calling its ``__init__``."""
+    """Make an empty node of the running trace, without calling its ``__init__``."""
     self = _base(kind).__new__(kind)
     init_slots(self)
     if marks:

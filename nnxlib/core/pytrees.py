@@ -134,7 +134,7 @@ class Level:
     def __init__(self, node: Any, stamp: Stamp, mutable: Mutable):
         self.stamp, self.edition = stamp, stamp.edition  # of the table that showed that the graph is a tree
         self.mutable = mutable  # the static values below that can be changed in place, and what they were
-        self.valid = self.edition if not mutable else None  # equal to ``stamp.valid`` if there is no more to compare
+        self.valid = self.edition if not mutable else None  # equal to ``stamp.valid`` if nothing else is to be compared
         held = node._nnx_contents()
         is_list = issubclass(type(node), list)
         is_plain_list = is_list and len(held) == len(node)

@@ -34,7 +34,7 @@ def register_pytree(
 
 
 def _own(function: Any) -> Any:
-    """A copy of a function, which is no closure, with code of its own."""
+    """A copy of a function, which must not be a closure, with code of its own."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 

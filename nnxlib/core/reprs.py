@@ -4,7 +4,7 @@ A graph is first read into *parts*, a tree in which an object that occurs again 
 how much each part holds. Reading a part into its opening, children and closing is a function, so Modules, States and
 GraphDefs are written alike. Then lines are made of the parts:
 
-- attributes that are no data share lines, and those that equal the default of an argument of that name are left out;
+- attributes that are not data share lines, and those that equal the default of an argument of that name are left out;
 - arrays are written as dtype and shape, so nothing is read from a device;
 - equal neighbours, such as the layers of a transformer, are written once, with how many more there are;
 - where that is still more than :data:`MOST_LINES`, the deepest levels are folded, with how much each fold holds.
@@ -32,7 +32,7 @@ MOST_LINES = 300  # of one repr; beyond, deep levels are folded
 DEEPEST = 24  # levels that are written out
 WIDEST = 64  # different children of one part that are written out
 WIDTH = 100  # columns
-_COMMENT = 64  # the column beyond which comments are no more aligned
+_COMMENT = 64  # the column beyond which comments are not aligned
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def size_of(array: Any) -> Size:
 class Leaf(NamedTuple):
     """What is written in one piece.
 
-    ``kind`` is what its size counts as, None for what is no data; ``identity`` that of a shared object, or None.
+    ``kind`` is what its size counts as, None for what is not data; ``identity`` that of a shared object, or None.
     """
 
     text: str
@@ -221,7 +221,7 @@ def _lines(part: Part, level: int, limit: int) -> Iterator[_Line]:
 
 
 def _is_plain(part: Part) -> bool:
-    """Whether there are but settings in a part; or arrays, if it is no object that has them as attributes."""
+    """Whether a part holds settings alone; or also arrays, unless it is an object that has them as attributes."""
     arrays = ("Array",) if part.identity is None else ()
     return all(x.closing is None and (x.kind is None or x.kind in arrays) for x in part.children)
 

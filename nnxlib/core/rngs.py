@@ -27,7 +27,8 @@ The implementation ``unsafe_rbg`` breaks this: its ``fold_in`` is an exclusive o
 the root does not matter. For it alone the root of a new stream is therefore mixed once more, by ``jax.random.split``.
 
 A stream is not locked: give each thread a fork of its own. ``copy.deepcopy``, ``nnx.clone``, ``nnx.split`` and pickling
-take a snapshot of a stream as of any state, and the snapshot continues with the keys that the original continues with.
+take a snapshot of a stream as with any state, and the snapshot continues with the keys that the original continues
+with.
 
 The numbers are those of flax.nnx for draws, ``fork``, ``split`` and ``broadcast`` from the same seed.
 """
@@ -320,7 +321,7 @@ class RngStream(_Samplers, Pytree):
         (5,)
 
         Raises:
-          ValueError: if ``k`` is no number or shape, or the stream is split already.
+          ValueError: if ``k`` is neither a number nor a shape, or the stream is split already.
         """
         shape = _lanes(k)
         return RngStream(jax.random.split(self(), shape), tag=self.tag)

@@ -65,7 +65,7 @@ _is_valid, _set_valid = Stamp.valid.__get__, Stamp.valid.__set__  # type: ignore
 
 
 def _gone() -> None:
-    """In place of a reference to what has changed; as of an object that is gone, the description is made anew."""
+    """In place of a reference to what has changed; as for an object that is gone, the description is made anew."""
 
 
 Stamps = tuple[weakref.ref[Stamp], ...]

@@ -298,7 +298,7 @@ class FlatState(Sequence[tuple[PathParts, V]]):
         return self._positions
 
     def keys(self) -> KeysView[PathParts]:
-        """The paths, as of a dict."""
+        """The paths, as from a dict."""
         return self._by_path().keys()
 
     def values(self) -> list[V]:

@@ -145,7 +145,7 @@ def render_level(level: Mapping[Any, Any], part: Part, path: str | None, subtree
 
 
 def render_outline(opening: str, parts: Sequence[Part], closing: str) -> Any:
-    """Render parts as they are, for what is no object graph itself."""
+    """Render parts as they are, for what is not an object graph itself."""
 
     def render(i: int) -> Any:
         part = parts[i]

@@ -448,7 +448,7 @@ _set_metadata_slot = Variable._metadata.__set__  # type: ignore[attr-defined]
 
 
 def make_variable(kind: type[V], value: Any, metadata: dict[str, Any], cell: Callable[[Any], Cell] = new_cell) -> V:
-    """Make a Variable, as of the running trace, without hooks; ``metadata`` is shared, not copied."""
+    """Make a Variable of the running trace, without hooks; ``metadata`` is shared, not copied."""
     self = object.__new__(kind)
     _set(self, "_cell", cell(value))
     _set(self, "_stamps", ())

@@ -291,7 +291,7 @@ def _key_data(x: Any) -> np.ndarray | None:
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """In a type that holds the differences of all others (JAX's small floats are no numbers to NumPy)."""
+    """In a type that holds the differences of all others (JAX's small floats are not numbers to NumPy)."""
     return x.astype(np.complex128 if np.issubdtype(x.dtype, np.complexfloating) else np.float64)
 
 

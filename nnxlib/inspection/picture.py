@@ -55,7 +55,7 @@ def draw(x: Any, /, *, depth: int | None = None, settings: bool = True) -> Pictu
     Args:
       x: a Module, Pytree, List or Dict, a table, or an exception.
       depth: how many levels of Modules to draw below ``x``; by default as many as fit.
-      settings: whether to write attributes that are no data, in grey.
+      settings: whether to write attributes that are not data, in grey.
 
     Returns:
       A :class:`Picture`, which a notebook shows, with ``save(path)`` and the text ``svg``.

@@ -153,7 +153,7 @@ def tabulate(
               Total Parameters: 9 (36 B)
 
     Raises:
-      TypeError: if ``obj`` is no Module, or has no such method.
+      TypeError: if ``obj`` is not a Module, or has no such method.
       ValueError: for a column that the table does not have.
       Exception: what the method itself raises.
     """

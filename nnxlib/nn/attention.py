@@ -164,7 +164,7 @@ def dot_product_attention_weights(
 ) -> Array:
     """Return how much each query looks at each key: ``softmax(query . key / sqrt(depth) + bias)`` over the keys.
 
-    Arguments as of :func:`dot_product_attention`, without the values.
+    Arguments as in :func:`dot_product_attention`, without the values.
 
     Returns:
       Weights ``[..., heads, q_length, kv_length]`` that sum to 1 over the keys (before dropout).

@@ -195,7 +195,7 @@ def _agree(a: Shape, b: Shape) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b), strict=False))
 
 
-# What cells compute besides their linear maps: steps, as of core/formulas.py.
+# What cells compute besides their linear maps: steps, as in core/formulas.py.
 _sum = step()(jnp.add)
 _product = step()(jnp.multiply)
 
@@ -419,7 +419,7 @@ class OptimizedLSTMCell(_LongShortTermCell):
     """Long short-term memory with the kernels of all gates in one: the formulas of :class:`LSTMCell`, two products.
 
     Args:
-      As of :class:`LSTMCell`; the initializers make the kernels of all gates at once.
+      As in :class:`LSTMCell`; the initializers make the kernels of all gates at once.
 
     Attributes: ``dense_i`` with the kernel ``[in_features, 4 * hidden_features]``, ``dense_h`` with the kernel
     ``[hidden_features, 4 * hidden_features]`` and the bias; the gates in the order i, f, g, o.
@@ -453,7 +453,7 @@ class GRUCell(_GatedCell):
         h' = (1 - z) * n + z * h
 
     Args:
-      As of :class:`OptimizedLSTMCell`.
+      As in :class:`OptimizedLSTMCell`.
 
     Attributes: ``dense_i`` with the kernel ``[in_features, 3 * hidden_features]`` and the bias, ``dense_h`` with the
     kernel ``[hidden_features, 3 * hidden_features]``; in the order r, z, n. The carry is ``h``, and so is the output.
@@ -745,7 +745,7 @@ class Bidirectional(Module):
     Args:
       forward_rnn, backward_rnn: the RNNs; their own settings of order, time axis and carry are overridden.
       merge_fn: combines the two outputs; by default along the last axis.
-      time_major: as of :class:`RNN`.
+      time_major: as in :class:`RNN`.
       return_carry: whether to return ``((forward carry, backward carry), outputs)``, and not the outputs only.
       rngs: where to draw initial carries from, as in :class:`RNN`; with ``False`` each RNN draws from its own stream.
 

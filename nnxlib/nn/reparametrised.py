@@ -1,6 +1,6 @@
 """Layers whose weights are normalised at each call: SpectralNorm and WeightNorm.
 
-Both wrap a Module and call it with other weights than it holds. The call is a crossing, as of any transform (see
+Both wrap a Module and call it with other weights than it holds. The call is a crossing, as in any transform (see
 ``transforms/lift.py``) with no JAX transformation in the middle: it runs on a copy of the wrapper's objects, in which
 weights are exchanged, and what else changes is committed to the live ones. So the Params are read and never written,
 whatever happens in the call, and gradients reach them through the normalisation. As the live objects hold nothing in
@@ -75,7 +75,7 @@ class _Reparametrised(Module):
 
 
 def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: list, args: tuple, kwargs: dict) -> Any:
-    """The crossing where nothing follows it, the wrapper has arrays in Variables only, and the arguments are no nodes.
+    """The crossing where nothing follows it, the wrapper has arrays in Variables only, and no argument is a node.
 
     Such a wrapper need not be walked: its table has the table. Afterwards the copies are walked only if the structure
     of one of them has changed, or the output may hold one; else what changed are values of Variables.

@@ -109,7 +109,7 @@ class Stack(Module):
         has_aux: bool = False,
         partition: str | None = None,
     ) -> S:
-        """Make a Stack of existing layers, with copies of their values; options as of the class.
+        """Make a Stack of existing layers, with copies of their values; options as for the class.
 
         >>> import nnxlib as nnx
         >>> rngs = nnx.Rngs(0)

@@ -223,7 +223,7 @@ def what_became(
 
 
 def retyped(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:
-    """``leaves`` with weakly typed ones at ``positions`` cast to the dtype that comes out; None if nothing is to do.
+    """``leaves`` with weakly typed ones at ``positions`` cast to the dtype that comes out; None if there are none.
 
     As in ``jax.lax``: a loop that adds floats may start from the Python number 0, and one that adds bfloat16 from 0.0.
     """

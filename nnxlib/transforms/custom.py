@@ -95,8 +95,8 @@ def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Se
     *arguments)`` gives its part of the tangent of the output; None for none.
 
     Args:
-      fun: as of :func:`custom_vjp`.
-      nondiff_argnums: as of :func:`custom_vjp`.
+      fun: as in :func:`custom_vjp`.
+      nondiff_argnums: as in :func:`custom_vjp`.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> @nnx.custom_jvp

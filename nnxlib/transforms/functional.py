@@ -179,7 +179,7 @@ class Functional(Generic[M]):
         Args:
           variables: all that :meth:`init` returned, with whatever values of the same shapes. Collections that the
             constructor does not make, such as the ``cache`` that a former call returned, are attached.
-          *args: arguments of the call. What it does to them, and to attributes that are no arrays, is not looked at.
+          *args: arguments of the call. What it does to them, and to attributes that are not arrays, is ignored.
           rngs: keys for what the call draws (Dropout), given as for :meth:`init`. An :class:`Rngs` is drawn from once
             for each stream; the same key, or seed, gives the same numbers again.
           mutable: what the call may change: True for all, a collection's name, a filter, or several of these. A name

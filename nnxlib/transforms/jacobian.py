@@ -33,7 +33,7 @@ def jacfwd(
 
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
-      argnums: the arguments to differentiate, as of :func:`grad`: a number stands for the ``Param`` Variables of a
+      argnums: the arguments to differentiate, as in :func:`grad`: a number stands for the ``Param`` Variables of a
         Module, ``DiffState(argnum, filter)`` for the leaves that the filter takes.
       has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
       holomorphic: whether ``f`` is promised to be holomorphic.
@@ -67,10 +67,10 @@ def jacrev(
     """Return the Jacobian of ``f``, computed row by row; ``jax.jacrev`` with state. Best for few outputs.
 
     Args:
-      f: as of :func:`jacfwd`.
-      argnums: as of :func:`jacfwd`.
-      has_aux: as of :func:`jacfwd`.
-      holomorphic: as of :func:`jacfwd`.
+      f: as in :func:`jacfwd`.
+      argnums: as in :func:`jacfwd`.
+      has_aux: as in :func:`jacfwd`.
+      holomorphic: as in :func:`jacfwd`.
       allow_int: whether leaves of integer type may be differentiated; their Jacobians are zero.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
@@ -89,10 +89,10 @@ def hessian(
     """Return the matrix of second derivatives of ``f``; ``jax.hessian`` with state.
 
     Args:
-      f: as of :func:`jacfwd`.
-      argnums: as of :func:`jacfwd`.
-      has_aux: as of :func:`jacfwd`.
-      holomorphic: as of :func:`jacfwd`.
+      f: as in :func:`jacfwd`.
+      argnums: as in :func:`jacfwd`.
+      has_aux: as in :func:`jacfwd`.
+      holomorphic: as in :func:`jacfwd`.
 
     Returns:
       A function that returns the Hessian: of a Module, a State with a State in place of each leaf.

@@ -239,7 +239,7 @@ class JitWrapped(Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
-    def __copy__(self) -> JitWrapped[P, R]:  # as of a function
+    def __copy__(self) -> JitWrapped[P, R]:  # as for a function
         return self
 
     def __deepcopy__(self, memo: Any) -> JitWrapped[P, R]:

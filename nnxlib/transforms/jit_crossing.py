@@ -37,7 +37,7 @@ class JitCrossing(Crossing):
     def run(
         self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()
     ) -> tuple[tuple[list[Any], ...], Outcome]:
-        """As of any :class:`Crossing`.
+        """As in any :class:`Crossing`.
 
         Raises:
           CapturedObjects: if the function captures objects that it is not lent.

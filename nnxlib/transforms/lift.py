@@ -265,7 +265,7 @@ def lift_lanes(
       out: the prefix of the output.
       on_labels: called with the packed arguments and the label of each leaf; raises if they do not fit, and returns how
         often the function will run for one trace of it, None if that is not known.
-      axis_name: as of :class:`Crossing`.
+      axis_name: as in :class:`Crossing`.
     """
     with recorded_anew(arguments):
         packed = pack_call(arguments)

@@ -96,7 +96,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     Args:
       lower: the first index.
       upper: the first index that is not used.
-      body_fun: from the index and the value to a value of the same structure; as of :func:`while_loop`.
+      body_fun: from the index and the value to a value of the same structure; as in :func:`while_loop`.
       init_val: a pytree of arrays and Modules.
       unroll: as in ``jax.lax.fori_loop``.
 

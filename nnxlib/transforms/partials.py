@@ -63,7 +63,7 @@ def jit_partial(fun: Callable, *partial_args: Any, **options: Any) -> JitPartial
     """Compile a function and bind its first arguments.
 
     Args:
-      fun: a function, as of :func:`nnxlib.jit`.
+      fun: a function, as in :func:`nnxlib.jit`.
       *partial_args: Modules and anything else that is the same at every call.
       **options: those of :func:`nnxlib.jit`. Numbers of arguments (``static_argnums``, ``donate_argnums``) and the
         entries of ``in_shardings`` count from the first argument of ``fun``, a bound one.

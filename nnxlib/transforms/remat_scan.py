@@ -51,10 +51,10 @@ def remat_scan(
       policy: which values to keep all the same, of ``jax.checkpoint_policies``; for each level.
       reverse: whether to go from the last slice to the first.
       unroll: how many iterations of the innermost level to put into one step of its compiled loop.
-      in_axes: as of :func:`scan`. Something with an axis, such as a stacked Module, has ``prod(lengths)`` slices.
-      out_axes: as of :func:`scan`.
-      transform_metadata: as of :func:`scan`.
-      data_transform: as of :func:`scan`.
+      in_axes: as in :func:`scan`. Something with an axis, such as a stacked Module, has ``prod(lengths)`` slices.
+      out_axes: as in :func:`scan`.
+      transform_metadata: as in :func:`scan`.
+      data_transform: as in :func:`scan`.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> layers = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 6))
@@ -70,7 +70,7 @@ def remat_scan(
 
     Raises:
       ArgumentError: if a length is not a positive number.
-      PrefixError: if an axis does not have ``prod(lengths)`` slices; and as of :func:`scan`.
+      PrefixError: if an axis does not have ``prod(lengths)`` slices; and as in :func:`scan`.
     """
     lengths = check_lengths(lengths)
     return looped(

@@ -62,7 +62,7 @@ def by_argument(
       option: what the user calls ``chosen``.
 
     Raises:
-      ArgumentError: for what is no number.
+      ArgumentError: for what is not a number.
       PrefixError: for an argument that was not passed, or is named twice.
     """
     filters: dict[int, Filter | None] = {}
@@ -230,7 +230,7 @@ class Tangents(NamedTuple):
         return found
 
     def _why(self, position: int | None, leaves: Leaves) -> str:
-        """Why there is no tangent at a position, None for a path that is no leaf's."""
+        """Why there is no tangent at a position, None for a path that is not that of a leaf."""
         if position is None:
             known = ", ".join(place_of(self.layout.leaf_paths[k]) for k in self.positions[:5])
             more = ", ..." if len(self.positions) > 5 else ""

@@ -195,7 +195,7 @@ def linearize(
       f: a function, method, callable Module or partial.
       *primals: its arguments. Changes that ``f`` makes to them appear on the objects that were passed in, once.
       has_aux: whether ``f`` returns a pair, of which only the first is differentiated.
-      argnums: as of :func:`vjp`.
+      argnums: as in :func:`vjp`.
 
     Returns:
       ``(output, push_forward)``, and the aux value with ``has_aux``. ``push_forward`` takes tangents as :func:`jvp`

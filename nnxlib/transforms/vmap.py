@@ -90,14 +90,14 @@ def pmap(
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
       axis_name: a name for the axis, for collectives inside.
-      in_axes: as of :func:`vmap`.
-      out_axes: as of :func:`vmap`.
+      in_axes: as in :func:`vmap`.
+      out_axes: as in :func:`vmap`.
       devices: the devices to run on.
       backend: as in ``jax.pmap``.
       axis_size: the size of the axis, needed if no argument has one.
       static_broadcasted_argnums: numbers of arguments that are part of the program; their ``in_axes`` must be None.
       donate_argnums: accepted, without effect: nothing is deleted.
-      transform_metadata: as of :func:`vmap`.
+      transform_metadata: as in :func:`vmap`.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> layer, n = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jax.device_count()
@@ -157,12 +157,12 @@ def mapped(
 
     Args:
       f: the user's function.
-      over: as of :func:`~nnxlib.transforms.lift.lift_lanes`.
+      over: as in :func:`~nnxlib.transforms.lift.lift_lanes`.
       in_axes: the prefix of the arguments.
       out_axes: the prefix of the output.
       what: the name of the transform, for messages.
       axis: the name of the axis in the metadata of Variables.
-      on_labels: as of :func:`~nnxlib.transforms.lift.lift_lanes`.
+      on_labels: as in :func:`~nnxlib.transforms.lift.lift_lanes`.
       others: labels that are allowed besides an axis and None.
     """
     function, bound, bound_kwargs = resolve(f)
