@@ -42,7 +42,7 @@ from .iteration import holder_of
 from .layout import Layout
 from .nesting import Nesting
 from .objects import Node
-from .rows import SAME, NodeRow, Row, VariableRow, count_leaves
+from .rows import Row, VariableRow, count_leaves, touched_rows
 from .state import FlatState, State, from_flat_state, is_without_leaves, state_of_items
 from .static import Const
 from .tables import build_described, table_of
@@ -379,19 +379,10 @@ def _write(
     rows: dict[int, Row] = {
         variables[k]: VariableRow(type(objects[variables[k]]), Const.of_items(found)) for k, found in metadata.items()
     }
-    arrays: list[Any] = []
-    if max(new, default=-1) >= n:
-        positions = iter(range(n, len(leaves)))
-        for i, row in enumerate(layout.rows):
-            if isinstance(row, NodeRow):
-                fields = []
-                for name, spec in row.fields:
-                    held = [next(positions) for _ in range(count_leaves(spec))]
-                    touched = not new.keys().isdisjoint(held)
-                    fields.append((name, spec if touched else SAME))
-                    arrays += bare_values([new.get(k, leaves[k]) for k in held if touched])
-                if any(spec is not SAME for _, spec in fields):
-                    rows[i] = row._replace(fields=tuple(fields))
+    nodes, owners = touched_rows(layout.rows, {layout.owners[k] for k in new if k >= n})
+    rows |= nodes
+    held = [layout.owner_positions[owner] for owner in owners]
+    arrays = bare_values([new.get(k, leaves[k]) for k in held])
     plain = [k for k in new if k < n and k not in metadata]
     delta = Delta(tuple([variables[k] for k in plain]), tuple(sorted(rows.items())), Const.of(None))
     commit(layout, delta, [*[new[k] for k in plain], *[new[k] for k in sorted(metadata)], *arrays], objects)

@@ -15,7 +15,7 @@ Rows and specs are plain data, compared by value: two models with equal rows hav
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, cast, final
 
 from .static import ATOMS, Const
@@ -134,6 +134,26 @@ def leaf_suffixes(spec: Spec) -> list[tuple]:
     if type(spec) is Tree:
         return [(*path, *suffix) for path, child in spec.at(()) for suffix in leaf_suffixes(child)]
     return [()] if spec is LEAF else []
+
+
+def touched_rows(rows: Sequence[Row], touched: Set[Owner]) -> tuple[dict[int, NodeRow], list[Owner]]:
+    """The rows of the nodes that hold touched leaves, with ``SAME`` in the fields that hold none.
+
+    Returned with the owners of all leaves in the other fields, in order.
+    """
+    found, owners = {}, []
+    for i in sorted({i for i, _ in touched}):
+        row = rows[i]
+        if type(row) is NodeRow:
+            fields, used = [], 0
+            for name, spec in row.fields:
+                own = [(i, used + k) for k in range(count_leaves(spec))]
+                used += len(own)
+                same = touched.isdisjoint(own)
+                fields.append((name, SAME if same else spec))
+                owners += () if same else own
+            found[i] = row._replace(fields=tuple(fields))
+    return found, owners
 
 
 def has_refs(spec: Spec) -> bool:

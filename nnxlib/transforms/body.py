@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from ..core.data import is_node
 from ..core.graph import After, Delta
 from ..core.layout import Layout
-from ..core.rows import SAME, NodeRow, Owner, Row, Spec, VariableRow, count_leaves
+from ..core.rows import SAME, NodeRow, Owner, Row, Spec, VariableRow, touched_rows
 from ..core.state import State
 from ..core.tracing import jaxpr_as_fun
 from .lift import cross
@@ -113,17 +113,8 @@ def delta_of(layout: Layout, touched: Collection[Owner], body: Body | None, root
     """
     structural = {} if body is None else structural_rows(layout, body)
     touched = {owner for owner in touched if owner[0] not in structural}
-    rows: dict[int, Row] = dict(structural)
-    for i, row in enumerate(layout.rows):
-        if isinstance(row, NodeRow) and i not in structural:
-            fields, used = [], 0
-            for name, spec in row.fields:
-                own = {(i, used + k) for k in range(count_leaves(spec))}
-                used += len(own)
-                fields.append((name, SAME if touched.isdisjoint(own) else spec))
-                touched |= own if fields[-1][1] is not SAME else set()
-            if any(spec is not SAME for _, spec in fields):
-                rows[i] = row._replace(fields=tuple(fields))
+    nodes, held = touched_rows(layout.rows, touched)
+    rows: dict[int, Row] = {**structural, **nodes}
     values = [i for i in layout.variables if (i, 0) in touched]
     owners = [(i, 0) for i in values]
     owners += [(i, 0) for i in sorted(rows) if isinstance(rows[i], VariableRow)]
@@ -131,7 +122,7 @@ def delta_of(layout: Layout, touched: Collection[Owner], body: Body | None, root
         if i in structural and isinstance(rows[i], NodeRow) and body is not None:
             owners += [owner for owner in body.owners if owner[0] == i]
         elif isinstance(rows[i], NodeRow):
-            owners += sorted(owner for owner in touched if owner[0] == i)
+            owners += [owner for owner in held if owner[0] == i]
     return Delta(tuple(values), tuple(sorted(rows.items())), root), owners
 
 
