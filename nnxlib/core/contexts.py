@@ -33,17 +33,17 @@ from typing import Any, TypeVar
 
 import jax
 
-from .differences import Aval, aval_of
+from .differences import Aval
 from .errors import StateMismatchError, UsageError, format_path
 from .filters import Filter
 from .graph import Delta, Packed, check_commit, commit, pack
 from .graphdef import GraphDef
 from .layout import Layout
-from .ops import merge
+from .ops import copies_of, graphdef_of, merge
 from .rows import ROOT, SAME, NodeRow, Ref, Row, VariableRow, count_leaves
 from .state import FlatState, split_state, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace
-from .variables import make_variable, stored_value
+from .variables import stored_value
 from .walk import Walk
 
 A = TypeVar("A")
@@ -133,12 +133,8 @@ class SplitContext:
         numbers = [self._number(x) for x in objects]
         elsewhere = {row for row, number in enumerate(numbers) if number in self._done}
         self._done.update(numbers)
-        whole = at_top_level()  # in a transformation a shape may be that of one example or shard
-        avals = [aval_of(x) if whole else None for x in leaves]
-        variables = [objects[i] for i in layout.variables]
-        copies: list[Any] = [make_variable(type(v), v._value, v._metadata) for v in variables]
-        found = zip(layout.leaf_paths, copies + leaves[len(copies) :], layout.owners, strict=True)
-        graphdef = LinkedGraphDef(layout, avals, numbers, elsewhere)
+        found = zip(layout.leaf_paths, copies_of(layout, leaves), layout.owners, strict=True)
+        graphdef = LinkedGraphDef(layout, graphdef_of(layout, leaves).avals, numbers, elsewhere)
         return graphdef, [(path, leaf) for path, leaf, (row, _) in found if row not in elsewhere]
 
     def _number(self, x: Any) -> int:

@@ -100,12 +100,12 @@ class _Snapshot:
         return nesting.nest(nesting.sort(leaves)) if self.group is None else self.group.nest(leaves)
 
 
-def _copies(layout: Layout, leaves: list[Any]) -> list[Any]:
+def copies_of(layout: Layout, leaves: list[Any]) -> list[Any]:
     """The leaves, with new Variables around values."""
     return _Snapshot(layout, leaves).leaves()
 
 
-def _graphdef(layout: Layout, leaves: list[Any]) -> GraphDef:
+def graphdef_of(layout: Layout, leaves: list[Any]) -> GraphDef:
     """A GraphDef; at top level with the avals of the leaves (in a trace they may be those of one example or shard)."""
     if not at_top_level():
         return GraphDef(layout, [None] * len(leaves))
@@ -127,7 +127,7 @@ def _states(
         return groups if len(filters) > 1 else (groups,)
 
     if nesting is None:  # a leaf by itself, a very deep graph, or keys that JAX cannot sort
-        flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves), strict=True))
+        flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves), strict=True))
         return tuple([state_of_items(list(group)) for group in (divided(flat) if filters else (flat,))])
     if not filters:
         return (State._later(_Snapshot(layout, leaves)),)
@@ -139,7 +139,7 @@ def _states(
     # The groups follow from the layout, unless there are arrays, whose types it does not know, or a filter looks at
     # values.
     if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
-        return tuple([from_flat_state(group) for group in groups_of(_copies(layout, leaves))])
+        return tuple([from_flat_state(group) for group in groups_of(copies_of(layout, leaves))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in groups_of(variables)])
     return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
 
@@ -175,7 +175,7 @@ def split(node: Any, *filters: Filter) -> Any:
       NonExhaustiveFiltersError: when no filter takes some leaf; names the paths.
     """
     layout, leaves, objects = _packed(node)
-    graphdef = _graphdef(layout, leaves)
+    graphdef = graphdef_of(layout, leaves)
     return graphdef, *_states(layout, leaves, objects, filters, exhaustive=True)
 
 
@@ -290,7 +290,7 @@ def graphdef(node: A, /) -> GraphDef[A]:
     True
     """
     layout, leaves, _ = _packed(node)
-    return _graphdef(layout, leaves)
+    return graphdef_of(layout, leaves)
 
 
 @boundary
@@ -337,7 +337,7 @@ def _values_to_write(
     given = leaves_by_position(layout, states)
     if given is not None and at_top_level():
         live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
-        fitting = values_that_fit(_graphdef(layout, leaves), [given.get(k, x) for k, x in live])
+        fitting = values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
         if fitting is not None:
             return {k: fitting[0][k] for k in given}, fitting[1]
     leaves_given, unexpected = (given, {}) if given else matched(layout, states, avals_of(leaves))
@@ -476,8 +476,8 @@ def flatten(node: A, /, *, with_paths: bool = True) -> tuple[GraphDef[A], Any]:
     (('bias',), ('kernel',))
     """
     layout, leaves, _ = _packed(node)
-    flat = FlatState(zip(layout.leaf_paths, _copies(layout, leaves), strict=True), sort=True)
-    return _graphdef(layout, leaves), flat if with_paths else flat.leaves
+    flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves), strict=True), sort=True)
+    return graphdef_of(layout, leaves), flat if with_paths else flat.leaves
 
 
 @boundary
