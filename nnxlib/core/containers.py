@@ -105,17 +105,37 @@ def _set_class(node: Node, cls: type) -> None:
     structure_changed(node)
 
 
-def _holds_objects(node: Node) -> bool:
-    """Whether there is more below than settings; then its repr is that of a part of a model."""
-    return any(not isinstance(x, List | Dict) for _, x in reachable(node, set()))
-
-
 # What a List and a Dict have of a Module: methods that concern all Modules below. They are defined with Module, and
 # looked up last, so that an item or attribute of the name comes first.
 MODULE_METHODS: dict[str, Callable[..., Any]] = {}
 
 
-class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
+class _Container:
+    """What a List and a Dict have in common; in front of the built-in type, whose methods it calls."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        self = super().__new__(cls)
+        init_slots(self)
+        return self
+
+    def __repr__(self) -> str:
+        # With more below than settings it is a part of a model, and written like one.
+        is_part = any(not isinstance(x, List | Dict) for _, x in reachable(self, set()))
+        return node_repr(self) if is_part else super().__repr__()
+
+    def __hash__(self) -> int:  # a node is hashed by identity
+        return id(self) >> 4
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+class List(_Container, list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
     """A list of Modules, Variables, arrays or static values, whose changes are noticed; it may have attributes too.
 
     >>> import nnxlib as nnx
@@ -128,11 +148,6 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
     __slots__ = SLOTS
     __dict__ = vars(HasAttributes)["__dict__"]  # Python gives a subclass of list that has attributes one of its own
 
-    def __new__(cls, *args: Any, **kwargs: Any):
-        self = super().__new__(cls)
-        init_slots(self)
-        return self
-
     def __init__(self, it: Iterable[A] | None = None, /):
         super().__init__()
         if it is not None:
@@ -142,9 +157,6 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
         if name in MODULE_METHODS:
             return types.MethodType(MODULE_METHODS[name], self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
-    def __repr__(self) -> str:
-        return node_repr(self) if _holds_objects(self) else super().__repr__()
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         return chain(enumerate(list.__iter__(self)), attributes_of(self).items())
@@ -192,15 +204,6 @@ class List(list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__
         object.__setattr__(self, "_nnx_marks", marks)
         structure_changed(self)
 
-    def __hash__(self) -> int:  # type: ignore[override]  # a node is hashed by identity
-        return id(self) >> 4
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or list.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
 
 _set_item = _reporting("__setitem__", list.__setitem__, slice(1, 2))
 _extend = _reporting("extend", list.extend, slice(0, 1))
@@ -237,7 +240,7 @@ class ItemView(AttributeView):
         return dict.__len__(self._node)
 
 
-class Dict(dict[str, A], HasDict, Node):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
+class Dict(_Container, dict[str, A], HasDict, Node):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
     """A dict of Modules, Variables, arrays or static values, whose changes are seen; items are attributes too.
 
     >>> import nnxlib as nnx
@@ -249,17 +252,9 @@ class Dict(dict[str, A], HasDict, Node):  # type: ignore[misc]  # a slot for __d
 
     __slots__ = SLOTS
 
-    def __new__(cls, *args: Any, **kwargs: Any):
-        self = super().__new__(cls)
-        init_slots(self)
-        return self
-
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__()
         fill_adopted(self, dict(*args, **kwargs))
-
-    def __repr__(self) -> str:
-        return node_repr(self) if _holds_objects(self) else super().__repr__()
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping; the items are the attributes
@@ -313,15 +308,6 @@ class Dict(dict[str, A], HasDict, Node):  # type: ignore[misc]  # a slot for __d
     def __setstate__(self, state: Any) -> None:
         object.__setattr__(self, "_nnx_marks", state)
         structure_changed(self)
-
-    def __hash__(self) -> int:  # type: ignore[override]  # a node is hashed by identity
-        return id(self) >> 4
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or dict.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
 
 
 for _name, _adopted in {
