@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import UsageError
-from ..core.formulas import formula, product
+from ..core.formulas import formula, product, step
 from ..core.metadata import VariableMetadata
 from ..core.module import Module
 from ..core.rngs import Rngs
@@ -360,7 +360,12 @@ class Einsum(Module):
                 f"The bias of Einsum {equation!r} has shape {bias.shape}, but the axes of the output that the kernel "
                 f"of shape {kernel.shape} has are of sizes {wanted}: write bias_shape={wanted}."
             )
-        return y + jnp.reshape(bias, shape)
+        return _add_reshaped(y, bias, shape)
+
+
+@step("shape")
+def _add_reshaped(y: Array, bias: Array, shape: tuple[int, ...]) -> Array:
+    return y + jnp.reshape(bias, shape)
 
 
 def _checked_equation(equation: str) -> str:

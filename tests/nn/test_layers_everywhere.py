@@ -4,6 +4,7 @@ A row of the table is a layer: how to make one from a stream of keys, how to cal
 checked of each is below; it is the same for all. A layer is called as `call(layer, x)`, which returns an array.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,6 +105,25 @@ def test_bfloat16(name):
     y = row.call(low, x if row.integer else x.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(y, np.float32), row.call(layer, x), rtol=0.1, atol=0.1)
+
+
+@every_layer
+def test_an_eager_call_runs_compiled_steps_alone(name):
+    """JAX evaluates no operation by itself, which takes ten microseconds and more: each is in a step (formulas.py)."""
+    row, layer, _, x = given(name)
+    row.call(layer, x)
+    bound = []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "bind" and frame.f_globals["__name__"].startswith("jax."):
+            bound.append(str(frame.f_locals["self"]))
+
+    sys.setprofile(note)
+    try:
+        row.call(layer, x)
+    finally:
+        sys.setprofile(None)
+    assert bound == []
 
 
 @every_layer
