@@ -23,9 +23,8 @@ from ..core.graph import commit
 from ..core.iteration import iter_graph, iter_objects
 from ..core.module import Module
 from ..core.objects import Node
-from ..core.ops import update
 from ..core.pop import pop
-from ..core.recordings import attribute_for, put_back, record, recorded_in, recorded_name, take_out
+from ..core.recordings import Aside, attribute_for, put_back, record, recorded_in, recorded_name, take_out
 from ..core.references import ways_from
 from ..core.state import State, from_flat_state
 from ..core.tables import pack_call
@@ -109,14 +108,14 @@ def capture(
             listener: Any = running()  # of this crossing
             follower = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
             with recording(listener, kinds, follower), follower or nullcontext():
-                attached = [] if init is None else _attach(module, init)
+                attached, replaced = ([], []) if init is None else _attach(module, init)
                 out = function(*args, **kwargs)
                 recorded = _pop_recorded(module, kinds) if kinds else ()
             take_out(inner, is_asked)  # of other Modules than this one
             for owner, name in attached:
                 if name in recorded_in(owner):  # of a type that was not asked for
                     delattr(owner, name)
-            put_back(earlier)
+            put_back(earlier + replaced)
             return out, recorded
 
         with Loans.lock if loan else nullcontext():  # waits until no other thread borrows
@@ -197,9 +196,9 @@ def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[St
     return states if len(kinds) > 1 else (states,)
 
 
-def _attach(module: Module, state: Any) -> list[tuple[Module, str]]:
-    """Write a State into a Module; returns the attributes that were made, for Variables that it did not have."""
-    attached = []
+def _attach(module: Module, state: Any) -> tuple[list[tuple[Node, str]], list[Aside]]:
+    """Record the Variables of a State in a Module; returns the attributes, and what was taken out to make room."""
+    attached: list[tuple[Node, str]] = []
     present = dict(iter_graph(module))
     for path, variable in state.flat_state():
         if path[:-1] not in present:
@@ -209,16 +208,9 @@ def _attach(module: Module, state: Any) -> list[tuple[Module, str]]:
                 "model."
             )
         owner: Any = present[path[:-1]]
-        name = attribute_for(owner, path[-1])
-        if (*path[:-1], name) in present:
-            update(module, State({}) | _nested((*path[:-1], name), variable))
-        else:
-            record(owner, name, variable.copy())
-            attached.append((owner, name))
-    return attached
-
-
-def _nested(path: tuple, leaf: Any) -> dict:
-    for key in reversed(path):
-        leaf = {key: leaf}
-    return leaf
+        attached.append((owner, attribute_for(owner, path[-1])))
+    places = {(id(owner), name) for owner, name in attached}
+    replaced = take_out(module, lambda owner, name, variable: (id(owner), name) in places)
+    for (owner, name), (_, variable) in zip(attached, state.flat_state(), strict=True):
+        record(owner, name, variable.copy())
+    return attached, replaced

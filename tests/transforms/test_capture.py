@@ -646,3 +646,28 @@ def test_a_recording_replaces_no_attribute_of_a_scanned_module():
     _, recorded = nnx.capture(forward, nnx.Intermediate)(model, jnp.stack([X, 2 * X]))
     assert plain(recorded)["mean"] == ([[1.0, 2.0], [2.0, 4.0]],)
     assert model.mean.value.tolist() == [3.0, 6.0]
+
+
+class Perturbed(nnx.Module):
+    def __call__(self, x):
+        x = self.perturb("delta", x)
+        self.sow(nnx.Intermediate, "seen", x)
+        return 2 * x
+
+
+@pytest.mark.parametrize("kinds", [(), (nnx.Intermediate,), (nnx.Perturbation,), (nnx.Perturbation, nnx.Intermediate)])
+def test_init_for_a_model_that_has_recorded_before(kinds):
+    """Outside of a capture, as an eager call does; what it has stays as it is, also under differentiation."""
+    model = Perturbed()
+    model(jnp.float32(1.0))
+    before = model.delta.value, model.seen.value
+
+    def out(deltas):
+        returned = nnx.capture(model, *kinds, init=deltas)(jnp.float32(1.0))
+        return returned[0] if kinds else returned
+
+    deltas = nnx.State({"delta": nnx.Perturbation(jnp.float32(3.0))})
+    for _ in range(2):
+        assert out(deltas) == 8.0
+        assert jax.grad(out)(deltas)["delta"].value == 2.0
+    assert (model.delta.value, model.seen.value) == before
