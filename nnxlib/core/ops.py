@@ -64,7 +64,7 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
         if Watch.count:
             notice(node, node._nnx_trace)
         table = table_of(node)
-        return table.layout, table.leaves(node), table.objects_with(node)
+        return table.layout, table.leaves(), table.objects_with(node)
     if isinstance(node, GraphDef):
         raise ArgumentError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
     return pack(node)

@@ -236,7 +236,7 @@ def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
     table = table_of(node)
     layout = table.layout
     variables = [x for x in table.objects_with(node) if isinstance(x, Variable)]
-    leaves = [*variables, *table.leaves(node)[len(variables) :]]
+    leaves = [*variables, *table.leaves()[len(variables) :]]
     return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
 
 

@@ -62,7 +62,7 @@ class LiveTable:
 
     __slots__ = (
         "array_rows", "arrays", "cells", "index", "layout", "mutable", "objects", "reliable",
-        "serial", "sharing", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variables", "variant", "variants",
+        "serial", "sharing", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
@@ -71,7 +71,6 @@ class LiveTable:
     reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the table is used once
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
-    variables: list[Variable]  # without the root
     cells: list[Cell]  # of all Variables, in row order
     arrays: list[tuple[Any, Any, Flattened | None]]  # (container, key, None) of each array in a field of a node, or of
     # a pytree there that may hold some
@@ -88,24 +87,16 @@ class LiveTable:
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
         self.objects = [None, *objects[1:]]
-        self.variables = [objects[i] for i in layout.variables if i]
         self.reliable, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
         self.used = self.unchecked = 1
         self.serial, self.sharing, self.shortcuts = next(_serials), {}, {}
         self.variant, self.variants = None, []
 
-    def try_use(self) -> bool:
-        """Count a use, if the table can be used as it is: the stamp is valid, and it is not time for a check."""
-        if self.unchecked == 1 or not self.stamp.valid:
-            return False
-        self.unchecked -= 1
-        return True
-
-    def leaves(self, root: Any) -> list[Any]:
-        """The leaves of the root, as ``pack`` would collect them."""
+    def leaves(self) -> list[Any]:
+        """The leaves, as ``pack`` would collect them."""
         if self.snapshot is not None:
             return self.snapshot
-        values = [x._cell.value for x in ([root] if isinstance(root, Variable) else self.variables)]
+        values = [cell.value for cell in self.cells]
         return values + self.array_values() if self.arrays else values
 
     def array_values(self) -> list[Any]:
@@ -160,14 +151,10 @@ class PendingTable:
 
     __slots__ = ("layout", "objects", "stamp")
 
-    mutable = ()
     unchecked = 1  # so that no shortcut uses it
 
     def __init__(self, layout: Layout, objects: list[Any], stamp: Stamp):
         self.layout, self.objects, self.stamp = layout, objects, stamp
-
-    def try_use(self) -> bool:
-        return False
 
 
 def build_described(layout: Layout, leaves: Sequence[Any]) -> Any:
@@ -217,14 +204,12 @@ def pack_call(arguments: tuple) -> Packed:
     if root._nnx_table is None and not at_top_level():  # most objects in a trace are packed once
         return pack(arguments)
     table = table_of(root)
-    if table.snapshot is not None:
-        return pack(arguments)
     walk = Walk(table.objects_with(root), index=table.index)
     layout = table.layout.with_root(walk.run(arguments))
     if Watch.count:
         notice(root, trace_of(root))
     entering(layout, walk.objects)
-    return Packed(layout, [*table.leaves(root), *walk.arrays[ROOT]], walk.objects)
+    return Packed(layout, [*table.leaves(), *walk.arrays[ROOT]], walk.objects)
 
 
 class Sharing(NamedTuple):
@@ -267,9 +252,9 @@ def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
         return True
 
 
-def refreshed(table: LiveTable | PendingTable) -> bool:
+def refreshed(table: LiveTable) -> bool:
     """Patch a table that has an invalid stamp, if it has met the same change before; whether that succeeded."""
-    return isinstance(table, LiveTable) and table.variant is not None and _patch(table, None)
+    return table.variant is not None and _patch(table, None)
 
 
 def _patch(table: LiveTable, root: Any) -> bool:
@@ -314,14 +299,14 @@ def _variant_now(table: LiveTable, root: Any, changed: Iterable[Node]) -> tuple[
     found = before.after(contents)
     if found is not None or root is None:
         return found
-    exchanged = _take_exchanged(table, changed)
+    _take_exchanged(table, changed)
     rows = _rows_with_other_statics(table, root, changed)
     if rows is None:
         return None
     layout = table.layout.with_rows(rows)
     variant = _variant_of(table, layout, {})
     specs = [spec for _, row in rows if isinstance(row, NodeRow) for _, spec in row.fields]
-    if not (exchanged or table.stamp.changed) and all(type(spec) in (Ref, Const) for spec in specs):  # keeps no arrays
+    if all(type(spec) in (Ref, Const) for spec in specs):  # keeps no arrays
         before.transitions = [*before.transitions[-_TRANSITIONS:], (contents, weakref.ref(variant))]
     return variant, layout
 
@@ -339,8 +324,8 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
     return found
 
 
-def _take_exchanged(table: LiveTable, changed: Iterable[Node]) -> bool:
-    """Take Variables into a table that have come in place of others like them; whether there are any.
+def _take_exchanged(table: LiveTable, changed: Iterable[Node]) -> None:
+    """Take Variables into a table that have come in place of others like them.
 
     A Variable that was, or is, in several places is not: that is another structure.
     """
@@ -357,15 +342,13 @@ def _take_exchanged(table: LiveTable, changed: Iterable[Node]) -> bool:
                 continue
             del table.index[id(table.objects[i])]
             table.objects[i], table.index[id(new)] = new, i
-            place = bisect.bisect_left(layout.variables, i)
-            table.variables[place], table.cells[place] = new, new._cell
+            table.cells[bisect.bisect_left(layout.variables, i)] = new._cell
             exchanged = True
     if exchanged:  # what is kept of the former ones may be wrong, and would keep their arrays alive
         table.serial, table.sharing = next(_serials), {}
         for variant in table.variants:
             variant.transitions = []
             variant.shortcuts.clear()
-    return exchanged
 
 
 def _rows_with_other_statics(table: LiveTable, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:
@@ -379,18 +362,12 @@ def _rows_with_other_statics(table: LiveTable, root: Any, nodes: Iterable[Any]) 
         for x in walk.objects[len(known) :]:
             del table.index[id(x)]
     rows = tuple(sorted(walk.rows.items()))
-    same = len(walk.objects) == len(known) and all(_same_but_statics(known[i], row) for i, row in rows)
+    same = len(walk.objects) == len(known) and all(_links(known[i]) == _links(row) for i, row in rows)
     return rows if same and not walk.mutable and not walk.foreign and walk.reliable else None
 
 
-def _same_but_statics(old: Row, new: Row) -> bool:
-    if not isinstance(old, NodeRow) or not isinstance(new, NodeRow) or old.type is not new.type:
-        return False
-    return _links(old) == _links(new)
-
-
-def _links(row: NodeRow) -> list[tuple[Any, Any]]:
-    return [field for field in row.fields if type(field[1]) is not Const]
+def _links(row: Row) -> list[tuple[Any, Any]]:
+    return [field for field in row.fields if type(field[1]) is not Const] if isinstance(row, NodeRow) else []
 
 
 def _make(root: Any) -> LiveTable:

@@ -201,11 +201,9 @@ def _find(leaves: Sequence[Any], signature: Hashable) -> Found | None:
             layouts.append(None)
             plain.append(x)
         elif is_node(x):
-            table = x._nnx_table
-            if table is None or table.mutable or not table.try_use():
-                table = table_of(x)
-                if table.snapshot is not None:
-                    return None
+            table = table_of(x)
+            if table.snapshot is not None:
+                return None
             layouts.append(table.layout)
             tables.append(table)
         elif _is_leaf(x):

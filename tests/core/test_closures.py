@@ -506,3 +506,53 @@ def test_shapes_of_a_closure_that_writes_while_another_thread_traces_it():
     _, shape = in_threads(lambda: nnx.jit(count)(X), lambda: nnx.eval_shape(count, X))
     assert shape.shape == layer(X).shape
     assert layer.calls == 1
+
+
+class Negated(Layer):
+    def __call__(self, x):
+        return -super().__call__(x)
+
+
+def test_the_class_of_a_captured_module_is_set():
+    """When the function has returned, and not if it fails."""
+    layer = Layer()
+
+    def change(fails):
+        layer.__class__ = Negated
+        if fails:
+            raise RuntimeError("halfway")
+
+    jitted = nnx.jit(change, static_argnums=0)
+    with pytest.raises(RuntimeError, match="halfway"):
+        jitted(True)
+    assert type(layer) is Layer
+    jitted(False)
+    assert type(layer) is Negated
+    np.testing.assert_allclose(nnx.jit(lambda x: layer(x))(X), -expected(layer))
+
+
+@pytest.mark.parametrize("holder", ["another", "new"])
+def test_a_borrowed_variable_in_a_model_of_another_thread(holder):
+    """That thread finds its value as it was, so does the one that had borrowed it, and no tracer is left behind."""
+    layer, other = Layer(), nnx.List([nnx.Param(jnp.zeros((2, 2)))])
+    models = []
+
+    def describe():
+        if holder == "another":
+            table_of(other)
+            other[0] = layer.w
+        models.append(other if holder == "another" else nnx.List([layer.w]))
+        assert not isinstance(table_of(models[-1]).leaves()[0], jax.core.Tracer)
+
+    def f(x):
+        y = layer(x)
+        thread = threading.Thread(target=describe)
+        thread.start()
+        thread.join(30)
+        return y
+
+    nnx.jit(f)(X)
+    for model in models:
+        assert model._nnx_table is None or not isinstance(model._nnx_table.leaves()[0], jax.core.Tracer)
+        for _ in range(3):
+            assert nnx.jit(lambda m: m[0].sum())(model) == 4.0

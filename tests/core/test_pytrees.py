@@ -519,3 +519,33 @@ def test_a_treedef_shows_static_values():
     assert "Dropout(axis_name=None, broadcast_dims=(), deterministic=False, rate=0.1" in repr(
         jax.tree.structure(nnx.Dict(layer=nnx.Dropout(0.1)))
     )
+
+
+def test_keys_and_treedefs_of_shared_graphs_are_compared_and_hashed():
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    layer.tied = layer.kernel
+    for _ in range(2):
+        (bias, _), (kernel, _) = jax.tree_util.tree_flatten_with_path(layer)[0]
+        assert {bias: 1, kernel: 2}[kernel] == 2
+        assert bias != kernel
+    shared, tree = jax.tree.structure(layer), jax.tree.structure(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    assert {shared: 1, tree: 2}[jax.tree.structure(nnx.clone(layer))] == 1
+    assert "Linear with shared parts" in repr(shared)
+
+
+class Plain:
+    """Has a `__dict__` of its own, so nnxlib is not told of what is written there."""
+
+
+class Unwatched(Plain, nnx.Module):
+    def __init__(self):
+        self.n = 1
+        self.part = nnx.List([nnx.Param(jnp.ones(1))])
+
+
+def test_an_object_that_can_change_unnoticed_is_flattened_anew():
+    model = nnx.Dict(inner=Unwatched())
+    scaled = jax.jit(lambda model: model["inner"].n * model["inner"].part[0])
+    for n in (1, 2, 3):
+        model["inner"].__dict__["n"] = n
+        assert scaled(model) == n

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import types
 import weakref
 
@@ -12,8 +13,10 @@ import pytest
 
 import nnxlib as nnx
 from benchmarks.timing import count_calls
+from nnxlib.core import tables
 from nnxlib.core.errors import StaleLayoutError, StaticValueError
 from nnxlib.core.graph import pack
+from nnxlib.core.layout import KEPT
 from nnxlib.core.tables import table_of
 
 
@@ -40,7 +43,7 @@ def test_a_record_describes_what_pack_finds():
     m.tied = m.layers[0]
     table, packed = table_of(m), pack(m)
     assert table.layout is packed.layout
-    assert all(a is b for a, b in zip(table.leaves(m), packed.leaves, strict=True))
+    assert all(a is b for a, b in zip(table.leaves(), packed.leaves, strict=True))
     assert all(a is b for a, b in zip(table.objects_with(m), packed.objects, strict=True))
 
 
@@ -50,7 +53,7 @@ def test_values_need_no_new_record():
     table = table_of(m)
     m.layers[0].w.value, m.scale = jnp.zeros(5), jnp.zeros(3)
     assert table_of(m) is table
-    assert [x.shape for x in table.leaves(m)] == [(5,), (2,), (3,)]
+    assert [x.shape for x in table.leaves()] == [(5,), (2,), (3,)]
 
 
 STRUCTURAL = {
@@ -125,7 +128,7 @@ def test_what_can_change_unseen_is_walked_each_time():
     m = Net()
     m.x = Slotted()
     assert table_of(m) is not table_of(m)
-    assert table_of(m).leaves(m)[-1] is m.x.pair[0]
+    assert table_of(m).leaves()[-1] is m.x.pair[0]
 
 
 MUTABLE = {
@@ -199,10 +202,21 @@ def test_a_shallow_copy_is_told_of_changes_in_shared_parts():
         assert table_of(x).layout is pack(x).layout
 
 
-def test_a_record_does_not_keep_its_root():
+ROOTS = {
+    "Module": Net,
+    "List of arrays": lambda: nnx.List([jnp.ones(1), Layer()]),
+    "Variable": lambda: nnx.Param(jnp.ones(1)),
+    "merged": lambda: nnx.merge(*nnx.split(nnx.List([Layer()]))),
+}
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_record_does_not_keep_its_root(root, calls):
     """A dropped model is freed at once."""
-    m = Net()
-    table_of(m)
+    m, read = ROOTS[root](), nnx.jit(lambda m: jnp.ones(1))
+    for _ in range(calls):
+        read(m)
     ref = weakref.ref(m)
     gc.disable()
     try:
@@ -216,7 +230,7 @@ def test_variables_by_themselves():
     """A Variable has a layout and a table too."""
     v = nnx.Param(jnp.ones(2), a=1)
     assert layout_of(v) is layout_of(nnx.Param(jnp.zeros(3), a=1))
-    assert table_of(v).leaves(v)[0] is v.value
+    assert table_of(v).leaves()[0] is v.value
 
 
 def test_a_change_of_static_values_patches_the_table():
@@ -337,6 +351,69 @@ def test_a_change_that_was_seen_before_hides_no_other(change):
         assert layout_of(m) is pack(m).layout
 
 
+def test_a_flag_toggled_for_the_third_time_is_not_described(monkeypatch, unchecked):
+    """The table knows the way, as long as the layouts live."""
+    m = Net()
+    layouts = [layout_of(m)]
+    for n in (5, 1) * 8:
+        m.layers[0].n = n
+        layouts.append(layout_of(m))
+    monkeypatch.setattr(tables, "Walk", None)
+    for n, layout in ((5, layouts[1]), (1, layouts[2])) * 2:
+        m.layers[0].n = n
+        assert layout_of(m) is layout
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_flag_toggled_to_a_layout_that_is_gone(kept):
+    """Nothing was compiled for it, so nothing keeps the layout that an earlier change led to."""
+    m = Net()
+    table = table_of(m)
+    first = table.layout if kept else None
+    for n in (5, 1) * 4:
+        m.layers[0].n = n
+        gc.collect()
+        assert table_of(m) is table
+        assert table.layout is pack(m).layout
+    assert (table.layout is first) == kept
+
+
+def test_an_attribute_whose_value_is_the_name_of_another():
+    """What a node holds is compared as a whole: the names and values of one may be the first of those of another."""
+    m = nnx.Module()
+    m.a = "x"
+    layouts = [layout_of(m)]
+    for value in ("b", "x") * 3:
+        m.a = value
+        layouts.append(layout_of(m))
+    m.a, m.b = "b", 1
+    assert layout_of(m) is pack(m).layout
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_change_by_another_thread_while_a_table_is_patched(when, monkeypatch, unchecked):
+    """It is seen by the next call, and what was described in between is not taken for the structure of before."""
+    m = Net()
+    layouts = [layout_of(m)]
+    describe = tables._rows_with_other_statics
+
+    def interrupted(*args):
+        rows = describe(*args) if when == "after" else None
+        thread = threading.Thread(target=lambda: setattr(m.layers[0], "n", 7))
+        thread.start()
+        thread.join()
+        return rows or describe(*args)
+
+    m.layers[0].n = 5
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_rows_with_other_statics", interrupted)
+        layouts.append(layout_of(m))
+    for value in (7, 1, 5, 7, 1, 5):
+        layouts.append(layout_of(m))
+        assert layouts[-1] is pack(m).layout
+        m.layers[0].n = value
+
+
 # --- a Variable in place of another ---------------------------------------------------------------------------------
 
 
@@ -378,13 +455,13 @@ def test_a_variable_that_takes_the_place_of_another_is_taken_into_the_table(exch
     """Nothing but the node that holds it is looked at, and the former one is given up at once."""
     m = Whole()
     table = table_of(m)
-    former = [weakref.ref(x) for x in table.variables]
+    former = [weakref.ref(x) for x in table.objects_with(m) if isinstance(x, nnx.Variable)]
     layout = table.layout
     exchange(m, _param(3.0))
     assert table_of(m) is table
     assert table.layout is layout is pack(m).layout
     packed = pack(m)
-    assert all(a is b for a, b in zip(table.leaves(m), packed.leaves, strict=True))
+    assert all(a is b for a, b in zip(table.leaves(), packed.leaves, strict=True))
     assert all(a is b for a, b in zip(table.objects_with(m), packed.objects, strict=True))
     assert table.index == {id(x): i for i, x in enumerate(packed.objects)}
     assert sum(x() is None for x in former) == 1
@@ -476,3 +553,47 @@ def test_an_exchange_costs_the_same_in_a_large_model(unchecked):
             counts.append(min(count_calls(call) for _ in range(5)))  # one may be the check of use 16 or 32
     assert outside[1] <= outside[0] + 2
     assert inside[1] <= inside[0] + 2
+
+
+def test_a_metadata_change_of_a_variable_that_has_taken_the_place_of_another():
+    m = Whole()
+    layout_of(m)
+    m.layers[0].w = new = _param()
+    before = layout_of(m)
+    new.set_metadata(tag="new")
+    assert layout_of(m) is pack(m).layout is not before
+
+
+def test_every_function_sees_a_variable_that_has_taken_the_place_of_another(unchecked):
+    """Also one that was called often before, if another function is the first to be called with the new one."""
+    m = Whole()
+    functions = [nnx.jit(lambda m, k=k: m.layers[0].w.sum() * k) for k in (1, 2)]
+    for value in range(20):
+        m.layers[0].w = _param(value)
+        for k in (1, 2) if value % 2 else (2, 1):
+            assert functions[k - 1](m) == 2 * value * k
+
+
+def test_a_variable_that_comes_back_with_a_change_that_was_seen_before(unchecked):
+    """The table knows what the change led to while it had that Variable; meanwhile it has had another one."""
+    m = Whole()
+    first, second = m.layers[0].w, _param()
+    read = nnx.jit(lambda m: m.layers[0].w.sum() * m.layers[0].n)
+    for n in (5, 1) * 8:
+        m.layers[0].n = n
+        assert read(m) == 2 * n
+    for w, n in ((second, 1), (first, 5), (second, 5), (first, 1), (second, 1), (first, 5)) * 2:
+        m.layers[0].w, m.layers[0].n = w, n
+        assert read(m) == w.value.sum() * n
+        assert table_of(m).leaves()[0] is pack(m).leaves[0]
+
+
+def test_a_flag_of_ever_new_values():
+    """What a table remembers of the former ones is bounded."""
+    m = Net()
+    table, kept = table_of(m), []
+    for n in range(3 * KEPT):
+        m.layers[0].n = n
+        kept.append(layout_of(m))
+        assert table.layout is kept[-1]
+    assert len(table.variants) <= KEPT + 1

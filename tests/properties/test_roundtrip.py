@@ -131,7 +131,7 @@ def test_what_was_just_built_is_described_without_a_walk(graph: Graph, program: 
                 table, packed = table_of(made), pack(made)
                 assert table.layout is packed.layout
                 assert all(x is y for x, y in zip(table.objects_with(made), packed.objects, strict=True))
-                assert all(x is y for x, y in zip(table.leaves(made), packed.leaves, strict=True))
+                assert all(x is y for x, y in zip(table.leaves(), packed.leaves, strict=True))
 
 
 @examples(60)

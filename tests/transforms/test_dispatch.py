@@ -10,6 +10,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib import errors
+from nnxlib.core.layout import KEPT
 from nnxlib.core.tables import table_of
 
 
@@ -52,6 +53,31 @@ def test_a_model_keeps_no_function_alive(unchecked):
     del jitted
     gc.collect()
     assert seen[0]() is None
+
+
+def test_what_a_model_remembers_of_its_calls_is_bounded(unchecked):
+    """It is called by ever new functions, together with ever new objects, which are gone afterwards."""
+    model = net()
+    total = nnx.jit(lambda a, b: a[0].sum() + b[0].sum())
+    for k in range(2 * KEPT):
+        own = nnx.jit(lambda m: m[0].sum())
+        for _ in range(2):
+            assert own(model) == 2.0
+        assert total(model, net(k)) == 2.0 + 2 * k
+    assert len(table_of(model).shortcuts) <= KEPT
+    assert len(table_of(model).sharing) <= KEPT
+
+
+def test_a_change_of_any_argument_is_seen(unchecked):
+    """Of two objects that a function was called with often, either one changes between the calls."""
+    first, second = net(1.0), net(2.0)
+    both = nnx.jit(lambda a, b: a[0].sum() * len(a) + 10 * b[0].sum() * len(b))
+    for k in range(60):
+        if k % 5 == 0:
+            second.append(k) if k % 2 else second.pop()
+        if k % 7 == 0:
+            first.append(k) if k % 2 else first.pop()
+        assert both(first, second) == 2 * len(first) + 40 * len(second)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 5])

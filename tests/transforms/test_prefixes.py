@@ -1,5 +1,7 @@
 """Prefixes: labels by filter, and entries for nodes and leaves."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -240,3 +242,28 @@ def test_an_error_shows_the_prefix_as_it_was_written():
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     with pytest.raises(nnx.errors.PrefixError, match=r"No filter matched bias \(Param\) in StateSharding\("):
         nnx.jit(lambda layer: None, in_shardings=(nnx.StateSharding({nnx.BatchStat: None}),))(layer)
+
+
+def test_a_state_of_labels_can_be_copied():
+    labels = nnx.prefix(Net(), {nnx.Param: 0, ...: None})
+    for made in (copy.copy(labels), copy.deepcopy(labels)):
+        assert made.labels == labels.labels
+
+
+def test_a_filter_that_looks_at_values_is_asked_at_each_call():
+    """Equal models may have other lanes, so a call cannot be found by their structure alone."""
+    replicated = jax.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
+    asked = []
+
+    def is_positive(path, x):
+        asked.append(path)
+        return bool(x.get_value().sum() > 0)
+
+    layer = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    shardings = (nnx.StateSharding({is_positive: replicated, ...: None}),)
+    total = nnx.jit(lambda layer: layer["w"].sum(), in_shardings=shardings)
+    for k in range(1, 7):
+        layer["w"].value = jnp.full(2, (-1.0) ** k)
+        assert total(layer) == 2 * (-1.0) ** k
+        assert len(asked) == k
+    assert total._cache_size() == 2
