@@ -278,10 +278,8 @@ def _is_of_users_pytree(x: Any) -> bool:
 @functools.cache
 def _kind(dtype: Any) -> Any:
     """What a dtype is, whatever its width; a leaf may be cast from float32 to bfloat16, but not to int32."""
-    for kind in (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
-        if jnp.issubdtype(dtype, kind):
-            return kind
-    return type(dtype)
+    kinds = (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
 
 
 # --- axes that a transformation has added -----------------------------------------------------------------------------

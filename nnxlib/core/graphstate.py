@@ -33,8 +33,6 @@ class GraphState(MutableMapping, Generic[A]):
         del self._state[key]
 
     def __getattr__(self, name: str) -> Any:
-        if name in GraphState.__slots__:  # of one that is being unpickled
-            raise AttributeError(name)
         return getattr(self._state, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

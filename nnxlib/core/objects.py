@@ -131,10 +131,8 @@ def _nodes_in(values: Any) -> Iterator[Node]:
     for value in values:
         if isinstance(value, Node):
             yield value
-        elif type(value) in (tuple, list):
+        elif type(value) is tuple:  # in an attribute, plain lists and dicts hold arrays at most
             yield from _nodes_in(value)
-        elif type(value) is dict:
-            yield from _nodes_in(value.values())
 
 
 def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:

@@ -45,9 +45,6 @@ class _Identity:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Identity) and self.value is other.value
 
-    def __reduce__(self):
-        return _Identity, (self.value,)
-
 
 class Const:
     """A static value and its key; equal to another one if JAX would trace the same program for both."""

@@ -733,3 +733,9 @@ def test_vars_of_a_dict_are_its_items():
     model.heads = {"a": nnx.Linear(2, 2, rngs=nnx.Rngs(1))}
     assert [name for _, m in nnx.iter_modules(model) for name in vars(m) if name == "a"] == ["a"]
     assert pickle.loads(pickle.dumps(d)).size == copy.deepcopy(d).size == copy.copy(d).size == 4
+
+
+def test_a_list_and_a_dict_are_hashed_by_identity():
+    for make in (nnx.List, nnx.Dict):
+        first, second = make(), make()
+        assert {first: 1, second: 2}[first] == 1

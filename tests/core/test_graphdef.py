@@ -242,3 +242,9 @@ def test_typed_keys_are_compared_by_shape_and_dtype(monkeypatch):
     assert not avals.fit(leaves[:2])
     assert not asked
     assert not avals.fit([leaves[1], leaves[1], leaves[2]])
+
+
+def test_the_rows_of_a_graphdef():
+    """One for each node and Variable."""
+    graphdef = nnx.graphdef(nnx.Dict(a=nnx.Param(1.0), b=nnx.List([2])))
+    assert [row.type for row in graphdef.nodes] == [nnx.Dict, nnx.Param, nnx.List]

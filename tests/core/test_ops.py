@@ -832,6 +832,7 @@ def test_unpack():
     assert (list(packed), packed["scale"].item(), len(packed)) == (["first", "layers", "pair", "scale"], 1, 4)
     packed["scale"] = jnp.zeros(())
     assert nnx.merge(packed).scale.item() == 0
+    assert repr(packed).startswith("GraphState(GraphDef(")
     params, rest = nnx.unpack(m, nnx.Param, ...)
     assert nnx.state(nnx.merge(params, *nnx.split(m, nnx.Param, ...)[2:])) == nnx.state(m)
     assert len(nnx.to_flat_state(rest)) == 5
@@ -1098,3 +1099,15 @@ def test_an_object_of_a_users_pytree_class_may_take_the_place_of_an_array():
     np.testing.assert_array_equal(model.bias.value.data, jnp.ones(3))
     with pytest.raises(StateMismatchError, match="bias"):
         nnx.merge(graphdef, {"kernel": state.kernel, "bias": nnx.BatchStat(Named(jnp.zeros(3)))})
+
+
+def test_the_state_of_a_list_with_attributes():
+    """Its keys are numbers and names, which JAX cannot sort as the keys of one dict."""
+    layers = nnx.List([nnx.Param(1.0)])
+    layers.scale = nnx.Param(2.0)
+    graphdef, state = nnx.split(layers)
+    assert list(state) == [0, "scale"]
+    made = nnx.merge(graphdef, jax.tree.map(lambda x: 2 * x, state))
+    assert (made[0].value, made.scale.value, len(made)) == (2.0, 4.0, 1)
+    nnx.update(layers, nnx.state(made))
+    assert layers.scale.value == 4.0

@@ -267,3 +267,15 @@ def test_mappings_of_items():
     assert same_items({"a": np.arange(2)}, {"a": np.arange(2)})
     assert not same_items({"a": np.arange(2)}, {"a": np.arange(3)})
     assert repr(Const.of([1])) == "[1]"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Holder:
+    """Compared by identity, whatever it holds."""
+
+    x: object
+
+
+def test_a_dataclass_with_a_hash_and_fields_that_cannot_be_compared():
+    holder = Holder(jnp.ones(1))
+    assert freeze(holder) == freeze(holder) != freeze(Holder(jnp.ones(1)))

@@ -460,3 +460,11 @@ def test_the_gradient_of_a_numpy_array_has_the_dtype_that_it_has_in_jax():
     scaled.defvjp(lambda m, x: (scaled(m, x), (m, x)), backward)
     of_m = nnx.grad(lambda m: scaled(m, np.ones(3)).sum())(Net(2.0, 3.0))
     np.testing.assert_array_equal(of_m.x.value, 3.0)
+
+
+def test_a_keyword_only_argument_is_an_error():
+    """Rules take their arguments by position."""
+    f = nnx.custom_vjp(lambda x, *, scale=1.0: x * scale)
+    f.defvjp(lambda x: (x, None), lambda residuals, g: (g,))
+    with pytest.raises(errors.ArgumentError, match=r"takes no keyword-only arguments, but was given \['scale'\]"):
+        f(1.0, scale=2.0)
