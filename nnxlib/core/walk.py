@@ -173,7 +173,7 @@ class Walk:
         def finish(specs: list[Any]) -> Tree:
             if self.stamp is not None and (LEAF in specs or not self.foreign.add(value, children)):
                 self.unwatched.add((frame.owner, suffix[0]))
-                self.reliable = self.reliable and frame.path == self.paths[frame.owner] and Tree not in map(type, specs)
+                self.reliable = self.reliable and Tree not in map(type, specs)
             return Tree(treedef, keys, tuple(specs))
 
         mark = mark if frame.owner == ROOT else None

@@ -556,3 +556,37 @@ def test_a_borrowed_variable_in_a_model_of_another_thread(holder):
         assert model._nnx_table is None or not isinstance(model._nnx_table.leaves()[0], jax.core.Tracer)
         for _ in range(3):
             assert nnx.jit(lambda m: m[0].sum())(model) == 4.0
+
+
+def test_a_module_made_in_a_trace_around_two_jitted_functions():
+    """The inner one captures it, the outer one calls that; both see its present value, at each call."""
+
+    def run(value):
+        layer = nnx.List([nnx.Param(value)])
+        inner = nnx.jit(lambda x: layer[0] * x)
+        outer = nnx.jit(lambda x: inner(x) + 1)
+        found = []
+        for k in range(3):
+            layer[0].value = value * 10**k
+            found.append(outer(2.0))
+        return jnp.stack(found)
+
+    for value, expected in zip(jnp.arange(3.0), jax.vmap(run)(jnp.arange(3.0)), strict=True):
+        np.testing.assert_allclose(expected, 1 + 2 * value * jnp.array([1, 10, 100]))
+
+
+def test_what_eval_has_put_aside_may_be_changed_in_place():
+    """It comes back by train(), also inside a jitted function."""
+    layer, held = Layer(), bytearray(b"a")
+    layer.deterministic = held
+    layer.eval()
+
+    def length(layer):
+        layer = nnx.clone(layer)
+        layer.train()
+        return jnp.array(len(layer.deterministic))
+
+    jitted = nnx.jit(length)
+    for _ in range(8):
+        assert jitted(layer) == length(layer) == len(held)
+        held.append(1)

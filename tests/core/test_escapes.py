@@ -134,3 +134,32 @@ def test_another_static_value_of_a_new_object_is_an_error():
 
     with pytest.raises(nnx.TraceContextError, match="setting"):
         make()
+
+
+def test_a_function_that_refers_to_a_name_without_a_value():
+    """It may be given one later; there is nothing in it to look at."""
+
+    def attach(m, late):
+        m.function = lambda: later
+        if late:
+            later = 1
+
+    m = nnx.Module()
+    nnx.jit(attach, static_argnums=1)(m, False)
+    with pytest.raises(NameError):
+        m.function()
+
+
+def test_a_function_that_refers_to_a_captured_module():
+    """The Module is the caller's own, and holds its own values again when the trace has ended."""
+    layer, m = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Module()
+    x = jnp.ones((1, 2))
+
+    @nnx.jit
+    def attach(m, x):
+        m.function = lambda x: layer(x)
+        return layer(x)
+
+    for _ in range(2):
+        out = attach(m, x)
+        np.testing.assert_allclose(m.function(x), out, rtol=1e-6)

@@ -545,7 +545,7 @@ class Unwatched(Plain, nnx.Module):
 
 def test_an_object_that_can_change_unnoticed_is_flattened_anew():
     model = nnx.Dict(inner=Unwatched())
-    scaled = jax.jit(lambda model: model["inner"].n * model["inner"].part[0])
-    for n in (1, 2, 3):
+    scaled, jitted = (jit(lambda model: model["inner"].n * model["inner"].part[0]) for jit in (jax.jit, nnx.jit))
+    for n in (1, 2, 3, 4, 5, 6):
         model["inner"].__dict__["n"] = n
-        assert scaled(model) == n
+        assert scaled(model) == jitted(model) == n

@@ -468,3 +468,18 @@ def test_a_keyword_only_argument_is_an_error():
     f.defvjp(lambda x: (x, None), lambda residuals, g: (g,))
     with pytest.raises(errors.ArgumentError, match=r"takes no keyword-only arguments, but was given \['scale'\]"):
         f(1.0, scale=2.0)
+
+
+def test_none_for_a_part_of_nested_dicts():
+    """The rule says that nothing in it has a gradient."""
+    f = nnx.custom_vjp(lambda tree: tree["a"]["b"] * tree["a"]["c"] * tree["d"])
+    f.defvjp(lambda tree: (f(tree), tree), lambda tree, g: ({"a": None, "d": 5 * g[1]},))
+    grads = jax.grad(f)({"a": {"b": 2.0, "c": 3.0}, "d": 4.0})
+    assert grads == {"a": {"b": 0.0, "c": 0.0}, "d": 5.0}
+
+
+def test_a_gradient_in_another_container_is_an_error():
+    f = nnx.custom_vjp(lambda pair: pair[0] * pair[1])
+    f.defvjp(lambda pair: (f(pair), pair), lambda pair, g: ([g[1], g[1]],))
+    with pytest.raises(errors.ArgumentError, match="must be a pytree like the value that it belongs to"):
+        jax.grad(f)((2.0, 3.0))

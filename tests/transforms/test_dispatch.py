@@ -100,3 +100,13 @@ def test_what_a_trace_for_other_shapes_reads_besides(unchecked):
     for x, expected in ((jnp.float32(0), 6.0), (jnp.ones(1), 8.0)) * 3:
         for _ in range(3):
             assert jitted(model, x) == expected
+
+
+def test_a_value_that_cannot_be_traced_is_named_in_a_trace():
+    """There each call is packed, and finds the function that was compiled for values that can be traced."""
+    model, jitted = net(), nnx.jit(lambda m: m[0].sum())
+    add = jax.jit(lambda x: jitted(model) + x)
+    add(1.0)
+    model[0].value = "text"
+    with pytest.raises(errors.ArgumentError, match=r"The Variable args\[0\]\[0\] holds a str"):
+        add(1)

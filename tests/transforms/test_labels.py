@@ -1,5 +1,10 @@
 """Labels and lanes: which label falls on which leaf, and lists of leaves by lane."""
 
+import functools
+import gc
+import weakref
+
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
@@ -151,3 +156,36 @@ def test_one_lane():
     assert split_lanes((1, 2), (), 1) == ([1, 2],)
     assert join_lanes(([1, 2],), ()) == [1, 2]
     assert lane_numbers(["b", "a", "b"], ("a", "b")) == (1, 0, 1)
+
+
+def by_type(sharding):
+    return nnx.StateSharding({nnx.Param: sharding, ...: None}), None
+
+
+def replicated():
+    return jax.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
+
+
+def test_what_one_trace_attaches_gets_no_label_in_another():
+    """For another shape the same function attaches an object with another label, in the same place."""
+
+    @functools.partial(nnx.jit, in_shardings=by_type(replicated()))
+    def attach(model, x):
+        model.new = nnx.Cache(x) if x.ndim == 1 else nnx.Param(x)
+
+    for x, kind in ((jnp.ones(1), nnx.Cache), (jnp.ones((1, 1)), nnx.Param)) * 2:
+        model = nnx.Dict(w=nnx.Param(jnp.zeros(1)))
+        attach(model, x)
+        assert type(model.new) is kind
+        assert model.new.shape == x.shape
+
+
+def test_a_function_with_shardings_keeps_no_model_alive():
+    total = nnx.jit(lambda model, x: model["w"].sum() + x, in_shardings=by_type(replicated()))
+    model = nnx.Dict(w=nnx.Param(jnp.zeros(1)))
+    for _ in range(3):
+        total(model, 1.0)
+    references = weakref.ref(model), weakref.ref(model["w"])
+    del model
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]

@@ -187,7 +187,12 @@ def cast(m):
     m.a.w.value = m.a.w.value.astype(jnp.bfloat16)
 
 
+def reorder(m):
+    m.a = vars(m).pop("a")
+
+
 REFUSED = {
+    reorder: r"args\[0\]: the order of its attributes",
     attach: r"args\[0\]\.new: nothing became a new object",
     delete: r"args\[0\]\.tied: the Param args\[0\]\.a\.w became nothing",
     swap: r"args\[0\]\.a: the Layer args\[0\]\.a became the Layer args\[0\]\.b",

@@ -250,6 +250,15 @@ def test_a_state_of_labels_can_be_copied():
         assert made.labels == labels.labels
 
 
+def test_a_state_of_shardings():
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    replicated = jax.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
+    total = nnx.jit(lambda layer: layer.kernel.sum(), in_shardings=(nnx.prefix(layer, {...: replicated}),))
+    for _ in range(3):
+        assert total(layer) == layer.kernel.sum()
+    assert layer.kernel.value.sharding == replicated
+
+
 def test_a_filter_that_looks_at_values_is_asked_at_each_call():
     """Equal models may have other lanes, so a call cannot be found by their structure alone."""
     replicated = jax.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())

@@ -585,6 +585,7 @@ WRONG = {
         with_axes((None, 0), nnx.StateAxes({nnx.Param: 0, ...: None})),
         r"out_axes=StateAxes.* has None, but every",
     ),
+    "a name for an axis of the output": (with_axes((None, 0), "x"), r"out_axes='x' has 'x'; scan takes an int, None"),
     "a Module for axes": (with_axes((nnx.Dict(a=0), 0)), r"has a Dict in it\. Graph nodes are not allowed"),
 }
 
@@ -777,3 +778,18 @@ def test_a_change_of_what_is_passed_whole():
     norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
     with pytest.raises(errors.PrefixError, match=r"(?s)axes do not allow:\n  args\[0\]\.mean: .*\.\.\.: None\}\)\."):
         nnx.scan(lambda norm, x: norm(x), in_axes=(None, 0), out_axes=0)(norm, XS[:, None])
+
+
+def test_a_slice_whose_variable_is_written_and_then_replaced():
+    """Each iteration has a slice of its own, so nothing is lost: the former Variable keeps what was written to it."""
+    layers = nnx.Dict(w=nnx.Param(jnp.arange(3.0)))
+    former = layers["w"]
+
+    def body(carry, layer):
+        layer["w"].value = layer["w"] + 1
+        layer["w"] = nnx.Param(layer["w"] * 10)
+        return carry
+
+    nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(0.0, layers)
+    assert layers["w"] is not former
+    assert (former.tolist(), layers["w"].tolist()) == ([1, 2, 3], [10, 20, 30])
