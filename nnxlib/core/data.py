@@ -192,7 +192,7 @@ def class_marks(cls: type) -> dict[str, bool]:
 def _annotated(annotation: Any) -> bool | None:
     if isinstance(annotation, str):
         match = re.match(r"(?:\w+\.)*(Data|Static)\[", annotation)
-        return (match and match.group(1) == "Data") or (None if not match else False)
+        return match.group(1) == "Data" if match else None
     metadata: Any = getattr(annotation, "__metadata__", ())
     if typing.get_origin(annotation) is Annotated and metadata[:1] == (DECLARED,):
         return metadata[1]

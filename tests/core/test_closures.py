@@ -590,3 +590,24 @@ def test_what_eval_has_put_aside_may_be_changed_in_place():
     for _ in range(8):
         assert jitted(layer) == length(layer) == len(held)
         held.append(1)
+
+
+@pytest.mark.parametrize("way", ["returned", "attached"])
+def test_a_module_that_a_function_only_hands_on(way):
+    """It is neither called nor read, and reached through a plain list: what comes out is that Module, as it is now."""
+    held = [Layer()]
+
+    @nnx.jit
+    def hand_on(holder):
+        if way == "returned":
+            return held[0]
+        holder["layer"] = held[0]
+        return None
+
+    for _ in range(3):
+        holder = nnx.Dict()
+        out = hand_on(holder)
+        assert (out if way == "returned" else holder["layer"]) is held[0]
+        held[0].w.value *= 2
+    held[0] = Layer(5.0)
+    assert hand_on(nnx.Dict()) is (held[0] if way == "returned" else None)
