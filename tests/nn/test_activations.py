@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.nn.dtypes import LayerInputError
 
 NAMES = """celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu log_sigmoid log_softmax
@@ -32,6 +33,14 @@ def test_relu_is_that_of_jax_in_one_dispatch():
     assert str(jax.make_jaxpr(nnx.relu)(x)) == str(jax.make_jaxpr(jax.nn.relu)(x))
     assert nnx.relu(nnx.Param(x)).tolist() == [0, 0, 2]
     assert pickle.loads(pickle.dumps(nnx.relu)) is copy.deepcopy(nnx.relu) is nnx.relu
+    assert count_calls(lambda: nnx.relu(x)) == 1  # that of JAX makes 2,000
+
+
+def test_a_prelu_runs_in_one_dispatch():
+    """Comparison, product and choice are one program; each by itself would make as many calls as the whole does."""
+    layer, x = nnx.PReLU(), jnp.ones((2, 3))
+    layer(x)
+    assert count_calls(lambda: layer(x)) < 50
 
 
 def test_prelu():
