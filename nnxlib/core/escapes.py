@@ -6,7 +6,9 @@ partial, in the attributes of an object. A live object would then hold it, so a 
 
 A function that belongs to a new object is often called while that is made and never again: an initializer whose scale
 was computed. So models whose layers keep theirs can be made in a trace. The function itself does not come out of it,
-which would keep the trace alive, but an :class:`Ended`, which says so if it is called.
+which would keep the trace alive, but an :class:`Ended`, which says so if it is called. So it is for each function of a
+tuple: the ``init`` of an optax transformation refers to the hyperparameters that it has put into the state, and its
+``update`` does not.
 """
 
 from __future__ import annotations
@@ -50,10 +52,11 @@ def contained(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:
       borrowed: live objects that running traces have borrowed, so they may hold tracers.
 
     Raises:
-      TraceContextError: naming the path of a value that is not a function of a new object.
+      TraceContextError: naming the path of a value that is not a function of a new object, or a tuple of functions.
     """
     clean = {id(x): x for x in borrowed}  # not looked into, since they are restored
     inside = {id(x) for x in after.walk.objects} - clean.keys()
+    find = lambda value: _find(value, lambda x: in_current_trace(x) or id(x) in inside, clean)
     old = len(layout.rows)
     if all(map(operator.is_, after.rows, layout.rows)):
         statics = [*layout.statics, *statics_in(after.rows, old)]
@@ -64,13 +67,12 @@ def contained(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:
     for i, name, spec in statics:
         if id(spec.value) in clean:  # as the initializers and functions that all layers have
             continue
-        found = _find(spec.value, lambda x: in_current_trace(x) or id(x) in inside, clean)
+        found = find(spec.value)
         if found is not None:
-            where, what = place_of((*after.walk.paths[i], name)), describe(found)
-            if i < old or not isinstance(after.rows[i], NodeRow) or not callable(spec.value):
-                raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=what) + _INSTEAD)
-            said = _ENDED.format(where=where, name=_name(spec.value), what=what) + _INSTEAD
-            ended.setdefault(i, {})[name] = Const.of(Ended(said))
+            where = place_of((*after.walk.paths[i], name))
+            if i < old or not isinstance(after.rows[i], NodeRow) or not _is_code(spec.value):
+                raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=describe(found)) + _INSTEAD)
+            ended.setdefault(i, {})[name] = Const.of(_ended(spec.value, where, find))
     if not ended:
         return after
     rows = list(after.rows)
@@ -89,8 +91,23 @@ The function {name} at {where} refers to a value of the JAX transformation in wh
 ended, so it cannot be called any more."""
 _INSTEAD = """
 Write a function that uses `self` as a method of the class; keep arrays in attributes of a Module, or bind them with \
-jax.tree_util.Partial. An optimizer keeps a hyperparameter in its state: make it of a number, by \
-optax.inject_hyperparams(optax.adam)(learning_rate=0.1), and set opt_state.hyperparams['learning_rate'].value."""
+jax.tree_util.Partial. The state of an optimizer keeps a hyperparameter, if its transformation is made by \
+optax.inject_hyperparams(optax.adam)(learning_rate=rate)."""
+
+
+def _is_code(value: Any) -> bool:
+    """Whether it is a function, or a tuple of functions as an optax transformation is."""
+    return callable(value) or (isinstance(value, tuple) and all(map(callable, value)))
+
+
+def _ended(value: Any, where: str, find: Callable[[Any], Any]) -> Any:
+    """``value`` with an :class:`Ended` in the place of each function in which ``find`` finds something."""
+    if isinstance(value, tuple):
+        return getattr(value, "_make", tuple)([_ended(x, where, find) for x in value])  # of a named one
+    found = find(value)
+    if found is None:
+        return value
+    return Ended(_ENDED.format(where=where, name=_name(value), what=describe(found)) + _INSTEAD)
 
 
 def _name(function: Any) -> str:

@@ -580,9 +580,33 @@ def test_optimizers_with_a_learning_rate_each():
     assert jnp.allclose(models.bias[:, 0], jnp.array([0.0, -0.1, -1.0]))
 
 
-def test_a_learning_rate_that_ends_with_its_trace_is_told_where_to_keep_it():
-    def start(rate):
-        return nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(rate), wrt=nnx.Param)
+def test_optimizers_made_of_traced_learning_rates():
+    """The rate is in the state; the function that has put it there ends with the trace, and the other one goes on."""
 
-    with pytest.raises(nnx.errors.TraceContextError, match=r"at <output>.tx .*(\n.*)*optax.inject_hyperparams"):
-        nnx.vmap(start)(jnp.ones(3))
+    def start(rate):
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.inject_hyperparams(optax.sgd)(learning_rate=rate), wrt=nnx.Param)
+
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model))
+
+    models, optimizers = nnx.vmap(start)(jnp.array([0.0, 0.1, 1.0]))
+    nnx.jit(nnx.vmap(step))(models, optimizers)
+    assert jnp.allclose(models.bias[:, 0], jnp.array([0.0, -0.1, -1.0]))
+    assert isinstance(optimizers.tx, optax.GradientTransformation)
+    with pytest.raises(nnx.errors.TraceContextError, match=r"init_fn at <output>\[1\].tx refers to"):
+        optimizers.tx.init(nnx.state(models, nnx.Param))
+
+
+def test_a_learning_rate_that_ends_with_its_trace_is_told_where_to_keep_it():
+    """If it is a part of the program, the first update says so."""
+
+    def start(rate):
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(rate), wrt=nnx.Param)
+
+    model, optimizer = nnx.jit(start)(0.1)
+    grads = nnx.state(model, nnx.Param)
+    with pytest.raises(nnx.errors.TraceContextError, match=r"at <output>\[1\].tx .*(\n.*)*optax.inject_hyperparams"):
+        optimizer.update(model, grads)
+    assert optimizer.step[...] == 0
