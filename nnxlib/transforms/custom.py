@@ -35,6 +35,7 @@ from .tangents import (
     INEXACT,
     DiffState,
     Tangents,
+    argument_of,
     by_argument,
     differentiated,
     is_float0,
@@ -314,13 +315,13 @@ class _Call:
         return [StaticArgument(args[i]) if i in self._static else args[i] for i in self.nondiff]
 
     def diff_of(self, args: Sequence[Any]) -> tuple:
-        """The arguments that are differentiated, or their tangents."""
+        """The arguments that are differentiated."""
         return tuple([args[i] for i in self.diff])
 
     def tangents_of(self, leaves: Sequence[Any]) -> tuple:
         """The tangents of the arguments that are differentiated."""
         values = self.tangents.as_variables(self.tangents.take(leaves))
-        return self.diff_of(self.tangents.fold(values).args)
+        return tuple(self.tangents.fold_arguments(values, self.diff))
 
     def gradients(self, gradients: Sequence[Any], changed: Tangents) -> tuple[tuple, Any, Collection[tuple]]:
         """The gradients of the arguments as the function left them, that of the output, and the paths of all leaves.
@@ -339,8 +340,12 @@ class _Call:
             if after is not None and after not in found and is_inexact(shape):
                 found[after] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
-        arguments, of_output = table.fold(table.as_variables(list(found.values())))
-        return self.diff_of(arguments.args), of_output, changed.layout.positions.keys()
+        assert isinstance(changed.layout.root, Tree)
+        (_, arguments), output = changed.layout.root.at(())
+        assert isinstance(arguments, Tree)
+        parts = [*(((), argument_of(arguments, i)) for i in self.diff), output]
+        *of_arguments, of_output = table.fold_parts(table.as_variables(list(found.values())), parts)
+        return tuple(of_arguments), of_output, changed.layout.positions.keys()
 
     # --- what rules return ---
 

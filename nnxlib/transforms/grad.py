@@ -130,10 +130,8 @@ def value_and_grad(
             raise
         aux = commit(packed.layout, outcome.delta, leaves, packed.objects)
         tangents = Tangents.of_lanes(packed.layout, lane_of)
-        found = tangents.fold(tangents.as_variables(grads)).args
-        result = (
-            found[next(iter(filters))] if isinstance(argnums, int | DiffState) else tuple(found[i] for i in filters)
-        )
+        found = tangents.fold_arguments(tangents.as_variables(grads), filters)
+        result = found[0] if isinstance(argnums, int | DiffState) else tuple(found)
         return ((value, aux) if has_aux else value), result
 
     return wrapped

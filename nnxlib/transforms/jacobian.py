@@ -125,8 +125,8 @@ def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool,
 
         rows, (leaves, outcome, outputs) = transform(pure, has_aux=True, **options)(call.leaves)
         _, aux = call.finish(leaves, outcome)
-        blocks = [call.tangents.fold(row).args for row in rows]
-        columns = [block[numbers[0]] if single else tuple([block[i] for i in numbers]) for block in blocks]
+        blocks = [call.tangents.fold_arguments(row, numbers) for row in rows]
+        columns = [block[0] if single else tuple(block) for block in blocks]
         jacobian = outputs.fold(columns)[OUTPUT]
         return (jacobian, *aux) if has_aux else jacobian
 

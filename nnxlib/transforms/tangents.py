@@ -8,7 +8,7 @@ arguments or the output, with a State by path in place of each node. :class:`Tan
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -182,9 +182,22 @@ class Tangents(NamedTuple):
 
         A leaf without a tangent is None, or an empty State if it is an object.
         """
+        (folded,) = self.fold_parts(values, [((), self.layout.root)])
+        return folded
+
+    def fold_arguments(self, values: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
+        """The same for packed ``Arguments``, of those with the given numbers.
+
+        The others are not made, as by JAX: their classes may refuse a None in place of an array.
+        """
+        assert isinstance(self.layout.root, Tree)
+        return self.fold_parts(values, [((), argument_of(self.layout.root, i)) for i in numbers])
+
+    def fold_parts(self, values: Sequence[Any], parts: Sequence[tuple[tuple, Spec]]) -> list[Any]:
+        """The same for parts of the pytree, each given by its path and spec."""
         paths = self.layout.leaf_paths
         nested = from_flat_state([(paths[k], value) for k, value in zip(self.positions, values, strict=True)])
-        return _fold(self.layout, self.layout.root, nested)
+        return [_fold(self.layout, spec, _below(nested, path)) for path, spec in parts]
 
     def as_variables(self, values: Sequence[Any]) -> list[Any]:
         """The values, each in a Variable where one of that type was in the pytree."""
@@ -200,11 +213,11 @@ class Tangents(NamedTuple):
         """Packed ``Arguments`` for :meth:`unfold`, of which only those with the given numbers have values."""
         root = self.layout.root
         assert isinstance(root, Tree)
-        blank = root.treedef.unflatten([MISSING] * len(root.children))
-        given = list(blank.args)
-        for i, value in zip(numbers, values, strict=True):
-            given[i] = value
-        return blank._replace(args=tuple(given))
+        of_args, *others = root.treedef.children()
+        given = dict(zip(numbers, values, strict=True))
+        args = tuple([given.get(i) for i in range(len(of_args.children()))])
+        kind, _ = root.treedef.node_data()
+        return kind(args, *(None for _ in others))  # None may stand for any part
 
     def unfold(self, tree: Any, leaves: Leaves, name: str, ignored: Collection[tuple] = ()) -> dict[int, Any]:
         """The inverse of :meth:`fold`: the values by position, of those that the tree gives.
@@ -245,16 +258,25 @@ class Tangents(NamedTuple):
 _NO_TANGENT = "A {name} was given for {path}, but {why}"
 
 
+def argument_of(arguments: Tree, number: int) -> Tree:
+    """The part of the spec of packed ``Arguments`` that is of one positional argument."""
+    treedefs = arguments.treedef.children()[0].children()
+    start = sum(treedef.num_leaves for treedef in treedefs[:number])
+    own = slice(start, start + treedefs[number].num_leaves)
+    return Tree(treedefs[number], arguments.paths[own], arguments.children[own])
+
+
+def _below(nested: Any, path: tuple) -> Any:
+    """What a nested State has at a path, or None."""
+    for key in path:
+        nested = nested.get(key) if isinstance(nested, Mapping) else None
+    return nested
+
+
 def _fold(layout: Layout, spec: Spec, value: Any) -> Any:
     """The pytree for ``spec``; ``value`` is what the nested State has at its path, or None."""
     if isinstance(spec, Tree):
-        children = []
-        for path, child in spec.at(()):
-            below = value
-            for key in path:
-                below = below.get(key) if isinstance(below, Mapping) else None
-            children.append(_fold(layout, child, below))
-        return spec.treedef.unflatten(children)
+        return spec.treedef.unflatten([_fold(layout, child, _below(value, path)) for path, child in spec.at(())])
     return State({}) if isinstance(spec, Ref) and value is None else value
 
 

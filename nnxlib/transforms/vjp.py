@@ -129,8 +129,7 @@ class _PullBack:
     def __call__(self, pull: Callable, gradient: Any) -> tuple:
         found = self.outputs.unfold({OUTPUT: gradient}, self.shapes, "gradient")
         (grads,) = pull(self.outputs.filled(found, self.shapes))
-        folded = self.tangents.fold(self.tangents.as_variables(grads)).args
-        return tuple([folded[i] for i in self.numbers])
+        return tuple(self.tangents.fold_arguments(self.tangents.as_variables(grads), self.numbers))
 
 
 @boundary

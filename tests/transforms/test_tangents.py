@@ -1,5 +1,7 @@
 """Tangents: from a list of values to the pytree with States, and back."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,3 +111,49 @@ def test_zeros_like():
         zeros = zeros_like(x)
         assert zeros["a"].tolist() == [0.0, 0.0]
         assert zeros["b"].dtype == jax.dtypes.float0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Batch:
+    """A pytree that checks what it is made of, as a class with types that are checked at run time does."""
+
+    x: jax.Array
+    ids: jax.Array
+
+    def __post_init__(self):
+        assert self.x.ndim == self.ids.ndim + 1
+
+
+def loss_of(model, batch):
+    return jnp.mean(model(batch.x) ** 2 * batch.ids[:, None])
+
+
+def with_rule(custom):
+    """``loss_of`` with a rule, which takes the batch and does not differentiate it."""
+    f = custom(loss_of, nondiff_argnums=(1,))
+    if custom is nnx.custom_vjp:
+        f.defvjp(lambda model, batch: (loss_of(model, batch), None), lambda batch, _, g: (g[0][0],))
+    else:
+        f.defjvp(lambda batch, primals, tangents: (loss_of(*primals, batch), loss_of(*primals, batch)))
+    return f
+
+
+NOT_REBUILT = {
+    "grad": lambda model, batch: nnx.grad(loss_of)(model, batch),
+    "aux": lambda model, batch: nnx.value_and_grad(lambda *a: (loss_of(*a), a[1]), has_aux=True)(model, batch),
+    "DiffState": lambda model, batch: nnx.grad(loss_of, argnums=nnx.DiffState(0, nnx.Param))(model, batch),
+    "by name": lambda model, batch: nnx.jit(nnx.grad(loss_of))(model=model, batch=batch),
+    "vjp": lambda model, batch: nnx.vjp(loss_of, model, batch, argnums=0)[1](1.0),
+    "jacrev": lambda model, batch: nnx.jacrev(loss_of)(model, batch),
+    "jacfwd": lambda model, batch: nnx.jacfwd(loss_of)(model, batch),
+    "custom_vjp": lambda model, batch: nnx.grad(with_rule(nnx.custom_vjp))(model, batch),
+    "custom_jvp": lambda model, batch: with_rule(nnx.custom_jvp)(model, batch),
+}
+
+
+@pytest.mark.parametrize("name", NOT_REBUILT)
+def test_arguments_without_tangents_are_not_rebuilt(name):
+    """As in JAX: no object of their classes is made that has something else than arrays."""
+    model, batch = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), Batch(jnp.ones((4, 2)), jnp.arange(4))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(NOT_REBUILT[name](model, batch)))
