@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
@@ -31,7 +32,8 @@ def remat(
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
       prevent_cse: whether to keep the compiler from undoing it; not needed inside a scan.
-      static_argnums: numbers of arguments that are part of the program.
+      static_argnums: numbers of arguments that are part of the program. An array among them is an argument like any
+        other, as ``jax.checkpoint`` takes it.
       policy: which values to keep all the same, of ``jax.checkpoint_policies``.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
@@ -45,7 +47,7 @@ def remat(
     @boundary
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        packed = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        packed = pack_call(Arguments((*bound, *map(_unless_array, args)), {**bound_kwargs, **kwargs}))
         layout = packed.layout
 
         def make() -> Program:
@@ -59,6 +61,12 @@ def remat(
         return finish(packed, _as_arrays(program(packed.leaves)))
 
     return static_arguments(wrapped, static_argnums)
+
+
+def _unless_array(argument: Any) -> Any:
+    """An argument, also if it is an array that was declared static."""
+    static = type(argument) is StaticArgument and isinstance(argument.value, jax.Array)
+    return argument.value if static else argument
 
 
 def _as_arrays(out: Any) -> Any:

@@ -137,9 +137,14 @@ def test_a_static_argument_that_the_call_does_not_have_is_an_error():
         nnx.remat(run, static_argnums=5)(Layer(), X)
 
 
-def test_a_static_array_is_an_error():
-    with pytest.raises(errors.StaticValueError, match=r"at args\[1\] is declared static.*which counts `self`"):
-        nnx.remat(run, static_argnums=1)(Layer(), X)
+def test_an_array_among_static_arguments_is_an_argument():
+    """As jax.checkpoint takes it: an attention mask beside a flag, also one that is traced, and with a gradient."""
+    f = nnx.remat(lambda m, x, mask=None, flag=True: m(x if mask is None else x * mask), static_argnums=(2, 3))
+    expected = Layer()(2 * X)
+    np.testing.assert_array_equal(f(Layer(), X, 2 * jnp.ones_like(X), False), expected)
+    np.testing.assert_array_equal(f(Layer(), X, mask=2 * jnp.ones_like(X)), expected)
+    gradient = lambda f: jax.jit(jax.grad(lambda mask: f(Layer(), X, mask, False).sum()))(jnp.ones_like(X))
+    np.testing.assert_array_equal(gradient(f), gradient(lambda m, x, mask, flag: m(x * mask)))
 
 
 def test_structure_changes_come_out():
