@@ -34,7 +34,10 @@ NAMES = {
     "transforms.iteration": "=Carry =StateAxes =fori_loop =pmap =scan =transform_metadata =vmap =while_loop",
     "transforms.transforms": "=checkify =cond =eval_shape =make_jaxpr =switch",
     "traversals": "flatten_mapping unflatten_mapping",
-    "variablelib": "=Variable =Param =VariableState =use_eager_sharding =using_eager_sharding",
+    "variablelib": (
+        "=Variable =Param =VariableState =use_eager_sharding =using_eager_sharding =with_metadata "
+        "=register_variable_name =variable_name_from_type =variable_type_from_name"
+    ),
     "visualization": "=display",
 }
 
