@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from jax.tree_util import all_leaves, tree_flatten_with_path
 
 from .errors import StateMismatchError, describe, format_path, listed
+from .rows import same_treedef
 from .traversals import path_key, path_sort_key
 from .variables import Variable, stored_value
 
@@ -127,7 +128,7 @@ def leaf_differences(
 
 def _pytree_differences(path: Path, x: Any, y: Any, compare: Comparison) -> list[Difference]:
     (keyed, treedef), (others, other) = map(tree_flatten_with_path, (x, y))
-    if treedef != other:
+    if not same_treedef(treedef, other):
         return [Difference(path, "type", _describe_tree(x, treedef), _describe_tree(y, other))]
     pairs = zip(keyed, others, strict=True)
     return [d for (keys, p), (_, q) in pairs for d in compare((*path, *map(path_key, keys)), p, q)]

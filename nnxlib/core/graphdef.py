@@ -23,7 +23,7 @@ from .graph import build
 from .layout import Layout
 from .registration import exportable
 from .reprs import Group, Leaf, node_group, read, static_repr, write
-from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow
+from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_treedef
 from .static import Const
 from .tracing import Tracer
 
@@ -229,7 +229,7 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
             if isinstance(p, NodeRow) and isinstance(q, NodeRow) and p.type is q.type:
                 f, g = dict(p.fields), dict(q.fields)
                 stack.extend(((*path, name), f.get(name), g.get(name)) for name in reversed({**f, **g}))
-        elif isinstance(x, Tree) and isinstance(y, Tree) and x.treedef == y.treedef:
+        elif isinstance(x, Tree) and isinstance(y, Tree) and same_treedef(x.treedef, y.treedef):
             stack.extend(((*path, *key), c, d) for key, c, d in zip(x.paths, x.children, y.children, strict=True))
         elif x != y:
             kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"

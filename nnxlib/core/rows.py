@@ -65,9 +65,42 @@ class Tree(NamedTuple):
     paths: tuple[tuple, ...]  # of the children, within the pytree
     children: tuple[Any, ...]  # specs
 
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not Tree or not same_treedef(self.treedef, other.treedef):
+            return False
+        return self.paths == other.paths and self.children == other.children
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
     def at(self, path: tuple) -> list[tuple[tuple, Spec]]:
         """(path, spec) of each child, given the path of the pytree."""
         return [((*path, *suffix), child) for suffix, child in zip(self.paths, self.children, strict=True)]
+
+
+def same_treedef(a: Any, b: Any) -> bool:
+    """Whether two treedefs are equal, also if they have metadata that do not compare as a bool, such as arrays.
+
+    JAX leaves the metadata of users' classes out of the hash of a treedef, so a look-up compares those of unlike ones.
+    """
+    try:
+        return a == b
+    except Exception:  # whatever the __eq__ of the metadata raises
+        parts = a.children(), b.children()
+        same = same_node(a.node_data(), b.node_data()) and len(parts[0]) == len(parts[1])
+        return same and all(map(same_treedef, *parts))
+
+
+def same_node(a: tuple[type, Any] | None, b: tuple[type, Any] | None) -> bool:
+    """The same for the outermost node alone: its class and metadata; None of a leaf."""
+    if a is None or b is None or a[0] is not b[0]:
+        return a is b
+    try:
+        return a[1] is b[1] or Const.of(a[1]) == Const.of(b[1])
+    except Exception:  # one that is no static value is equal to itself only
+        return False
 
 
 class BoundMethod(NamedTuple):

@@ -22,7 +22,7 @@ from ..core.graphdef import describe_spec
 from ..core.layout import Layout
 from ..core.recordings import appends, is_recorded
 from ..core.reprs import static_repr
-from ..core.rows import SAME, NodeRow, Ref, Spec, Tree, VariableRow
+from ..core.rows import SAME, NodeRow, Ref, Spec, Tree, VariableRow, same_treedef
 from .body import Body, structural_rows
 
 
@@ -176,7 +176,7 @@ def successors(
             elif not kept and old != row:
                 return None
         elif isinstance(a, Tree) and isinstance(b, Tree):
-            if (a.treedef, a.paths) != (b.treedef, b.paths):
+            if not same_treedef(a.treedef, b.treedef) or a.paths != b.paths:
                 return None
             stack += zip(a.children, b.children, strict=True)
         elif a != b:

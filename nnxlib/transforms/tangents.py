@@ -22,7 +22,7 @@ from ..core.filters import Filter, shown
 from ..core.graph import Packed, pack
 from ..core.layout import Layout
 from ..core.objects import Node
-from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, VariableRow
+from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, VariableRow, same_node
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.variables import MISSING, Param, make_variable, stored_value
 from .labels import label_arguments
@@ -308,7 +308,7 @@ def _flatten_up_to(treedef: Any, tree: Any) -> list[Any]:
     if treedef.node_data() is None:  # a leaf
         return [tree]
     below, level = jtu.tree_flatten(tree, is_leaf=lambda x: x is not tree)
-    if level.node_data() != treedef.node_data():
+    if not same_node(level.node_data(), treedef.node_data()):
         return treedef.flatten_up_to(tree)  # which raises
     return [x for child, part in zip(treedef.children(), below, strict=True) for x in _flatten_up_to(child, part)]
 

@@ -2,7 +2,10 @@
 
 import pickle
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import nnxlib as nnx
 from nnxlib.core.graph import pack
@@ -24,3 +27,74 @@ def test_touched_rows_keep_whole_fields():
     assert [name for name, spec in found[0].fields if spec is not SAME] == ["b"]
     assert owners == [(0, 1), (0, 2)]
     assert touched_rows(layout.rows, set()) == ({}, [])
+
+
+@jax.tree_util.register_pytree_node_class
+class Grid:
+    """A user's pytree with metadata that JAX neither hashes nor, for arrays, compares."""
+
+    def __init__(self, values, metadata):
+        self.values, self.metadata = values, metadata
+
+    def tree_flatten(self):
+        return (self.values,), self.metadata
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls(*children, metadata)
+
+
+class Model(nnx.Module):
+    def __init__(self, grid):
+        self.grid = grid
+        self.w = nnx.Param(jnp.ones(3))
+
+    def __call__(self, x):
+        return self.w * self.grid.values * self.grid.metadata.sum() * x
+
+
+class Incomparable:
+    def __eq__(self, other):
+        raise RuntimeError("compared")
+
+    __hash__ = object.__hash__
+
+
+def spec_of(metadata):
+    return pack((Grid(jnp.ones(2), metadata), 1.0)).layout.root
+
+
+def test_trees_whose_metadata_do_not_compare_as_a_bool():
+    """Arrays are equal by what is in them, and what cannot be compared is equal to itself only."""
+    one = np.arange(3)
+    assert spec_of(one) == spec_of(one) == spec_of(np.arange(3)) != spec_of(np.arange(3) + 1)
+    assert spec_of(one) != spec_of(np.arange(3.0))
+    assert spec_of(one) != spec_of({"a": 1}) != spec_of([1])
+    assert spec_of({"a": one}) == spec_of({"a": np.arange(3)}) != spec_of({"b": one})
+    unlike, array = Incomparable(), jnp.arange(3)
+    assert spec_of(unlike) == spec_of(unlike) != spec_of(Incomparable()) != spec_of(one)
+    assert spec_of(array) == spec_of(array)
+    assert hash(spec_of(one)) == hash(spec_of(np.arange(3)))
+
+
+USES = {
+    "split": lambda m, x: nnx.merge(*nnx.split(m))(x),
+    "clone": lambda m, x: nnx.clone(m)(x),
+    "grad": lambda m, x: nnx.grad(lambda m: m(x).sum())(m)["w"].value,
+    "jit": lambda m, x: jitted(m, x),
+    "update": lambda m, x: nnx.update(m, nnx.state(m)) or m(x),
+    "vmap of its grid": lambda m, x: nnx.vmap(lambda g, m: m(x) * g.values, in_axes=(0, None))(m.grid, m)[0],
+    "cond on its grid": lambda m, x: nnx.cond(True, lambda m, g: (m(x), g), lambda m, g: (x, g), m, m.grid)[0],
+    "loop on its grid": lambda m, x: nnx.fori_loop(0, 2, lambda i, c: c, (m, m.grid))[0](x),
+}
+jitted = nnx.jit(lambda m, x: m(x))
+
+
+@pytest.mark.parametrize("name", USES)
+def test_models_with_arrays_in_the_metadata_of_a_pytree(name):
+    """Several at a time; each with its own."""
+    models = [Model(Grid(jnp.ones(3), np.array([i, 0]))) for i in (1, 2, 1)]
+    one, two, other = map(nnx.graphdef, models)
+    for model, i in zip(models, (1, 2, 1), strict=True):
+        np.testing.assert_array_equal(USES[name](model, jnp.ones(3)), i * jnp.ones(3))
+    assert one == other != two
