@@ -129,9 +129,13 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def _dtype(leaf: Any) -> Any:
-    """The dtype that an array or a number has for JAX, None for anything else."""
-    of_numpy = int | float | complex | np.ndarray | np.generic
-    return jnp.result_type(leaf) if isinstance(leaf, of_numpy) else getattr(leaf, "dtype", None)
+    """The dtype that an array or a number has for JAX, None for anything else, such as an array of strings."""
+    if not isinstance(leaf, int | float | complex | np.ndarray | np.generic):
+        return getattr(leaf, "dtype", None)
+    try:
+        return jnp.result_type(leaf)
+    except TypeError:
+        return None
 
 
 def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool = False) -> None:

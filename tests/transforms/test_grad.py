@@ -461,6 +461,14 @@ def test_losses_that_are_no_scalars(f, options, message):
         assert_same(layer, Layer())
 
 
+def test_other_arguments_may_be_anything():
+    """As in jax.grad: an array of strings in a batch, an object."""
+    batch = {"x": X, "names": np.array(["a", "b"]), "kind": object()}
+    grads, aux = nnx.grad(lambda m, batch: (m(batch["x"]).sum(), batch["names"][0]), has_aux=True)(Layer(), batch)
+    assert shown(grads) == W
+    assert aux == "a"
+
+
 def test_a_failing_function_changes_nothing():
     """An exception after changes of every kind leaves identities and values."""
 

@@ -97,6 +97,7 @@ def test_by_argument():
 @pytest.mark.parametrize(
     ("leaf", "expected"),
     [(1.0, True), (1, False), (True, False), (1j, True), (jnp.ones(2, int), False), (jax.random.key(0), False)]
+    + [(np.array(["a"]), False), (np.array([None]), False)]
     + [(nnx.Param({"a": 1.0, "b": 2}), True), (nnx.Param(3), False), ("text", False), (np.float16(1), True)],
 )
 def test_is_inexact(leaf, expected):
