@@ -99,7 +99,7 @@ def same_node(a: tuple[type, Any] | None, b: tuple[type, Any] | None) -> bool:
         return a is b
     try:
         return a[1] is b[1] or Const.of(a[1]) == Const.of(b[1])
-    except Exception:  # one that is no static value is equal to itself only
+    except Exception:  # one that is not a static value is equal to itself only
         return False
 
 
