@@ -39,7 +39,7 @@ def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]
     if type(value) in (tuple, list) and jtu.all_leaves(value):
         return [((i,), x) for i, x in enumerate(value) if type(x) not in but]
     keys, leaves, _ = flatten_once(value)
-    return list(zip(keys, leaves, strict=True))
+    return [(key, x) for key, x in zip(keys, leaves, strict=True) if type(x) not in but]
 
 
 def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
@@ -97,15 +97,15 @@ def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-        elif is_array(value):
-            yield place
-            continue
-        elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
-            plain.add(type(value))
+        elif type(value) not in (tuple, list, dict):  # most are, and to ask whether one is an array takes long
+            if is_array(value):
+                yield place
+                continue
+            if jtu.all_leaves([value]) and type(value) is not types.MethodType:
+                plain.add(type(value))
         stack += [
             (path + key, x, value if len(key) == 1 else holder_of(value, key))
             for key, x in reversed(children_of(value, plain))
-            if type(x) not in plain
         ]
 
 

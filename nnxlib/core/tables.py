@@ -132,7 +132,7 @@ class Variant:
     def after(self, contents: Contents) -> tuple[Variant, Layout] | None:
         """The variant, and its layout, that an earlier transition to the very same contents led to."""
         for known, reference in self.transitions:
-            if known.keys() == contents.keys() and all(_are_same(known[i], contents[i]) for i in known):
+            if _all_same(known, contents):
                 variant = reference()
                 layout = variant and variant.layout()
                 return (variant, layout) if variant and layout else None
@@ -140,6 +140,16 @@ class Variant:
 
 
 Contents = dict[int, tuple[dict, tuple]]  # row of a node -> its marks, (its class, *attribute names, *values)
+
+
+def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
+    """What some nodes of a table hold now."""
+    held = {table.index[id(x)]: (x, x._nnx_contents()) for x in nodes}
+    return {i: (x._nnx_marks or NO_METADATA, (type(x), *items, *items.values())) for i, (x, items) in held.items()}
+
+
+def _all_same(a: Contents, b: Contents) -> bool:
+    return a.keys() == b.keys() and all(_are_same(a[i], b[i]) for i in a)
 
 
 def _are_same(a: tuple[dict, tuple], b: tuple[dict, tuple]) -> bool:
@@ -290,23 +300,22 @@ def _variant_now(table: LiveTable, root: Any, changed: Iterable[Node]) -> tuple[
     """The variant and layout of a table once some nodes have changed; None if not only static values have."""
     if table.variant is None:
         table.variant = _variant_of(table, table.layout, table.shortcuts)
-    before, contents = table.variant, {}
-    stamp = weakref.ref(table.stamp)
+    before, stamp = table.variant, weakref.ref(table.stamp)
     for x in changed:
         object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, stamp))
-        held = x._nnx_contents()
-        contents[table.index[id(x)]] = x._nnx_marks or NO_METADATA, (type(x), *held, *held.values())
+    contents = _contents(table, changed)
     found = before.after(contents)
     if found is not None or root is None:
         return found
-    _take_exchanged(table, changed)
+    exchanged = _take_exchanged(table, changed)
     rows = _rows_with_other_statics(table, root, changed)
     if rows is None:
         return None
     layout = table.layout.with_rows(rows)
     variant = _variant_of(table, layout, {})
     specs = [spec for _, row in rows if isinstance(row, NodeRow) for _, spec in row.fields]
-    if all(type(spec) in (Ref, Const) for spec in specs):  # keeps no arrays
+    keeps_arrays = exchanged or any(type(spec) not in (Ref, Const) for spec in specs)
+    if not keeps_arrays and _all_same(contents, _contents(table, changed)):  # another thread may be changing a node
         before.transitions = [*before.transitions[-_TRANSITIONS:], (contents, weakref.ref(variant))]
     return variant, layout
 
@@ -324,8 +333,8 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
     return found
 
 
-def _take_exchanged(table: LiveTable, changed: Iterable[Node]) -> None:
-    """Take Variables into a table that have come in place of others like them.
+def _take_exchanged(table: LiveTable, changed: Iterable[Node]) -> bool:
+    """Take Variables into a table that have come in place of others like them; whether there are any.
 
     A Variable that was, or is, in several places is not: that is another structure.
     """
@@ -349,6 +358,7 @@ def _take_exchanged(table: LiveTable, changed: Iterable[Node]) -> None:
         for variant in table.variants:
             variant.transitions = []
             variant.shortcuts.clear()
+    return exchanged
 
 
 def _rows_with_other_statics(table: LiveTable, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:

@@ -17,6 +17,7 @@ from nnxlib.core import tables
 from nnxlib.core.errors import StaleLayoutError, StaticValueError
 from nnxlib.core.graph import pack
 from nnxlib.core.layout import KEPT
+from nnxlib.core.objects import attributes_of
 from nnxlib.core.tables import table_of
 
 
@@ -409,6 +410,27 @@ def test_a_change_by_another_thread_while_a_table_is_patched(when, monkeypatch, 
         patch.setattr(tables, "_rows_with_other_statics", interrupted)
         layouts.append(layout_of(m))
     for value in (7, 1, 5, 7, 1, 5):
+        layouts.append(layout_of(m))
+        assert layouts[-1] is pack(m).layout
+        m.layers[0].n = value
+
+
+def test_a_change_by_another_thread_that_is_not_told_yet(monkeypatch, unchecked):
+    """Between the write to the attributes and the note of it a table is patched: that remembers no wrong way."""
+    m = Net()
+    layouts = [layout_of(m)]
+    describe = tables._rows_with_other_statics
+
+    def interrupted(*args):
+        attributes_of(m.layers[0])["n"] = 7
+        return describe(*args)
+
+    m.layers[0].n = 5
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_rows_with_other_statics", interrupted)
+        layouts.append(layout_of(m))
+    m.layers[0].n = 7  # now it is told
+    for value in (1, 5, 7, 1, 5):
         layouts.append(layout_of(m))
         assert layouts[-1] is pack(m).layout
         m.layers[0].n = value
