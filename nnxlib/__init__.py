@@ -152,7 +152,6 @@ from .nn.pooling import avg_pool as avg_pool
 from .nn.pooling import max_pool as max_pool
 from .nn.pooling import min_pool as min_pool
 from .nn.pooling import pool as pool
-from .nn.stack import Stack as Stack
 from .nn.stochastic import Dropout as Dropout
 from .sharding import abstract_with_sharding as abstract_with_sharding
 from .sharding import as_abstract as as_abstract
@@ -180,9 +179,6 @@ from .transforms.general import make_jaxpr as make_jaxpr
 from .transforms.general import named_call as named_call
 from .transforms.grad import grad as grad
 from .transforms.grad import value_and_grad as value_and_grad
-from .transforms.jacobian import hessian as hessian
-from .transforms.jacobian import jacfwd as jacfwd
-from .transforms.jacobian import jacrev as jacrev
 from .transforms.jit import jit as jit
 from .transforms.lift import lift as lift
 from .transforms.loops import fori_loop as fori_loop
@@ -196,7 +192,6 @@ from .transforms.prefixes import StateSharding as StateSharding
 from .transforms.prefixes import prefix as prefix
 from .transforms.remat import checkpoint as checkpoint
 from .transforms.remat import remat as remat
-from .transforms.remat_scan import remat_scan as remat_scan
 from .transforms.scan import Carry as Carry
 from .transforms.scan import scan as scan
 from .transforms.shard import shard_map as shard_map
@@ -261,6 +256,7 @@ if _typing.TYPE_CHECKING:
     from .nn.recurrent import SimpleCell as SimpleCell
     from .nn.reparametrised import SpectralNorm as SpectralNorm
     from .nn.reparametrised import WeightNorm as WeightNorm
+    from .nn.stack import Stack as Stack
     from .training import metrics as metrics
     from .training.ema import EMA as EMA
     from .training.metrics import Metric as Metric
@@ -273,7 +269,11 @@ if _typing.TYPE_CHECKING:
     from .transforms.extract import split_inputs as split_inputs
     from .transforms.extract import to_tree as to_tree
     from .transforms.functional import functional as functional
+    from .transforms.jacobian import hessian as hessian
+    from .transforms.jacobian import jacfwd as jacfwd
+    from .transforms.jacobian import jacrev as jacrev
     from .transforms.map_variables import map_variables as map_variables
+    from .transforms.remat_scan import remat_scan as remat_scan
 else:
     _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
     _LORA = ("LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "add_lora", "merge_lora")
@@ -283,7 +283,10 @@ else:
         **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
         **dict.fromkeys((*_CONTEXTS, "MergeContext", "SplitContext", "UpdateContext"), ".core.contexts"),
         **dict.fromkeys(("NodeStates", "from_tree", "merge_inputs", "split_inputs", "to_tree"), ".transforms.extract"),
+        **dict.fromkeys(("hessian", "jacfwd", "jacrev"), ".transforms.jacobian"),
         "map_variables": ".transforms.map_variables",
+        "remat_scan": ".transforms.remat_scan",
+        "Stack": ".nn.stack",
         **dict.fromkeys(_CELLS, ".nn.recurrent"),
         **dict.fromkeys(_LORA, ".nn.lora"),
         **dict.fromkeys(("Metric", "MultiMetric"), ".training.metrics"),
