@@ -16,11 +16,12 @@ from . import initializers as initializers
 from . import linear as linear
 from . import norm as norm
 from . import pooling as pooling
-from . import stack as stack
 from . import stochastic as stochastic
+
+_LATER = "lora", "normalization", "recurrent", "reparametrised", "stack"  # when asked for: few programs use them
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("lora", "normalization", "recurrent", "reparametrised"):  # when asked for: few programs use them
+    if name in _LATER:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
