@@ -26,7 +26,6 @@ from .objects import (
     attributes_of,
     check_writable,
     fill_adopted,
-    init_slots,
     structure_changed,
 )
 from .reprs import node_repr
@@ -117,7 +116,7 @@ class _Container:
 
     def __new__(cls, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
-        init_slots(self)
+        self._nnx_init_slots()
         return self
 
     def __repr__(self) -> str:

@@ -31,9 +31,8 @@ def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]
     if isinstance(value, Node):
         held = value._nnx_contents()
         is_plain_list = isinstance(value, list) and len(held) == len(value)
-        if but:
-            held = {name: x for name, x in held.items() if type(x) not in but}
-        return [((name,), held[name]) for name in (held if is_plain_list else sorted_keys(held))]
+        names = [name for name in held if type(held[name]) not in but] if but else held
+        return [((name,), held[name]) for name in (names if is_plain_list else sorted_keys(names))]
     if is_node(value) or isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)):
         return []
     if type(value) in (tuple, list) and jtu.all_leaves(value):
@@ -86,27 +85,29 @@ def _visit(node: Any, leaves: bool) -> Iterator[tuple[Path, Any]]:
 def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
     """Yield each place of a node, Variable or array in a graph: its path, the value, what holds it; parents first."""
     seen, plain = set(), {type(None)}  # plain: as in iter_graph
-    stack: list[tuple[Path, Any, Any]] = [((), node, None)]
+    stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
     while stack:
-        path, value, _ = place = stack.pop()
-        if isinstance(value, Variable):
-            yield place
-            continue
-        if isinstance(value, Node):
-            yield place
-            if id(value) in seen:
+        remaining, above, parent = stack[-1]
+        for key, value in remaining:
+            path, holder = above + key, parent if len(key) == 1 else holder_of(parent, key)
+            if isinstance(value, Variable):
+                yield path, value, holder
                 continue
-            seen.add(id(value))
-        elif type(value) not in (tuple, list, dict):  # most are, and to ask whether one is an array takes long
-            if is_array(value):
-                yield place
-                continue
-            if jtu.all_leaves([value]) and type(value) is not types.MethodType:
-                plain.add(type(value))
-        stack += [
-            (path + key, x, value if len(key) == 1 else holder_of(value, key))
-            for key, x in reversed(children_of(value, plain))
-        ]
+            if isinstance(value, Node):
+                yield path, value, holder
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+            elif type(value) not in (tuple, list, dict):  # most are, and to ask whether one is an array takes long
+                if is_array(value):
+                    yield path, value, holder
+                    continue
+                if jtu.all_leaves([value]) and type(value) is not types.MethodType:
+                    plain.add(type(value))
+            stack.append((iter(children_of(value, plain)), path, value))
+            break
+        else:
+            stack.pop()
 
 
 def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:

@@ -38,7 +38,7 @@ from .variables import MISSING, Identified, consume
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
 
-SLOTS = ("_nnx_marks", "_nnx_stamps", "_nnx_table", "_nnx_trace", "_nnx_tree")
+SLOTS = ("_nnx_trace", "_nnx_stamps", "_nnx_table", "_nnx_marks", "_nnx_tree")
 
 PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # called with each new class of nodes; filled by pytrees.py
 
@@ -56,10 +56,14 @@ class Node(Identified):
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
+    _nnx_empty: Callable[[type], Any]  # makes a node of a class, with empty slots
+    _nnx_init_slots: Callable[[], None]
     _nnx_declares: bool = True  # False for a class with pytree=False: there declarations have no effect, as in flax.nnx
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        if "_nnx_trace" in vars(cls):
+            cls._nnx_empty, cls._nnx_init_slots = _base(cls).__new__, _slot_initializer(cls)
         cls._nnx_declares = pytree
         for register in PYTREE_REGISTRARS if pytree else ():
             register(cls)
@@ -75,6 +79,10 @@ class Node(Identified):
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
         """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
         raise TypeError(f"{type(self).__name__} does not say how to fill it.")
+
+    def _nnx_fill_new(self, items: dict[Any, Any]) -> None:
+        """Give an empty node its contents; it may keep the dict."""
+        self._nnx_fill(items)
 
     # --- borrowed by a trace that captured it: see closures.py ---
 
@@ -137,19 +145,25 @@ def _nodes_in(values: Any) -> Iterator[Node]:
 
 def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
     """Make an empty node of the running trace, without calling its ``__init__``."""
-    self = _base(kind).__new__(kind)
-    init_slots(self)
+    self = kind._nnx_empty(kind)
+    self._nnx_init_slots()
     if marks:
         _set(self, "_nnx_marks", dict(marks))
     return self
 
 
-def init_slots(self: Any) -> None:
-    _set(self, "_nnx_trace", current_trace())
-    _set(self, "_nnx_stamps", ())
-    _set(self, "_nnx_table", None)
-    _set(self, "_nnx_marks", None)
-    _set(self, "_nnx_tree", None)
+def _slot_initializer(owner: type) -> Callable[[Any], None]:
+    """The method that gives the slots of a new node their first values; ``owner`` declares them."""
+    set_trace, set_stamps, set_table, set_marks, set_tree = (vars(owner)[name].__set__ for name in SLOTS)
+
+    def init_slots(self: Any) -> None:
+        set_trace(self, current_trace())
+        set_stamps(self, ())
+        set_table(self, None)
+        set_marks(self, None)
+        set_tree(self, None)
+
+    return init_slots
 
 
 def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], stamps: Stamps = ()) -> list[Any]:
@@ -449,7 +463,7 @@ class Pytree(HasAttributes):
                 f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?"
             )
         self = super().__new__(cls)
-        init_slots(self)
+        self._nnx_init_slots()
         return self
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -480,6 +494,12 @@ class Pytree(HasAttributes):
                 _set(self, name, attributes.pop(name))
             elif getattr(self, name, MISSING) is not MISSING:
                 object.__delattr__(self, name)
+
+    def _nnx_fill_new(self, items: dict[str, Any]) -> None:
+        if self._nnx_slot_names:
+            self._nnx_fill(items)
+        else:
+            _set_attributes(self, items)
 
     def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
         if type(self).__getstate__ is Pytree.__getstate__:

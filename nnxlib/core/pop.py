@@ -61,11 +61,14 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
     chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path
     found, removable = [], set()
     for path, x, holder in places(node):
-        if isinstance(x, Node):
+        if isinstance(x, Variable):
+            identity = id(x)
+        elif isinstance(x, Node):
             if Watch.count:
                 notice(x, x._nnx_trace)
             continue
-        identity = id(x) if isinstance(x, Variable) else path
+        else:
+            identity = path
         group = chosen.get(identity)
         if group is None:
             group = chosen[identity] = groups[first_to_take(path, x)]

@@ -86,9 +86,14 @@ class NodeShape:
         return self._key
 
     def unflatten(self, children: Iterable[Any]) -> Any:
-        node, (contents, mutable) = new_node(self.kind, self.marks), self.contents
-        copies = {name: self.statics[name].fresh() for name in mutable}
-        node._nnx_fill({**contents, **dict(zip(self.children, children, strict=True)), **copies})
+        contents, mutable = self._contents or self.contents
+        items = contents.copy()
+        for name, child in zip(self.children, children):
+            items[name] = child
+        for name in mutable:
+            items[name] = self.statics[name].fresh()
+        node = new_node(self.kind, self.marks)
+        node._nnx_fill_new(items)
         return node
 
     def __eq__(self, other: object) -> bool:

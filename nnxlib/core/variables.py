@@ -450,9 +450,9 @@ _set_metadata_slot = Variable._metadata.__set__  # type: ignore[attr-defined]
 def make_variable(kind: type[V], value: Any, metadata: dict[str, Any], cell: Callable[[Any], Cell] = new_cell) -> V:
     """Make a Variable of the running trace, without hooks; ``metadata`` is shared, not copied."""
     self = object.__new__(kind)
-    _set(self, "_cell", cell(value))
-    _set(self, "_stamps", ())
-    _set(self, "_metadata", metadata)
+    _set_cell_slot(self, cell(value))
+    _set_stamps_slot(self, ())
+    _set_metadata_slot(self, metadata)
     return self
 
 
@@ -586,7 +586,8 @@ def _flatten_with_keys(v: Variable) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
 
 def _register(kind: type[Variable]) -> None:
     def unflatten(static: _Metadata, children: Iterable[Any]) -> Variable:
-        return make_variable(kind, next(iter(children)), static.metadata)
+        (value,) = children
+        return make_variable(kind, value, static.metadata)
 
     register_pytree(kind, _flatten_with_keys, unflatten, _flatten)
 
