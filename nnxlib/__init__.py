@@ -129,13 +129,6 @@ from .nn.activations import softplus as softplus
 from .nn.activations import standardize as standardize
 from .nn.activations import swish as swish
 from .nn.activations import tanh as tanh
-from .nn.attention import MultiHeadAttention as MultiHeadAttention
-from .nn.attention import RoPE as RoPE
-from .nn.attention import combine_masks as combine_masks
-from .nn.attention import dot_product_attention as dot_product_attention
-from .nn.attention import dot_product_attention_with_rope as dot_product_attention_with_rope
-from .nn.attention import make_attention_mask as make_attention_mask
-from .nn.attention import make_causal_mask as make_causal_mask
 from .nn.conv import Conv as Conv
 from .nn.conv import ConvTranspose as ConvTranspose
 from .nn.initializers import Initializer as Initializer
@@ -148,10 +141,6 @@ from .nn.norm import GroupNorm as GroupNorm
 from .nn.norm import InstanceNorm as InstanceNorm
 from .nn.norm import LayerNorm as LayerNorm
 from .nn.norm import RMSNorm as RMSNorm
-from .nn.pooling import avg_pool as avg_pool
-from .nn.pooling import max_pool as max_pool
-from .nn.pooling import min_pool as min_pool
-from .nn.pooling import pool as pool
 from .nn.stochastic import Dropout as Dropout
 from .sharding import abstract_with_sharding as abstract_with_sharding
 from .sharding import as_abstract as as_abstract
@@ -172,8 +161,6 @@ from .transforms.axes import PARTITION_NAME as PARTITION_NAME
 from .transforms.branch import cond as cond
 from .transforms.branch import switch as switch
 from .transforms.capture import capture as capture
-from .transforms.custom import custom_jvp as custom_jvp
-from .transforms.custom import custom_vjp as custom_vjp
 from .transforms.general import checkify as checkify
 from .transforms.general import make_jaxpr as make_jaxpr
 from .transforms.general import named_call as named_call
@@ -194,11 +181,7 @@ from .transforms.remat import checkpoint as checkpoint
 from .transforms.remat import remat as remat
 from .transforms.scan import Carry as Carry
 from .transforms.scan import scan as scan
-from .transforms.shard import shard_map as shard_map
 from .transforms.tangents import DiffState as DiffState
-from .transforms.vjp import jvp as jvp
-from .transforms.vjp import linearize as linearize
-from .transforms.vjp import vjp as vjp
 from .transforms.vmap import pmap as pmap
 from .transforms.vmap import vmap as vmap
 
@@ -241,12 +224,23 @@ if _typing.TYPE_CHECKING:
     from .inspection.statistics import ValueStatistics as ValueStatistics
     from .inspection.statistics import statistics as statistics
     from .inspection.tabulate import tabulate as tabulate
+    from .nn.attention import MultiHeadAttention as MultiHeadAttention
+    from .nn.attention import RoPE as RoPE
+    from .nn.attention import combine_masks as combine_masks
+    from .nn.attention import dot_product_attention as dot_product_attention
+    from .nn.attention import dot_product_attention_with_rope as dot_product_attention_with_rope
+    from .nn.attention import make_attention_mask as make_attention_mask
+    from .nn.attention import make_causal_mask as make_causal_mask
     from .nn.lora import LoRA as LoRA
     from .nn.lora import LoRALinear as LoRALinear
     from .nn.lora import LoRALinearGeneral as LoRALinearGeneral
     from .nn.lora import LoRAParam as LoRAParam
     from .nn.lora import add_lora as add_lora
     from .nn.lora import merge_lora as merge_lora
+    from .nn.pooling import avg_pool as avg_pool
+    from .nn.pooling import max_pool as max_pool
+    from .nn.pooling import min_pool as min_pool
+    from .nn.pooling import pool as pool
     from .nn.recurrent import RNN as RNN
     from .nn.recurrent import Bidirectional as Bidirectional
     from .nn.recurrent import GRUCell as GRUCell
@@ -263,6 +257,8 @@ if _typing.TYPE_CHECKING:
     from .training.metrics import MultiMetric as MultiMetric
     from .training.train_state import TrainState as TrainState
     from .transforms import extract as extract
+    from .transforms.custom import custom_jvp as custom_jvp
+    from .transforms.custom import custom_vjp as custom_vjp
     from .transforms.extract import NodeStates as NodeStates
     from .transforms.extract import from_tree as from_tree
     from .transforms.extract import merge_inputs as merge_inputs
@@ -274,7 +270,13 @@ if _typing.TYPE_CHECKING:
     from .transforms.jacobian import jacrev as jacrev
     from .transforms.map_variables import map_variables as map_variables
     from .transforms.remat_scan import remat_scan as remat_scan
+    from .transforms.shard import shard_map as shard_map
+    from .transforms.vjp import jvp as jvp
+    from .transforms.vjp import linearize as linearize
+    from .transforms.vjp import vjp as vjp
 else:
+    _MASKS = ("combine_masks", "make_attention_mask", "make_causal_mask")
+    _ATTENTION = ("dot_product_attention", "dot_product_attention_with_rope", "MultiHeadAttention", "RoPE", *_MASKS)
     _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
     _LORA = ("LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "add_lora", "merge_lora")
     _CONTEXTS = ("merge_context", "split_context", "update_context", "current_update_context")
@@ -283,9 +285,14 @@ else:
         **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
         **dict.fromkeys((*_CONTEXTS, "MergeContext", "SplitContext", "UpdateContext"), ".core.contexts"),
         **dict.fromkeys(("NodeStates", "from_tree", "merge_inputs", "split_inputs", "to_tree"), ".transforms.extract"),
+        **dict.fromkeys(("custom_jvp", "custom_vjp"), ".transforms.custom"),
+        **dict.fromkeys(("jvp", "linearize", "vjp"), ".transforms.vjp"),
         **dict.fromkeys(("hessian", "jacfwd", "jacrev"), ".transforms.jacobian"),
         "map_variables": ".transforms.map_variables",
         "remat_scan": ".transforms.remat_scan",
+        "shard_map": ".transforms.shard",
+        **dict.fromkeys(_ATTENTION, ".nn.attention"),
+        **dict.fromkeys(("avg_pool", "max_pool", "min_pool", "pool"), ".nn.pooling"),
         "Stack": ".nn.stack",
         **dict.fromkeys(_CELLS, ".nn.recurrent"),
         **dict.fromkeys(_LORA, ".nn.lora"),

@@ -9,16 +9,15 @@ import importlib
 from typing import Any
 
 from . import activations as activations
-from . import attention as attention
 from . import conv as conv
 from . import dtypes as dtypes
 from . import initializers as initializers
 from . import linear as linear
 from . import norm as norm
-from . import pooling as pooling
 from . import stochastic as stochastic
 
-_LATER = "lora", "normalization", "recurrent", "reparametrised", "stack"  # when asked for: few programs use them
+# When asked for: many programs do not use them.
+_LATER = "attention", "lora", "normalization", "pooling", "recurrent", "reparametrised", "stack"
 
 
 def __getattr__(name: str) -> Any:
