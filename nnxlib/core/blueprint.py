@@ -33,8 +33,8 @@ class Blueprint:
       lists: for Lists without attributes: the row, and the places of the items.
       others: for each other node: the row, the names of the fields, and the places of their values.
       contents: for each node its row, the names and the places, to see later whether it holds something else.
-      only_variables: whether nothing in the objects can change in place but the values of Variables.
-      reliable: whether, besides, a stamp attached to the fresh objects reveals every change of their structure.
+      constant_start: where the constants begin in the pool.
+      reliable: whether a stamp attached to the fresh objects reveals every change but that of a Variable's value.
     """
 
     def __init__(self, rows: Sequence[Row], variables: Sequence[int], leaf_count: int):
@@ -56,7 +56,7 @@ class Blueprint:
         self._constant_places: dict[int, int] = {}  # of immutable ones, by the id of the value
         self._leaf_start = len(rows) - len(variables)  # of leaf 0 in the pool, which lacks the values of Variables
         self._tree_start = self._leaf_start + leaf_count
-        self._constant_start = self._tree_start + sum(type(spec) is Tree for _, row in nodes for _, spec in row.fields)
+        self.constant_start = self._tree_start + sum(type(spec) is Tree for _, row in nodes for _, spec in row.fields)
         groups: dict[tuple, tuple[list[int], list[int]]] = {}
         self.lists: list[tuple[int, list[int]]] = []
         self.others: list[tuple[int, tuple, list[int]]] = []
@@ -77,8 +77,8 @@ class Blueprint:
         self.attributes = [(found, names, places) for names, (found, places) in groups.items()]
 
         mutable = any(const.mutable for const in (*self.constants, *self.metadata))
-        self.only_variables = not (mutable or self.trees or self.held > len(variables))
-        self.reliable = self.only_variables and all(row.type._nnx_guarded and not row.marks.mutable for _, row in nodes)
+        guarded = all(row.type._nnx_guarded and not row.marks.mutable for _, row in nodes)
+        self.reliable = guarded and not (mutable or self.trees or self.held > len(variables))
 
     def _place(self, spec: Spec) -> int:
         """Where in the pool the value of the next field is; constants and pytrees are added to it."""
@@ -87,7 +87,7 @@ class Blueprint:
         if type(spec) is Const:
             place = None if spec.mutable else self._constant_places.get(id(spec.value))
             if place is None:
-                place = self._constant_places[id(spec.value)] = self._constant_start + len(self.constants)
+                place = self._constant_places[id(spec.value)] = self.constant_start + len(self.constants)
                 self.constants.append(spec)
             return place
         first = self.held

@@ -66,7 +66,7 @@ class Watch:
     def notice(self, x: Any, trace: TraceRef) -> None:
         if id(x) in self.covered:
             return
-        if any(trace is outside for outside in self.outside) or is_lent_elsewhere(trace):
+        if trace in self.outside or is_lent_elsewhere(trace):
             below = {id(node): node for _, node in reachable(x, set())}
             self.roots = [*(root for root in self.roots if id(root) not in below), x]
             self.covered |= below
@@ -140,7 +140,7 @@ class Loans:
 def is_lent_elsewhere(trace: TraceRef) -> bool:
     """Whether objects that belong to ``trace`` are live ones, which a trace of another thread has borrowed."""
     thread, traces = Loans.now
-    return trace is not None and any(trace is x for x in traces) and thread != threading.get_ident()
+    return trace in traces and thread != threading.get_ident()
 
 
 def wait_for_loans() -> None:

@@ -115,7 +115,7 @@ class _Container:
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any):
-        self = super().__new__(cls)
+        self: Any = super().__new__(cls)
         self._nnx_init_slots()
         return self
 

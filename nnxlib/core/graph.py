@@ -32,6 +32,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, cast
 
 from . import errors
@@ -46,7 +47,7 @@ from .objects import Node, fill_all, new_node, new_nodes, structure_changed
 from .rows import ROOT, SAME, NodeRow, Owner, Row, Spec, VariableRow, count_leaves, leaf_suffixes, value_of
 from .stamps import Stamp
 from .tracing import current_trace
-from .variables import NO_METADATA, Variable, as_stored, make_variable, make_variables
+from .variables import MISSING, NO_METADATA, Variable, as_stored, make_variable, make_variables
 from .walk import Walk
 
 # --- pack -----------------------------------------------------------------------------------------------------------
@@ -186,12 +187,11 @@ def diff(
     """
     # The table as it is now, with the old numbers for the old objects.
     walk = Walk(objects)
-    as_built = _is_as_built(layout, before, objects)
-    if as_built:
-        walk.keep(layout)
-    else:
-        for i, path in enumerate(layout.paths):
-            walk.revisit(i, path)
+    as_built = _as_built(layout, objects)
+    walk.keep(layout, as_built)
+    others = [i for i in range(len(layout.rows)) if i not in as_built]
+    for i in others:
+        walk.revisit(i, layout.paths[i])
     root = walk.run(out, (errors.OUTPUT,))
     _notice(walk.objects[len(objects) :])  # the function may have returned or attached objects from outside
 
@@ -199,13 +199,14 @@ def diff(
     values: list[int] = []
     rows: dict[int, Row] = {}
     for position, i in enumerate(layout.variables):
-        if walk.rows[i] != layout.rows[i]:
+        if i not in as_built and walk.rows[i] != layout.rows[i]:
             rows[i] = walk.rows[i]
         elif peek(walk.cells[i]) is not before[position] or (position in forced and is_read(walk.cells[i])):
             values.append(i)
     returned: dict[int, list[int]] = {}  # which of the arrays that a changed node holds are leaves of the Delta
     arrays_before = iter(before[len(layout.variables) :])
-    for i, row in () if as_built else enumerate(layout.rows):
+    for i in others:  # which are all nodes that hold arrays, and more
+        row = layout.rows[i]
         if type(row) is NodeRow:
             changed = _changed_fields(row, walk.rows[i], arrays_before, walk.arrays[i])
             if changed is not None:
@@ -249,23 +250,26 @@ def _changed_fields(
     return NodeRow(new.type, new.names, tuple(fields), new.marks), held
 
 
-def _is_as_built(layout: Layout, leaves: Sequence[Any], objects: Sequence[Any]) -> bool:
-    """Whether objects made by ``build`` still hold, except for values of Variables, the very things they were given.
+def _as_built(layout: Layout, objects: Sequence[Any]) -> set[int]:
+    """The rows of the objects made by ``build`` that hold, except for values of Variables, what they were given.
 
-    This is faster than describing them again. False also if the objects hold anything that could have changed in place.
+    To see this is faster than to describe them again. It is not seen of nodes that hold arrays, pytrees, or anything
+    else that could have changed in place.
     """
     blueprint, rows = layout.blueprint, layout.rows
-    if not blueprint.only_variables or list(map(type, objects)) != [row.type for row in rows]:
-        return False
-    pool = [*objects, *leaves[len(layout.variables) :], *fresh(blueprint.constants)]
-    for i, names, places in blueprint.contents:
-        held, marks = objects[i]._nnx_contents(), objects[i]._nnx_marks or NO_METADATA
-        if tuple(held) != names or not all(map(operator.is_, held.values(), map(pool.__getitem__, places))):
-            return False
-        if not _holds_same(marks, cast(NodeRow, rows[i]).marks.value):
-            return False
-    metadata = [objects[i]._metadata for i in layout.variables]
-    return all(map(_holds_same, metadata, [const.value for const in blueprint.metadata]))
+    pool = [*objects, *repeat(MISSING, blueprint.constant_start - len(rows)), *fresh(blueprint.constants)]
+    found = {
+        i
+        for i, names, places in blueprint.contents
+        if tuple(held := objects[i]._nnx_contents()) == names
+        and all(map(operator.is_, held.values(), map(pool.__getitem__, places)))
+        and type(objects[i]) is rows[i].type
+        and _holds_same(objects[i]._nnx_marks or NO_METADATA, cast(NodeRow, rows[i]).marks.value)
+    }
+    for i, kind, metadata in zip(layout.variables, blueprint.variable_types, blueprint.metadata, strict=True):
+        if type(objects[i]) is kind and _holds_same(objects[i]._metadata, metadata.value):
+            found.add(i)
+    return found
 
 
 def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:

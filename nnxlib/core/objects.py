@@ -21,7 +21,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -56,8 +56,8 @@ class Node(Identified):
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
-    _nnx_empty: Callable[[type], Any]  # makes a node of a class, with empty slots
-    _nnx_init_slots: Callable[[], None]
+    _nnx_empty: Any  # (cls) -> a node of the class whose slots are empty
+    _nnx_init_slots: Any  # (self): gives them their first values
     _nnx_declares: bool = True  # False for a class with pytree=False: there declarations have no effect, as in flax.nnx
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
@@ -145,7 +145,7 @@ def _nodes_in(values: Any) -> Iterator[Node]:
 
 def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
     """Make an empty node of the running trace, without calling its ``__init__``."""
-    self = kind._nnx_empty(kind)
+    self: Any = cast(Any, kind)._nnx_empty(kind)
     self._nnx_init_slots()
     if marks:
         _set(self, "_nnx_marks", dict(marks))

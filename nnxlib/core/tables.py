@@ -53,6 +53,7 @@ from .variables import NO_METADATA, Variable
 from .walk import Walk
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
+_USES_IN_A_TRACE = 8  # before the first check of a table of fresh objects, which are soon gone, and walked anyway
 
 _serials = itertools.count()
 
@@ -88,7 +89,7 @@ class LiveTable:
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
         self.objects = [None, *objects[1:]]
         self.reliable, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
-        self.used = self.unchecked = 1
+        self.used = self.unchecked = 1 if at_top_level() or CHECK_ALWAYS else _USES_IN_A_TRACE
         self.serial, self.sharing, self.shortcuts = next(_serials), {}, {}
         self.variant, self.variants = None, []
 

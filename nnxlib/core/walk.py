@@ -92,11 +92,14 @@ class Walk:
         """The rows of all objects, in order."""
         return tuple([self.rows[i] for i in range(len(self.objects))])
 
-    def keep(self, layout: Layout) -> None:
-        """In place of :meth:`revisit`, if the known objects are as the layout says, and the nodes hold no arrays."""
-        self.rows, self.paths = dict(enumerate(layout.rows)), dict(enumerate(layout.paths))
-        self.cells = {i: self.objects[i]._cell for i in layout.variables}
-        self.arrays = {i: [] for i in self.rows.keys() - self.cells.keys()}
+    def keep(self, layout: Layout, rows: Iterable[int]) -> None:
+        """In place of :meth:`revisit`, for known objects that are as the layout says, and nodes that hold no arrays."""
+        for i in rows:
+            self.rows[i], self.paths[i] = layout.rows[i], layout.paths[i]
+            if type(layout.rows[i]) is VariableRow:
+                self.cells[i] = self.objects[i]._cell
+            else:
+                self.arrays[i] = []
 
     def leaves(self, numbers: Iterable[int]) -> list[Any]:
         """The leaves of the given rows, then those of the pytree, in the order that ``build`` takes them."""

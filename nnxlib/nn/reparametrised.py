@@ -67,7 +67,7 @@ class _Reparametrised(Module):
         if at_top_level() and not listened() and not _holds_objects((args, kwargs)):
             table = table_of(self)
             leaves = table.leaves()
-            if table.reliable and table.layout.blueprint.only_variables and all_leaves(leaves):
+            if table.reliable and table.layout.blueprint.reliable and all_leaves(leaves):
                 return _call_eagerly(call, self, table, leaves, args, kwargs)
         packed = pack_call(Arguments((self, *args), kwargs))
         _, after = cross(call, packed.layout, packed.leaves)

@@ -81,7 +81,7 @@ class EMA(Pytree):
         """
         averages = dict(to_flat_state(self.params))
         head = f"The values do not fit what this EMA averages (only={shown(self.filter)}); nothing was changed."
-        found = matched(_selected(updates, self.filter), averages, (), head, _OF_THE_SAME_MODEL)
+        found = matched(_selected(updates, self.filter), averages, tuple, head, _OF_THE_SAME_MODEL)
         for average in averages.values():
             average.check_writable()
         set_values(
@@ -111,7 +111,7 @@ class EMA(Pytree):
         live = {layout.paths[i]: objects[i] for i in layout.variables}
         averages = dict(to_flat_state(self.params))
         head = f"This {type(model).__name__} does not fit the EMA."
-        matched(from_flat_state(live), averages, live.keys(), head, _OF_THE_SAME_MODEL)
+        matched(from_flat_state(live), averages, live.keys, head, _OF_THE_SAME_MODEL)
         given = {i: averages.get(layout.paths[i], objects[i]) for i in layout.variables}
         return build(layout, leaves, given)[0]
 

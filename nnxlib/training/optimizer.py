@@ -249,13 +249,16 @@ class Optimizer(Pytree, Generic[M]):
         for path, x in to_flat_state(state(model)):
             if not is_variable(x) and any(end[-len(path) :] == path for end in ends):
                 remedy = _PLAIN.format(path=format_path(path))
-        matched(kept, expected, (), _CHANGED, remedy)
+        matched(kept, expected, tuple, _CHANGED, remedy)
 
     def _gradients(self, grads: Any, params: State, model: Any) -> tuple[State, StateMismatchError | None]:
         """The State of the gradients of the trained Variables, as plain values; if it is one of many examples, also the
         error for a ``tx`` that does not reduce them.
         """
-        untrained = frozenset(to_flat_state(state(model)).paths)
+
+        def untrained() -> frozenset[tuple[Any, ...]]:
+            return frozenset(to_flat_state(state(model)).paths)
+
         head = f"The gradients do not fit what this optimizer trains (wrt={shown(self.wrt)}); nothing was changed."
         expected, misfit = dict(to_flat_state(params)), None
         try:
@@ -412,7 +415,12 @@ def _trained(model: Any, wrt: Filter) -> State:
 
 def added(params: Any, updates: Any) -> Any:
     """Return ``params + updates`` in the dtypes of ``params``, leaf by leaf."""
-    return jax.tree.map(lambda p, u: jnp.asarray(p + u).astype(jnp.asarray(p).dtype), params, updates)
+    return jax.tree.map(_added, params, updates)
+
+
+def _added(param: Any, update: Any) -> Any:
+    moved, dtype = jnp.asarray(param + update), jnp.asarray(param).dtype
+    return moved if moved.dtype == dtype and not moved.weak_type else moved.astype(dtype)
 
 
 def _of_examples(leaves: dict[Any, Any], grads: Any) -> dict[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,14 +49,14 @@ def without_aliases(values: Sequence[Any], others: Sequence[Any] = ()) -> list[A
 
 
 def matched(
-    given: Any, expected: Mapping[Path, Any], ignored: Collection[Path], head: str, remedy: str
+    given: Any, expected: Mapping[Path, Any], ignored: Callable[[], Collection[Path]], head: str, remedy: str
 ) -> dict[Path, Any]:
-    """The plain values in ``given`` at the paths of ``expected``; those at the paths ``ignored`` may be there too.
+    """The plain values in ``given`` at the paths of ``expected``; those at the paths ``ignored()`` may be there too.
 
     Args:
       given: a State, FlatState, a Module, or any pytree with its items at these paths.
       expected: the leaves that the values are for, by path.
-      ignored: paths of leaves that are not wanted.
+      ignored: gives the paths of leaves that are not wanted; only called if there are others than the expected ones.
       head: the first line of the message: what does not fit what.
       remedy: the last.
 
@@ -71,11 +71,18 @@ def matched(
     others = {}
     for keys, leaf in jtu.tree_flatten_with_path(given, is_leaf=is_variable)[0]:
         path = tuple(map(path_key, keys))
-        if not any(path[:n] in expected or path[:n] in ignored for n in range(len(path) + 1)):
-            others[path] = plain(leaf)
+        if path not in expected and not _is_within(path, expected):
+            others[path] = leaf
+    if others:
+        unwanted = ignored()
+        others = {path: plain(leaf) for path, leaf in others.items() if not _is_within(path, unwanted)}
     differences = leaf_differences(expected, found | others)
     refuse([x for x in differences if x.kind != "dtype"], head, remedy)
     return found
+
+
+def _is_within(path: Path, others: Collection[Path]) -> bool:
+    return any(path[:n] in others for n in range(len(path) + 1))
 
 
 _NOTHING = object()

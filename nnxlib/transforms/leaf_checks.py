@@ -41,6 +41,8 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
     Raises:
       ArgumentError: naming the argument, and what to do.
     """
+    if all(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in leaves):  # as they nearly always are
+        return
     places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
     for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
 from ..core.layout import Layout
 from ..core.rows import Tree
-from ..core.tracing import level_of_user
+from ..core.tracing import Tracer, level_of_user
 
 _KEPT = 32  # how many notes
 _IN_A_ROW = 8  # how many traced calls cause a warning
@@ -34,7 +34,7 @@ _IN_A_ROW = 8  # how many traced calls cause a warning
 class _Note(NamedTuple):
     call: int  # the number of the call
     layout: Layout
-    types: dict[tuple, str]  # of the arrays that the trace was given, by path
+    types: dict[tuple, list[Any]]  # of the arrays that the trace was given, by the path of the leaf
 
 
 class Traces:
@@ -51,7 +51,7 @@ class Traces:
     def note(self, layout: Layout, leaves: Sequence[Any]) -> None:
         """Note that a trace has succeeded; warn if the last calls were all traced, and for the same reason."""
         types = {
-            path: ", ".join(map(_type_of, jax.tree.leaves(leaf)))
+            path: [jax.typeof(leaf)] if isinstance(leaf, Tracer) else list(map(jax.typeof, jax.tree.leaves(leaf)))
             for path, leaf in zip(layout.leaf_paths, leaves, strict=True)
             if leaf is not ABSENT
         }
@@ -97,9 +97,9 @@ _KEEP = "Keep what changes from call to call in an array or a Variable, which ar
 _PAD = "Give inputs a common shape (pad them) and dtype."
 
 
-def _type_of(x: Any) -> str:
-    aval = jax.typeof(x)
-    return aval.str_short(short_dtypes=False) + (" (weakly typed)" if getattr(aval, "weak_type", False) else "")
+def _text(types: Iterable[Any]) -> str:
+    weak = {False: "", True: " (weakly typed)"}
+    return ", ".join([t.str_short(short_dtypes=False) + weak[getattr(t, "weak_type", False)] for t in types])
 
 
 def _differences(a: _Note, b: _Note) -> list[Difference]:
@@ -110,9 +110,10 @@ def _differences(a: _Note, b: _Note) -> list[Difference]:
     else:
         found = list(structural_differences(a.layout, b.layout))
     changed = {difference.path for difference in found}
-    for path, type_ in b.types.items():
-        if path not in changed and a.types.get(path, type_) != type_:
-            found.append(Difference(path, "type", a.types[path], type_))
+    for path, types in b.types.items():
+        if path not in changed and a.types.get(path, types) != types:
+            old, new = _text(a.types[path]), _text(types)
+            found += [Difference(path, "type", old, new)] if old != new else []
     return found
 
 

@@ -9,6 +9,7 @@ import nnxlib as nnx
 from nnxlib.core.graph import Delta, build, check_commit, commit, diff, pack
 from nnxlib.core.rows import LEAF, SAME, NodeRow, Ref, VariableRow
 from nnxlib.core.static import Const
+from nnxlib.core.walk import Walk
 
 from .tied import Embed, Net
 
@@ -130,6 +131,15 @@ class Pair(nnx.Module):
         self.parts = nnx.List([nnx.Param(1.0, note="a"), nnx.Dict(x=nnx.Param(2.0))])
 
 
+class Mixed(Pair):
+    """A Pair with more, which has to be looked into."""
+
+    def __init__(self):
+        super().__init__()
+        self.second.config = (bytearray(b"a"),)
+        self.table, self.pytree = jnp.ones(2), (nnx.Param(3.0), 1)
+
+
 def _reorder(m):
     rate = m.rate
     del m.rate
@@ -163,20 +173,42 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_a_glance_at_what_was_built_misses_nothing(edit, monkeypatch):
+IN_PLACE = {
+    "static value": lambda m: m.second.config[0].extend(b"b"),
+    "array of a node": lambda m: setattr(m, "table", jnp.zeros(2)),
+    "Variable in a pytree": lambda m: setattr(m.pytree[0], "value", 4.0),
+    "pytree": lambda m: setattr(m, "pytree", (m.pytree[0], 2)),
+}
+
+
+CASES = {f"{make.__name__}, {name}": (make, edit) for make in (Pair, Mixed) for name, edit in EDITS.items()}
+CASES |= {f"Mixed, {name}": (Mixed, edit) for name, edit in IN_PLACE.items()}
+
+
+@pytest.mark.parametrize(("make", "edit"), CASES.values(), ids=CASES)
+def test_a_glance_at_what_was_built_misses_nothing(make, edit, monkeypatch):
     """Where objects hold what they were given they are not described again; the result is that of describing them."""
-    quick = run(edit, Pair())[1]
-    monkeypatch.setattr("nnxlib.core.graph._is_as_built", lambda *args: False)
-    assert quick == run(edit, Pair())[1]
+    quick = run(edit, make())[1]
+    monkeypatch.setattr("nnxlib.core.graph._as_built", lambda *args: set())
+    assert quick == run(edit, make())[1]
 
 
-def test_what_is_as_it_was_built_is_not_described_again(monkeypatch):
-    """A call that changes values only enters no object; it would take most of the time that a trace takes of ours."""
-    monkeypatch.setattr("nnxlib.core.walk.Walk.revisit", None)
-    assert run(EDITS["value"], Pair())[1].values == (2,)
-    with pytest.raises(TypeError):
-        run(EDITS["attribute"], Pair())
+@pytest.mark.parametrize(
+    ("make", "edit", "rows"),
+    [
+        (Pair, EDITS["value"], []),
+        (Pair, EDITS["attribute"], [0]),
+        (Pair, EDITS["metadata"], [4]),
+        (Mixed, EDITS["value"], [0, 8]),
+    ],
+    ids=["value", "attribute", "metadata", "arrays and mutable values beside it"],
+)
+def test_what_is_as_it_was_built_is_not_described_again(make, edit, rows, monkeypatch):
+    """That would take most of the time that a trace takes of ours."""
+    revisited, revisit = [], Walk.revisit
+    monkeypatch.setattr(Walk, "revisit", lambda self, i, path: (revisited.append(i), revisit(self, i, path))[1])
+    run(edit, make())
+    assert revisited == rows
 
 
 def test_forced_leaves_count_as_changed():

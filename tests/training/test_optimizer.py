@@ -8,6 +8,7 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core.errors import EmptySelectionError, StateMismatchError
 from nnxlib.core.tables import table_of
+from nnxlib.core.walk import Walk
 
 optax = pytest.importorskip("optax")
 
@@ -610,3 +611,23 @@ def test_a_learning_rate_that_ends_with_its_trace_is_told_where_to_keep_it():
     with pytest.raises(nnx.errors.TraceContextError, match=r"at <output>\[1\].tx .*(\n.*)*optax.inject_hyperparams"):
         optimizer.update(model, grads)
     assert optimizer.step[...] == 0
+
+
+def test_an_update_in_a_trace_describes_the_model_once(monkeypatch, unchecked):
+    """Its objects are new ones: to compare a table of theirs with them, as is done now and then, would be to walk them
+    once more for each time that the update asks for their leaves."""
+    entered, enter = [], Walk._enter
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+
+    @nnx.jit
+    def step(model, optimizer, grads):
+        with monkeypatch.context() as within:
+            within.setattr(Walk, "_enter", lambda self, *place: (entered.append(place), enter(self, *place))[1])
+            optimizer.update(model, grads)
+
+    step(model, optimizer, grads)
+    assert len(entered) == len(
+        [x for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Pytree | nnx.List | nnx.Variable)]
+    )

@@ -20,4 +20,4 @@ def test_only_the_first_twenty_problems_are_listed():
     """And how many more there are."""
     expected = {("layers", i): nnx.Param(jnp.ones(2)) for i in range(25)}
     with pytest.raises(StateMismatchError, match=r"layers\[19\]: missing, .*\n  ... and 5 more\nPass another.$"):
-        matched({}, expected, (), "This does not fit.", "Pass another.")
+        matched({}, expected, tuple, "This does not fit.", "Pass another.")
