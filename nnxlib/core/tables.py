@@ -17,8 +17,8 @@ it is certain that no structure has changed since it was made:
 Dicts, lists and States in a pytree that is an attribute are not nodes; changes of them are found as well (foreign.py).
 A graph with parts that can change unnoticed (such as arrays in the slots of a class) is walked at every call. As a
 guard against writes that bypass every check (``object.__setattr__`` from outside), uses number 1, 2, 4, 8, ... of a
-table walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the table no longer describes the object.
-With the environment variable ``NNXLIB_CHECK`` set, every use does.
+table (8, 16, ... of one that was made in a trace) walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError`
+if the table no longer describes the object. With the environment variable ``NNXLIB_CHECK`` set, every use does.
 
 A table does not refer to its root, so a dropped model is freed at once. Copies and pickles of a model have no table.
 """
