@@ -553,14 +553,20 @@ def _pairs(state: Mapping[Any, Any]) -> list[tuple[PathParts, Any]]:
     """List the leaves with their paths, sorted by path."""
     if not isinstance(state, Mapping):
         raise ArgumentError(f"Expected a State or another nested mapping, got {type(state).__name__}.")
-    pairs, stack = [], [((), state._mapping if isinstance(state, State) else state)]
+    top = state._mapping if isinstance(state, State) else state
+    pairs: list[tuple[PathParts, Any]] = []
+    stack = [((), top, iter(sorted_keys(top)))]
     while stack:
-        path, node = stack.pop()
-        # Nearly all are one of the first two; to ask whether something is a Mapping takes as long as all the rest.
-        if type(node) is dict or (not isinstance(node, Variable) and isinstance(node, Mapping)):
-            stack += [((*path, key), node[key]) for key in reversed(sorted_keys(node))]
+        path, level, keys = stack[-1]
+        for key in keys:
+            node = level[key]
+            # Nearly all are one of the first two; to ask whether something is a Mapping takes as long as all the rest.
+            if type(node) is dict or (not isinstance(node, Variable) and isinstance(node, Mapping)):
+                stack.append(((*path, key), node, iter(sorted_keys(node))))
+                break
+            pairs.append(((*path, key), node))
         else:
-            pairs.append((path, node))
+            stack.pop()
     return pairs
 
 

@@ -133,35 +133,44 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
       PathError: for an empty path, and for a path that is a leaf and also the beginning of another path.
     """
     root: dict = {}
-    levels: dict[Path, dict] = {(): root}
-    parent, level = (), root
+    held: dict[int, Any] = {}  # the dicts that are leaves, by id: all others are levels
+    parent, level, kind = None, root, None  # kind: the type of the first key of the level; most levels have one type
     for path, leaf in items:
         if not path:
             raise PathError("The path () is empty: a leaf needs a key, such as ('kernel',).")
         if leaf is empty_node:
-            _level(levels, path)
+            _level(root, path, held)
             continue
-        if path[:-1] != parent:  # sorted paths seldom change their level
-            parent = path[:-1]
-            level = _level(levels, parent)
-        if path[-1] in level and path in levels:
+        above, key = path[:-1], path[-1]
+        if above != parent:  # sorted paths seldom change their level
+            parent, level = above, _level(root, above, held)
+            kind = type(next(iter(level), key))
+        if type(leaf) is dict:
+            held[id(leaf)] = leaf
+        if type(key) is kind and key not in level:
+            level[key] = leaf
+        elif type(below := level.get(key)) is dict and id(below) not in held:
             raise _clash(path)
-        insert(level, path[-1], leaf)
+        else:
+            insert(level, key, leaf)
+            kind = type(next(iter(level)))
     return root
 
 
-def _level(levels: dict[Path, dict], path: Path) -> dict:
-    """Return the level at ``path``, made with those above it where missing."""
-    missing = []
-    while (level := levels.get(path)) is None:
-        missing.append(path)
-        path = path[:-1]
-    for path in reversed(missing):
-        if path[-1] in level:
-            raise _clash(path)
-        levels[path] = {}
-        insert(level, path[-1], levels[path])
-        level = levels[path]
+def _level(root: dict, path: Path, held: Collection[int]) -> dict:
+    """Return the level at ``path``, made with those above it where missing; ``held`` are the ids of other dicts."""
+    level = root
+    for key in path:
+        below = level.get(key)
+        if type(below) is not dict or (held and id(below) in held):
+            if key in level:
+                raise _clash(next(path[: n + 1] for n in range(len(path)) if _level(root, path[:n], held) is level))
+            below = {}
+            if level:
+                insert(level, key, below)
+            else:
+                level[key] = below
+        level = below
     return level
 
 

@@ -82,7 +82,19 @@ def test_a_leaf_that_is_a_dict_is_never_written_into():
     leaf = {}
     with pytest.raises(PathError):
         unflatten_mapping([(("a",), leaf), (("a", "b"), 1)])
+    with pytest.raises(PathError):
+        unflatten_mapping([(("a", "b"), 1), (("a",), leaf)])
+    assert unflatten_mapping([(("a",), leaf), (("a",), {"c": 1}), (("b", "a"), leaf)]) == {
+        "a": {"c": 1},
+        "b": {"a": {}},
+    }
     assert leaf == {}
+
+
+def test_the_error_names_the_leaf_however_deep_it_is():
+    """Not the path below it."""
+    with pytest.raises(PathError, match=r"^a\.b is given a value, but also values below it"):
+        unflatten_mapping([(("a", "b"), 1), (("a", "b", "c", "d"), 1)])
 
 
 def test_the_empty_path_is_an_error():
