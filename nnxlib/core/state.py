@@ -555,7 +555,7 @@ def _pairs(state: Mapping[Any, Any]) -> list[tuple[PathParts, Any]]:
         raise ArgumentError(f"Expected a State or another nested mapping, got {type(state).__name__}.")
     top = state._mapping if isinstance(state, State) else state
     pairs: list[tuple[PathParts, Any]] = []
-    stack = [((), top, iter(sorted_keys(top)))]
+    stack: list[tuple[PathParts, Mapping[Any, Any], Iterator[Any]]] = [((), top, iter(sorted_keys(top)))]
     while stack:
         path, level, keys = stack[-1]
         for key in keys:

@@ -84,10 +84,8 @@ def test_a_leaf_that_is_a_dict_is_never_written_into():
         unflatten_mapping([(("a",), leaf), (("a", "b"), 1)])
     with pytest.raises(PathError):
         unflatten_mapping([(("a", "b"), 1), (("a",), leaf)])
-    assert unflatten_mapping([(("a",), leaf), (("a",), {"c": 1}), (("b", "a"), leaf)]) == {
-        "a": {"c": 1},
-        "b": {"a": {}},
-    }
+    found = unflatten_mapping([(("a",), leaf), (("a",), {"c": 1}), (("b", "a"), leaf)])
+    assert found == {"a": {"c": 1}, "b": {"a": {}}}
     assert leaf == {}
 
 
