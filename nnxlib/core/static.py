@@ -253,10 +253,8 @@ class _Freezer:
             return value
 
     def attributes(self, value: Any) -> Hashable:
-        """An object without a hash, a mutable dataclass or namespace: compared attribute by attribute."""
+        """An object without a hash, such as a mutable dataclass or a namespace: compared attribute by attribute."""
         self.mutable = True
-        if dataclasses.is_dataclass(value):
-            return self.mapping({f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)})
         state: Any = object.__getstate__(value)  # what is in its __dict__; if it has slots, both in a tuple
         if state is None and not hasattr(value, "__dict__"):
             raise StaticValueError(
@@ -265,7 +263,13 @@ class _Freezer:
                 "if it holds arrays."
             )
         attributes, slots = state if type(state) is tuple else (state, None)
-        return self.mapping({**(attributes or {}), **(slots or {})})
+        held = {**(attributes or {}), **(slots or {})}
+        return self.mapping({name: x for name, x in held.items() if not _is_cache(type(value), name)})
+
+
+def _is_cache(kind: type, name: str) -> bool:
+    """Whether an attribute keeps what a cached property has computed, which follows from the others."""
+    return isinstance(getattr(kind, name, None), functools.cached_property)
 
 
 _MUTABLE_CONTAINERS = list, set, deque, bytearray  # instances of a subclass are compared by items and attributes

@@ -211,6 +211,24 @@ class Listing(collections.abc.Sequence):
         return self.items == other.items
 
 
+@dataclasses.dataclass
+class Derived:
+    """A mutable dataclass, which has no hash, with an attribute that is no field."""
+
+    size: int
+
+    def __post_init__(self):
+        self.half = self.size // 2
+
+    @functools.cached_property
+    def double(self):
+        return self.size * 2
+
+
+def change_half(value):
+    value.half = 3
+
+
 def change_slot(value):
     value.rate = 3
 
@@ -222,6 +240,7 @@ def change_dict(value):
 UNHASHABLE = {
     "slots": (lambda: Slots(2), change_slot),
     "slots and attributes": (lambda: Slots(2), change_dict),
+    "dataclass": (lambda: Derived(2), change_half),
     "sequence": (lambda: Listing(1, [2]), lambda value: value.items[1].append(3)),
     "array": (lambda: array.array("i", [1, 2]), lambda value: value.append(3)),
 }
@@ -238,6 +257,13 @@ def test_objects_without_a_hash_are_compared_by_what_they_hold(kind):
     change(value)
     assert const != Const.of(value)
     assert freeze(array.array("i", [1])) != freeze(array.array("I", [1]))
+
+
+def test_what_a_cached_property_keeps_is_not_compared():
+    """An object is the same program before and after somebody has asked for such a property."""
+    used = Derived(2)
+    assert used.double == 4
+    assert Const.of(used) == Const.of(Derived(2))
 
 
 def test_values_that_contain_themselves_are_refused():

@@ -278,6 +278,17 @@ def test_a_change_inside_is_seen_by_the_next_call(kind, change):
     assert_same(nnx.jit(lambda m: nnx.clone(m))(m), eager)
 
 
+def test_a_dataclass_is_all_its_attributes():
+    """Of two models, and of one before and after, a configuration may differ in an attribute that is no field."""
+    net, other, jitted = Net(), Net(), nnx.jit(lambda m: m.array * m.config.factor)
+    for m, factor in (net, 2.0), (other, 3.0):
+        m.config = Config()
+        m.config.factor = factor
+        np.testing.assert_array_equal(jitted(m), m.array * factor)
+    net.config.factor = 4.0
+    np.testing.assert_array_equal(jitted(net), net.array * 4)
+
+
 @pytest.mark.xfail(reason="an object that is hashed by identity is compared by identity: JAX does the same")
 def test_a_plain_object_changed_in_place_is_seen():
     """An attribute of a static object that has neither __eq__ nor __hash__ of its own."""
