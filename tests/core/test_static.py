@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import nnxlib as nnx
 from nnxlib.core.errors import StaticValueError
 from nnxlib.core.static import Const, freeze, same_items
 
@@ -29,8 +30,31 @@ class Closed:
     n: int
 
 
+@dataclasses.dataclass(unsafe_hash=True)
+class Hashed:
+    n: int
+
+
+@dataclasses.dataclass(frozen=True, unsafe_hash=True)
+class ClosedHashed:
+    n: int
+
+
 class Plain:
     pass
+
+
+class Named(nnx.Module):
+    """A Module whose ``==`` looks at its name only."""
+
+    def __init__(self, name):
+        self.name, self.scale = name, nnx.Param(jnp.ones(1))
+
+    def __eq__(self, other):
+        return isinstance(other, Named) and self.name == other.name
+
+    def __hash__(self):
+        return hash(self.name)
 
 
 class Unhashable:
@@ -81,6 +105,14 @@ def closure(n):
     return lambda x: x + n
 
 
+def with_default(n):
+    return lambda x, n=n: x
+
+
+def with_keyword(n):
+    return lambda x, *, n=n: x
+
+
 DIFFERENT = {
     "int and bool": (1, True),
     "int and float": (1, 1.0),
@@ -96,11 +128,14 @@ DIFFERENT = {
     "array shape": (np.zeros((2, 1)), np.zeros((1, 2))),
     "array values": (np.array([1, 2]), np.array([2, 1])),
     "lambda": (lambda x: x + 1, lambda x: x + 2),
-    "default": (lambda x, n=1: x, lambda x, n=2: x),
-    "keyword default": (lambda x, *, n=1: x, lambda x, *, n=True: x),
+    "default": (with_default(1), with_default(2)),
+    "keyword default": (with_keyword(1), with_keyword(True)),
     "closure": (closure(1), closure(1)),
     "partial": (functools.partial(relu, 1), functools.partial(relu, 2)),
     "partial keyword": (functools.partial(relu, x=1), functools.partial(relu, x=True)),
+    "partial of an array": (functools.partial(relu, jnp.ones(1)), functools.partial(relu, jnp.ones(1))),
+    "default that is an array": (with_default(jnp.ones(1)), with_default(jnp.ones(1))),
+    "equal Modules": ((Named("a"),), (Named("a"),)),
     "dataclass": (Open(1, []), Open(1, [1])),
     "frozen dataclass": (Closed(1), Closed(True)),
     "objects": (Plain(), Plain()),
@@ -127,7 +162,7 @@ def test_keys_that_differ_by_a_function_of_another_module():
 
 def test_mutability_is_found_at_any_depth():
     """Only what can be edited in place is copied and compared again."""
-    for value in (1, "a", (1, ("b", None)), relu, Closed(1), frozenset([1]), np.float32(1)):
+    for value in (1, "a", (1, ("b", None)), relu, Closed(1), ClosedHashed(1), frozenset([1]), np.float32(1)):
         assert not Const.of(value).mutable
     for value in (
         [1],
@@ -135,9 +170,11 @@ def test_mutability_is_found_at_any_depth():
         {"a": 1},
         np.zeros(1),
         Open(1, []),
+        Hashed(1),
         types.SimpleNamespace(),
         {1},
         functools.partial(relu, []),
+        with_default([]),
     ):
         assert Const.of(value).mutable
 
@@ -158,6 +195,8 @@ def test_copies_share_the_parts_that_are_compared_by_identity():
     plain, inner = Plain(), closure(1)
     fresh = Const.of([plain, {"f": inner}, jnp.tanh]).fresh()
     assert (fresh[0] is plain, fresh[1]["f"] is inner, fresh[2] is jnp.tanh) == (True, True, True)
+    partial = Const.of(functools.partial(relu, plain, [inner])).fresh()
+    assert (partial.args[0] is plain, partial.args[1][0] is inner) == (True, True)
 
 
 def test_immutable_values_are_not_copied():
@@ -181,18 +220,6 @@ def test_objects_that_cannot_be_compared_are_refused():
 
     with pytest.raises(StaticValueError, match=r"at a\.b of type Slotted .*__eq__ and __hash__"):
         Const.of([Slotted()], ("a", "b"))
-
-
-class Slots:
-    """As ``attrs.define`` makes them: no hash, and attributes in slots; here besides a ``__dict__``."""
-
-    __slots__ = ("__dict__", "rate")
-
-    def __init__(self, rate):
-        self.rate = rate
-
-    def __eq__(self, other):
-        return self.rate == other.rate
 
 
 class Listing(collections.abc.Sequence):
@@ -225,6 +252,42 @@ class Derived:
         return self.size * 2
 
 
+class Slots:
+    """No hash, and attributes in slots besides a ``__dict__``."""
+
+    __slots__ = ("__dict__", "rate")
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def __eq__(self, other):
+        return self.rate == other.rate
+
+
+class OnlySlots:
+    """As ``attrs.define`` makes them: no hash, and attributes in slots."""
+
+    __slots__ = ("rate",)
+
+    __init__, __eq__ = Slots.__init__, Slots.__eq__
+
+
+class Items(collections.abc.Mapping):
+    """As a dict of OmegaConf: no hash, and a reference to the configuration that it is a part of."""
+
+    def __init__(self, **items):
+        self.items_, self.parent = items, {"child": self}
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
 def change_half(value):
     value.half = 3
 
@@ -238,9 +301,11 @@ def change_dict(value):
 
 
 UNHASHABLE = {
-    "slots": (lambda: Slots(2), change_slot),
+    "slots": (lambda: OnlySlots(2), change_slot),
+    "slots beside attributes": (lambda: Slots(2), change_slot),
     "slots and attributes": (lambda: Slots(2), change_dict),
     "dataclass": (lambda: Derived(2), change_half),
+    "mapping": (lambda: Items(a=1, b=[2]), lambda value: value["b"].append(3)),
     "sequence": (lambda: Listing(1, [2]), lambda value: value.items[1].append(3)),
     "array": (lambda: array.array("i", [1, 2]), lambda value: value.append(3)),
 }
