@@ -13,12 +13,13 @@ leaf by leaf (:func:`values_compared`), which also finds what to say of each lea
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .closures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
 from .errors import StateMismatchError, describe
 from .graphdef import Avals, GraphDef, avals_of
@@ -34,9 +35,18 @@ Path = tuple[Any, ...]
 Values = tuple[list[Any], dict[int, Any]]  # of the leaves; and by position, metadata that differs from the layout's
 
 
-def bare_values(leaves: Iterable[Any]) -> list[Any]:
+def bare_values(leaves: Collection[Any]) -> list[Any]:
     """The leaves, with values in place of Variables."""
+    _notice(leaves)
     return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
+
+
+def _notice(leaves: Collection[Any]) -> None:
+    """Tell a trace that watches what it captures that the Variables among some leaves are read."""
+    if Watch.count:
+        for x in leaves:
+            if isinstance(x, Variable):
+                notice(x, x._cell.trace)
 
 
 def unshared_leaves(values: list[Any], count: int) -> list[Any]:
@@ -172,6 +182,7 @@ def values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
     variables = leaves[:n]
     if [type(x) for x in variables] != layout.blueprint.variable_types:
         return None
+    _notice(variables)
     values = all_unshared([x._cell.value for x in variables]) + bare_values(leaves[n:])
     if not have_avals(values, graphdef.avals):
         return None

@@ -115,6 +115,8 @@ class Node(Identified):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Not recursive, so a graph may be of any depth: first empty nodes for all, then their contents.
+        if Watch.count:
+            notice(self, self._nnx_trace)
         originals: list[Node] = []
         stack: list[Node] = [self]
         while stack:
@@ -508,6 +510,8 @@ class Pytree(HasAttributes):
             shell.__setstate__(copy.deepcopy(self.__getstate__(), memo))
 
     def __getstate__(self) -> Any:
+        if Watch.count:
+            notice(self, self._nnx_trace)
         return self._nnx_contents(), self._nnx_marks
 
     def __setstate__(self, state: Any) -> None:

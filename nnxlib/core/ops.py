@@ -79,10 +79,10 @@ class _Snapshot:
       group: some of the leaves.
     """
 
-    __slots__ = ("_trace", "group", "layout", "values")
+    __slots__ = ("group", "layout", "trace", "values")
 
     def __init__(self, layout: Layout, leaves: list[Any], group: Nesting | None = None):
-        self.layout, self.group, self._trace = layout, group, current_trace()
+        self.layout, self.group, self.trace = layout, group, current_trace()
         self.values = unshared_leaves(leaves, len(leaves) if group is not None else len(layout.variables))
 
     def leaves(self) -> list[Any]:
@@ -90,7 +90,7 @@ class _Snapshot:
         kinds, metadata = self.layout.blueprint.variable_types, self.layout.blueprint.metadata
         if self.group is not None:
             kinds, metadata = self.group.sort(kinds), self.group.sort(metadata)
-        made = make_variables(kinds, self.values, fresh(metadata), trace=self._trace)
+        made = make_variables(kinds, self.values, fresh(metadata), trace=self.trace)
         return made + self.values[len(made) :]
 
     def nest(self) -> dict:
@@ -248,6 +248,8 @@ def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> Values | No
     """The values in a State that was split off with this GraphDef, and has not been looked into; else None."""
     source = getattr(states[0], "_source", None) if len(states) == 1 and isinstance(states[0], State) else None
     if not isinstance(source, _Snapshot) or source.group is not None or source.layout is not graphdef.layout:
+        return None
+    if Watch.count and source.trace is not current_trace():  # the Variables of a captured State are to be noticed
         return None
     if not have_avals(source.values, graphdef.avals):
         return None

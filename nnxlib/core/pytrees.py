@@ -20,6 +20,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from .closures import Watch, notice
 from .containers import Dict, List, holds_data
 from .data import explicit_mark, is_data, is_node
 from .foreign import Foreign
@@ -219,6 +220,8 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
 
 
 def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
+    if Watch.count:
+        notice(node, node._nnx_trace)
     level = node._nnx_tree
     if level is None or level.stamp.valid != level.valid:
         level = _level(node)
@@ -229,6 +232,8 @@ def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
 
 
 def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | GraphShape]:
+    if Watch.count:
+        notice(node, node._nnx_trace)
     level = node._nnx_tree
     if level is None or level.stamp.valid != level.valid:
         level = _level(node)

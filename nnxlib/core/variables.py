@@ -100,7 +100,7 @@ class Variable(ArrayOperators[A], Identified):
         for hook in as_hooks(metadata.get("on_create_value", ())):
             value = hook(self, value)
         if isinstance(value, Variable):
-            value = value._value
+            value = value.get_raw_value()
         value = placed(value, metadata, type(self)) if "out_sharding" in metadata else value
         cell.value = as_stored(value, metadata) if "ref" in metadata else value
 
@@ -179,7 +179,7 @@ class Variable(ArrayOperators[A], Identified):
           TraceContextError: under another trace than that which made this Variable.
         """
         self.check_writable()
-        self._store(value._value if isinstance(value, Variable) else value)
+        self._store(value.get_raw_value() if isinstance(value, Variable) else value)
 
     def _store(self, value: Any) -> None:
         """Write a value without checks; into the Ref, if the present one is kept in one."""
@@ -318,9 +318,9 @@ class Variable(ArrayOperators[A], Identified):
 
     def copy(self: V, value: Any = MISSING, **metadata: Any) -> V:
         """Return a new Variable of the same class, with the value and metadata replaced where given."""
-        raw = self._value if value is MISSING else value
+        raw = self if value is MISSING else value
         if isinstance(raw, Variable):
-            raw = raw._value
+            raw = raw.get_raw_value()
         metadata = {**self._metadata, **metadata} if metadata else self._metadata
         return make_variable(type(self), as_stored(raw, metadata) if "ref" in metadata else unshared(raw), metadata)
 
@@ -338,7 +338,7 @@ class Variable(ArrayOperators[A], Identified):
     def update_from_state(self, variable_state: Variable[A]) -> None:
         """Take over the value and metadata of ``variable_state``, without hooks."""
         self.check_writable()
-        self._store(unshared(variable_state._value))
+        self._store(unshared(variable_state.get_raw_value()))
         if not same_items(variable_state._metadata, self._metadata):
             self._replace_metadata(dict(variable_state._metadata))
 
@@ -353,7 +353,7 @@ class Variable(ArrayOperators[A], Identified):
     def __deepcopy__(self: V, memo: dict) -> V:
         new = make_variable(type(self), None, NO_METADATA)
         memo[id(self)] = new
-        new._cell.value = copy_lib.deepcopy(self._value, memo)
+        new._cell.value = copy_lib.deepcopy(self.get_raw_value(), memo)
         if self._metadata:
             _set(new, "_metadata", copy_lib.deepcopy(self._metadata, memo))
         return new
@@ -577,10 +577,14 @@ _EMPTY = _Metadata(NO_METADATA)
 
 
 def _flatten(v: Variable) -> tuple[tuple[Any], _Metadata]:
+    if Watch.count:
+        notice(v, v._cell.trace)
     return (v._cell.value,), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
 
 
 def _flatten_with_keys(v: Variable) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
+    if Watch.count:
+        notice(v, v._cell.trace)
     return ((_VALUE_KEY, v._cell.value),), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
 
 

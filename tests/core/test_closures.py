@@ -1,5 +1,6 @@
 """Closures (promise 6): what a jitted function refers to is seen as it is now, and its changes come out."""
 
+import copy
 import functools
 import gc
 import threading
@@ -111,6 +112,116 @@ def test_a_variable_by_itself():
     assert [add(2.0).item(), add(2.0).item()] == [3, 5]
     total.value = jnp.array(10.0)
     assert add(1.0).item() == 11 == total.value.item()
+
+
+READS = {
+    "value": lambda v: v.value,
+    "item": lambda v: v[...],
+    "get_value": lambda v: v.get_value(),
+    "raw_value": lambda v: v.raw_value,
+    "get_raw_value": lambda v: v.get_raw_value(),
+    "array": lambda v: jnp.asarray(v),
+    "operator": lambda v: v * 1,
+    "method": lambda v: v.sum(),
+    "copy": lambda v: v.copy().value,
+    "replace": lambda v: v.replace(layer=1).value,
+    "pure": lambda v: nnx.pure(v),
+    "state": lambda v: nnx.state(v).value,
+    "clone": lambda v: nnx.clone(v).value,
+    "leaves": lambda v: jax.tree.leaves(v)[0],
+    "copy_from": lambda v: (new := nnx.Variable(0.0), new.copy_from(v))[0].value,
+    "deepcopy": lambda v: copy.deepcopy(v).value,
+    "another Variable": lambda v: nnx.Variable(v).value,
+    "assigned": lambda v: (new := nnx.Variable(0.0), setattr(new, "value", v))[0].value,
+    "assigned as it is": lambda v: (new := nnx.Variable(0.0), new.set_raw_value(v))[0].value,
+    "raw JAX": lambda v: jax.jit(lambda v: v.value)(v),
+    "pickle": lambda v: v.__reduce__()[2][0],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("held", [False, True], ids=["named", "held in a list"])
+def test_every_way_to_read_a_variable_is_seen(read, held):
+    """Whichever way a function reads a captured Variable, the next call has its present value."""
+    v = nnx.Variable(jnp.array(1.0))
+    container = [v]
+    f = nnx.jit((lambda x: x * READS[read](container[0])) if held else (lambda x: x * READS[read](v)))
+    assert f(2.0).item() == 2
+    v.value = jnp.array(5.0)
+    assert f(2.0).item() == 10
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["unknown", "described before"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m: nnx.state(m)["w"].value,
+        lambda m: nnx.split(m)[1]["w"].value,
+        lambda m: nnx.clone(m).w.value,
+        lambda m: nnx.flatten(m)[1][1][1].value,
+        lambda m: nnx.jit(lambda m: m.w.value)(m),
+        lambda m: jax.tree.leaves(m)[1],
+        lambda m: nnx.unpack(m)._state["w"].value,
+        lambda m: jax.grad(lambda m: (m.w**2).sum() / 2, allow_int=True)(m).w.value,
+        lambda m: jax.tree.map(lambda x: x, m).w.value,
+        lambda m: copy.deepcopy(m).w.value,
+    ],
+    ids=["state", "split", "clone", "flatten", "jit", "leaves", "unpack", "grad", "map", "deepcopy"],
+)
+def test_a_captured_module_taken_apart_has_its_present_values(read, described):
+    """Also if it was described before, outside of the trace."""
+    layer = Layer()
+    holder = [layer]
+    if described:
+        nnx.state(layer)
+        nnx.jit(lambda m: m(X))(layer)
+    f = nnx.jit(lambda x: x @ read(holder[0]))
+    np.testing.assert_array_equal(f(X), X @ layer.w.value)
+    layer.w.value *= 3
+    np.testing.assert_array_equal(f(X), X @ layer.w.value)
+
+
+def updated(graphdef, state):
+    model = nnx.merge(graphdef, jax.tree.map(jnp.zeros_like, state))
+    nnx.update(model, state)
+    return model
+
+
+@pytest.mark.parametrize("looked_into", [False, True], ids=["as split", "looked into"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        nnx.merge,
+        updated,
+        lambda graphdef, state: nnx.merge(graphdef, state.flat_state()),
+        lambda graphdef, state: nnx.merge(graphdef, dict(state)),
+        lambda graphdef, state: nnx.merge(graphdef, jax.tree.leaves(state)),
+        lambda graphdef, state: lambda x: nnx.call((graphdef, state))(x)[0],
+    ],
+    ids=["merge", "update", "flat", "dict", "list", "call"],
+)
+def test_a_captured_state_is_an_input(made, looked_into):
+    """Its Variables are live objects: their present values are seen, and so are others in their place."""
+    layer = Layer()
+    graphdef, state = nnx.split(layer)
+    if looked_into:
+        assert state["w"].shape == (2, 2)
+    f = nnx.jit(lambda x: made(graphdef, state)(x))
+    np.testing.assert_array_equal(f(X), expected(layer))
+    state["w"].value = layer.w.value = layer.w.value * 3
+    np.testing.assert_array_equal(f(X), expected(layer))
+    state["w"] = layer.w = nnx.Param(jnp.zeros((2, 2)))
+    np.testing.assert_array_equal(f(X), expected(layer))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_captured_module_has_its_present_settings(copied):
+    """Static attributes, too, of a Module that is neither called nor read otherwise."""
+    holder = [Layer()]
+    f = nnx.jit(lambda x: x * copied(holder[0]).scale)
+    assert f(1.0).item() == 2
+    holder[0].scale = 3
+    assert f(1.0).item() == 3
 
 
 def test_an_argument_that_is_captured_too():

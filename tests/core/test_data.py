@@ -137,6 +137,18 @@ def test_explicit_data_and_static():
     assert jax.tree.leaves(m) == [5]
 
 
+def test_a_value_that_is_there_may_be_declared_later():
+    """The declaration alone is a change of structure, which a compiled function sees."""
+    m, program = nnx.Dict(steps=2), nnx.jit(lambda m: isinstance(m.steps, jax.core.Tracer))
+    assert not program(m)
+    m.steps = nnx.data(m.steps)
+    assert program(m)
+    assert state_paths(m) == [("steps",)]
+    m.steps = nnx.static(m.steps)
+    assert not program(m)
+    assert state_paths(m) == []
+
+
 def test_annotations_declare_data_and_static():
     """`x: nnx.Data[...]` and `nnx.Static[...]` in the class do the same."""
 

@@ -204,6 +204,15 @@ def test_lists_and_dicts_become_nodes_on_assignment():
     assert state_paths(m) == [("tree", "a", 0, "w"), ("tree", "a", 1, 0, "b", 0), ("w",)]
 
 
+def test_a_list_of_arrays_alone_becomes_a_node_unless_it_is_declared_data():
+    """An item that is set later is seen like any other; what is declared data stays a pytree of built-in containers."""
+    m = Layer()
+    m.buffers, m.batch = [jnp.zeros(1), jnp.ones(1)], nnx.data([jnp.zeros(1)])
+    assert (type(m.buffers), type(m.batch)) == (nnx.List, list)
+    m.buffers, m.batch = {"x": jnp.zeros(1)}, {"x": jnp.zeros(1)}
+    assert (type(m.buffers), type(m.batch)) == (nnx.Dict, dict)
+
+
 def test_structural_changes_are_noticed_and_values_are_not():
     """Replacing an array by an array is no change of structure; a static value, another type, a deletion are."""
     m = Net()
@@ -625,6 +634,25 @@ def test_properties_and_descriptors():
         m.fixed = 2
 
 
+def test_a_setter_is_given_what_is_assigned():
+    """A list is handed to it as it is, and becomes a node where the setter keeps it."""
+    given = []
+
+    class Gauge(nnx.Module):
+        @property
+        def sizes(self):
+            return self._sizes
+
+        @sizes.setter
+        def sizes(self, value):
+            given.append(value)
+            self._sizes = value
+
+    m, sizes = Gauge(), [1, 2]
+    m.sizes = sizes
+    assert (given[0] is sizes, type(m.sizes)) == (True, nnx.List)
+
+
 def test_cached_property():
     """functools.cached_property computes once, and its value is an attribute that jit sees."""
 
@@ -938,6 +966,13 @@ def test_cloudpickle_of_a_local_class():
     made = cloudpickle.loads(cloudpickle.dumps(Local()))
     assert made(2.0).tolist() == [2, 2]
     assert nnx.jit(lambda m, x: m(x))(made, 2.0).tolist() == [2, 2]
+
+
+def test_a_deep_copy_has_the_structure_of_the_original():
+    """A jitted function without a name is itself in the copy, so that the copy runs the compiled functions too."""
+    m = Layer()
+    m.act = jax.jit(lambda x: x + 1)
+    assert nnx.graphdef(copy.deepcopy(m)) == nnx.graphdef(m)
 
 
 def test_a_deep_copy_of_several_modules_keeps_what_they_share():

@@ -720,6 +720,20 @@ def test_a_ref_is_read_and_written_in_place():
     assert (nnx.Param(1).ref, nnx.Param(1, ref=False).ref, nnx.Param(1, ref=False).get_raw_value()) == (False, False, 1)
 
 
+def test_a_ref_that_was_given_as_the_value_is_replaced():
+    """Without ``ref=True`` a Ref is a value like any other; and with ``ref=False`` a value may have another shape."""
+    ref = jax.new_ref(jnp.zeros(3))
+    v = nnx.Variable(ref)
+    v.value = new = jnp.ones(2)
+    assert (v.value is new, ref[...].tolist()) == (True, [0, 0, 0])
+    v.set_raw_value(ref)
+    v.set_raw_value(new)
+    assert (v.value is new, ref[...].tolist()) == (True, [0, 0, 0])
+    v = nnx.Variable(jnp.zeros(3), ref=False)
+    v.value = new
+    assert v.value is new
+
+
 def test_a_copy_has_a_ref_of_its_own():
     """Or an array, as the metadata of the copy say."""
     v, ref = kept_in_a_ref()
