@@ -71,7 +71,7 @@ def listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
       StateMismatchError: if the list has another number of leaves.
     """
     leaves = states[0] if len(states) == 1 else None
-    if type(leaves) is not list or not leaves or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
+    if type(leaves) is not list or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
         return states
     expected = FlatState(zip(layout.leaf_paths, layout.leaf_paths, strict=True)).paths
     if len(leaves) != len(expected):
@@ -79,7 +79,7 @@ def listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
             f"Expected {len(expected)} leaves, those of all States in their order, got {len(leaves)}; nothing was made."
             " Pass jax.tree.leaves(state) of the whole state, or the State itself."
         )
-    return (FlatState.from_sorted_keys_values(expected, leaves),) if expected != ((),) else (leaves[0],)
+    return (FlatState.from_sorted_keys_values(expected, leaves),)
 
 
 def in_layout_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:

@@ -322,7 +322,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     values, metadata = _values_to_write(layout, leaves, objects, (state, *states), strict)
     # Most are committed. The leaves of a pytree around the objects are set in the container that holds them, and those
     # that are kept in a Ref are written there, which is possible under any trace.
-    own = range(len(leaves) - (0 if isinstance(node, Node) else count_leaves(layout.root)), len(leaves))
+    own = range(len(leaves) - count_leaves(layout.root), len(leaves))
     items = [(*_settable(node, layout.leaf_paths[k]), values.pop(k)) for k in own if k in values]
     in_refs = {k: values.pop(k) for k in layout.in_refs & values.keys() - metadata.keys()}
     _write(layout, leaves, objects, values, metadata)
@@ -437,7 +437,7 @@ def map(f: Callable[[Path, Any], Any], node: A, /, *, recreate_variables: bool =
     >>> nnx.map(lambda path, v: v * 2, nnx.Dict(a=nnx.Param(1.0))).a
     Param(2.0)
     """
-    layout, leaves, objects = pack(node) if isinstance(node, State) else _packed(node)
+    layout, leaves, objects = _packed(node)
     own = [*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]]
     result = _result if recreate_variables else lambda leaf, new: new
     new = [result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, own, strict=True)]

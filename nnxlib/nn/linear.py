@@ -386,9 +386,9 @@ def _axes_of_kernel(equation: str, kernel_shape: tuple[int, ...], ndim: int) -> 
     before, dots, after = operands.split(",")[1].partition("...")
     sizes = dict(zip(before, kernel_shape, strict=False))
     sizes |= dict(zip(reversed(after), reversed(kernel_shape), strict=False))
-    shared = kernel_shape[len(before) : len(kernel_shape) - len(after)] if dots else ()
+    shared = kernel_shape[len(before) : len(kernel_shape) - len(after)]
     before, dots, after = output.partition("...")
-    free = ndim - len(before) - len(after) - len(shared) if dots else 0
+    free = ndim - len(before) - len(after) - len(shared)
     middle = (1,) * free + shared if dots else ()
     return (*[sizes.get(c, 1) for c in before], *middle, *[sizes.get(c, 1) for c in after])
 

@@ -333,6 +333,25 @@ def test_update_with_a_wrong_state(make, message):
     assert same(snapshot(m), before)
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: nnx.state(nnx.Dict(c=nnx.Param(jnp.zeros(2)), d=nnx.Param(jnp.ones(2)))),
+        lambda: nnx.state(nnx.Dict(a=nnx.BatchStat(jnp.zeros(2)), b=nnx.Param(jnp.ones(2)))),
+        lambda: nnx.state(nnx.Dict(a=nnx.Param(jnp.zeros(2)), b={"b": nnx.Param(jnp.ones(2))})),
+    ],
+    ids=["names", "types", "levels"],
+)
+@pytest.mark.parametrize("looked_into", [False, True], ids=["as split", "looked into"])
+def test_merge_with_the_state_of_another_model_of_the_same_shapes(state, looked_into):
+    """Leaves go by path and type, not by their order."""
+    graphdef, state = nnx.graphdef(nnx.Dict(a=nnx.Param(jnp.zeros(2)), b=nnx.Param(jnp.ones(2)))), state()
+    if looked_into:
+        assert len(state) == 2
+    with pytest.raises(StateMismatchError, match="nothing was made"):
+        nnx.merge(graphdef, state)
+
+
 def test_merge_with_missing_leaves():
     """Missing paths are listed with what was expected there, beside the unexpected ones."""
     graphdef, state = nnx.split(Net())
@@ -407,6 +426,17 @@ def test_update_writes_in_place():
     assert (m.scale.item(), m.pair[1].tolist(), m.pair[0].value.tolist()) == (6, [6], [5])
 
 
+@pytest.mark.parametrize(
+    "form", [lambda state: state, lambda state: state.flat_state(), dict], ids=["nested", "flat", "dict"]
+)
+def test_update_takes_copies_of_lists_and_dicts(form):
+    """A value that is edited in place afterwards is that of one Variable."""
+    model, state = Bag(), nnx.state(Bag())
+    nnx.update(model, form(state))
+    state["tree"].value["a"].append(2.0)
+    assert model.tree.value == {"a": [1.0]}
+
+
 def test_update_with_a_part_of_the_state():
     """Leaves that the State does not have stay; several States may be given."""
     m = Net()
@@ -468,6 +498,15 @@ def test_values_one_level_below_their_variables():
     assert state.layers[1].w.value is other.layers[1].w.value
     written = {"w": {"value": jnp.zeros(2)}, "mean": {"value": jnp.ones(2)}}
     assert nnx.merge(nnx.graphdef(net.first), written).mean.value is written["mean"]["value"]
+
+
+def test_a_part_of_a_value_that_is_a_mapping_is_not_its_value():
+    """The key ``value`` in it is one of its own."""
+    model = nnx.Dict(v=nnx.Variable({"value": 1.0, "other": 2.0}))
+    with pytest.raises(StateMismatchError, match=r"v\.value: unexpected"):
+        nnx.update(model, nnx.FlatState({("v", "value"): 5.0}))
+    nnx.update(model, {"v": {"value": 3.0, "other": 4.0}})
+    assert model.v.value == {"value": 3.0, "other": 4.0}
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"value": x}], ids=["bare", "below"])
@@ -547,6 +586,13 @@ def test_update_inside_vmap_sees_one_example():
         return nnx.state(m)
 
     assert jax.vmap(one)(state).w.value.tolist() == [[2, 2]] * 3
+
+    def reset(state):
+        m = nnx.merge(graphdef, state)
+        nnx.update(m, {"w": jnp.zeros((4, 2))})
+        return m.w.value
+
+    assert jax.vmap(reset)(state).shape == (3, 4, 2)
 
 
 def test_update_is_seen_by_a_jitted_function():

@@ -642,6 +642,22 @@ def test_int_keys_are_found_under_their_names():
     assert mixed == State({0: 1, "0": 3})
 
 
+def test_a_further_key_value_is_for_variables():
+    """As in a checkpoint; what is no Variable has none."""
+    state = State({"a": 1.0, "v": Param(2.0)})
+    state.replace_by_pure_dict({"v": {"value": 3.0}})
+    assert state.v.value == 3.0
+    with pytest.raises(StateMismatchError, match=r"a\.value: unexpected float"):
+        state.replace_by_pure_dict({"a": {"value": 3.0}})
+
+
+def test_none_replaces_what_has_leaves():
+    """In place of a value without leaves, which a checkpoint stores as None, it changes nothing."""
+    state = State({"a": Param(1.0), "empty": Param(())})
+    state.replace_by_pure_dict({"a": None, "empty": None})
+    assert (state.a.value, state.empty.value) == (None, ())
+
+
 def test_replace_fn_decides():
     """`replace_fn(leaf, value)` makes the new leaf."""
     state = State({"a": Param(1.0), "b": 2})
