@@ -371,6 +371,7 @@ WRONG = {
     "no jvp": (lambda: nnx.custom_jvp(product)(Net(), A), r"CustomJvp\(product\) has no rule yet"),
     "no pair": (with_rule(product, gives((None, None))), r"forward rule must return a pair \(output, residuals\)"),
     "count": (with_rule(same, gives((None,))), "each of the 2 arguments .* but it returned 1 values"),
+    "no pair of three": (with_rule(lambda m, a: (product(m, a), (), ()), gives((None, None))), "must return a pair"),
     "no tuple": (with_rule(same, gives(nnx.State({}))), "each of the 2 arguments .* but it returned State"),
     "shape": (with_rule(same, gives((nnx.State({"x": jnp.ones(3)}), None))), r"args\[0\].x must be float32\[\]"),
     "no State": (with_rule(same, gives((A, None))), r"Module at args\[0\] must be a State"),
@@ -460,6 +461,41 @@ def test_the_gradient_of_a_numpy_array_has_the_dtype_that_it_has_in_jax():
     scaled.defvjp(lambda m, x: (scaled(m, x), (m, x)), backward)
     of_m = nnx.grad(lambda m: scaled(m, np.ones(3)).sum())(Net(2.0, 3.0))
     np.testing.assert_array_equal(of_m.x.value, 3.0)
+
+
+def test_rules_get_all_arguments_by_position():
+    """Those that were given by name, and the defaults of those that were left out."""
+    seen = []
+    f = nnx.custom_vjp(lambda x, scale=2.0, shift=0.0: x * scale + shift)
+    f.defvjp(lambda *args: (f(*args), seen.append(len(args))), lambda residuals, g: (10.0 * g[1], None, 5.0 * g[1]))
+    assert jax.grad(f)(3.0).item() == 10
+    assert jax.grad(lambda x: f(scale=x, x=3.0))(1.0).item() == 0
+    assert jax.grad(lambda x: f(1.0, shift=x))(1.0).item() == 5
+    assert set(seen) == {3}
+
+
+def test_a_part_that_is_changed_and_taken_away():
+    """Its Variable does not come back, so there is no gradient of what the function has left in it."""
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.net, self.z = Net(), nnx.Param(jnp.array(5.0))
+
+    def use_up(m, a):
+        net = m.net
+        net.x.value = net.x * 2
+        del m.net
+        return net.x * m.z * a
+
+    f = nnx.custom_vjp(use_up)
+    f.defvjp(
+        lambda m, a: ((x := m.net.x.value), (f(m, a), x))[1],
+        lambda x, g: (nnx.State({"net": {"x": nnx.Param(100 * g[1])}, "z": nnx.Param(2 * x * A * g[1])}), None),
+    )
+    m = Holder()
+    grads = nnx.grad(f)(m, A)
+    assert (grads.net.x.item(), grads.net.y.item(), grads.z.item()) == (100, 0, 6)
+    assert not hasattr(m, "net")
 
 
 def test_a_keyword_only_argument_is_an_error():

@@ -83,6 +83,14 @@ def test_an_output_with_a_module(name):
     assert m.stat.value.tolist() == [1.0, 0.75]
 
 
+@pytest.mark.parametrize("transform", [nnx.jacfwd, nnx.jacrev, nnx.hessian])
+def test_keyword_arguments(transform):
+    """They reach the function, and are not differentiated."""
+    f = lambda x, *, scale, m: (scale * m.b * x**3).sum()
+    found = transform(f)(X, scale=2.0, m=Net())
+    assert_close(found, getattr(jax, transform.__name__)(lambda x: f(x, scale=2.0, m=Net()))(X))
+
+
 def test_hessian():
     """A State with a State in each leaf, equal to that of JAX; state changes once."""
     m = Net()
