@@ -179,12 +179,11 @@ class Layout:
     @functools.cached_property
     def nesting(self) -> Nesting | None:
         """How all leaves stand in nested dicts; None if JAX cannot flatten these."""
-        lengths = set(map(len, self.leaf_paths))
-        if 0 in lengths or max(lengths, default=0) >= _DEEPEST_TREE:
+        if max(map(len, self.leaf_paths), default=0) >= _DEEPEST_TREE:
             return None
         try:
             return Nesting(self.leaf_paths)
-        except ValueError:  # JAX cannot sort the keys
+        except ValueError:  # a leaf by itself has no key, or JAX cannot sort the keys
             return None
 
     def grouped(self, filters: Hashable, groups: Callable[[], Iterable[Sequence[tuple]]]) -> list[Nesting]:

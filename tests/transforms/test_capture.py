@@ -570,6 +570,26 @@ def test_a_choice_of_modules_that_takes_none():
         nnx.capture(Net(), method_outputs=nnx.Intermediate, only=nnx.Conv)(X)
 
 
+def test_an_error_is_not_hidden_by_a_choice_that_took_none():
+    """What was wrong first is what the user is told."""
+
+    class Failing(Net):
+        def __call__(self, x):
+            self.layers[0](x)
+            raise RuntimeError("of the model")
+
+    with pytest.raises(RuntimeError, match="of the model"):
+        nnx.capture(Failing(), method_outputs=nnx.Intermediate, only=nnx.BatchNorm)(X)
+
+
+def test_a_function_that_refers_to_a_model_and_to_a_part_of_it():
+    """The model is meant, whichever it names first."""
+    model = Net()
+    for part, whole in ((model.layers[0], model), (model, model.layers[0])):
+        _, recorded = nnx.capture(lambda x, a=part, b=whole: a(x) + b(x), nnx.Intermediate)(X)
+        assert sorted(recorded) == ["layers", "result"]
+
+
 def test_init_for_another_model():
     state = nnx.State({"head": {"delta": nnx.Perturbation(X)}})
     with pytest.raises(errors.PathError, match=r"has a Perturbation at head\.delta, and Net has no head"):

@@ -289,6 +289,20 @@ def test_a_change_inside_is_seen_by_the_next_call(kind, change):
     assert_same(nnx.jit(lambda m: nnx.clone(m))(m), eager)
 
 
+def test_settings_with_one_hash():
+    """Python gives -1 and -2 the same hash; programs of them are two."""
+    jitted = nnx.jit(lambda m: m.w * m.scale)
+    for scale in (-1, -2, -1.0, -2.0):
+        m = Layer()
+        m.scale = scale
+        np.testing.assert_array_equal(jitted(m), m.w * scale)
+    settings = nnx.jit(lambda m: m.w * m.scales[0])
+    for scales in ((-1,), (-2,), [-1], [-2]):
+        m = Layer()
+        m.scales = nnx.static(scales)
+        np.testing.assert_array_equal(settings(m), m.w * scales[0])
+
+
 def test_a_dataclass_is_all_its_attributes():
     """Of two models, and of one before and after, a configuration may differ in an attribute that is no field."""
     net, other, jitted = Net(), Net(), nnx.jit(lambda m: m.array * m.config.factor)
