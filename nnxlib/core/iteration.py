@@ -14,7 +14,6 @@ import jax.tree_util as jtu
 from .data import is_array, is_bound_method, is_node
 from .filters import Filter, to_predicate
 from .objects import Node, new_node
-from .state import State
 from .tracing import boundary
 from .traversals import sorted_keys
 from .variables import Variable
@@ -33,7 +32,7 @@ def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]
         is_plain_list = isinstance(value, list) and len(held) == len(value)
         names = [name for name in held if type(held[name]) not in but] if but else held
         return [((name,), held[name]) for name in (names if is_plain_list else sorted_keys(names))]
-    if is_node(value) or isinstance(value, State) or (jtu.all_leaves([value]) and not is_bound_method(value)):
+    if is_node(value) or (jtu.all_leaves([value]) and not is_bound_method(value)):
         return []
     if type(value) in (tuple, list) and jtu.all_leaves(value):
         return [((i,), x) for i, x in enumerate(value) if type(x) not in but]

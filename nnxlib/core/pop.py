@@ -15,7 +15,7 @@ from .errors import UsageError, format_path
 from .filters import Filter, first_of, refuse_node_classes, to_predicate
 from .iteration import places
 from .objects import HasAttributes, Node, check_writable
-from .state import state_of_items
+from .state import State, state_of_items
 from .tracing import boundary, current_trace
 from .variables import Variable, all_unshared, make_variables
 
@@ -73,7 +73,7 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
         if group is None:
             group = chosen[identity] = groups[first_to_take(path, x)]
             group.append((path, x))
-        if group is not left and isinstance(holder, Node | dict | list):
+        if group is not left and isinstance(holder, Node | dict | list | State):
             found.append((holder, path[-1]))
             removable.add(identity)
     for path, x in (item for group in taken for item in group):

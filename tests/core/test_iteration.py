@@ -1,5 +1,7 @@
 """Iterating over a graph: what is where, and what is reached by several paths."""
 
+import numpy as np
+
 import nnxlib as nnx
 
 from .models import Layer, Net
@@ -20,6 +22,16 @@ def test_iter_graph_of_pytrees():
     """A list of Modules is walked like a Module that holds them."""
     a = Layer()
     assert [path for path, _ in nnx.iter_graph([a, {"x": a}])] == [(0, "mean"), (0, "w"), (0,), ()]
+
+
+def test_iter_graph_of_states_and_bound_methods():
+    """The Variables in a State that a Module holds are found, and the Modules of methods, of each."""
+    a, b = Layer(), Layer()
+    m = nnx.Dict(ema=nnx.state(nnx.Dict(x=a)), f=a.__call__, g=b.__call__)
+    found = [path for path, x in nnx.iter_graph(m) if isinstance(x, nnx.Variable)]
+    assert found == [path for path, _ in nnx.to_flat_state(nnx.state(m))]
+    doubled = nnx.recursive_map(lambda path, x: x.copy(x * 2) if isinstance(x, nnx.Variable) else x, m)
+    np.testing.assert_array_equal(doubled.ema["x"]["w"].value, 2 * a.w.value)
 
 
 def test_iter_graph_while_the_graph_is_edited():

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.errors import InvalidFilterError
 
-from .models import Net, paths, same, snapshot
+from .models import Layer, Net, paths, same, snapshot
 
 
 def test_pop_removes_what_filters_take():
@@ -69,3 +70,52 @@ def test_pop_from_a_closed_over_model_is_refused_and_changes_nothing():
 
     assert f(1.0).item() == 2
     assert same(snapshot(model), before)
+
+
+def test_pop_from_several_of_which_one_is_closed_over_changes_none():
+    """What belongs to the trace is as it was, too."""
+    model = Net()
+
+    def inside(x):
+        own = nnx.clone(model)
+        with pytest.raises(nnx.TraceContextError):
+            nnx.pop({"a": model, "b": own}, nnx.BatchStat)
+        assert hasattr(own.first, "mean")
+        return x
+
+    jax.jit(inside)(1.0)
+    assert hasattr(model.first, "mean")
+
+
+def test_pop_in_a_jitted_function_that_refers_to_the_model():
+    """Also if there was nothing to take when it was compiled."""
+    holder = [nnx.Dict(x=nnx.Param(1.0))]
+    take = nnx.jit(lambda: nnx.pop(holder[0], nnx.Intermediate))
+    assert take() == {}
+    holder[0].y = nnx.Intermediate(2.0)
+    assert take()["y"].value == 2.0
+    assert list(holder[0]) == ["x"]
+
+
+def test_pop_returns_variables_of_its_own():
+    """Who still has one of those that were taken out has it for himself."""
+    model = Net()
+    mean = model.first.mean
+    popped = nnx.pop(model, nnx.BatchStat)
+    popped.first.mean.value = jnp.full(2, 7.0)
+    assert mean.value.tolist() != [7, 7]
+
+
+def test_pop_refuses_the_class_of_a_module():
+    """It would take nothing: filters see Variables and arrays."""
+    with pytest.raises(InvalidFilterError, match="Layer selects nothing"):
+        nnx.pop(Net(), Layer)
+
+
+def test_pop_from_a_state_that_a_module_holds():
+    """As from its dicts: `state`, `pop` and `iter_graph` see the same Variables."""
+    holder = nnx.Dict(ema=nnx.state(Net()), n=1)
+    stats = nnx.state(holder, nnx.BatchStat)
+    assert same(nnx.pop(holder, nnx.BatchStat), stats)
+    assert nnx.state(holder, nnx.BatchStat) == {}
+    assert paths(nnx.state(holder, nnx.Param)) == [("ema", *path) for path in paths(nnx.state(Net(), nnx.Param))]
