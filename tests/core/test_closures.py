@@ -642,6 +642,24 @@ def test_the_class_of_a_captured_module_is_set():
     np.testing.assert_allclose(nnx.jit(lambda x: layer(x))(X), -expected(layer))
 
 
+def test_the_class_of_a_captured_variable_is_set():
+    """As that of a Module."""
+    v = nnx.Param(jnp.array(1.0))
+
+    def change(fails):
+        v.__class__ = nnx.BatchStat
+        v.value += 1
+        if fails:
+            raise RuntimeError("halfway")
+
+    jitted = nnx.jit(change, static_argnums=0)
+    with pytest.raises(RuntimeError, match="halfway"):
+        jitted(True)
+    assert (type(v), v.item()) == (nnx.Param, 1)
+    jitted(False)
+    assert (type(v), v.item()) == (nnx.BatchStat, 2)
+
+
 @pytest.mark.parametrize("holder", ["another", "new"])
 def test_a_borrowed_variable_in_a_model_of_another_thread(holder):
     """That thread finds its value as it was, so does the one that had borrowed it, and no tracer is left behind."""

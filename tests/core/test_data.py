@@ -139,7 +139,8 @@ def test_explicit_data_and_static():
 
 def test_a_value_that_is_there_may_be_declared_later():
     """The declaration alone is a change of structure, which a compiled function sees."""
-    m, program = nnx.Dict(steps=2), nnx.jit(lambda m: isinstance(m.steps, jax.core.Tracer))
+    m, program = nnx.Module(), nnx.jit(lambda m: isinstance(m.steps, jax.core.Tracer))
+    m.steps = 2
     assert not program(m)
     m.steps = nnx.data(m.steps)
     assert program(m)

@@ -81,6 +81,19 @@ def test_a_setting_made_during_evaluation_is_the_users_own():
     assert modes(m) == (False, True, True)
 
 
+def test_such_a_setting_is_seen_by_a_compiled_function_also_if_it_is_no_other_value():
+    """What was compiled for a model whose old setting is to be restored is not run for one without."""
+    train = nnx.jit(lambda m: m.train())
+    m = Net()
+    m.eval()
+    train(m)
+    assert modes(m) == (False, False, True)
+    m.eval()
+    m.drop.deterministic = m.drop.deterministic
+    train(m)
+    assert modes(m) == (True, False, True)
+
+
 def test_eval_twice_remembers_the_first():
     """eval(); eval(); train() restores what was there before the first."""
     m = Net()

@@ -161,6 +161,10 @@ def test_attributes_work_as_in_any_python_object():
         del m.extra
     with pytest.raises(AttributeError, match="missing"):
         m.missing
+    m.pair = pair = (1, "a")
+    assert m.pair is pair
+    m.pair = ([1], 2)
+    assert type(m.pair[0]) is nnx.List
 
 
 def test_none_and_then_a_module():
@@ -886,6 +890,24 @@ def test_nnx_dataclass_with_options():
     with pytest.raises(TypeError):
         A(jnp.ones(1))
     assert state_paths(A(x=jnp.ones(1))) == [("x",)]
+
+
+def test_dataclasses_are_hashed_by_identity_unless_they_say_otherwise():
+    """Also where the decorator has added an ``==`` of fields; a hash in the class is left alone."""
+
+    @nnx.dataclass
+    class A(nnx.Pytree):
+        x: int
+
+    @nnx.dataclass
+    class B(nnx.Pytree):
+        x: int
+
+        def __hash__(self):
+            return 7
+
+    assert len({A(1), A(1)}) == 2
+    assert hash(B(1)) == 7
 
 
 def test_nested_dataclasses_of_one_class_under_jit():

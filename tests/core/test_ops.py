@@ -352,6 +352,16 @@ def test_merge_with_the_state_of_another_model_of_the_same_shapes(state, looked_
         nnx.merge(graphdef, state)
 
 
+def test_models_of_one_structure_and_of_different_shapes():
+    """Each GraphDef knows the shapes of its own model."""
+    split = [nnx.split(nnx.Dict(w=nnx.Param(jnp.zeros(n)))) for n in (2, 3)]
+    (two, of_two), (three, of_three) = split
+    assert [nnx.merge(graphdef, jax.tree.map(jnp.copy, state)).w.shape for graphdef, state in split] == [(2,), (3,)]
+    for graphdef, state in ((two, of_three), (three, of_two)):
+        with pytest.raises(StateMismatchError, match="w: expected shape"):
+            nnx.merge(graphdef, state)
+
+
 def test_merge_with_missing_leaves():
     """Missing paths are listed with what was expected there, beside the unexpected ones."""
     graphdef, state = nnx.split(Net())
@@ -523,6 +533,13 @@ def test_what_has_no_leaves_is_none_in_a_checkpoint(wrap):
     assert node.masked.value == ()
     with pytest.raises(StateMismatchError, match=r"w.*None"):
         nnx.update(node, {"w": wrap(None)})
+
+
+def test_a_value_without_leaves_may_get_some():
+    """As an empty tuple of settings that is filled later."""
+    model = nnx.Dict(v=nnx.Variable(()))
+    nnx.update(model, {"v": nnx.Variable((1.0,))})
+    assert model.v.value == (1.0,)
 
 
 def test_a_level_in_place_of_an_array_is_an_error():

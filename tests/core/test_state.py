@@ -480,6 +480,7 @@ def test_flat_state_compares_copies_and_prints():
     assert flat == model_state().flat_state()
     assert flat != FlatState([])
     assert flat != list(flat)
+    assert FlatState({("a",): 1}) != FlatState({("a",): 2})
     assert copy.deepcopy(flat) == pickle.loads(pickle.dumps(flat)) == flat
     assert repr(FlatState([])) == "FlatState([])"
     assert repr(FlatState([(("a",), 1)])) == "FlatState([\n  (('a',), 1),\n])"

@@ -35,6 +35,17 @@ class Hashed:
     n: int
 
 
+@dataclasses.dataclass(eq=False)
+class ByIdentity:
+    n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    n: int
+    label: str = dataclasses.field(default="", compare=False)
+
+
 @dataclasses.dataclass(frozen=True, unsafe_hash=True)
 class ClosedHashed:
     n: int
@@ -113,6 +124,12 @@ def with_keyword(n):
     return lambda x, *, n=n: x
 
 
+def with_attribute(n):
+    f = lambda x: x
+    f.n = n
+    return f
+
+
 DIFFERENT = {
     "int and bool": (1, True),
     "int and float": (1, 1.0),
@@ -131,6 +148,8 @@ DIFFERENT = {
     "default": (with_default(1), with_default(2)),
     "keyword default": (with_keyword(1), with_keyword(True)),
     "closure": (closure(1), closure(1)),
+    "function with attributes": (with_attribute(1), with_attribute(1)),
+    "dataclass by identity": (ByIdentity(1), ByIdentity(1)),
     "partial": (functools.partial(relu, 1), functools.partial(relu, 2)),
     "partial keyword": (functools.partial(relu, x=1), functools.partial(relu, x=True)),
     "partial of an array": (functools.partial(relu, jnp.ones(1)), functools.partial(relu, jnp.ones(1))),
@@ -148,6 +167,11 @@ def test_values_of_other_programs_have_other_keys(a, b):
     """Exact types, signs, order, code: what Python takes for equal may still be another program."""
     assert freeze(a) != freeze(b)
     assert Const.of(a) != Const.of(b)
+
+
+def test_a_field_that_is_not_compared():
+    """A frozen dataclass says itself what makes no difference."""
+    assert freeze(Labelled(1, "a")) == freeze(Labelled(1, "b")) != freeze(Labelled(True, "a"))
 
 
 def test_keys_that_differ_by_a_function_of_another_module():

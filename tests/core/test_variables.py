@@ -723,7 +723,7 @@ def test_a_ref_is_read_and_written_in_place():
 def test_a_ref_that_was_given_as_the_value_is_replaced():
     """Without ``ref=True`` a Ref is a value like any other; and with ``ref=False`` a value may have another shape."""
     ref = jax.new_ref(jnp.zeros(3))
-    v = nnx.Variable(ref)
+    v = nnx.Variable(ref, layer="first")
     v.value = new = jnp.ones(2)
     assert (v.value is new, ref[...].tolist()) == (True, [0, 0, 0])
     v.set_raw_value(ref)

@@ -267,6 +267,13 @@ def test_einsum_with_bias_against_numpy():
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_einsum_sums_over_axes_that_the_output_leaves_out():
+    """Those that the kernel has in place of its dots have no part in the bias."""
+    layer = nnx.Einsum("na,ab...->nb", (3, 4, 5), 4, bias_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    x = array(2, 3)
+    np.testing.assert_allclose(layer(x), x @ layer.kernel.value.sum(-1) + 1, rtol=1e-5, atol=1e-5)
+
+
 def test_einsum_takes_a_single_size():
     """As Linear does: a number for a shape of one axis."""
     layer = nnx.Einsum("na,ab->nb", (3, 4), 4, bias_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
