@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from .closures import Watch, notice
 from .data import is_array, is_bound_method, is_node
 from .filters import Filter, to_predicate
 from .objects import Node, new_node
@@ -28,6 +29,8 @@ def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]
     Instances of the classes ``but`` may be left out.
     """
     if isinstance(value, Node):
+        if Watch.count:
+            notice(value, value._nnx_trace)
         held = value._nnx_contents()
         is_plain_list = isinstance(value, list) and len(held) == len(value)
         names = [name for name in held if type(held[name]) not in but] if but else held

@@ -10,7 +10,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from .closures import Watch, notice
 from .errors import UsageError, format_path
 from .filters import Filter, first_of, refuse_node_classes, to_predicate
 from .iteration import places
@@ -64,8 +63,6 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
         if isinstance(x, Variable):
             identity = id(x)
         elif isinstance(x, Node):
-            if Watch.count:
-                notice(x, x._nnx_trace)
             continue
         else:
             identity = path

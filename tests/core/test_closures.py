@@ -224,6 +224,24 @@ def test_a_copy_of_a_captured_module_has_its_present_settings(copied):
     assert f(1.0).item() == 3
 
 
+@pytest.mark.parametrize(
+    "listed",
+    [nnx.iter_graph, nnx.iter_modules, nnx.iter_children, nnx.find_duplicates, nnx.state, jax.tree.leaves],
+)
+def test_what_a_captured_module_holds_is_listed_as_it_is(listed):
+    """Also by a function that then does nothing with it, of a Module that it reaches through a list."""
+    holder = [nnx.Sequential(Layer())]
+    count = nnx.jit(lambda: len(list(listed(holder[0]))))
+    for change in (
+        lambda m: None,
+        lambda m: setattr(m, "head", Layer()),
+        lambda m: setattr(m, "tail", m.head),
+        lambda m: delattr(m, "head"),
+    ):
+        change(holder[0])
+        assert count() == len(list(listed(holder[0])))
+
+
 def test_an_argument_that_is_captured_too():
     """The same object as argument and in the closure is one object inside."""
     layer = Layer()

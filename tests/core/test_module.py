@@ -89,6 +89,7 @@ def test_such_a_setting_is_seen_by_a_compiled_function_also_if_it_is_no_other_va
     train(m)
     assert modes(m) == (False, False, True)
     m.eval()
+    nnx.state(m)  # by which its structure is known
     m.drop.deterministic = m.drop.deterministic
     train(m)
     assert modes(m) == (True, False, True)
