@@ -606,10 +606,10 @@ def test_update_inside_vmap_sees_one_example():
 
     def reset(state):
         m = nnx.merge(graphdef, state)
-        nnx.update(m, {"w": jnp.zeros((4, 2))})
+        nnx.update(m, {"w": jnp.zeros(5)})
         return m.w.value
 
-    assert jax.vmap(reset)(state).shape == (3, 4, 2)
+    assert jax.vmap(reset)(state).shape == (3, 5)
 
 
 def test_update_is_seen_by_a_jitted_function():
@@ -736,6 +736,14 @@ def test_clone_of_numpy_arrays_and_keys():
     m.a[0] = 5
     assert c.a.tolist() == [0, 0]
     assert jax.random.uniform(c.k.value).item() == jax.random.uniform(m.k.value).item()
+
+
+def test_clone_of_other_values():
+    """What is neither an array nor a container of some is the same in the copy."""
+    model = nnx.Dict(name=nnx.Variable("a"), f=nnx.Variable(jnp.tanh))
+    copied = nnx.clone(model)
+    assert (copied.name.value, copied.f.value) == ("a", jnp.tanh)
+    assert copied.name is not model.name
 
 
 def test_clone_around_the_same_variables_or_buffers():
