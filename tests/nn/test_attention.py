@@ -135,6 +135,8 @@ def test_shapes_that_do_not_fit_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             nnx.dot_product_attention(*map(jnp.ones, shapes))
+    with pytest.raises(ValueError, match="depths must match, but are 8 and 7"):
+        dot_product_attention_weights(x, x[..., :7])
     for name in ("mask", "bias"):
         with pytest.raises(ValueError, match=rf"The {name} of .* \[2, 4, 3, 3\], but got float32\[2, 1, 3, 4\]"):
             nnx.dot_product_attention(x, x, x, **{name: jnp.ones((2, 1, 3, 4))})

@@ -240,6 +240,15 @@ def test_wrong_input_names_the_layer_its_sizes_and_the_input(name):
         layer(jnp.float32(0))
 
 
+@pytest.mark.parametrize("kind", [nnx.LayerNorm, nnx.InstanceNorm])
+def test_features_are_counted_if_there_is_a_scale_or_a_bias(kind):
+    """Either would be broadcast to another number of them; without both there is nothing to fit."""
+    for options in ({"use_bias": False}, {"use_scale": False}):
+        with pytest.raises(LayerInputError, match="features on axis -1"):
+            kind(4, **options, rngs=nnx.Rngs(0))(jnp.ones((2, 3, 1)))
+    assert kind(4, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))(jnp.ones((2, 3, 7))).shape == (2, 3, 7)
+
+
 def test_groups_that_do_not_fit_are_refused():
     """Exactly one of number and size, dividing the features; reduction axes with the feature axis, not the batch."""
     for kwargs in ({"num_groups": None}, {"num_groups": 2, "group_size": 2}):

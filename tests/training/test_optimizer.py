@@ -1,4 +1,5 @@
 import copy
+import types
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,17 @@ def test_one_filter_serves_grad_and_optimizer():
     assert changed == {("adapter",), ("layers", 0, "kernel"), ("layers", 1, "kernel")} | calls
 
 
+def test_a_list_of_filters_is_any_of_them():
+    """In the optimizer as in what is differentiated."""
+    model, only = Net(), [nnx.PathContains("bias"), nnx.PathContains("adapter")]
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=only)
+    before = values(model)
+    grads = nnx.grad(loss, argnums=nnx.DiffState(0, only))(model)
+    nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads) and None)(model, optimizer, grads)
+    changed = {path[-1] for path, value in values(model).items() if not np.array_equal(value, before[path])}
+    assert changed == {"adapter", "bias", "calls"}
+
+
 def test_gradients_of_more_than_is_trained_are_left_out():
     """With wrt=Adapter, gradients of all Params are welcome; also as ``grad`` among the further arguments."""
     seen = []
@@ -225,6 +237,8 @@ def test_what_is_no_transformation_is_an_error():
     """Such as a function that was not called."""
     with pytest.raises(TypeError, match=r"tx has to be a transformation.*such as optax.adam\(1e-3\)"):
         nnx.Optimizer(Net(), optax.adam)
+    with pytest.raises(TypeError, match="a transformation with `init` and `update`"):
+        nnx.Optimizer(Net(), types.SimpleNamespace(init=optax.adam(1e-3).init))
 
 
 def test_a_bare_variable_or_a_class_is_an_error():
@@ -411,12 +425,14 @@ def test_a_refused_update_writes_nothing(closed_over):
 
     def update(x):
         inside = nnx.clone(model), nnx.clone(optimizer)
+        held = jax.tree.leaves(inside)
         optimizer_ = optimizer if closed_over in ("both", "optimizer") else inside[1]
-        optimizer_.update(model if closed_over in ("both", "model") else inside[0], grads)
+        with pytest.raises(nnx.TraceContextError):
+            optimizer_.update(model if closed_over in ("both", "model") else inside[0], grads)
+        assert all(a is b for a, b in zip(jax.tree.leaves(inside), held, strict=True))
         return x
 
-    with pytest.raises(nnx.TraceContextError):
-        jax.jit(update)(1.0)
+    jax.jit(update)(1.0)
     assert same(values((model, optimizer)), before)
 
 
