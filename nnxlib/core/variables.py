@@ -256,6 +256,8 @@ class Variable(ArrayOperators[A], Identified):
 
     def get_metadata(self, name: str | None = None, default: Any = MISSING) -> Any:
         """Return a copy of all metadata; or the entry ``name``, or ``default`` if there is none (else KeyError)."""
+        if Watch.count:
+            notice(self, self._cell.trace)
         if name is None:
             return dict(self._metadata)
         if name in self._metadata or default is MISSING:
@@ -273,7 +275,7 @@ class Variable(ArrayOperators[A], Identified):
     _var_metadata = property(lambda self: types.MappingProxyType(self._metadata))
 
     def has_metadata(self, name: str) -> bool:
-        return name in self._metadata
+        return name in self.get_metadata()
 
     def del_metadata(self, name: str) -> None:
         if name not in self._metadata:
@@ -374,7 +376,7 @@ class Variable(ArrayOperators[A], Identified):
             raise AttributeError(name)
         metadata = self._metadata
         if name in metadata:
-            return metadata[name]
+            return self.get_metadata(name)
         try:
             return getattr(self.get_value(), name)
         except AttributeError:

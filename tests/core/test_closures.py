@@ -151,6 +151,25 @@ def test_every_way_to_read_a_variable_is_seen(read, held):
     assert f(2.0).item() == 10
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda v: v.factor,
+        lambda v: v.get_metadata("factor"),
+        lambda v: v.get_metadata()["factor"],
+        lambda v: 3.0 if v.has_metadata("more") else 1.0,
+    ],
+    ids=["attribute", "get_metadata", "all", "has_metadata"],
+)
+def test_metadata_of_a_captured_variable_are_seen(read):
+    """Also by a function that does not read its value."""
+    holder = [nnx.Variable(jnp.array(1.0), factor=1.0)]
+    f = nnx.jit(lambda x: x * read(holder[0]))
+    assert f(2.0).item() == 2
+    holder[0].set_metadata(factor=3.0, more=True)
+    assert f(2.0).item() == 6
+
+
 @pytest.mark.parametrize("described", [False, True], ids=["unknown", "described before"])
 @pytest.mark.parametrize(
     "read",
