@@ -1001,8 +1001,10 @@ def _extended(
 
 
 def _takes_positions(attention_fn: Any) -> bool:
-    """Whether a function, or the one in a partial, has a parameter ``input_positions``."""
-    while isinstance(attention_fn, functools.partial):
-        attention_fn = attention_fn.func
+    """Whether a function, or the one in a partial or that it wraps, has a parameter ``input_positions``."""
+    inner = attention_fn
+    while inner is not None:
+        attention_fn = inner
+        inner = inner.func if isinstance(inner, functools.partial) else getattr(inner, "__wrapped__", None)
     code = getattr(attention_fn, "__code__", None)
     return code is not None and "input_positions" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

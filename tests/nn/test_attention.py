@@ -393,6 +393,19 @@ def test_decoding_in_any_parts_equals_the_whole(cuts, kwargs, spare):
     assert int(layer.cache_index.value) == 6
 
 
+def test_decoding_by_a_wrapped_function():
+    """What wraps a function that takes positions is given them, too: another function in its name, or a partial."""
+    rope = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
+
+    @functools.wraps(rope.func)
+    def counted(*args, **kwargs):
+        return rope(*args, **kwargs)
+
+    layer, x = make(decode=True, attention_fn=functools.partial(counted)), array(2, 6, 8)
+    layer.init_cache(x.shape)
+    np.testing.assert_allclose(decoded(layer, x, (2, 3)), layer(x, decode=False, is_causal=True), atol=1e-5)
+
+
 def test_decoding_with_a_mask_of_padding():
     """Left-padded prompts: places of the cache that the mask leaves out are never looked at."""
     layer, x = make(decode=True), array(2, 5, 8)
