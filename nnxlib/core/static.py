@@ -253,7 +253,10 @@ class _Freezer:
             return value
 
     def attributes(self, value: Any) -> Hashable:
-        """An object without a hash, such as a mutable dataclass or a namespace: compared attribute by attribute."""
+        """An object without a hash, such as a mutable dataclass or a namespace: compared attribute by attribute.
+
+        What a dataclass has besides its fields may also be an array; that is compared by identity.
+        """
         self.mutable = True
         state: Any = object.__getstate__(value)  # what is in its __dict__; if it has slots, both in a tuple
         if state is None and not hasattr(value, "__dict__"):
@@ -264,7 +267,14 @@ class _Freezer:
             )
         attributes, slots = state if type(state) is tuple else (state, None)
         held = {**(attributes or {}), **(slots or {})}
-        return self.mapping({name: x for name, x in held.items() if not _is_cache(type(value), name)})
+        own = getattr(value, "__dataclass_fields__", held)
+        return tuple(
+            [
+                (name, self.freeze(x) if name in own else self.content(x, (x,)))
+                for name, x in held.items()
+                if not _is_cache(type(value), name)
+            ]
+        )
 
 
 def _is_cache(kind: type, name: str) -> bool:

@@ -348,6 +348,20 @@ def test_objects_without_a_hash_are_compared_by_what_they_hold(kind):
     assert freeze(array.array("i", [1])) != freeze(array.array("I", [1]))
 
 
+def test_a_dataclass_may_keep_an_array_besides_its_fields():
+    """It is compared by identity, so another one is another program; in a field it is refused."""
+    config, table = Derived(2), jnp.ones(2)
+    config.table = table
+    before = Const.of(config)
+    assert Const.of(config) == before
+    assert before.fresh().table is table
+    config.table = jnp.ones(2)
+    assert Const.of(config) != before
+    config.size = table
+    with pytest.raises(StaticValueError, match="is declared static"):
+        Const.of(config)
+
+
 def test_what_a_cached_property_keeps_is_not_compared():
     """An object is the same program before and after somebody has asked for such a property."""
     used = Derived(2)
