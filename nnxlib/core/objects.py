@@ -113,7 +113,8 @@ class Node(Identified):
 
         return render_node(self, path, subtree_renderer)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Any:
+        memo = {} if memo is None else memo
         # Not recursive, so a graph may be of any depth: first empty nodes for all, then their contents.
         if Watch.count:
             notice(self, self._nnx_trace)

@@ -1004,6 +1004,12 @@ def test_a_deep_copy_of_several_modules_keeps_what_they_share():
     assert a.first is b
 
 
+def test_a_deep_copy_needs_no_memo():
+    """``model.__deepcopy__()`` copies like copy.deepcopy(model)."""
+    m = Net()
+    assert m.__deepcopy__().first is not m.first
+
+
 class Locked(nnx.Module):
     """Leaves what cannot be copied out of its state."""
 
