@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from .errors import StaticValueError, describe, format_path
+from .tracing import Tracer
 
 # The types of values that are their own key and refer to nothing else.
 ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
@@ -72,8 +73,8 @@ class Const:
 
     @classmethod
     def of_items(cls, items: Mapping[Any, Any], path: tuple = ()) -> Const:
-        """Freeze a mapping that is never edited itself, such as metadata; its values may be mutable."""
-        freezer = _Freezer(path)
+        """Freeze a mapping that is never edited itself, metadata; its values may be mutable, or arrays."""
+        freezer = _MetadataFreezer(path)
         return freezer.const(items, freezer.named_items, cls.of_items)
 
     def fresh(self) -> Any:
@@ -160,11 +161,7 @@ class _Freezer:
         if isinstance(value, type):  # of another metaclass, such as jnp.float32
             return kind, value
         if isinstance(value, jax.Array):
-            raise StaticValueError(
-                f"The array {describe(value)} at {format_path(self.path)} is declared static, but a static value must "
-                "be known while compiling. Remove nnx.static / nnx.Static / static_argnums (which counts `self`), or "
-                "pass a NumPy array."
-            )
+            return kind, self.jax_array(value)
         if isinstance(value, np.generic):
             return kind, (value.dtype.str, value.tobytes())
         if isinstance(value, tuple):
@@ -214,6 +211,13 @@ class _Freezer:
         content = self.items(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
         return value.shape, value.dtype.str, content
 
+    def jax_array(self, value: jax.Array) -> Hashable:
+        raise StaticValueError(
+            f"The array {describe(value)} at {format_path(self.path)} is declared static, but a static value must be "
+            "known while compiling. Remove nnx.static / nnx.Static / static_argnums (which counts `self`), or pass a "
+            "NumPy array."
+        )
+
     def function(self, value: types.FunctionType) -> Hashable:
         if value.__closure__ or value.__dict__:  # which can be rebound, and hold anything
             return self.identity(value)
@@ -227,7 +231,7 @@ class _Freezer:
 
     def content(self, value: Any, parts: tuple[Any, ...]) -> Hashable:
         """A function or partial by its parts, or by identity if these cannot be compared (if one is an array)."""
-        inner = _Freezer(self.path)
+        inner = type(self)(self.path)
         try:
             key = inner.items(parts)
         except StaticValueError:
@@ -246,7 +250,7 @@ class _Freezer:
         self.parts.append(value)
         if not dataclasses.is_dataclass(value):
             return value
-        inner = _Freezer(self.path)
+        inner = type(self)(self.path)
         try:  # for its own ==, 1 is True and 0.0 is -0.0
             return value, inner.items([getattr(value, f.name) for f in dataclasses.fields(value) if f.compare])
         except (StaticValueError, AttributeError):
@@ -280,6 +284,22 @@ class _Freezer:
 def _is_cache(kind: type, name: str) -> bool:
     """Whether an attribute keeps what a cached property has computed, which follows from the others."""
     return isinstance(getattr(kind, name, None), functools.cached_property)
+
+
+class _MetadataFreezer(_Freezer):
+    """Of metadata, which are static without having been declared so: arrays among them, such as bounds, have a key."""
+
+    def jax_array(self, value: jax.Array) -> Hashable:
+        if isinstance(value, Tracer):
+            raise StaticValueError(
+                f"{format_path(self.path)} holds {describe(value)}, which is computed while tracing, but metadata are "
+                "part of the program. Make a NumPy array of it, or keep it in an attribute of a Module."
+            )
+        if value.is_deleted() or not value.is_fully_addressable:  # it cannot be read
+            return self.identity(value)
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        content = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
+        return value.aval, value.sharding, content  # the trace knows the first two, too
 
 
 _MUTABLE_CONTAINERS = list, set, deque, bytearray  # instances of a subclass are compared by items and attributes

@@ -35,7 +35,7 @@ from .operators import ArrayOperators, unwrapped
 from .placement import placed
 from .registration import register_pytree
 from .stamps import Stamps, invalidate
-from .static import freeze, same_items
+from .static import Const, same_items
 from .tracing import Tracer, TraceRef, current_trace
 
 A = TypeVar("A")
@@ -562,7 +562,7 @@ class _Metadata:
 
     def frozen(self):
         if self.key is None:
-            self.key = freeze(self.metadata)
+            self.key = Const.of_items(self.metadata)
         return self.key
 
     def __eq__(self, other: object) -> bool:

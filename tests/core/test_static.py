@@ -398,6 +398,56 @@ def test_mappings_of_items():
     assert repr(Const.of([1])) == "[1]"
 
 
+METADATA_ARRAYS = {
+    "array": lambda: jnp.arange(3.0),
+    "random key": lambda: jax.random.key(0),
+    "in an object": lambda: Open(1, [jnp.ones(2)]),
+    "argument of a partial": lambda: functools.partial(relu, jnp.ones(())),
+}
+
+
+@pytest.mark.parametrize("make", METADATA_ARRAYS.values(), ids=METADATA_ARRAYS)
+def test_arrays_in_metadata_are_compared_by_value(make):
+    """Equal ones have equal keys, also after a copy or a pickle; copies for a trace share the arrays."""
+    const = Const.of_items({"a": make()})
+    for other in Const.of_items({"a": make()}), copy.deepcopy(const), pickle.loads(pickle.dumps(const)):
+        assert (other == const, hash(other) == hash(const)) == (True, True)
+
+
+OTHER_ARRAYS = {
+    "value": jnp.zeros(2),
+    "shape": jnp.ones((2, 1)),
+    "dtype": jnp.ones(2, jnp.int32),
+    "weak type": jnp.broadcast_to(jnp.asarray(1.0), (2,)) * 1.0,
+    "NumPy": np.ones(2, np.float32),
+    "key": jax.random.key(0),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_ARRAYS.values(), ids=OTHER_ARRAYS)
+def test_arrays_in_metadata_of_other_programs_have_other_keys(other):
+    assert not same_items({"a": jnp.ones(2)}, {"a": other})
+
+
+def test_a_deleted_array_in_metadata_is_equal_to_itself_only():
+    """It cannot be read."""
+    gone, other = jnp.ones(2), jnp.ones(2)
+    gone.delete()
+    assert same_items({"a": gone}, {"a": gone})
+    assert not same_items({"a": gone}, {"a": other})
+
+
+def test_tracers_in_metadata_are_refused():
+    """They are known in one trace only; the message names the place and the ways out."""
+
+    def f(x):
+        with pytest.raises(StaticValueError, match=r"p\.metadata holds float32\[2\].*NumPy.*attribute"):
+            Const.of_items({"bound": x}, ("p", "metadata"))
+        return x
+
+    jax.jit(f)(jnp.ones(2))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Holder:
     """Compared by identity, whatever it holds."""

@@ -171,18 +171,38 @@ def test_a_set_value_is_kept_by_identity() -> None:
 # --- metadata -------------------------------------------------------------------------------------------------------
 
 
-def test_arrays_of_numpy_in_metadata() -> None:
-    """Metadata that holds a NumPy array goes through split, merge, update, jit and pickle."""
+@pytest.mark.parametrize("numpy", [np, jnp], ids=["NumPy", "JAX"])
+def test_arrays_in_metadata(numpy: Any) -> None:
+    """Metadata that holds an array goes through split, merge, update, clone, jit, grad, tree.map and pickle."""
 
     def make() -> Any:
-        return holding(None, v=nnx.Param(jnp.ones(2), table=np.arange(3), rate=float("nan")))
+        return holding(None, v=nnx.Param(jnp.ones(2), table=numpy.arange(3), rate=float("nan")))
 
     m, other = make(), make()
     nnx.update(m, nnx.state(other))
     m.v.copy_from(other.v)
-    assert nnx.merge(*nnx.split(m)).v.table.tolist() == [0, 1, 2]
+    assert nnx.merge(*nnx.split(m)).v.table.tolist() == nnx.clone(m).v.table.tolist() == [0, 1, 2]
     assert traces(m, other) == 1
+    assert nnx.grad(lambda m: (m.v * m.v.table[1]).sum())(m)["v"].get_value().tolist() == [1, 1]
+    assert jax.tree.map(jnp.add, nnx.state(m), nnx.state(other))["v"].table.tolist() == [0, 1, 2]
     assert pickle.loads(pickle.dumps(m)).v.table.tolist() == [0, 1, 2]
+
+
+def test_a_new_array_in_metadata_is_seen() -> None:
+    """A function that reads a bound is traced again for another one, and not for an equal one."""
+    m = holding(None, v=nnx.Param(jnp.ones(2), bound=jnp.zeros(())))
+    count = 0
+
+    @nnx.jit
+    def bounded(m: Any) -> Any:
+        nonlocal count
+        count += 1
+        return m.v + m.v.bound
+
+    for bound in 0.0, 0.0, 2.0:
+        m.v.set_metadata(bound=jnp.asarray(bound))
+        assert bounded(m).tolist() == [1 + bound] * 2
+    assert count == 2
 
 
 def test_graphdefs_are_equal_after_pickling() -> None:
