@@ -297,7 +297,7 @@ class _MetadataFreezer(_Freezer):
             )
         if value.is_deleted() or not value.is_fully_addressable:  # it cannot be read
             return self.identity(value)
-        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
         content = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
         return value.aval, value.sharding, content  # the trace knows the first two, too
 
