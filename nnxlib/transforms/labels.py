@@ -1,7 +1,8 @@
 """Labels and lanes: which leaf of a packed pytree is treated how, given the prefixes that say so (prefixes.py).
 
-An object has one row, hence one label for each of its leaves. If it can be reached by two paths, both must give it the
-same labels, leaf by leaf; an error names both paths. The leaves with one label form a lane.
+An object has one row, hence one label for each of its leaves. If it can be reached by two paths under one prefix, the
+first path decides, which is that in the State; under two prefixes, these must give it the same labels, leaf by leaf,
+and an error names both paths. The leaves with one label form a lane.
 
 A function may attach new objects to its arguments and return objects. So labels are found in two visits: before the
 call, those of the arguments (:func:`label_arguments`); after it, those of the leaves that come back
@@ -102,7 +103,7 @@ class Labels:
                     )
 
     def _check_alias(self, i: int, path: tuple, entry: Any, depth: int) -> None:
-        """Check that a shared object gets the same labels by this path as by its first, leaf by leaf."""
+        """Check that an object shared between two prefixes gets the same labels from both, leaf by leaf."""
         stack, seen = [(i, path)], set()
         while stack:
             i, path = stack.pop()
@@ -110,7 +111,7 @@ class Labels:
                 continue
             seen.add(i)
             first, first_entry, _ = self._reached[i]
-            if entry == first_entry and not isinstance(entry, PrefixMapping):
+            if entry == first_entry:
                 continue
             row = self.rows[i]
             parts = list(_parts(row)) if isinstance(row, NodeRow) else [((), LEAF)]

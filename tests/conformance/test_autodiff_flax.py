@@ -176,9 +176,20 @@ def shard_map(nnx):
     return f(m, X), m, m.calls[...]
 
 
+def path_filters_of_tied_weights(nnx):
+    """A tied weight is where its first path leads, as in a State, whatever a filter says of the second."""
+    embed = nnx.Embed(3, 2, rngs=nnx.Rngs(0))
+    m = nnx.Dict(embed=embed, linear=nnx.Linear(2, 2, rngs=nnx.Rngs(1)), head=embed)
+    loss = lambda m: m["head"].attend(m["linear"](m["embed"](jnp.array([0, 2])))).sum()
+    filters = nnx.PathContains("embed"), nnx.PathContains("linear"), nnx.Not(nnx.PathContains("head"))
+    grads = [nnx.grad(loss, argnums=nnx.DiffState(0, filter))(m) for filter in filters]
+    return [[leaf[...] for _, leaf in nnx.to_flat_state(state)] for state in grads]
+
+
 SCRIPTS = [
     vjp, vjp_decorator, vjp_of_arrays, jvp, custom_vjp, custom_vjp_in_jit, custom_vjp_not_differentiated,
     custom_vjp_used_on, custom_vjp_nondiff, custom_vjp_diff_state, checked, jaxpr, shard_map,
+    path_filters_of_tied_weights,
 ]  # fmt: skip
 
 
