@@ -1,8 +1,8 @@
 """Labels and lanes: which leaf of a packed pytree is treated how, given the prefixes that say so (prefixes.py).
 
-An object has one row, hence one label for each of its leaves. If it can be reached by two paths under one prefix, the
-first path decides, which is that in the State; under two prefixes, these must give it the same labels, leaf by leaf,
-and an error names both paths. The leaves with one label form a lane.
+An object has one row, hence one label for each of its leaves. If it can be reached by two paths in one argument, the
+first path decides, which is that in the State; if by paths in two, both must give it the same labels, leaf by leaf, and
+an error names both paths. The leaves with one label form a lane.
 
 A function may attach new objects to its arguments and return objects. So labels are found in two visits: before the
 call, those of the arguments (:func:`label_arguments`); after it, those of the leaves that come back
@@ -41,8 +41,9 @@ class Labels:
     def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]):
         self.rows, self.values = rows, values
         self.of_row: dict[int, list[Label]] = {}
-        # Row -> its first path, the entry that holds there, and how many keys of the path filters do not see.
-        self._reached: dict[int, tuple[tuple, Any, int]] = {}
+        # Row -> its first path, and how that was reached.
+        self._reached: dict[int, tuple[tuple, _Visit]] = {}
+        self._compared: set[tuple[_Visit, int]] = set()  # rows that a later visit has reached, too
         self.returning = False  # whether the call is over; then a label may give way to the one that an object has
 
     def visit(self, root: Spec, entries: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
@@ -54,12 +55,12 @@ class Labels:
         own: list[Label] = []
         children = root.at(()) if isinstance(root, Tree) else [((), root)]
         for (path, spec), entry in zip(children, entries, strict=True):
-            self._descend([(spec, path, own, plain)], entry, depth)
+            self._descend([(spec, path, own, plain)], _Visit(entry, depth))
         return own
 
     def may_have(self, row: int) -> list[Label]:
         """The labels that leaves of the object in this row may have, whatever it comes to hold."""
-        return labels_in(self._reached[row][1])
+        return labels_in(self._reached[row][1].entry)
 
     def of_variables(self, layout: Layout) -> list[Label]:
         """The labels of the Variables of the visited layout, in order."""
@@ -73,27 +74,27 @@ class Labels:
             if row is before[i] and not values(i):  # it refers to the same objects as before, and has no leaves
                 continue
             if isinstance(row, NodeRow) and i in self._reached:
-                path, entry, depth = self._reached[i]
+                path, visit = self._reached[i]
                 self.of_row[i] = []
                 fields = [(spec, below, self.of_row[i], values(i)) for below, spec in reversed(row.at(path))]
-                self._descend(fields, entry, depth)
+                self._descend(fields, visit)
 
-    def _descend(self, stack: list[tuple[Spec, tuple, list[Label], Sequence[Any]]], entry: Any, depth: int) -> None:
+    def _descend(self, stack: list[tuple[Spec, tuple, list[Label], Sequence[Any]]], visit: _Visit) -> None:
         """Label everything below the specs on the stack: (spec, path, labels of its row so far, values of its row)."""
         while stack:
             spec, path, labels, values = stack.pop()
             if spec is LEAF:
-                labels.append(_resolve(entry, path[depth:], values[len(labels)]))
+                labels.append(visit.label(path, values[len(labels)]))
             elif isinstance(spec, Tree):
                 stack += [(child, below, labels, values) for below, child in reversed(spec.at(path))]
             elif isinstance(spec, Ref):
                 i, row = spec.index, self.rows[spec.index]
                 if i in self._reached:
-                    self._check_alias(i, path, entry, depth)
+                    self._check_alias(i, path, visit)
                     continue
-                self._reached[i] = path, entry, depth
+                self._reached[i] = path, visit
                 if isinstance(row, VariableRow):
-                    self.of_row[i] = [_resolve(entry, path[depth:], self.values(i)[0])]
+                    self.of_row[i] = [visit.label(path, self.values(i)[0])]
                 else:
                     self.of_row[i] = []
                     stack.extend(
@@ -102,23 +103,23 @@ class Labels:
                         if type(child) is not Const
                     )
 
-    def _check_alias(self, i: int, path: tuple, entry: Any, depth: int) -> None:
-        """Check that an object shared between two prefixes gets the same labels from both, leaf by leaf."""
-        stack, seen = [(i, path)], set()
+    def _check_alias(self, i: int, path: tuple, visit: _Visit) -> None:
+        """Check that an object shared between two arguments gets the same labels from both, leaf by leaf."""
+        stack = [(i, path)]
         while stack:
             i, path = stack.pop()
-            if i not in self._reached or i in seen:
+            if i not in self._reached or (visit, i) in self._compared:
                 continue
-            seen.add(i)
-            first, first_entry, _ = self._reached[i]
-            if entry == first_entry:
+            self._compared.add((visit, i))
+            first, other = self._reached[i]
+            if visit is other or (visit.entry == other.entry and not isinstance(visit.entry, PrefixMapping)):
                 continue
             row = self.rows[i]
             parts = list(_parts(row)) if isinstance(row, NodeRow) else [((), LEAF)]
-            stack.extend((spec.index, (*path, *key)) for key, spec in parts if isinstance(spec, Ref))
+            stack.extend((spec.index, (*path, *key)) for key, spec in reversed(parts) if isinstance(spec, Ref))
             leaves = [key for key, spec in parts if spec is LEAF]
             for key, value, old in zip(leaves, self.values(i), self.of_row[i], strict=False):  # in a cycle not yet all
-                new = _resolve(entry, (*path, *key)[depth:], value)
+                new = visit.label((*path, *key), value)
                 if new != old and not (self.returning and _yields(new, old)):
                     raise AliasingError(
                         f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
@@ -144,15 +145,24 @@ def _yields(new: Label, old: Label) -> bool:
     return yields_to is not None and yields_to(old)
 
 
-def _resolve(entry: Any, path: tuple, leaf: Any) -> Label:
-    return entry.map_prefix(path, leaf) if isinstance(entry, PrefixMapping) else entry
+class _Visit:
+    """To one argument or output: the entry that holds there, and how many keys of the path filters do not see."""
+
+    __slots__ = ("depth", "entry")
+
+    def __init__(self, entry: Any, depth: int):
+        self.entry, self.depth = entry, depth
+
+    def label(self, path: tuple, leaf: Any) -> Label:
+        entry = self.entry
+        return entry.map_prefix(path[self.depth :], leaf) if isinstance(entry, PrefixMapping) else entry
 
 
 def labels_after(before: Labels, layout: Layout, after: After, out_entries: Sequence[Any]) -> list[Label]:
     """The labels of the leaves that come back from a call, given the labels of the arguments."""
     labels = copy.copy(before)
     labels.returning = True
-    labels.of_row, labels._reached = dict(before.of_row), dict(before._reached)
+    labels.of_row, labels._reached, labels._compared = dict(before.of_row), dict(before._reached), set()
     labels.revisit(len(layout.rows), after.rows, after.values_of)
     own = labels.visit(after.root, out_entries, after.output_leaves)
     return [own[k] if i == ROOT else labels.of_row[i][k] for i, k in after.owners]

@@ -186,10 +186,19 @@ def path_filters_of_tied_weights(nnx):
     return [[leaf[...] for _, leaf in nnx.to_flat_state(state)] for state in grads]
 
 
+def path_axes_of_tied_weights(nnx):
+    m = nnx.Dict(a=nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)), b=nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
+    m["b"].kernel = m["a"].kernel
+    m["b"].bias.set_value(jnp.arange(6.0).reshape(3, 2))
+    axes = nnx.StateAxes({nnx.PathContains("a"): None, ...: 0})
+    y, m = nnx.vmap(lambda m, x: (m["b"](m["a"](x)), m), in_axes=(axes, None), out_axes=(0, axes))(m, X)
+    return [y, *[leaf[...] for _, leaf in nnx.to_flat_state(nnx.state(m))]]
+
+
 SCRIPTS = [
     vjp, vjp_decorator, vjp_of_arrays, jvp, custom_vjp, custom_vjp_in_jit, custom_vjp_not_differentiated,
     custom_vjp_used_on, custom_vjp_nondiff, custom_vjp_diff_state, checked, jaxpr, shard_map,
-    path_filters_of_tied_weights,
+    path_filters_of_tied_weights, path_axes_of_tied_weights,
 ]  # fmt: skip
 
 

@@ -114,10 +114,18 @@ def test_cycles_with_filters_that_look_at_paths():
 
 @pytest.mark.parametrize(("name", "label"), [("a", 1), ("b", 0), ("odd", 0)])
 def test_three_paths_to_one_object(name, label):
-    """Under one mapping that looks at paths, the first path decides, as it does in a State; also in equal ones."""
-    net, by_path = Net(), lambda: PrefixMapping({nnx.PathContains(name): 1, ...: 0})
-    assert labels_of([by_path()], nnx.Dict(a=net, b=net, odd=net))["0.a.a"] == label
-    assert labels_of([by_path(), by_path()], nnx.Dict(a=net), nnx.Dict(odd=net))["0.a.a"] == label
+    """If a mapping looks at paths, the first path in an argument decides, as it does in a State."""
+    net, by_path = Net(), PrefixMapping({nnx.PathContains(name): 1, ...: 0})
+    assert labels_of([by_path], nnx.Dict(a=net, b=net, odd=net))["0.a.a"] == label
+
+
+def test_two_arguments_under_a_mapping_that_looks_at_paths():
+    """It is asked along the path in each argument."""
+    net, by_path = Net(), PrefixMapping({nnx.PathContains("odd"): 1, ...: 0})
+    with pytest.raises(AliasingError, match=r"args\[0\]\.a.*: 0, but args\[1\]\.odd.*: 1"):
+        labels_of([by_path, by_path], nnx.Dict(a=net), nnx.Dict(odd=net))
+    labels_of([by_path, by_path], nnx.Dict(a=net), nnx.Dict(a=net, odd=net))
+    labels_of([by_path, by_path], *[nnx.Dict(a=net, odd=net)] * 2)
 
 
 def test_new_objects_get_labels_from_what_holds_them():
