@@ -16,19 +16,21 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .data import is_bound_method
+from .graphdef import GraphDef
 from .objects import Node
 from .variables import Variable
 
 LookUp = Callable[[], Any]
 
 _MOST = 1000  # values to visit: a function may refer to half of a program
+_MOST_TO_FIND = 100_000  # as long as some that are sought are not found; each takes a microsecond or two
 
 
 class Way(NamedTuple):
@@ -38,13 +40,18 @@ class Way(NamedTuple):
     look_up: LookUp
     before: Way | None
 
-    def steps(self) -> Iterator[tuple[LookUp, LookUp]]:
-        """For each step its look-up, and a reference to what that has found. A container must also keep its length."""
+    def steps(self, known: set[int]) -> Iterator[tuple[LookUp, LookUp]]:
+        """For each step its look-up, and a reference to what that has found. A container must also keep its length.
+
+        ``known`` are the ids of the ways and containers whose steps are known already, from other ways.
+        """
         way: Way = self
-        while way.before is not None:
+        while way.before is not None and id(way) not in known:
+            known.add(id(way))
             holder = way.before.value
             yield way.look_up, _reference(way.value)
-            if isinstance(holder, list | dict | deque):
+            if isinstance(holder, list | dict | deque) and id(holder) not in known:
+                known.add(id(holder))
                 yield functools.partial(_is_as_long, holder, len(holder)), _true
             way = way.before
 
@@ -74,16 +81,21 @@ def named_in(function: Callable) -> list[Any]:
     return [*defaults, *(look_up() for look_up in _names_of(function))]
 
 
-def ways_from(function: Callable) -> list[Way]:
-    """The ways from a function: the shortest one to each value, then all others to Modules."""
+def ways_from(function: Callable, sought: Collection[Any] = ()) -> list[Way]:
+    """The ways from a function: the shortest one to each value, then all others to Modules.
+
+    Of a program with very many values it gives the nearest ones, and goes on until it has found those that are sought.
+    """
     start = inspect.unwrap(function, stop=is_bound_method)  # unwrapping a bound method would lose its Module
     inner = inspect.unwrap(start)
     namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
     queue, found, others = deque([Way(start, lambda: start, None)]), dict[int, Way](), list[Way]()
-    while queue and len(found) < _MOST:
+    missing = set(map(id, sought))
+    while queue and len(found) < (_MOST_TO_FIND if missing else _MOST):
         way = queue.popleft()
         if id(way.value) not in found:
             found[id(way.value)] = way
+            missing.discard(id(way.value))
             queue.extend(Way(look_up(), look_up, way) for look_up in _look_ups(way.value, namespace))
         elif isinstance(way.value, Node):
             others.append(way)
@@ -104,7 +116,7 @@ def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
         return [functools.partial(_item, x, k) for k in range(len(x))]
     if isinstance(x, dict) and not isinstance(x, Node):
         return [functools.partial(x.get, key) for key in list(x)]  # a copy: a collection of garbage may shrink a cache
-    if isinstance(x, Node | Variable | jax.Array | np.ndarray | types.ModuleType):
+    if isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType):
         return ()
     if isinstance(x, weakref.ref):
         return [x]

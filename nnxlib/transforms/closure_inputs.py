@@ -42,12 +42,13 @@ class Captures:
                 self._add(roots)
 
     def _add(self, roots: Sequence[Any]) -> None:
-        ways = ways_from(self._function)
+        ways = ways_from(self._function, [*roots, *[reference() for reference in self._roots]])
         named = [way.value for way in ways if issubclass(type(way.value), Node)]
         self._roots += [weakref.ref(root) for root in _whole(roots, named)]
         steps: list[tuple[LookUp, LookUp, bool]] = []
+        known = set[int]()
         for reference in self._roots:
-            found = [step for way in ways if way.value is reference() for step in way.steps()]
+            found = [step for way in ways if way.value is reference() for step in way.steps(known)]
             last, *others = found or [(reference, reference)]
             steps += [(*last, True), *[(*step, False) for step in others]]
         self.steps = steps

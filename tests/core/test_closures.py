@@ -293,6 +293,21 @@ def test_captured_and_passed_objects_that_share():
     assert other.w is layer.w
 
 
+def test_a_captured_object_among_very_many_that_is_exchanged():
+    """The way to it is known also where the function refers to thousands of values, and the former one lives on."""
+    models = former = [nnx.Dict(w=nnx.Param(float(i))) for i in range(1200)]
+    graphdef, state = nnx.split(nnx.List(models))
+    x = jnp.ones(())
+    of_list = nnx.jit(lambda x: models[1100].w * x)
+    of_state = nnx.jit(lambda x: nnx.merge(graphdef, state)[1100].w * x)
+    of_rest = nnx.jit(lambda x: models[1100].w * x + models[3].w)
+    assert [f(x).item() for f in (of_list, of_state, of_rest)] == [1100, 1100, 1103]
+    models = [*former[:1100], nnx.Dict(w=nnx.Param(5.0)), *former[1101:]]
+    former_state, state = state, nnx.state(nnx.List(models))
+    assert [f(x).item() for f in (of_list, of_state, of_rest)] == [5, 5, 8]
+    assert len(former_state) == len(former)
+
+
 def test_a_global_that_is_rebound():
     """When the name refers to another module, that one is used, also while the first is alive."""
     first, second = Layer(1.0), Layer(2.0)

@@ -112,12 +112,29 @@ def ways():
 @pytest.mark.parametrize("kind", ways())
 def test_a_way_is_followed_again(kind):
     old, function, change = ways()[kind]
-    steps = [step for way in ways_from(function) if way.value is old for step in way.steps()]
+    steps = [step for way in ways_from(function) if way.value is old for step in way.steps(set())]
     assert steps
     assert all(look_up() is before() for look_up, before in steps)
     if change is not None:
         change()
         assert not all(look_up() is before() for look_up, before in steps)
+
+
+def test_each_step_is_taken_once_however_many_ways_it_is_on():
+    """Ten Variables of one level are ten steps, with one to the level, and two to see that both are as long."""
+    state = nnx.State({"level": {str(i): nnx.Param(i) for i in range(10)}})
+    variables = list(map(id, state["level"].values()))
+    known = set()
+    steps = [step for way in ways_from(lambda: state) if id(way.value) in variables for step in way.steps(known)]
+    assert [look_up() for look_up, _ in steps][:2] == [state["level"]["0"], True]
+    assert len(steps) == 10 + 1 + 2 + 2  # and the closure, and the mapping of the State
+
+
+def test_what_is_sought_is_found_however_much_else_there_is():
+    """Without an end that depends on what comes first."""
+    held, models = [[object()] for _ in range(2000)], [nnx.Dict()]
+    assert not [way for way in ways_from(lambda: (held, [models])) if way.value is models[0]]
+    assert [way for way in ways_from(lambda: (held, [models]), models) if way.value is models[0]]
 
 
 def test_nodes_are_not_looked_into():
