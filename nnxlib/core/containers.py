@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any, SupportsIndex, TypeVar, cast, overload
 
 from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
@@ -115,8 +115,8 @@ class _Container:
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any):
-        self: Any = super().__new__(cls)
-        self._nnx_init_slots()
+        self = super().__new__(cls)
+        cast(Any, self)._nnx_init_slots()
         return self
 
     def __repr__(self) -> str:
