@@ -83,11 +83,6 @@ from .core.state import restore_int_paths as restore_int_paths
 from .core.state import split_state as split_state
 from .core.state import to_flat_state as to_flat_state
 from .core.state import to_pure_dict as to_pure_dict
-from .core.streams import fork_rngs as fork_rngs
-from .core.streams import reseed as reseed
-from .core.streams import restore_rngs as restore_rngs
-from .core.streams import split_rngs as split_rngs
-from .core.streams import with_rngs as with_rngs
 from .core.variable_names import register_variable_name as register_variable_name
 from .core.variable_names import variable_name_from_type as variable_name_from_type
 from .core.variable_names import variable_type_from_name as variable_type_from_name
@@ -129,18 +124,11 @@ from .nn.activations import softplus as softplus
 from .nn.activations import standardize as standardize
 from .nn.activations import swish as swish
 from .nn.activations import tanh as tanh
-from .nn.conv import Conv as Conv
-from .nn.conv import ConvTranspose as ConvTranspose
 from .nn.initializers import Initializer as Initializer
 from .nn.linear import Einsum as Einsum
 from .nn.linear import Embed as Embed
 from .nn.linear import Linear as Linear
 from .nn.linear import LinearGeneral as LinearGeneral
-from .nn.norm import BatchNorm as BatchNorm
-from .nn.norm import GroupNorm as GroupNorm
-from .nn.norm import InstanceNorm as InstanceNorm
-from .nn.norm import LayerNorm as LayerNorm
-from .nn.norm import RMSNorm as RMSNorm
 from .nn.stochastic import Dropout as Dropout
 from .sharding import abstract_with_sharding as abstract_with_sharding
 from .sharding import as_abstract as as_abstract
@@ -158,32 +146,16 @@ from .training.optimizer import OptState as OptState
 from .training.optimizer import OptVariable as OptVariable
 from .transforms.abstract import eval_shape as eval_shape
 from .transforms.axes import PARTITION_NAME as PARTITION_NAME
-from .transforms.branch import cond as cond
-from .transforms.branch import switch as switch
-from .transforms.capture import capture as capture
-from .transforms.general import checkify as checkify
-from .transforms.general import make_jaxpr as make_jaxpr
-from .transforms.general import named_call as named_call
 from .transforms.grad import grad as grad
 from .transforms.grad import value_and_grad as value_and_grad
 from .transforms.jit import jit as jit
 from .transforms.lift import lift as lift
-from .transforms.loops import fori_loop as fori_loop
-from .transforms.loops import while_loop as while_loop
-from .transforms.metadata import add_metadata_axis as add_metadata_axis
-from .transforms.metadata import transform_metadata as transform_metadata
-from .transforms.partials import cached_partial as cached_partial
-from .transforms.partials import jit_partial as jit_partial
 from .transforms.prefixes import StateAxes as StateAxes
 from .transforms.prefixes import StateSharding as StateSharding
 from .transforms.prefixes import prefix as prefix
 from .transforms.remat import checkpoint as checkpoint
 from .transforms.remat import remat as remat
-from .transforms.scan import Carry as Carry
-from .transforms.scan import scan as scan
 from .transforms.tangents import DiffState as DiffState
-from .transforms.vmap import pmap as pmap
-from .transforms.vmap import vmap as vmap
 
 __version__ = "0.1.0"
 
@@ -215,6 +187,11 @@ if _typing.TYPE_CHECKING:
     from .core.contexts import merge_context as merge_context
     from .core.contexts import split_context as split_context
     from .core.contexts import update_context as update_context
+    from .core.streams import fork_rngs as fork_rngs
+    from .core.streams import reseed as reseed
+    from .core.streams import restore_rngs as restore_rngs
+    from .core.streams import split_rngs as split_rngs
+    from .core.streams import with_rngs as with_rngs
     from .inspection.diff import Diff as Diff
     from .inspection.diff import Difference as Difference
     from .inspection.diff import diff as diff
@@ -231,12 +208,19 @@ if _typing.TYPE_CHECKING:
     from .nn.attention import dot_product_attention_with_rope as dot_product_attention_with_rope
     from .nn.attention import make_attention_mask as make_attention_mask
     from .nn.attention import make_causal_mask as make_causal_mask
+    from .nn.conv import Conv as Conv
+    from .nn.conv import ConvTranspose as ConvTranspose
     from .nn.lora import LoRA as LoRA
     from .nn.lora import LoRALinear as LoRALinear
     from .nn.lora import LoRALinearGeneral as LoRALinearGeneral
     from .nn.lora import LoRAParam as LoRAParam
     from .nn.lora import add_lora as add_lora
     from .nn.lora import merge_lora as merge_lora
+    from .nn.norm import BatchNorm as BatchNorm
+    from .nn.norm import GroupNorm as GroupNorm
+    from .nn.norm import InstanceNorm as InstanceNorm
+    from .nn.norm import LayerNorm as LayerNorm
+    from .nn.norm import RMSNorm as RMSNorm
     from .nn.pooling import avg_pool as avg_pool
     from .nn.pooling import max_pool as max_pool
     from .nn.pooling import min_pool as min_pool
@@ -257,6 +241,9 @@ if _typing.TYPE_CHECKING:
     from .training.metrics import MultiMetric as MultiMetric
     from .training.train_state import TrainState as TrainState
     from .transforms import extract as extract
+    from .transforms.branch import cond as cond
+    from .transforms.branch import switch as switch
+    from .transforms.capture import capture as capture
     from .transforms.custom import custom_jvp as custom_jvp
     from .transforms.custom import custom_vjp as custom_vjp
     from .transforms.extract import NodeStates as NodeStates
@@ -265,15 +252,28 @@ if _typing.TYPE_CHECKING:
     from .transforms.extract import split_inputs as split_inputs
     from .transforms.extract import to_tree as to_tree
     from .transforms.functional import functional as functional
+    from .transforms.general import checkify as checkify
+    from .transforms.general import make_jaxpr as make_jaxpr
+    from .transforms.general import named_call as named_call
     from .transforms.jacobian import hessian as hessian
     from .transforms.jacobian import jacfwd as jacfwd
     from .transforms.jacobian import jacrev as jacrev
+    from .transforms.loops import fori_loop as fori_loop
+    from .transforms.loops import while_loop as while_loop
     from .transforms.map_variables import map_variables as map_variables
+    from .transforms.metadata import add_metadata_axis as add_metadata_axis
+    from .transforms.metadata import transform_metadata as transform_metadata
+    from .transforms.partials import cached_partial as cached_partial
+    from .transforms.partials import jit_partial as jit_partial
     from .transforms.remat_scan import remat_scan as remat_scan
+    from .transforms.scan import Carry as Carry
+    from .transforms.scan import scan as scan
     from .transforms.shard import shard_map as shard_map
     from .transforms.vjp import jvp as jvp
     from .transforms.vjp import linearize as linearize
     from .transforms.vjp import vjp as vjp
+    from .transforms.vmap import pmap as pmap
+    from .transforms.vmap import vmap as vmap
 else:
     _MASKS = ("combine_masks", "make_attention_mask", "make_causal_mask")
     _ATTENTION = ("dot_product_attention", "dot_product_attention_with_rope", "MultiHeadAttention", "RoPE", *_MASKS)
@@ -284,13 +284,24 @@ else:
         **dict.fromkeys(("Diff", "Difference", "diff"), ".inspection.diff"),
         **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
         **dict.fromkeys((*_CONTEXTS, "MergeContext", "SplitContext", "UpdateContext"), ".core.contexts"),
+        **dict.fromkeys(("fork_rngs", "reseed", "restore_rngs", "split_rngs", "with_rngs"), ".core.streams"),
+        "capture": ".transforms.capture",
         **dict.fromkeys(("NodeStates", "from_tree", "merge_inputs", "split_inputs", "to_tree"), ".transforms.extract"),
+        **dict.fromkeys(("cond", "switch"), ".transforms.branch"),
+        **dict.fromkeys(("fori_loop", "while_loop"), ".transforms.loops"),
+        **dict.fromkeys(("Carry", "scan"), ".transforms.scan"),
+        **dict.fromkeys(("pmap", "vmap"), ".transforms.vmap"),
+        **dict.fromkeys(("checkify", "make_jaxpr", "named_call"), ".transforms.general"),
+        **dict.fromkeys(("cached_partial", "jit_partial"), ".transforms.partials"),
+        **dict.fromkeys(("add_metadata_axis", "transform_metadata"), ".transforms.metadata"),
         **dict.fromkeys(("custom_jvp", "custom_vjp"), ".transforms.custom"),
         **dict.fromkeys(("jvp", "linearize", "vjp"), ".transforms.vjp"),
         **dict.fromkeys(("hessian", "jacfwd", "jacrev"), ".transforms.jacobian"),
         "map_variables": ".transforms.map_variables",
         "remat_scan": ".transforms.remat_scan",
         "shard_map": ".transforms.shard",
+        **dict.fromkeys(("Conv", "ConvTranspose"), ".nn.conv"),
+        **dict.fromkeys(("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"), ".nn.norm"),
         **dict.fromkeys(_ATTENTION, ".nn.attention"),
         **dict.fromkeys(("avg_pool", "max_pool", "min_pool", "pool"), ".nn.pooling"),
         "Stack": ".nn.stack",

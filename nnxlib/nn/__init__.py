@@ -9,15 +9,13 @@ import importlib
 from typing import Any
 
 from . import activations as activations
-from . import conv as conv
 from . import dtypes as dtypes
 from . import initializers as initializers
 from . import linear as linear
-from . import norm as norm
 from . import stochastic as stochastic
 
 # When asked for: many programs do not use them.
-_LATER = "attention", "lora", "normalization", "pooling", "recurrent", "reparametrised", "stack"
+_LATER = "attention", "conv", "lora", "norm", "normalization", "pooling", "recurrent", "reparametrised", "stack"
 
 
 def __getattr__(name: str) -> Any:

@@ -5,9 +5,10 @@ All of them take leading batch axes of any number and map the axes that hold fea
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,9 +21,6 @@ from ..core.rngs import Rngs
 from ..core.tracing import runs_eagerly
 from ..core.variables import Param
 from . import initializers
-from .conv import Conv as Conv  # flax.nnx has the convolutions in this module
-from .conv import ConvTranspose as ConvTranspose
-from .conv import canonicalize_padding as canonicalize_padding
 from .dtypes import Array, Dtype, input_error, kernel_misfit, promote_dtype
 from .initializers import Initializer
 from .settings import (
@@ -36,6 +34,11 @@ from .settings import (
     drawn,
     frozen,
 )
+
+if TYPE_CHECKING:
+    from .conv import Conv as Conv
+    from .conv import ConvTranspose as ConvTranspose
+    from .conv import canonicalize_padding as canonicalize_padding
 
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
@@ -469,3 +472,9 @@ class Embed(Module):
         if out_sharding is None:
             return jnp.dot(x, table.T)
         return jnp.dot(x, table.T, out_sharding=out_sharding)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Conv", "ConvTranspose", "canonicalize_padding"):  # flax.nnx has them in this module
+        return getattr(importlib.import_module(".conv", __package__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

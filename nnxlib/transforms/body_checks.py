@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.calls import recorded_types
-from ..core.errors import BodyError, format_path, listed, place_of
+from ..core.errors import BodyError, format_path, listed
 from ..core.graphdef import describe_spec
 from ..core.layout import Layout
 from ..core.recordings import appends, is_recorded
-from ..core.reprs import static_repr
 from ..core.rows import SAME, NodeRow, Ref, Spec, Tree, VariableRow, same_treedef
 from .body import Body, structural_rows
+from .leaf_checks import BECAME, type_changes
 
 
 def refuse(changes: Sequence[Change], what: str) -> None:
@@ -197,11 +197,8 @@ def refuse_written(layout: Layout, body: Body, replaced: Mapping[int, int], what
         )
 
 
-_BECAME = "{} became {}"
-
-
 def check_same_output(
-    layout: Layout, expected: Spec, found: Spec, what: str, hint: str, root: str = "", said: str = _BECAME
+    layout: Layout, expected: Spec, found: Spec, what: str, hint: str, root: str = "", said: str = BECAME
 ) -> None:
     """Raise :class:`BodyError` unless two outputs, at the path ``root``, have one structure and the same objects."""
     if expected == found:
@@ -214,7 +211,7 @@ def check_same_output(
 
 
 def what_became(
-    layout: Layout, before: Mapping[tuple, Spec], after: Mapping[tuple, Spec], root: str, said: str = _BECAME
+    layout: Layout, before: Mapping[tuple, Spec], after: Mapping[tuple, Spec], root: str, said: str = BECAME
 ) -> list[str]:
     """A line for each place, below ``root``, that held something else before than after."""
     places = [(path, before.get(path), after.get(path)) for path in {**before, **after}]
@@ -251,22 +248,3 @@ def check_types(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tup
     if changes:
         head = f"The {what} must keep the shape and dtype of what it carries:"
         raise BodyError(listed(head, changes, "Cast or reshape inside, or start with the type that comes out."))
-
-
-def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple], said: str = _BECAME) -> list[str]:
-    """A line for each value whose type has changed."""
-    return [
-        f"{place_of(path)}: {said.format(_types(value), _types(type_))}"
-        for value, type_, path in zip(values, types, paths, strict=True)
-        if _signature(value) != _signature(type_)
-    ]
-
-
-def _signature(value: Any) -> tuple[Any, Any]:
-    leaves, structure = jtu.tree_flatten(value)
-    return structure, [(jnp.shape(x), jax.typeof(x).dtype) for x in leaves]
-
-
-def _types(value: Any) -> str:
-    structure, types_ = _signature(value)
-    return static_repr(structure.unflatten([jax.ShapeDtypeStruct(*type_) for type_ in types_]))

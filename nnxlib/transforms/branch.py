@@ -20,8 +20,9 @@ from ..core.rows import ROOT
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from .body import Body, Owner, delta_of, own_states, structural_rows, trace_body, type_of, zeros
-from .body_checks import BodyError, check_same_output, recordings_taken_out, structural_changes, type_changes
+from .body_checks import BodyError, check_same_output, recordings_taken_out, structural_changes
 from .callables import resolve
+from .leaf_checks import type_changes
 from .lift import Arguments
 from .naming import named
 from .program import Program, Result, program_of, run_program

@@ -1,4 +1,5 @@
-"""Checks of leaves: JAX must be able to trace what goes into a function, and to return what comes out.
+"""Checks of leaves: JAX must be able to trace what goes into a function, and to return what comes out; and what of two
+sets of leaves, before and after or in two branches, differs in type.
 
 JAX's own errors name a position among hundreds of arrays. These name the path, and say what to do.
 """
@@ -9,11 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
 from ..core.errors import ArgumentError, OutputError, format_path, place_of
 from ..core.graph import After
 from ..core.layout import Layout
+from ..core.reprs import static_repr
 from ..core.tracing import Tracer
 
 
@@ -60,3 +63,25 @@ static_argnums=... or static_argnames=...; or bind it beforehand with functools.
 _UNTRACEABLE_VALUE = """\
 The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \
 attribute of its own, `module.name = value`, which is a part of the program."""
+
+
+BECAME = "{} became {}"
+
+
+def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple], said: str = BECAME) -> list[str]:
+    """A line for each value whose type has changed."""
+    return [
+        f"{place_of(path)}: {said.format(_types(value), _types(type_))}"
+        for value, type_, path in zip(values, types, paths, strict=True)
+        if _signature(value) != _signature(type_)
+    ]
+
+
+def _signature(value: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(value)
+    return structure, [(jnp.shape(x), jax.typeof(x).dtype) for x in leaves]
+
+
+def _types(value: Any) -> str:
+    structure, types_ = _signature(value)
+    return static_repr(structure.unflatten([jax.ShapeDtypeStruct(*type_) for type_ in types_]))

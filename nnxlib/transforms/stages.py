@@ -10,7 +10,7 @@ import jax
 from ..core.errors import ArgumentError, listed
 from ..core.graph import pack
 from ..core.graphdef import differences_listed
-from .body_checks import type_changes
+from .leaf_checks import type_changes
 from .plan import Compiled, Plan
 
 _OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
