@@ -7,7 +7,7 @@ Each says what is wrong, where (the path, or both paths if two clash), and what 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -219,6 +219,19 @@ def accepts(function: Callable, *args: Any) -> bool:
     except ValueError:  # a built-in without a signature
         pass
     return True
+
+
+def note_switches(error: Exception, options: Collection[str]) -> None:
+    """Say what to write, in the error of a call with these options, if it refuses one of the switches of flax.nnx."""
+    refused = [name for name in _SWITCHES if name in options and f"'{name}'" in str(error)]
+    if refused and isinstance(error, TypeError | UsageError) and _ONE_MODE not in getattr(error, "__notes__", ()):
+        error.add_note(_ONE_MODE)
+
+
+_SWITCHES = ("graph", "graph_updates", "copy_variables")
+_ONE_MODE = """\
+nnxlib has one mode, which does what each mode of flax.nnx does: leave graph=... and graph_updates=... out; or write \
+`from nnxlib.compat import flax as nnx`, whose functions accept these switches."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -43,6 +43,7 @@ def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]
     return [(key, x) for key, x in zip(keys, leaves, strict=True) if type(x) not in but]
 
 
+@boundary
 def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
     """Yield (path, value) for everything in a graph, children before parents; objects once, at their first path.
 
@@ -112,6 +113,7 @@ def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
             stack.pop()
 
 
+@boundary
 def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     """Yield (key, child) for the nodes and Variables that are attributes or items of ``node``.
 

@@ -23,6 +23,7 @@ from .iteration import iter_children, iter_objects
 from .objects import MISSING, HasAttributes, Node, Pytree
 from .ops import clone
 from .recordings import attribute_for, record
+from .tracing import boundary
 from .variable_names import variable_type_from_name
 from .variables import Perturbation, Variable
 
@@ -245,6 +246,7 @@ def _set_where_found(node: Any, filters: Iterable[Filter], attributes: dict[str,
     return missing
 
 
+@boundary
 def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
     """Yield (path, module) for each Module in a graph, children before parents.
 
@@ -270,6 +272,7 @@ def _iter_kind(node: Any, kind: type[Node]) -> Iterator[tuple[Path, Any]]:
                 yield path, x
 
 
+@boundary
 def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     """Yield (key, child) for the Modules that are attributes or items of ``node``.
 
@@ -351,6 +354,7 @@ def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[
 # --- views ----------------------------------------------------------------------------------------------------------
 
 
+@boundary
 def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **attributes: Any) -> A:
     """Return new nodes around the *same* Variables, with attributes set where they exist.
 
@@ -386,6 +390,7 @@ def first_from(*args: A | None, error_msg: str) -> A:
     raise UsageError(error_msg)
 
 
+@boundary
 def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **settings: Any) -> A:
     """Return new nodes around the *same* Variables, with settings made through each Module's ``set_view``.
 
@@ -413,6 +418,7 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     return made
 
 
+@boundary
 def view_info(node: Any, /, *, only: Filter = ...) -> str:
     """Describe the settings that ``nnx.view`` can make on the Modules of ``node``, class by class.
 

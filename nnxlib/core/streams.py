@@ -24,6 +24,7 @@ from .filters import Everything, Filter, filters_to_predicates, to_predicate
 from .iteration import iter_objects
 from .ops import clone
 from .rngs import RngStream, RngValue, Shape, as_key
+from .tracing import boundary
 from .variables import MISSING
 
 Path = tuple[Any, ...]
@@ -134,6 +135,7 @@ def _while_called(prepare: Callable[[Any], SplitBackups]) -> Callable[[Callable]
     return decorate
 
 
+@boundary
 def split_rngs(node: Any = MISSING, /, *, splits: Shape, only: Filter = ..., squeeze: bool = False) -> Any:
     """Split the streams of a node into lanes, in place; or decorate a function to do so to its arguments.
 
@@ -169,6 +171,7 @@ def split_rngs(node: Any = MISSING, /, *, splits: Shape, only: Filter = ..., squ
     return _replace([(path, stream, make) for path, stream in _streams(node, only)])
 
 
+@boundary
 def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | None] | None = None) -> Any:
     """Fork the streams of a node in place; or decorate a function to do so to its arguments.
 
@@ -200,6 +203,7 @@ def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | 
     return _replace(targets)
 
 
+@boundary
 def with_rngs(
     node: Any = MISSING,
     /,
@@ -297,6 +301,7 @@ def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Cal
     return next((make for _, make in matches.values()), None)
 
 
+@boundary
 def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngValue) -> None:
     """Start the streams of a node anew from given seeds or keys.
 

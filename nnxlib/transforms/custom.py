@@ -45,6 +45,7 @@ from .tangents import (
 )
 
 
+@boundary
 def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Sequence[int | DiffState] = ()) -> Any:
     """Give a function its own rule for gradients; ``jax.custom_vjp`` with state.
 
@@ -86,6 +87,7 @@ def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Se
     return CustomVjp(fun, nondiff_argnums)
 
 
+@boundary
 def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Sequence[int | DiffState] = ()) -> Any:
     """Give a function its own rule for tangents; ``jax.custom_jvp`` with state.
 

@@ -109,6 +109,9 @@ def jit(
       StaticValueError: for a static argument that cannot be compared.
       TraceContextError: if the call changes an object that belongs to another trace.
     """
+    unknown = options and options.keys() - inspect.signature(jax.jit).parameters.keys()
+    if unknown:
+        raise TypeError(f"jit() got an unexpected keyword argument '{min(unknown)}'")
     return JitWrapped(
         fun,
         in_shardings=in_shardings,

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ..core.tracing import boundary
 from .jit import jit
 
 
@@ -59,6 +60,7 @@ class JitPartial(functools.partial):
         self.func.clear_cache()
 
 
+@boundary
 def jit_partial(fun: Callable, *partial_args: Any, **options: Any) -> JitPartial:
     """Compile a function and bind its first arguments.
 
