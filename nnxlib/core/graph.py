@@ -177,13 +177,19 @@ class After(NamedTuple):
 
 
 def diff(
-    layout: Layout, before: Sequence[Any], objects: Sequence[Any], out: Any, forced: Collection[int] = ()
+    layout: Layout,
+    before: Sequence[Any],
+    objects: Sequence[Any],
+    out: Any,
+    forced: Collection[int] = (),
+    whole: bool = False,
 ) -> After:
     """Compare ``objects``, built from ``layout`` and the leaves ``before``, with what they are now.
 
     ``out`` is what the function returned. A leaf counts as changed if another object is now in its place. The value of
     a Variable also does if its position is in ``forced`` and it was read: if it is donated, it has to come back, and if
-    it is a pytree, it may have been edited in place.
+    it is a pytree, it may have been edited in place. With ``whole``, all arrays of a node count as changed if its
+    structure has changed; so functions that change it in the same way have the same rows.
     """
     # The table as it is now, with the old numbers for the old objects.
     walk = Walk(objects)
@@ -208,7 +214,7 @@ def diff(
     for i in others:  # which are all nodes that hold arrays, and more
         row = layout.rows[i]
         if type(row) is NodeRow:
-            changed = _changed_fields(row, walk.rows[i], arrays_before, walk.arrays[i])
+            changed = _changed_fields(row, walk.rows[i], arrays_before, walk.arrays[i], whole)
             if changed is not None:
                 rows[i], returned[i] = changed
     rows |= {i: walk.rows[i] for i in range(len(layout.rows), len(walk.objects))}  # those of new objects
@@ -228,19 +234,21 @@ def _leaving(value: Any, row: Row) -> Any:
 
 
 def _changed_fields(
-    old: NodeRow, new: Row, arrays_before: Iterator[Any], arrays: list[Any]
+    old: NodeRow, new: Row, arrays_before: Iterator[Any], arrays: list[Any], whole: bool
 ) -> tuple[NodeRow, list[int]] | None:
     """The new row of a node with ``SAME`` in unchanged fields, and which of its arrays the others hold; None if no
     field has changed. ``arrays_before`` yields the arrays that the node held, then those of later nodes.
     """
     assert isinstance(new, NodeRow)
+    whole = whole and new != old
     held_before = {name: (spec, [next(arrays_before) for _ in range(count_leaves(spec))]) for name, spec in old.fields}
     fields, held, used = [], [], 0
     for name, spec in new.fields:
         now = range(used, used + count_leaves(spec))
         used = now.stop
         old_spec, old_arrays = held_before.get(name, (None, ()))
-        if spec == old_spec and all(arrays[k] is x for k, x in zip(now, old_arrays, strict=True)):
+        same = spec == old_spec and all(arrays[k] is x for k, x in zip(now, old_arrays, strict=True))
+        if same and not (whole and now):
             fields.append((name, SAME))
         else:
             fields.append((name, spec))

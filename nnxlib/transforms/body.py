@@ -78,7 +78,7 @@ def trace_body(
 
     def pure(*leaves: Any) -> tuple[list[Any], _Traced]:
         seen = leaves if enter is None else enter(leaves)
-        out, after = cross(function, layout, seen)
+        out, after = cross(function, layout, seen, whole=True)
         labels = () if label is None else tuple(label(after, out))
         return after.leaves, _Traced(delta(after, labels), tuple(after.owners), after.paths, labels)
 

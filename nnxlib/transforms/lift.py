@@ -99,6 +99,7 @@ def cross(
     part: Callable[[Any], Any] = lambda out: out,
     loan: Mapping[int, Any] = MappingProxyType({}),
     cell: Callable[[Any], Cell] = new_cell,
+    whole: bool = False,
 ) -> tuple[Any, After]:
     """Call ``f`` on fresh objects built from a table, and describe them afterwards; returns its output, too.
 
@@ -110,6 +111,7 @@ def cross(
       part: the part of the output of ``f`` that is packed; all of it by default.
       loan: live objects by row, which ``f`` captures: they are used in place of fresh ones (core/closures.py).
       cell: makes the cells of the Variables; of inputs that note whether they are read, for ``nnx.jit``.
+      whole: whether all arrays of a node whose structure has changed come back.
     """
     pytrees = {}
     if not all_leaves(leaves):  # f may edit a dict that is the value of a Variable: it gets a copy
@@ -123,7 +125,7 @@ def cross(
         with listening(inside(layout, objects)):  # so Modules that are called know their paths (core/calls.py)
             out = f(*args, **kwargs)
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
-        after = diff(layout, leaves, objects, part(out), {*forced, *edited})
+        after = diff(layout, leaves, objects, part(out), {*forced, *edited}, whole)
         # a static value could take a tracer out of the trace
         return out, contained(after, layout, all_borrowed())
 

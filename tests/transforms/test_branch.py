@@ -150,7 +150,6 @@ def test_the_refused_attribute_is_named_by_path():
         nnx.cond(True, lambda m: delattr(m.a, "w"), lambda m: None, Pair())
 
 
-@pytest.mark.xfail(strict=True, raises=BodyError, reason="rows that change structure are compared with their arrays")
 def test_an_array_attribute_may_change_in_one_branch_while_both_attach_the_same():
     def attach(m):
         m.new = nnx.Cache(jnp.zeros(2))
