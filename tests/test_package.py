@@ -103,7 +103,7 @@ def test_what_few_programs_use_is_imported_when_it_is_asked_for():
 
 
 def test_importing_nnxlib_costs_little_on_top_of_jax():
-    """`import nnxlib` makes at most a twelfth of the Python calls that `import jax` makes (counted, so free of noise)."""
+    """`import nnxlib` makes at most a twelfth of the calls that `import jax` makes (counted, so free of noise)."""
     code = """
 import sys
 def count(statement):

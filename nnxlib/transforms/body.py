@@ -64,6 +64,7 @@ def trace_body(
     label: Callable[[After, Any], Sequence[Any]] | None = None,
     delta: Callable[[After, Sequence[Any]], Delta] = lambda after, labels: after.delta,
     enter: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    whole: bool = False,
 ) -> Body:
     """Trace a function of the objects of a layout.
 
@@ -74,11 +75,12 @@ def trace_body(
       label: ``label(after, output)`` gives the labels of the leaves that come back.
       delta: ``delta(after, labels)`` gives the Delta, if it is not that of the trace.
       enter: ``enter(leaves)`` gives the leaves that the function sees in place of these.
+      whole: whether all arrays of a node whose structure has changed come back.
     """
 
     def pure(*leaves: Any) -> tuple[list[Any], _Traced]:
         seen = leaves if enter is None else enter(leaves)
-        out, after = cross(function, layout, seen, whole=True)
+        out, after = cross(function, layout, seen, whole=whole)
         labels = () if label is None else tuple(label(after, out))
         return after.leaves, _Traced(delta(after, labels), tuple(after.owners), after.paths, labels)
 

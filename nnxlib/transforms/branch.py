@@ -6,6 +6,7 @@ not recorded them: the branches are traced once more, and zeros are added to eac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -85,10 +86,11 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         def program(leaves: list[Any]) -> Any:
             *leaves, chosen = leaves
             calls = _once_each(lambda k: _branch(functions[k], count, k), first)
-            bodies = _once_each(lambda call: trace_body(call, layout, leaves), calls)
+            traced = functools.partial(trace_body, layout=layout, leaves=leaves, whole=True)
+            bodies = _once_each(traced, calls)
             recorded = _recorded(layout, bodies)
             if recorded:
-                bodies = _once_each(lambda call: trace_body(_recording_all(call, recorded), layout, leaves), calls)
+                bodies = _once_each(lambda call: traced(_recording_all(call, recorded)), calls)
             runs, delta = _aligned(layout, leaves, bodies)
             return jax.lax.switch(chosen, runs, leaves), Result(delta)
 
