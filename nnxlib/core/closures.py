@@ -22,21 +22,33 @@ Other threads find the values of a borrowed Variable as they were (:class:`~nnxl
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from .finding import reachable
 from .tracing import TraceRef, abandon_trace, current_trace
 
 
+class Reader(NamedTuple):
+    """Some code that has run, and its globals."""
+
+    code: types.CodeType
+    namespace: dict[str, Any]
+
+
+Readers = Mapping[int, Reader]  # by the id of the code
+
+
 class CapturedObjects(BaseException):
     """Raised through JAX to end a trace that has captured objects; never reaches the user."""
 
-    def __init__(self, roots: Sequence[Any]):
+    def __init__(self, roots: Sequence[Any], readers: Readers = types.MappingProxyType({})):
         super().__init__(f"{len(roots)} captured objects")
-        self.roots = list(roots)
+        self.roots, self.readers = list(roots), readers  # the code that ran when they were noticed
 
 
 class Occupied(CapturedObjects):
@@ -59,7 +71,9 @@ class Watch:
     count = 0  # of all watches, in all threads
     counting = threading.Lock()
 
-    def __init__(self, outer: Watch | None):
+    def __init__(self, outer: Watch | None, frame: types.FrameType):
+        self.outer, self.frame = outer, frame  # the frame that watches
+        self.readers = dict[int, Reader]()
         self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
         self.roots: list[Any] = []
         self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
@@ -71,12 +85,32 @@ class Watch:
             below = {id(node): node for _, node in reachable(x, set())}
             self.roots = [*(root for root in self.roots if id(root) not in below), x]
             self.covered |= below
+            self._note_frames(sys._getframe(2))
+
+    def _note_frames(self, frame: types.FrameType | None) -> None:
+        """Note the code that runs now, up to the frame that watches, with this watch and those around it."""
+        readers, watch = dict[int, Reader](), self
+        while frame is not None and watch is not None:
+            if frame is watch.frame:
+                watch.readers |= readers
+                watch = watch.outer
+            else:
+                readers[id(frame.f_code)] = Reader(frame.f_code, frame.f_globals)
+                frame = frame.f_back
 
 
 def notice(x: Any, trace: TraceRef) -> None:
     """Tell the innermost watch of this thread that an object is used; to be called if ``Watch.count`` is not 0."""
     if _thread.watch is not None:
         _thread.watch.notice(x, trace)
+
+
+def note_readers(readers: Readers) -> None:
+    """Note code that ran when a jitted function that is called now was traced."""
+    watch = _thread.watch
+    while watch is not None:
+        watch.readers |= readers
+        watch = watch.outer
 
 
 @contextmanager
@@ -90,7 +124,7 @@ def watching() -> Iterator[None]:
         yield
         return
     outer = _thread.watch
-    watch = _thread.watch = Watch(outer)
+    watch = _thread.watch = Watch(outer, sys._getframe(2))
     with Watch.counting:
         Watch.count += 1
     try:
@@ -98,7 +132,7 @@ def watching() -> Iterator[None]:
     except BaseException:
         abandon_trace()
         if watch.roots:
-            raise CapturedObjects(watch.roots) from None
+            raise CapturedObjects(watch.roots, watch.readers) from None
         raise
     finally:
         with Watch.counting:
@@ -106,7 +140,7 @@ def watching() -> Iterator[None]:
         _thread.watch = outer
     if watch.roots:
         abandon_trace()
-        raise CapturedObjects(watch.roots)
+        raise CapturedObjects(watch.roots, watch.readers)
 
 
 class lending:

@@ -3,7 +3,10 @@
 A jitted function finds out which objects it captures while it is traced. At later calls it must know, without a trace,
 whether it would still capture the same ones. So it keeps the *ways* that lead from the function to these objects, and
 follows them at each call: through closures, plain containers, plain objects and their classes, weak references, what a
-thread or a context has for itself, and functions of the same file. Each step of a way is one look-up.
+thread or a context has for itself, and other functions. Each step of a way is one look-up.
+
+From the globals of its functions half of a program can be reached. So those that functions of other files read are
+looked into last, and only if something that is sought has not been found.
 """
 
 from __future__ import annotations
@@ -12,17 +15,19 @@ import contextvars
 import dis
 import functools
 import inspect
+import itertools
+import sys
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .data import is_bound_method
+from .closures import Reader
 from .graphdef import GraphDef
 from .objects import Node
 from .variables import Variable
@@ -50,7 +55,7 @@ class Way(NamedTuple):
             known.add(id(way))
             holder = way.before.value
             yield way.look_up, _reference(way.value)
-            if isinstance(holder, list | dict | deque) and id(holder) not in known:
+            if isinstance(holder, _CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
                 yield functools.partial(_is_as_long, holder, len(holder)), _true
             way = way.before
@@ -73,62 +78,125 @@ def _reference(value: Any) -> LookUp:
 
 
 def named_in(function: Callable) -> list[Any]:
-    """What a function refers to directly: by its closure, its defaults, its globals."""
-    function = inspect.unwrap(function)
-    if not isinstance(function, types.FunctionType):
-        return []
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return [*defaults, *(look_up() for look_up in _names_of(function))]
+    """What a function, and those that it wraps, refer to directly: by closures, defaults, globals."""
+    found: list[Any] = []
+    while function is not None:
+        if isinstance(function, types.FunctionType):
+            found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            found += [found_by(look_up) for look_up in (*_cells_of(function), *_names_of(function))]
+        function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
+    return found
 
 
-def ways_from(function: Callable, sought: Collection[Any] = ()) -> list[Way]:
+def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterable[Reader] = ()) -> list[Way]:
     """The ways from a function: the shortest one to each value, then all others to Modules.
 
     Of a program with very many values it gives the nearest ones, and goes on until it has found those that are sought.
+
+    Args:
+      function: where the ways begin.
+      sought: what has to be found.
+      readers: code that was seen to run when the function was called, the globals of which count as the function's own.
     """
-    start = inspect.unwrap(function, stop=is_bound_method)  # unwrapping a bound method would lose its Module
-    inner = inspect.unwrap(start)
+    inner = inspect.unwrap(function)
     namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
-    queue, found, others = deque([Way(start, lambda: start, None)]), dict[int, Way](), list[Way]()
+    start = Way(function, lambda: function, None)
+    queue, elsewhere = deque([start]), deque[Way]()
+    names = set[str]()  # that the code visited so far has, also of attributes
+    for reader in readers:
+        if not _is_of_library(reader.namespace):
+            names |= _names_in(reader.code)[2]
+            queue.extend(_ways_on(start, _globals_of(*reader)))
+    found, others = dict[int, Way](), list[Way]()
     missing = set(map(id, sought))
-    while queue and len(found) < (_MOST_TO_FIND if missing else _MOST):
+    while (queue or (missing and elsewhere)) and len(found) < (_MOST_TO_FIND if missing else _MOST):
+        if not queue:
+            way = elsewhere.popleft()
+            queue.extend(_ways_on(way, _names_of(way.value)))
+            continue
         way = queue.popleft()
-        if id(way.value) not in found:
+        if id(way.value) in found:
+            if issubclass(type(way.value), Node):  # isinstance would ask a weak proxy, perhaps to what is gone
+                others.append(way)
+        elif found_by(way.look_up) is way.value:  # a look-up that finds another value each time leads nowhere
             found[id(way.value)] = way
             missing.discard(id(way.value))
-            queue.extend(Way(look_up(), look_up, way) for look_up in _look_ups(way.value, namespace))
-        elif isinstance(way.value, Node):
-            others.append(way)
+            if type(way.value) is types.FunctionType:
+                names |= _names_in(way.value.__code__)[2]
+                if way.value.__globals__ is namespace:
+                    queue.extend(_ways_on(way, _names_of(way.value)))
+                elif not _is_of_library(way.value.__globals__):
+                    elsewhere.append(way)
+            queue.extend(_ways_on(way, _look_ups(way.value, names)))
     return [*found.values(), *others]
 
 
-def _look_ups(x: Any, namespace: Any) -> Iterable[LookUp]:
-    """How to look up what is in ``x``; nothing for nodes, which are looked into elsewhere, and for arrays."""
+def _ways_on(way: Way, look_ups: Iterable[LookUp]) -> Iterator[Way]:
+    """The ways that go on from another one; none through an object that cannot be looked into."""
+    try:
+        for look_up in look_ups:
+            yield Way(found_by(look_up), look_up, way)
+    except Exception:  # such as a weak proxy to what is gone, or __getattr__ with other errors than AttributeError
+        return
+
+
+def found_by(look_up: LookUp) -> Any:
+    """What a look-up finds; None if it fails."""
+    try:
+        return look_up()
+    except Exception:  # of a property, or a class's own __getattribute__ or get
+        return None
+
+
+def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
+    """How to look up what is in ``x``; nothing for nodes, which are looked into elsewhere, and for arrays.
+
+    Of the methods and properties of its class only those of these names.
+    """
     if isinstance(x, types.FunctionType):
-        defaults = [functools.partial(getattr, x, name) for name in ("__defaults__", "__kwdefaults__")]
-        own = [functools.partial(x.__dict__.get, name) for name in list(x.__dict__)]
-        return [*defaults, *_names_of(x), *own] if x.__globals__ is namespace else ()
-    if isinstance(x, types.MethodType):
-        return [functools.partial(getattr, x, name) for name in ("__self__", "__func__")]
-    if isinstance(x, functools.partial):
-        return [functools.partial(getattr, x, name) for name in ("func", "args", "keywords")]
-    if isinstance(x, list | tuple | deque) and not isinstance(x, Node):
-        return [functools.partial(_item, x, k) for k in range(len(x))]
-    if isinstance(x, dict) and not isinstance(x, Node):
-        return [functools.partial(x.get, key) for key in list(x)]  # a copy: a collection of garbage may shrink a cache
-    if isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType):
-        return ()
-    if isinstance(x, weakref.ref):
-        return [x]
-    if isinstance(x, contextvars.ContextVar):
-        return [functools.partial(x.get, None)]
-    if isinstance(x, threading.local):  # each thread has attributes of its own
-        return [functools.partial(getattr, x, name, None) for name in list(x.__dict__)]
-    attributes = getattr(x, "__dict__", None)
-    found = [functools.partial(attributes.get, name) for name in list(attributes)] if type(attributes) is dict else []
-    classes = x.__mro__ if isinstance(x, type) else type(x).__mro__
-    members = [name for cls in classes for name, y in vars(cls).copy().items() if _is_read_from(x, name, y)]
-    return found + [functools.partial(getattr, x, name, None) for name in members if name != "__dict__"]
+        yield from _cells_of(x)
+        yield from [functools.partial(getattr, x, name) for name in ("__defaults__", "__kwdefaults__")]
+        yield from [functools.partial(x.__dict__.get, name) for name in list(x.__dict__)]
+    elif isinstance(x, types.MethodType):
+        yield from [functools.partial(getattr, x, name) for name in ("__self__", "__func__")]
+    elif isinstance(x, functools.partial):
+        yield from [functools.partial(getattr, x, name) for name in ("func", "args", "keywords")]
+    elif isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType):
+        return
+    elif isinstance(x, list | tuple | deque):
+        yield from [functools.partial(_item, x, k) for k in range(len(x))]
+    elif isinstance(x, dict | types.MappingProxyType):
+        keys = list(x)  # a copy: a collection of garbage may shrink a cache
+        yield from [functools.partial(x.get, key) for key in keys]
+        yield from _members(x, keys)
+    elif isinstance(x, set | frozenset):
+        yield from _members(x, list(x))
+    elif isinstance(x, weakref.ref):
+        yield x
+    elif isinstance(x, contextvars.ContextVar):
+        yield x.get
+    elif isinstance(x, threading.local):  # each thread has attributes of its own
+        yield from [functools.partial(getattr, x, name, None) for name in list(x.__dict__)]
+    else:
+        attributes: Any = getattr(x, "__dict__", None)
+        if type(attributes) is dict:
+            yield from [functools.partial(attributes.get, name) for name in list(attributes)]
+        classes = type(x).__mro__
+        if isinstance(x, type):
+            classes = *x.__mro__, *classes[:-2]  # these are type and object
+        for cls in classes:
+            for name, y in vars(cls).copy().items():
+                if _is_read_from(x, name, y) and name != "__dict__":
+                    yield functools.partial(getattr, x, name, None)
+                elif name in names:
+                    yield functools.partial(vars(cls).get, name)
+
+
+def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
+    """How to look up the Modules and Variables among the members of a set or the keys of a dict, which may be weak."""
+    for k, member in enumerate(members):
+        if issubclass(type(member), Node | Variable | weakref.ref):
+            yield functools.partial(_nth, x, k)
 
 
 def _is_read_from(x: Any, name: str, y: Any) -> bool:
@@ -137,36 +205,68 @@ def _is_read_from(x: Any, name: str, y: Any) -> bool:
     return is_value or (inspect.ismemberdescriptor(y) and not isinstance(x, type))
 
 
-def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
-    """How to look up what is in the closure of a function, and the globals that its code names.
-
-    Of a module or class among these globals also the attributes that the code names.
-    """
+def _cells_of(function: types.FunctionType) -> Iterator[LookUp]:
+    """How to look up what is in the closure of a function."""
     for cell in function.__closure__ or ():
-        yield functools.partial(getattr, cell, "cell_contents", None)  # None: it is empty
-    read, names = _names_in(function.__code__)
-    namespace = function.__globals__
-    for name in sorted(read & namespace.keys()):
-        yield functools.partial(namespace.get, name)
-        if isinstance(namespace[name], types.ModuleType | type):
-            for inner in sorted(names & vars(namespace[name]).keys()):
-                yield functools.partial(_inside, namespace, name, inner)
+        yield functools.partial(getattr, cell, "cell_contents")
+
+
+def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
+    """How to look up the globals that a function reads."""
+    return _globals_of(function.__code__, function.__globals__, _cells_of(function))
+
+
+def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterable[LookUp] = ()) -> Iterator[LookUp]:
+    """How to look up the globals that some code names, and the modules that it imports.
+
+    Of a module or class among these, or among the ``others``, also the attributes that the code names.
+    """
+    read, imported, names = _names_in(code)
+    look_ups = [functools.partial(namespace.get, name) for name in sorted(read & namespace.keys())]
+    look_ups += [functools.partial(sys.modules.get, name) for name in sorted(imported)]
+    yield from look_ups
+    stack, seen = [*look_ups, *others], set[int]()
+    while stack:
+        look_up = stack.pop()
+        x = found_by(look_up)
+        if issubclass(type(x), types.ModuleType | type) and not _is_of_library(vars(x)) and id(x) not in seen:
+            seen.add(id(x))
+            inside = [functools.partial(_inside, look_up, name) for name in sorted(names & vars(x).keys())]
+            yield from inside
+            stack += inside
 
 
 @functools.lru_cache(maxsize=1000)
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that some code, and the functions defined in it, read as globals; and all names, also of attributes."""
-    read = {x.argval for x in dis.get_instructions(code) if x.opname.startswith("LOAD_") and x.opname.endswith(_GLOBAL)}
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The names that some code, and the functions in it, read as globals; those of imports; all, also of attributes."""
+    instructions = list(dis.get_instructions(code))
+    read = [x.argval for x in instructions if x.opname.startswith("LOAD_") and x.opname.endswith(_GLOBAL)]
+    imported = [x.argval for x in instructions if x.opname == "IMPORT_NAME"]
     inner = [_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return frozenset(read).union(*[x[0] for x in inner]), frozenset(code.co_names).union(*[x[1] for x in inner])
+    return (
+        frozenset(read).union(*[x[0] for x in inner]),
+        frozenset(imported).union(*[x[1] for x in inner]),
+        frozenset(code.co_names).union(*[x[2] for x in inner]),
+    )
 
 
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions; a class body reads them by name
+_LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # their globals are no Modules
+_CONTAINERS = list, dict, deque, set
 
 
-def _inside(namespace: Any, name: str, inner: str) -> Any:
-    return getattr(namespace.get(name), "__dict__", {}).get(inner)
+def _is_of_library(namespace: Mapping[str, Any]) -> bool:
+    """Whether a function with these globals, or a class or module with these attributes, is from a library."""
+    return str(namespace.get("__module__", namespace.get("__name__"))).partition(".")[0] in _LIBRARIES
+
+
+def _inside(look_up: LookUp, name: str) -> Any:
+    return getattr(look_up(), "__dict__", {}).get(name)
 
 
 def _item(sequence: Any, index: int) -> Any:
     return sequence[index] if index < len(sequence) else None
+
+
+def _nth(collection: Any, index: int) -> Any:
+    return next(itertools.islice(collection, index, None), None)

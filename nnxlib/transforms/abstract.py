@@ -101,7 +101,7 @@ def _placed(leaves: Sequence[Any], delta: Delta) -> list[Any]:
 def _live_below(roots: list[Any]) -> list[Any]:
     """The nodes and Variables among some values, and those below them."""
     seen = set[int]()
-    return [x for root in roots if isinstance(root, Node | Variable) for _, x in reachable(root, seen)]
+    return [x for root in roots if issubclass(type(root), Node | Variable) for _, x in reachable(root, seen)]
 
 
 _NOTHING = pack(()).layout

@@ -135,7 +135,7 @@ def _referred(function: Callable) -> Module:
     """The Module that a function captures: ``nnx.jit(model)``, or a closure."""
     roots, covered = list[Module](), set[int]()
     for way in ways_from(function):
-        if isinstance(way.value, Module) and id(way.value) not in covered:
+        if issubclass(type(way.value), Module) and id(way.value) not in covered:
             below = {id(part) for _, part in reachable(way.value, set())}
             roots = [*(root for root in roots if id(root) not in below), way.value]
             covered |= below

@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.closures import CapturedObjects, is_lent_elsewhere
+from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import trace_of
 from ..core.layout import Layout
 from ..core.objects import Node
-from ..core.references import LookUp, named_in, ways_from
+from ..core.references import LookUp, found_by, named_in, ways_from
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.tracing import current_trace
 
@@ -29,20 +29,24 @@ class Captures:
     def __init__(self, function: Callable):
         self._function = function
         self._roots: list[weakref.ref] = []
+        self._readers: dict[int, Reader] = {}  # the code that ran when they were noticed
         self._adding = threading.Lock()
         # Each step on the ways to the roots: its look-up, what that found, whether this is a root. None before a trace.
         self.steps: list[tuple[LookUp, LookUp, bool]] | None = None
 
-    def add(self, roots: Sequence[Any], before: Sequence[Any]) -> None:
+    def add(self, outside: CapturedObjects, before: Sequence[Any]) -> None:
         """Add objects that a trace has captured besides those that it was given ``before``."""
+        roots = outside.roots
         if not _others(roots, before):
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         with self._adding:
             if _others(roots, self.objects()):  # if not, another thread has added them
+                self._readers |= outside.readers
                 self._add(roots)
 
     def _add(self, roots: Sequence[Any]) -> None:
-        ways = ways_from(self._function, [*roots, *[reference() for reference in self._roots]])
+        sought = [*roots, *[reference() for reference in self._roots]]
+        ways = ways_from(self._function, sought, self._readers.values())
         named = [way.value for way in ways if issubclass(type(way.value), Node)]
         self._roots += [weakref.ref(root) for root in _whole(roots, named)]
         steps: list[tuple[LookUp, LookUp, bool]] = []
@@ -72,12 +76,14 @@ class Captures:
         """The captured objects; none, so that they are found again, if the function now refers to other ones."""
         found = []
         for look_up, before, is_root in self.steps or ():
-            x = look_up()
+            x = found_by(look_up)
             if x is None or x is not before():
-                self._roots, self.steps = [], None
+                self._roots, self._readers, self.steps = [], {}, None
                 return ()
             if is_root:
                 found.append(x)
+        if self._readers and Watch.count:
+            note_readers(self._readers)
         return tuple(found)
 
 

@@ -218,7 +218,7 @@ class JitWrapped(Generic[P, R]):
     def _prepare(self, outside: CapturedObjects, captured: tuple) -> None:
         """After a trace was abandoned: take what it captured as further inputs, or wait until that may be borrowed."""
         if not isinstance(outside, Occupied):
-            self._captures.add(outside.roots, captured)
+            self._captures.add(outside, captured)
         elif is_watched():  # the enclosing trace is abandoned as well
             raise outside
         else:

@@ -3,11 +3,14 @@
 import collections
 import contextvars
 import functools
+import sys
 import threading
 import types
 import weakref
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import nnxlib as nnx
@@ -38,6 +41,11 @@ class Settings:
 
 
 module = types.ModuleType("settings")
+module.inner = types.ModuleType("settings.inner")  # type: ignore[attr-defined]
+elsewhere = types.ModuleType("elsewhere")  # a file with functions of its own
+exec("m = None\ndef get(): return m\ndef wrap(f): return lambda: f()", vars(elsewhere))
+sys.modules["elsewhere"] = elsewhere
+held: dict = {}
 
 
 class Base:
@@ -59,6 +67,27 @@ class Trainer:
     def step(self):
         return self.model
 
+    def get(self):
+        return held["m"]
+
+    @property
+    def present(self):
+        return held["m"]
+
+
+class Meta(type):
+    m = None
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+def imports():
+    from elsewhere import m  # type: ignore[import-not-found]
+
+    return m
+
 
 def ways():
     """For each kind of way: a function, and a change after which it leads to another object."""
@@ -67,11 +96,20 @@ def ways():
     trainer = Trainer(old)
     bound = functools.partial(lambda m: m, old)
     queue, slotted = collections.deque([old]), Slotted()
-    slotted.m = Settings.m = module.m = Base.m = old  # type: ignore[attr-defined]
+    slotted.m = Settings.m = module.m = module.inner.m = Base.m = Meta.m = elsewhere.m = held["m"] = old  # type: ignore
     instance, own = Derived(), Derived()
     weak, context, thread = weakref.WeakValueDictionary(m=old), contextvars.ContextVar("context"), threading.local()
     thread.m = old
     context.set(old)
+    by_default = contextvars.ContextVar("by_default", default=old)
+    as_set, weak_set, as_key, proxy = {old}, weakref.WeakSet([old]), {old: 1}, types.MappingProxyType(named)
+    wrapped = elsewhere.wrap(lambda: listed[0])  # type: ignore[attr-defined]
+
+    mapped = jax.vmap(lambda x: listed[0])
+
+    @functools.wraps(names_a_global)
+    def wrapper():
+        return listed[0]
 
     class Local:
         m = old
@@ -103,6 +141,21 @@ def ways():
         "class of an object": (old, lambda: instance.m, lambda: setattr(Base, "m", new)),
         "object in front of its class": (old, lambda: own.m, lambda: setattr(own, "m", new)),
         "attribute of a function": (old, with_attribute, lambda: setattr(with_attribute, "m", new)),
+        "default of a context variable": (old, lambda: by_default.get(), lambda: by_default.set(new)),
+        "set": (old, lambda: as_set, lambda: as_set.add(new)),
+        "weak set": (old, lambda: list(weak_set), lambda: weak_set.add(new)),
+        "key of a dict": (old, lambda: list(as_key), lambda: (as_key.clear(), as_key.update({new: 1}))),
+        "proxy of a dict": (old, lambda: proxy["m"], lambda: named.update(m=new)),
+        "metaclass": (old, lambda: OfMeta.m, lambda: setattr(Meta, "m", new)),
+        "module in a module": (old, lambda: module.inner.m, lambda: setattr(module.inner, "m", new)),
+        "import in a function": (old, imports, lambda: setattr(elsewhere, "m", new)),
+        "function of another file": (old, elsewhere.get, lambda: setattr(elsewhere, "m", new)),
+        "called function of another file": (old, lambda: elsewhere.get(), lambda: setattr(elsewhere, "m", new)),
+        "wrapped by another file": (old, lambda: wrapped(), lambda: listed.__setitem__(0, new)),
+        "wrapper": (old, wrapper, lambda: listed.__setitem__(0, new)),
+        "mapped": (old, lambda: mapped(1.0), lambda: listed.__setitem__(0, new)),
+        "global of a method": (old, lambda: trainer.get(), lambda: held.update(m=new)),
+        "global of a property": (old, lambda: trainer.present, lambda: held.update(m=new)),
         "weak dict": (old, lambda: weak["m"], lambda: weak.update(m=new)),
         "context variable": (old, lambda: context.get(), lambda: context.set(new)),
         "thread local": (old, lambda: thread.m, lambda: setattr(thread, "m", new)),
@@ -112,7 +165,7 @@ def ways():
 @pytest.mark.parametrize("kind", ways())
 def test_a_way_is_followed_again(kind):
     old, function, change = ways()[kind]
-    steps = [step for way in ways_from(function) if way.value is old for step in way.steps(set())]
+    steps = [step for way in ways_from(function, [old]) if way.value is old for step in way.steps(set())]
     assert steps
     assert all(look_up() is before() for look_up, before in steps)
     if change is not None:
@@ -135,6 +188,74 @@ def test_what_is_sought_is_found_however_much_else_there_is():
     held, models = [[object()] for _ in range(2000)], [nnx.Dict()]
     assert not [way for way in ways_from(lambda: (held, [models])) if way.value is models[0]]
     assert [way for way in ways_from(lambda: (held, [models]), models) if way.value is models[0]]
+
+
+def test_globals_of_libraries_are_not_looked_into():
+    assert len(ways_from(lambda: (jax.jit, jnp.sum, nnx.grad), [object()])) < 100
+
+
+class Failing:
+    """Has no attributes: asking for any is an error, of another kind than `getattr` knows."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+class Unbound:
+    @property
+    def __dict__(self):
+        raise RuntimeError("outside of the context")
+
+
+class Copying(dict):
+    """Gives another object each time."""
+
+    def get(self, key):
+        return [self[key]]
+
+
+class Guarded:
+    secret = 1
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattribute__(self, name):
+        if name == "secret":
+            raise RuntimeError("not yet")
+        return super().__getattribute__(name)
+
+
+def dead_proxy():
+    return weakref.proxy(Settings())
+
+
+@pytest.mark.parametrize("kind", [Failing, Unbound, dead_proxy, lambda: Copying(m={}), lambda: Guarded({})])
+def test_what_cannot_be_looked_into_is_passed_over(kind):
+    """Whatever else a function refers to, its Module is found, by all who ask for it."""
+    other, model = kind(), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def f(x):
+        return model(x) if other is not None else None
+
+    assert [way for way in ways_from(f) if way.value is model]
+    for jitted in nnx.jit(f), functools.partial(nnx.eval_shape, f), nnx.capture(f, nnx.Intermediate):
+        assert jax.tree.leaves(jitted(jnp.ones(2)))[0].shape == (2,)
+
+
+def test_a_name_without_a_value():
+    """A function may name what is only defined under a condition, in its closure."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def make(averages):
+        if averages:
+            average = lambda x: x
+
+        return nnx.jit(lambda x: average(model(x)) if averages else model(x))
+
+    np.testing.assert_array_equal(make(False)(jnp.ones(2)), make(True)(jnp.ones(2)))
 
 
 def test_nodes_are_not_looked_into():

@@ -706,6 +706,77 @@ def test_a_closure_over_a_plain_list_that_grows():
     np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 3.0))
 
 
+class Teacher:
+    """Where its Module is, only the code that runs knows."""
+
+    @property
+    def model(self):
+        return Experiment.model
+
+    def __call__(self, x):
+        return Experiment.model(x)
+
+    @nnx.jit
+    def jitted(self, x):
+        return Experiment.model(x)
+
+
+class Student(Layer):
+    def __call__(self, x):
+        return super().__call__(x) + Experiment.model(x)
+
+
+def test_a_closure_of_what_a_function_calls():
+    """A Module that is a global of what a function calls: of an argument, an object, a jitted function."""
+    student, teacher = Student(), Teacher()
+    hidden = types.SimpleNamespace(models=iter([teacher] * 9))
+    first, second = Layer(1.0), Layer(2.0)
+    Experiment.model = first
+    inner = nnx.jit(lambda x: teacher(x))
+    inner(1.0)
+    by_method = nnx.jit(lambda x: Teacher.jitted(student, x))
+    called = {
+        lambda x: student(x) - student.w: nnx.jit(lambda x: student(x) - student.w),
+        lambda x: student(x): functools.partial(nnx.jit(lambda m, x: m(x)), student),
+        lambda x: Experiment.model(x): nnx.jit(lambda x: next(hidden.models)(x)),
+        lambda x: Experiment.model(2 * x): nnx.jit(lambda x: teacher.model(2 * x)),
+        lambda x: Experiment.model(3 * x): nnx.jit(lambda x: inner(3 * x)),
+        lambda x: Experiment.model(4 * x): nnx.jit(lambda x: by_method(4 * x)),
+    }
+    for Experiment.model in (first, second, first):
+        for eager, jitted in called.items():
+            np.testing.assert_array_equal(jitted(1.0), eager(1.0))
+
+
+def test_a_setting_that_a_wrapper_reads():
+    model = Layer()
+
+    def scaled(f):
+        @functools.wraps(f)
+        def wrapper(x):
+            return f(x) * model.setting
+
+        return wrapper
+
+    @nnx.jit
+    @scaled
+    def f(x):
+        return x
+
+    for model.setting in (1.0, 2.0):
+        assert f(1.0) == model.setting
+
+
+def test_a_closure_over_a_weak_method():
+    """Asking for it makes another method each time."""
+    model = Layer()
+    method = weakref.WeakMethod(model.__call__)
+    jitted = nnx.jit(lambda x: method()(x))
+    for value in (1.0, 2.0):
+        model.w.value = jnp.full(2, value)
+        np.testing.assert_array_equal(jitted(1.0), model(1.0))
+
+
 def test_no_tracer_is_seen_by_another_thread():
     """Promise 1: another thread that reads a captured model during a trace finds arrays."""
     model, seen = Layer(), []
