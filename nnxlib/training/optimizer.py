@@ -22,6 +22,7 @@ An update computes everything, checks everything that can fail, and then writes.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, tree_map_with_path
 
-from ..core.data import Static
+from ..core.data import Static, is_node
 from ..core.errors import (
     ArgumentError,
     EmptySelectionError,
@@ -203,22 +204,22 @@ class Optimizer(Pytree, Generic[M]):
             if misfit is not None:
                 raise misfit from None
             with suppress(TypeError, ValueError):
-                return self._step(model, trained, gradients, extra, lambda tree: _as_variables(tree, trained))
+                return self._step(model, trained, gradients, extra, functools.partial(_as_variables, trained))
             lacks = "required keyword-only argument" in str(error)
             if isinstance(error, TypeError) and (lacks or any(map(callable, extra.values()))):
                 error.add_note(_EXTRA)
             raise
 
     def _step(
-        self, model: Any, trained: State, gradients: State, extra: dict[str, Any], seen: Callable[[Any], Any]
+        self, model: Any, trained: State, gradients: State, extra: dict[str, Any], seen: Callable[..., Any]
     ) -> Any:
-        """The update, with a ``tx`` that is given ``seen(tree)`` of each tree."""
+        """The update, with a ``tx`` that is given ``seen(tree)`` of each tree; Modules in ``extra`` stay Modules."""
         params, structure = flat(trained)
         values = [plain(x) for x in params]
         kept, kept_structure = self._kept()
         old = [plain(x) for x in kept]
         given = [seen(tree) for tree in (gradients, kept_structure.unflatten(kept), trained)]
-        extra = {name: given[0] if x is gradients else seen(x) for name, x in extra.items()}
+        extra = {name: given[0] if x is gradients else seen(x, is_node) for name, x in extra.items()}
         updates, new_state = map(_without_variables, self.tx.update(*given, **extra))
         moved = [added(*pair) for pair in zip(values, structure.flatten_up_to(updates))]
         if _shapes(moved) != _shapes(values):
@@ -441,7 +442,7 @@ def _with_value(leaf: Any, value: Any) -> Any:
     return leaf.replace(value) if is_variable(leaf) else value
 
 
-def _as_variables(tree: Any, params: State) -> Any:
+def _as_variables(params: State, tree: Any, is_leaf: Callable[[Any], bool] = is_variable) -> Any:
     """A pytree with the Variables of ``params`` at their paths, below whatever holds them, around its own values."""
     by_path = dict(to_flat_state(params))
 
@@ -451,12 +452,12 @@ def _as_variables(tree: Any, params: State) -> Any:
         variable = next((by_path[path] for path in paths if path in by_path), None)
         return plain(value) if variable is None else _with_value(variable, plain(value))
 
-    return tree_map_with_path(boxed, tree, is_leaf=lambda x: isinstance(x, Variable | Node))
+    return tree_map_with_path(boxed, tree, is_leaf=is_leaf)
 
 
-def _without_variables(value: Any) -> Any:
-    """A pytree with plain values for Variables; Modules in it stay Modules."""
-    return jax.tree.map(plain, value, is_leaf=lambda x: isinstance(x, Variable | Node))
+def _without_variables(value: Any, is_leaf: Callable[[Any], bool] = is_variable) -> Any:
+    """A pytree with plain values for Variables."""
+    return jax.tree.map(plain, value, is_leaf=is_leaf)
 
 
 def _like(structure: Any, new_state: Any) -> list[Any]:

@@ -163,6 +163,37 @@ def test_the_state_is_the_pytree_that_the_transformation_made(name):
         nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.state(model)) and None)(model, optimizer)
 
 
+@nnx.dataclass
+class Moments(nnx.Pytree):
+    trace: Any = nnx.data()
+    count: jax.Array = nnx.data()
+
+
+def momentum_in_an_object(decay):
+    """As `optax.trace`, with a state that is no tuple but an `nnx.Pytree`."""
+
+    def update(updates, state, params=None):
+        assert not isinstance(state.count, nnx.Variable)
+        trace = jax.tree.map(lambda g, t: g + decay * t, updates, state.trace)
+        return trace, Moments(trace, state.count + 1)
+
+    return optax.GradientTransformation(lambda p: Moments(jax.tree.map(jnp.zeros_like, p), jnp.array(0)), update)
+
+
+def test_a_state_that_is_an_object():
+    """It is a pytree like any other: the transformation is given plain values in it."""
+    layers = Layer(), Layer()
+    transformations = momentum_in_an_object(0.9), optax.trace(0.9)
+    optimizers = [nnx.Optimizer(x, optax.chain(tx, optax.scale(-0.1))) for x, tx in zip(layers, transformations)]
+    step = nnx.jit(lambda layer, optimizer: optimizer.update(layer, nnx.grad(loss)(layer)) and None)
+    for _ in range(3):
+        for layer, optimizer in zip(layers, optimizers):
+            step(layer, optimizer)
+    np.testing.assert_allclose(layers[0].kernel, layers[1].kernel)
+    np.testing.assert_allclose(optimizers[0].opt_state[0].trace["bias"], optimizers[1].opt_state[0].trace["bias"])
+    assert optimizers[0].opt_state[0].count == 3
+
+
 def test_what_optax_finds_in_a_state_and_sets():
     """By name; what is set is assigned as a whole, and takes effect in a step that was compiled before."""
     model = Net()
