@@ -102,19 +102,25 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
     namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
     start = Way(function, lambda: function, None)
     queue, elsewhere = deque([start]), deque[Way]()
-    names = set[str]()  # that the code visited so far has, also of attributes
-    for reader in readers:
-        if not _is_of_library(reader.namespace):
-            names |= _names_in(reader.code)[2]
-            queue.extend(_ways_on(start, _globals_of(*reader)))
+    ran = [reader for reader in readers if not _is_of_library(reader.namespace)]
+    names = {name for reader in ran for name in _names_in(reader.code)[2]}  # of the code visited so far
+    visited = set[int]()  # the code of functions, by id
     found, others = dict[int, Way](), list[Way]()
     missing = set(map(id, sought))
-    while (queue or (missing and elsewhere)) and len(found) < (_MOST_TO_FIND if missing else _MOST):
-        if not queue:
+    while len(found) < (_MOST_TO_FIND if missing else _MOST):
+        if queue:
+            way = queue.popleft()
+        elif ran:
+            code, seen_from = ran.pop()
+            if id(code) not in visited:
+                queue.extend(_ways_on(start, _globals_of(code, seen_from)))
+            continue
+        elif missing and elsewhere:
             way = elsewhere.popleft()
             queue.extend(_ways_on(way, _names_of(way.value)))
             continue
-        way = queue.popleft()
+        else:
+            break
         if id(way.value) in found:
             if issubclass(type(way.value), Node):  # isinstance would ask a weak proxy, perhaps to what is gone
                 others.append(way)
@@ -124,6 +130,7 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
             if type(way.value) is types.FunctionType:
                 names |= _names_in(way.value.__code__)[2]
                 if way.value.__globals__ is namespace:
+                    visited.add(id(way.value.__code__))
                     queue.extend(_ways_on(way, _names_of(way.value)))
                 elif not _is_of_library(way.value.__globals__):
                     elsewhere.append(way)

@@ -18,7 +18,7 @@ from ..core.finding import reachable
 from ..core.graph import trace_of
 from ..core.layout import Layout
 from ..core.objects import Node
-from ..core.references import LookUp, found_by, named_in, ways_from
+from ..core.references import LookUp, named_in, ways_from
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.tracing import current_trace
 
@@ -75,13 +75,16 @@ class Captures:
     def objects(self) -> tuple[Any, ...]:
         """The captured objects; none, so that they are found again, if the function now refers to other ones."""
         found = []
-        for look_up, before, is_root in self.steps or ():
-            x = found_by(look_up)
-            if x is None or x is not before():
-                self._roots, self._readers, self.steps = [], {}, None
-                return ()
-            if is_root:
-                found.append(x)
+        try:
+            for look_up, before, is_root in self.steps or ():
+                x = look_up()
+                if x is None or x is not before():
+                    raise LookupError
+                if is_root:
+                    found.append(x)
+        except Exception:  # of the look-up, too
+            self._roots, self._readers, self.steps = [], {}, None
+            return ()
         if self._readers and Watch.count:
             note_readers(self._readers)
         return tuple(found)

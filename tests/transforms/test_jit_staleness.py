@@ -5,6 +5,7 @@ model: structure, static values, sharing, types, metadata, values. That must be 
 """
 
 import collections
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -671,6 +672,15 @@ def test_a_closure_over_what_each_thread_has_for_itself():
     for found, *others in seen:
         for other in others:
             np.testing.assert_array_equal(found, other)
+
+
+def test_a_closure_over_what_another_context_lacks():
+    """A way that leads nowhere in the context of a call is no error: the function may have another one."""
+    variable, first, second = contextvars.ContextVar("variable"), Layer(1.0), Layer(2.0)
+    jitted = nnx.jit(lambda x: variable.get(second)(x))
+    variable.set(first)
+    np.testing.assert_array_equal(jitted(1.0), first(1.0))
+    np.testing.assert_array_equal(contextvars.Context().run(jitted, 1.0), second(1.0))
 
 
 def test_a_closure_over_weak_references():
