@@ -26,6 +26,7 @@ from .objects import (
     attributes_of,
     check_writable,
     fill_adopted,
+    new_node,
     structure_changed,
 )
 from .reprs import node_repr
@@ -41,15 +42,15 @@ def _reporting(name: str, method: Any, adopted: slice) -> Any:
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_writable(self, f"change the items ({name})")
-        given, start = args[adopted], adopted.start or 0
+        given = args[adopted]
         values = [adopt(undeclared(x)) for x in given]
-        before, after = args[:start], args[start + len(values) :]
+        before, after = args[: adopted.start], args[adopted.start + len(values) :]
         marks = item_marks(self) if self._nnx_marks or any(map(_declares, given, values)) else None
         found = method(self, *before, *values, *after, **kwargs)
         structure_changed(self)
         if marks is not None:  # the method does with the declarations what it has done with the items
             declared = [_mark_for(name, before, x, value, marks) for x, value in zip(given, values, strict=True)]
-            method(marks, *before, *declared, *after, **kwargs)
+            method(marks, *before, *declared, *after)
             _set_item_marks(self, marks)
         return found
 
@@ -127,11 +128,10 @@ class _Container:
     def __hash__(self) -> int:  # a node is hashed by identity
         return id(self) >> 4
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or super().__eq__(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __copy__(self: Any) -> Any:  # copy.copy would put in the items one by one, as if nothing were declared of them
+        copied = new_node(type(self), self._nnx_marks)
+        copied._nnx_fill(self._nnx_contents())
+        return copied
 
 
 class List(_Container, list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
@@ -148,7 +148,6 @@ class List(_Container, list[A], HasAttributes):  # type: ignore[misc]  # a slot 
     __dict__ = vars(HasAttributes)["__dict__"]  # Python gives a subclass of list that has attributes one of its own
 
     def __init__(self, it: Iterable[A] | None = None, /):
-        super().__init__()
         if it is not None:
             fill_adopted(self, dict(enumerate(declared_items(it))))
 
@@ -252,7 +251,6 @@ class Dict(_Container, dict[str, A], HasDict, Node):  # type: ignore[misc]  # a 
     __slots__ = SLOTS
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__()
         fill_adopted(self, dict(*args, **kwargs))
 
     @property

@@ -76,7 +76,7 @@ def test_every_mutating_method_of_dict_is_covered():
     read_only = (
         "get keys items values __contains__ __len__ __iter__ __reversed__ __ror__ __lt__ __le__ __gt__ __ge__ "
         "__sizeof__ __class_getitem__ __getattribute__ __doc__ __new__ __init__ __repr__ copy __getitem__ __hash__ "
-        "fromkeys"
+        "fromkeys __eq__ __ne__"
     )
     assert {name for name in vars(dict) if getattr(nnx.Dict, name) == getattr(dict, name)} <= set(read_only.split())
 
@@ -188,12 +188,15 @@ def test_attributes_of_a_dict_are_its_items():
     x = nnx.Dict(a=1)
     x.layers = [param()]
     assert type(x["layers"]) is nnx.List
+    assert {"a", "layers", "update"} <= {*dir(x)}
     del x.a
     with pytest.raises(AttributeError, match=r"no attribute or key 'a'; keys: \['layers'\]"):
         x.a
     with pytest.raises(AttributeError, match="'b'"):
         del x.b
     assert not hasattr(x, "a")
+    nnx.jit(lambda x: x.pop("layers"))(x)
+    assert dict(x) == {}
 
 
 def test_mixed_int_and_str_keys():
@@ -310,10 +313,13 @@ def test_items_are_declared_data_or_static():
         "set data": (lambda x: x.__setitem__(1, nnx.data(7)), [1, 7, 4]),
         "set static": (lambda x: x.__setitem__(0, nnx.static(7)), [4]),
         "set a slice": (lambda x: x.__setitem__(slice(0, 1), [7, nnx.data(8)]), [8, 4]),
+        "set a slice by an iterator": (lambda x: x.__setitem__(slice(0, 1), iter([7, nnx.data(8)])), [8, 4]),
         "reverse": (lambda x: x.reverse(), [4, 1]),
         "sort": (lambda x: x.sort(key=lambda n: -n), [4, 1]),
         "repeat": (lambda x: x.__imul__(2), [1, 4, 1, 4]),
         "clear": (lambda x: (x.clear(), x.append(nnx.data(1)), x.append(2)), [1]),
+        "clear and extend": (lambda x: (x.clear(), x.extend([2, nnx.data(1)])), [1]),
+        "clear and set a slice": (lambda x: (x.clear(), x.__setitem__(slice(0, 0), [2, nnx.data(1)])), [1]),
     }.values(),
 )
 def test_what_is_declared_goes_with_the_item(change, leaves):
@@ -322,6 +328,19 @@ def test_what_is_declared_goes_with_the_item(change, leaves):
     change(x)
     assert jax.tree.leaves(x) == leaves
     assert jax.tree.leaves(nnx.List(x)) == jax.tree.leaves(x[:]) == jax.tree.leaves(x.copy()) == leaves
+
+
+def test_a_declaration_of_one_item_is_of_no_other():
+    """An array beside a number that was declared is data in every copy; attributes of a List stay what they were."""
+    items = [nnx.data(1), jnp.float32(2), "a"]
+    x, d = nnx.List(items), nnx.Dict(zip("abc", items, strict=True))
+    pickled = [pickle.loads(pickle.dumps(node)) for node in (x, d)]
+    for copied in (nnx.List(x), x[:], x.copy(), d.copy(), *pickled, *map(copy.copy, (x, d)), *map(nnx.clone, (x, d))):
+        assert jax.tree.leaves(copied) == [1, 2]
+    x.steps = nnx.data(3)
+    x.append(nnx.data(4))
+    x[0] = nnx.static(5)
+    assert nnx.to_pure_dict(nnx.state(x)) == {1: 2, 3: 4, "steps": 3}
 
 
 def test_what_is_declared_of_the_items_of_a_dict():
@@ -523,7 +542,8 @@ def test_a_list_may_have_attributes():
 
     assert (step(m).item(), m.scale.value.item(), m.steps.item()) == (2, 5, 1)
     m.name = ()
-    del m.steps
+    nnx.jit(lambda m: delattr(m, "steps"))(m)
+    assert not hasattr(m, "steps")
     assert (step(m).item(), m.scale.value.item()) == (0, 8)
     with pytest.raises(nnx.TraceContextError, match=r"Cannot mutate 'Named' .* to set attribute 'name' of Named"):
         jax.eval_shape(lambda: setattr(m, "name", "b"))
@@ -554,6 +574,9 @@ def test_class_can_be_changed():
         assert height(node).item() == 0
         node.__class__ = kind
         assert (type(node), len(node), height(node).item()) == (kind, 1, expected)
+        with pytest.raises(nnx.TraceContextError, match=rf"set (the class|attribute '__class__') of {kind.__name__}"):
+            jax.eval_shape(lambda node=node: setattr(node, "__class__", nnx.Module))
+        assert type(node) is kind
 
 
 def test_subscripted_in_annotations():

@@ -478,7 +478,7 @@ def test_settings_are_no_modules():
 
     class Block(nnx.Module):
         def __init__(self):
-            self.sizes, self.names = [1, 2], {"rate": 0.5}
+            self.sizes, self.names = [1, [2, {"depth": 3}]], {"rate": 0.5, "more": {"a": [1]}}
             self.layers, self.heads = [nnx.Dropout(0.5)], nnx.Dict(a=nnx.Dropout(0.5), rate=0.5)
 
     m = Block()
