@@ -67,17 +67,19 @@ class Labels:
         return [self.of_row[i][0] for i in layout.variables]
 
     def revisit(self, count: int, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]) -> None:
-        """Visit the first ``count`` rows as they are after a call; a new object gets its labels from its holder."""
+        """Visit the first ``count`` rows as they are after a call; a new object gets its labels from its holder.
+
+        An array that a node holds in the place of another has the label of that, like the value of a Variable.
+        """
         before, self.rows, self.values = self.rows, rows, values
         for i in range(count):
-            row = rows[i]
-            if row is before[i] and not values(i):  # it refers to the same objects as before, and has no leaves
-                continue
-            if isinstance(row, NodeRow) and i in self._reached:
+            row, old = rows[i], before[i]
+            if row is not old and isinstance(row, NodeRow) and isinstance(old, NodeRow):
+                known = dict(zip(_places(old), self.of_row[i], strict=True))
                 path, visit = self._reached[i]
-                self.of_row[i] = []
-                fields = [(spec, below, self.of_row[i], values(i)) for below, spec in reversed(row.at(path))]
-                self._descend(fields, visit)
+                found = self.of_row[i] = []
+                self._descend([(spec, below, found, values(i)) for below, spec in reversed(row.at(path))], visit)
+                found[:] = [known.get(place, label) for place, label in zip(_places(row), found, strict=True)]
 
     def _descend(self, stack: list[tuple[Spec, tuple, list[Label], Sequence[Any]]], visit: _Visit) -> None:
         """Label everything below the specs on the stack: (spec, path, labels of its row so far, values of its row)."""
@@ -137,6 +139,11 @@ def _parts(row: NodeRow) -> Iterator[tuple[tuple, Spec]]:
             stack += spec.at(path)[::-1]
         elif spec is LEAF or isinstance(spec, Ref):
             yield path, spec
+
+
+def _places(row: NodeRow) -> list[tuple]:
+    """The paths below a node of the leaves that it holds directly."""
+    return [path for path, spec in _parts(row) if spec is LEAF]
 
 
 def _yields(new: Label, old: Label) -> bool:

@@ -126,6 +126,8 @@ def test_two_arguments_under_a_mapping_that_looks_at_paths():
         labels_of([by_path, by_path], nnx.Dict(a=net), nnx.Dict(odd=net))
     labels_of([by_path, by_path], nnx.Dict(a=net), nnx.Dict(a=net, odd=net))
     labels_of([by_path, by_path], *[nnx.Dict(a=net, odd=net)] * 2)
+    by_name = PrefixMapping({nnx.PathContains("array"): 1, ...: 0})
+    assert labels_of([by_name, by_name], nnx.Dict(a=net), nnx.Dict(odd=net))["0.a.array"] == 1
 
 
 def test_new_objects_get_labels_from_what_holds_them():
@@ -145,6 +147,38 @@ def test_new_objects_get_labels_from_what_holds_them():
     assert by_leaf[id(b.new[1])] == "b"
     assert by_leaf[id(free.a.value)] == by_leaf[id(free.array)] == "f"
     assert by_leaf[id(out["x"])] == "x"
+
+
+@pytest.mark.parametrize("transform", [nnx.vmap, functools.partial(nnx.scan, out_axes=0)])
+def test_filters_that_look_at_shapes(transform):
+    """They are asked once, before the call: what takes the place of a value, which is a slice inside, has its label."""
+    axes = nnx.StateAxes({(lambda path, x: x.ndim == 2): 0, ...: None})
+
+    def step(m):
+        m.array, m.pair, m.a.value = m.array + 1.0, (m.pair[0] * 2.0, "a"), m.a + 1.0
+        m.new = nnx.Param(jnp.zeros((4, 4)))
+
+    net = Holder(array=jnp.ones((3, 2)), pair=(jnp.ones((3, 2)), "a"), a=nnx.Param(jnp.ones((3, 2))))
+    transform(step, in_axes=(axes,))(net)
+    assert (net.array == 2).all()
+    assert (net.pair[0] == net.a).all()
+    assert (net.array.shape, net.pair[1], net.new.shape) == ((3, 2), "a", (3, 4, 4))
+
+
+def test_an_argument_that_comes_back_in_two_places():
+    """What is returned, or attached to another argument, keeps its label; it cannot get a second one."""
+    with pytest.raises(AliasingError, match=r"args\[0\]\.\w+: 0, but \w*\.?\w+: 1\. Give both"):
+        nnx.vmap(lambda m: m, in_axes=0, out_axes=1)(nnx.Dict(a=nnx.Param(jnp.ones(2))))
+    a, b = (nnx.Dict(a=nnx.Param(jnp.ones(2))) for _ in range(2))
+    agreeing = nnx.StateAxes({nnx.BatchStat: 0, ...: 0}), nnx.StateAxes({nnx.Param: 0, ...: 0})
+
+    @nnx.vmap(in_axes=agreeing)
+    def attach(a, b):
+        a.other, b.new = b, nnx.Dict(x=nnx.Param(b.a + 1.0))
+
+    attach(a, b)
+    assert a.other is b
+    assert b.new.x.shape == (2,)
 
 
 # --- lanes ----------------------------------------------------------------------------------------------------------
