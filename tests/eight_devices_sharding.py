@@ -65,6 +65,8 @@ def test_placed_where_it_is_made(mesh):
     assert is_placed(nnx.Param(np.ones(8), out_sharding="model"), PartitionSpec("model"), mesh)
     assert is_placed(param("data", x=jax.random.split(jax.random.key(0), 8)), PartitionSpec("data"), mesh)
     assert is_placed(param(None, None), PartitionSpec(), mesh)
+    assert is_placed(param(["data", "model"]), PartitionSpec(("data", "model")), mesh)
+    assert is_placed(param(None, "model", x=jnp.ones((8, 8, 8))), PartitionSpec(None, "model"), mesh)
     np.testing.assert_array_equal(param("data", "model").value, ONES)
 
 
@@ -211,6 +213,22 @@ def test_what_does_not_fit(mesh, names, shape, message):
         nnx.Param(jnp.ones(shape), out_sharding=names)
     with nnx.use_eager_sharding(False):
         nnx.Param(jnp.ones(shape), out_sharding=names)
+
+
+def test_a_compiled_program_may_shard_unevenly():
+    """JAX pads there; so a shape by itself is not refused."""
+    make = lambda: param(None, "model", x=jnp.ones((8, 3)))
+    with jax.set_mesh(AUTO):
+        np.testing.assert_array_equal(jax.jit(make)().value, jnp.ones((8, 3)))
+        assert nnx.eval_shape(make).value.sharding.spec == PartitionSpec(None, "model")
+
+
+def test_an_axis_that_is_left_to_the_compiler():
+    """Of an array that is made eagerly there is nothing to choose: it is not sharded along that axis."""
+    make = lambda: nnx.Param(ONES, out_sharding=PartitionSpec(PartitionSpec.UNCONSTRAINED, "model"))
+    with jax.set_mesh(AUTO):
+        assert is_placed(make(), PartitionSpec(None, "model"))
+        assert is_placed(jax.jit(make)(), PartitionSpec(None, "model"))
 
 
 def test_inside_shard_map():

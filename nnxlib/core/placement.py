@@ -26,7 +26,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .errors import PlacementError, describe
-from .tracing import Tracer, at_top_level, current_mesh, level_of_user
+from .tracing import at_top_level, current_mesh, level_of_user
 
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
@@ -218,10 +218,11 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         _check(value, mesh, spec, metadata["out_sharding"], kind, even=False)
         return value if value.sharding is not None else value.update(sharding=NamedSharding(mesh, spec))
-    eager = at_top_level() and not isinstance(value, Tracer)
+    eager = at_top_level()
     _check(value, mesh, spec, metadata["out_sharding"], kind, even=eager)
     if eager:
         names = metadata["out_sharding"]
+        spec = PartitionSpec(*[None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec])
         place: Any = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
         return jax.device_put(value, Format(names.layout, place) if isinstance(names, Format) else place)
     return _constrained(value, mesh, spec)

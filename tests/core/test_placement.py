@@ -30,6 +30,8 @@ def test_targets():
     assert placement.target_of({"out_sharding": ("data", "mlp"), "mesh": MESH}) == (MESH, PartitionSpec("data", None))
     assert placement.target_of({"out_sharding": (None,), "mesh": MESH}) == (MESH, PartitionSpec(None))
     assert placement.target_of({"out_sharding": ("embed", "mlp"), "mesh": MESH}) is None
+    free = PartitionSpec(PartitionSpec.UNCONSTRAINED, "data")
+    assert placement.target_of({"out_sharding": free, "mesh": MESH}) == (MESH, free)
     assert placement.target_of({"out_sharding": ("data",)}) is None
     assert placement.target_of({"mesh": MESH}) is None
     assert placement.target_of({"out_sharding": (), "mesh": MESH}) is None
@@ -42,6 +44,8 @@ def test_shapes():
     for before, after in ((None, NamedSharding(MESH, PartitionSpec("data"))), (spec, spec)):
         shape = jax.ShapeDtypeStruct((2,), "float32", sharding=before)
         assert nnx.Param(shape, out_sharding=("data",), mesh=MESH).value.sharding == after
+    with pytest.raises(nnx.errors.PlacementError, match="it has 1 axes, and 2 names"):
+        nnx.Param(jax.ShapeDtypeStruct((2,), "float32"), out_sharding=("data", None), mesh=MESH)
 
 
 def test_other_variables_are_not_looked_at(monkeypatch):

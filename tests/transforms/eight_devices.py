@@ -103,12 +103,30 @@ def test_a_spec_is_of_the_mesh_around():
     assert set(placements(nnx.List([model.kernel, model.bias])).values()) == {WHOLE}
 
 
+def test_what_is_elsewhere_is_moved_once_to_a_spec():
+    """From other axes of the mesh, and from another mesh; the next call takes the very arrays."""
+    model = nnx.Dict(own=nnx.Param(jnp.ones(8)), other=nnx.Param(jnp.ones(8)), mesh=nnx.Param(jnp.ones(8)))
+    model.other.value = jax.device_put(model.other.value, NamedSharding(MESH, PartitionSpec("model")))
+    line = jax.sharding.Mesh(np.asarray(jax.devices()), ("data",))
+    model.mesh.value = jax.device_put(model.mesh.value, NamedSharding(line, PartitionSpec("data")))
+    read = nnx.jit(lambda m: m.own.sum(), in_shardings=(PartitionSpec("data"),))
+    with jax.set_mesh(MESH):
+        read(model)
+        arrays = jax.tree.leaves(nnx.state(model))
+        assert {x.sharding for x in arrays} == {ROWS}
+        read(model)
+    assert all(x is y for x, y in zip(arrays, jax.tree.leaves(nnx.state(model)), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`with mesh:DeprecationWarning")  # deprecated, and in much published code
 def test_a_call_that_fails_or_has_no_shardings_moves_nothing():
     model = Net()
     arrays = jax.tree.leaves(nnx.state(model))
     with pytest.raises(ZeroDivisionError):
         nnx.jit(lambda m: 1 // 0, in_shardings=(BY_FILTER,))(model)
     nnx.jit(lambda m: m.kernel.sum(), in_shardings=(None,))(model)
+    with MESH:
+        nnx.jit(lambda m: m.kernel.sum(), in_shardings=(None,))(model)
     nnx.jit(lambda m: m.kernel.sum(), out_shardings=WHOLE)(model)
     assert all(x is y for x, y in zip(arrays, jax.tree.leaves(nnx.state(model)), strict=True))
     jax.jit(lambda x: nnx.jit(lambda m: m.kernel.sum() + x, in_shardings=(BY_FILTER,))(model))(1.0)
