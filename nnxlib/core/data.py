@@ -65,8 +65,8 @@ def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
 
 def _field(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
     metadata = {**(kwargs.pop("metadata", None) or {}), DECLARED: is_data, _VALUE: value}
-    if value is not MISSING and not kwargs.keys() & {"default", "default_factory"} and type(value).__hash__:
-        kwargs["default"] = value
+    if value is not MISSING:
+        kwargs.setdefault("default", value)
     return dataclasses.field(metadata=metadata, **kwargs)
 
 

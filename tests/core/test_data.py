@@ -30,6 +30,7 @@ DATA = {
     "JAX array": lambda: jnp.ones(1),
     "NumPy array": lambda: np.ones(1),
     "random key": lambda: jax.random.key(0),
+    "Ref": lambda: jax.new_ref(jnp.ones(1)),
     "abstract array": lambda: jax.ShapeDtypeStruct((1,), jnp.float32),
     "Variable": lambda: nnx.Param(1.0),
     "Module": lambda: Layer(),
@@ -216,6 +217,33 @@ def test_check_pytree_finds_data_declared_static():
     with pytest.raises(StaticValueError, match=r"'table' of Layer is declared static but holds data: float32\[2\]"):
         nnx.check_pytree(m)
     nnx.check_pytree(Layer())
+    m.table = nnx.static((1, 2))
+    nnx.check_pytree(m)
+
+
+def test_has_data_of_a_node_is_what_it_holds():
+    """A Module by itself is taken apart; one inside of something else is one of its data."""
+    m = Layer()
+    assert [id(x) for x in nnx.has_data(m)] == [id(m.w)]
+    assert [id(x) for x in nnx.has_data([m])] == [id(m)]
+    assert nnx.has_data(nnx.List([1])) == []
+
+
+def test_fields_of_dataclasses():
+    """Without a value they are required; one that many objects would share is refused, as in any dataclass."""
+
+    @nnx.dataclass
+    class Table(nnx.Module):
+        steps: int = nnx.data(metadata={"unit": "s"})
+        size: int = nnx.static(2)
+
+    assert dataclasses.fields(Table)[0].metadata["unit"] == "s"
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'steps'"):
+        Table()
+    assert state_paths(Table(1)) == [("steps",)]
+    for make in (lambda: nnx.data(jnp.ones(2)), lambda: nnx.static([1])):
+        with pytest.raises(ValueError, match=r"mutable default .* use default_factory"):
+            nnx.dataclass(type("Shared", (nnx.Module,), {"__annotations__": {"x": object}, "x": make()}))
 
 
 def test_a_static_array_is_refused_with_its_path():
