@@ -176,8 +176,6 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
 
     def label(keys: tuple, x: Any) -> Any:
         start = tuple([path_key(key) for key in keys])
-        if not is_node(x):
-            return resolve(start, x)
         layout, leaves, objects = pack(x)
         values = [objects[i] for i in layout.variables] + leaves[len(layout.variables) :]
         found = [resolve((*start, *path), value) for path, value in zip(layout.leaf_paths, values, strict=True)]
@@ -204,7 +202,7 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
         entries.extend(same_entries(entry, subtree))
 
     try:
-        jtu.tree_map(expand, prefix, tree, is_leaf=_is_entry)
+        jtu.tree_map(expand, prefix, tree, is_leaf=_is_none)
     except ValueError as error:
         is_count, several = isinstance(prefix, tuple | list), isinstance(tree, tuple | list)
         if is_count and not (several and len(prefix) == len(tree)):
@@ -231,13 +229,13 @@ def same_entries(entry: Any, tree: Any) -> list[Any]:
 
 def labels_in(prefix: Any) -> list[Label]:
     """Every label that a prefix may give to a leaf."""
-    found = jtu.tree_leaves(prefix, is_leaf=_is_entry)
+    found = jtu.tree_leaves(prefix, is_leaf=_is_none)
     return [label for x in found for label in (x.labels if isinstance(x, PrefixMapping) else (x,))]
 
 
-def _is_entry(x: Any) -> bool:
-    """Whether this is a leaf of a prefix, though JAX may flatten it; of a node, for a message that refuses it."""
-    return x is None or isinstance(x, PrefixMapping) or is_node(x)
+def _is_none(x: Any) -> bool:
+    """Whether this is a leaf of a prefix, though JAX flattens it."""
+    return x is None
 
 
 def check_axes(axes: Any, name: str, what: str, *others: Label) -> None:
@@ -255,7 +253,7 @@ def check_axes(axes: Any, name: str, what: str, *others: Label) -> None:
 
 def prefix_key(prefix: Any) -> tuple:
     """A prefix in a form that can be compared and hashed."""
-    leaves, structure = jtu.tree_flatten(prefix, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping))
+    leaves, structure = jtu.tree_flatten(prefix)
     return tuple(leaves), structure
 
 

@@ -48,7 +48,7 @@ from .data_transform import DataTransform, transformed_data
 from .labels import Labels, label_arguments, labels_after, mapped_size
 from .lift import Arguments
 from .naming import named
-from .prefixes import PrefixMapping, broadcast_prefix, check_axes, labels_in, prefix_key, same_entries
+from .prefixes import broadcast_prefix, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, Result, program_of, run_program
 
 
@@ -329,7 +329,7 @@ def _place_of_carry(axes: Any, name: str) -> tuple[int, ...] | None:
         return ()
     entries = list(axes) if isinstance(axes, tuple | list) else []
     places = [i for i, axis in enumerate(entries) if axis is Carry]
-    leaves = jtu.tree_leaves(axes, is_leaf=lambda x: x is None or isinstance(x, PrefixMapping))
+    leaves = jtu.tree_leaves(axes)
     if len(places) > 1:
         raise PrefixError(f"Found multiple Carry definitions in {name}={axes!r}. Put what is carried into one tuple.")
     if len(places) != sum(x is Carry for x in leaves):

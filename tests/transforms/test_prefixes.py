@@ -1,6 +1,7 @@
 """Prefixes: labels by filter, and entries for nodes and leaves."""
 
 import copy
+import re
 
 import jax
 import jax.numpy as jnp
@@ -147,11 +148,29 @@ def test_what_holds_no_leaf_needs_no_label():
     assert broadcast_prefix(0, (None, ()), "in_axes") == []
 
 
-@pytest.mark.parametrize("prefix", [(0, 1), (0, 1, 2, 3), [0, 1, 2], (0, 1, {"other": 0})])
-def test_a_prefix_that_does_not_fit(prefix):
+@pytest.mark.parametrize(
+    ("prefix", "problem"),
+    [
+        ((0, 1), "has 2 entries, but the function was called with 3 positional arguments"),
+        ([0, 1, 2, 3], "has 4 entries, but the function was called with 3 positional arguments"),
+        ([0, 1, 2], "does not fit the values it describes: "),
+        ((0, 1, {"other": 0}), "does not fit the values it describes: "),
+        ({"k": 0}, "does not fit the values it describes: "),
+    ],
+)
+def test_a_prefix_that_does_not_fit(prefix, problem):
     """The error says what the prefix is called and what to write."""
-    with pytest.raises(PrefixError, match=r"(?s)^in_axes=.*(does not fit|has \d entries, but).*Give one label for all"):
+    shown = re.escape(repr(prefix))
+    with pytest.raises(PrefixError, match=rf"(?s)^in_axes={shown} {problem}.*\. Give one label for all"):
         broadcast_prefix(prefix, (Net(), 1.0, {"k": 1.0}), "in_axes")
+
+
+def test_a_prefix_that_does_not_fit_what_is_returned():
+    """It is said how many values there are; an array is one, however long it is."""
+    with pytest.raises(PrefixError, match=r"^out_axes=\[0\] has 1 entry, but there are 2 values\. Give"):
+        broadcast_prefix([0], [1.0, 2.0], "out_axes")
+    with pytest.raises(PrefixError, match=r"^out_axes=\(0, 0\) has 2 entries, but there is one value, float32\[2\]"):
+        broadcast_prefix((0, 0), jnp.ones(2), "out_axes")
 
 
 @pytest.mark.parametrize("node", [nnx.Dict(a=nnx.Param(1.0)), (nnx.Param(1.0),)], ids=type)
@@ -196,6 +215,19 @@ def test_prefix_tells_its_labels():
     assert repr(axes) == "TreeState(State({'bias': None, 'kernel': 0}))"
     with pytest.raises(AttributeError, match="gain"):
         axes.gain
+
+
+def test_prefixes_by_function_are_equal_if_the_function_is():
+    label, net = lambda path, x: 0, Net()
+    assert nnx.prefix(net, label) == nnx.prefix(net, label)
+    assert nnx.prefix(net, label) != nnx.prefix(net, lambda path, x: 0)
+    assert nnx.prefix(net, label) != nnx.StateAxes({...: 0})
+
+
+def test_prefix_labels_numbers_like_arrays():
+    """A Python number is a leaf of the arguments; text, too."""
+    paths = nnx.prefix({"a": 1.0, "b": ("x", jnp.ones(2))}, lambda path, x: path)
+    assert paths == {"a": ("a",), "b": (("b", 0), ("b", 1))}
 
 
 def test_prefix_covers_every_leaf():
