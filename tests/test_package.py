@@ -103,7 +103,7 @@ def test_what_few_programs_use_is_imported_when_it_is_asked_for():
 
 
 def test_importing_nnxlib_costs_little_on_top_of_jax():
-    """`import nnxlib` makes at most a twelfth of the calls that `import jax` makes (counted, so free of noise)."""
+    """`import nnxlib` makes at most a tenth of the calls that `import jax` makes (counted, so free of noise)."""
     code = """
 import sys
 def count(statement):
@@ -121,7 +121,7 @@ print(count("import jax, jax.numpy"), count("import nnxlib"))
 """
     run_python("import nnxlib")  # the byte code is cached before the count
     of_jax, of_nnxlib = map(int, run_python(code).split())
-    assert of_nnxlib < of_jax / 12, f"import jax makes {of_jax} calls, import nnxlib {of_nnxlib} more"
+    assert of_nnxlib < of_jax / 10, f"import jax makes {of_jax} calls, import nnxlib {of_nnxlib} more"
 
 
 @pytest.fixture
