@@ -163,6 +163,28 @@ def test_split_transpose_reaches_jax(split):
     assert count(ours) == count(theirs)
 
 
+def test_one_function_in_several_loops():
+    """Each has a program of its own, though the arguments are the same; so have other models and lengths."""
+
+    def f(c, x):
+        return c + x, c
+
+    def g(m):
+        m.count += 1
+        return m.count * getattr(m, "by", 1)
+
+    for _ in range(2):
+        for options in {}, {"reverse": True}:
+            ours, theirs = nnx.scan(f, **options)(X, XS), jax.lax.scan(f, X, XS, **options)
+            np.testing.assert_array_equal(ours[1], theirs[1])
+        assert nnx.scan(f, out_axes=(nnx.Carry, -1))(X, XS[:2])[1].shape == (3, 2)
+        assert nnx.scan(f)(X, XS[:2])[1].shape == (2, 3)
+        for length, by in [(2, 1), (3, 1), (3, 5)]:
+            m = nnx.Dict(count=nnx.Param(jnp.array(0)), by=by)
+            seen = nnx.scan(g, in_axes=(ALL_CARRIED,), out_axes=0, length=length)(m)
+            assert seen.tolist() == [by * (k + 1) for k in range(length)]
+
+
 def test_scan_without_a_carry_is_a_map():
     m = Norm()
     m.training = False
