@@ -35,7 +35,8 @@ from .variables import Variable
 LookUp = Callable[[], Any]
 
 _MOST = 1000  # values to visit: a function may refer to half of a program
-_MOST_TO_FIND = 100_000  # as long as some that are sought are not found; each takes a microsecond or two
+_MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not found; each takes a few microseconds
+_MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then looked into
 
 
 class Way(NamedTuple):
@@ -91,7 +92,8 @@ def named_in(function: Callable) -> list[Any]:
 def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterable[Reader] = ()) -> list[Way]:
     """The ways from a function: the shortest one to each value, then all others to Modules.
 
-    Of a program with very many values it gives the nearest ones, and goes on until it has found those that are sought.
+    Of a program with very many values it gives the nearest ones. It goes on if some that are sought are not among them,
+    but not without end: from a test file all tests can be reached, and a search should take a tenth of a second.
 
     Args:
       function: where the ways begin.
@@ -103,21 +105,26 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
     start = Way(function, lambda: function, None)
     queue, elsewhere = deque([start]), deque[Way]()
     ran = [reader for reader in readers if not _is_of_library(reader.namespace)]
-    names = {name for reader in ran for name in _names_in(reader.code)[2]}  # of the code visited so far
+    names = {name for reader in ran for name in _names_in(reader.code)}  # of the code visited so far
     visited = set[int]()  # the code of functions, by id
     found, others = dict[int, Way](), list[Way]()
     missing = set(map(id, sought))
-    while len(found) < (_MOST_TO_FIND if missing else _MOST):
+    look_ups_left, functions_left = iter(range(_MOST_TO_FIND)), iter(range(_MOST_ELSEWHERE))
+
+    def go_on(way: Way, look_ups: Iterable[LookUp]) -> None:
+        queue.extend([further for further, _ in zip(_ways_on(way, look_ups), look_ups_left)])
+
+    while missing or len(found) < _MOST:
         if queue:
             way = queue.popleft()
         elif ran:
             code, seen_from = ran.pop()
             if id(code) not in visited:
-                queue.extend(_ways_on(start, _globals_of(code, seen_from)))
+                go_on(start, _globals_of(code, seen_from))
             continue
-        elif missing and elsewhere:
+        elif missing and elsewhere and next(functions_left, None) is not None:
             way = elsewhere.popleft()
-            queue.extend(_ways_on(way, _names_of(way.value)))
+            go_on(way, _names_of(way.value))
             continue
         else:
             break
@@ -128,13 +135,13 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
             found[id(way.value)] = way
             missing.discard(id(way.value))
             if type(way.value) is types.FunctionType:
-                names |= _names_in(way.value.__code__)[2]
+                names |= _names_in(way.value.__code__)
                 if way.value.__globals__ is namespace:
                     visited.add(id(way.value.__code__))
-                    queue.extend(_ways_on(way, _names_of(way.value)))
+                    go_on(way, _names_of(way.value))
                 elif not _is_of_library(way.value.__globals__):
                     elsewhere.append(way)
-            queue.extend(_ways_on(way, _look_ups(way.value, names)))
+            go_on(way, _look_ups(way.value, names))
     return [*found.values(), *others]
 
 
@@ -168,13 +175,13 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield from [functools.partial(getattr, x, name) for name in ("__self__", "__func__")]
     elif isinstance(x, functools.partial):
         yield from [functools.partial(getattr, x, name) for name in ("func", "args", "keywords")]
-    elif isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType):
+    elif isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType | str | float | None):
         return
     elif isinstance(x, list | tuple | deque):
-        yield from [functools.partial(_item, x, k) for k in range(len(x))]
+        yield from (functools.partial(_item, x, k) for k in range(len(x)))
     elif isinstance(x, dict | types.MappingProxyType):
         keys = list(x)  # a copy: a collection of garbage may shrink a cache
-        yield from [functools.partial(x.get, key) for key in keys]
+        yield from (functools.partial(x.get, key) for key in keys)
         yield from _members(x, keys)
     elif isinstance(x, set | frozenset):
         yield from _members(x, list(x))
@@ -192,10 +199,11 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         if isinstance(x, type):
             classes = *x.__mro__, *classes[:-2]  # these are type and object
         for cls in classes:
+            has_methods = "__module__" in vars(cls)  # that are written in Python; those of str lead nowhere
             for name, y in vars(cls).copy().items():
                 if _is_read_from(x, name, y) and name != "__dict__":
                     yield functools.partial(getattr, x, name, None)
-                elif name in names:
+                elif has_methods and name in names:
                     yield functools.partial(vars(cls).get, name)
 
 
@@ -228,7 +236,8 @@ def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterabl
 
     Of a module or class among these, or among the ``others``, also the attributes that the code names.
     """
-    read, imported, names = _names_in(code)
+    read, imported = _loaded_in(code)
+    names = _names_in(code)
     look_ups = [functools.partial(namespace.get, name) for name in sorted(read & namespace.keys())]
     look_ups += [functools.partial(sys.modules.get, name) for name in sorted(imported)]
     yield from look_ups
@@ -244,17 +253,20 @@ def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterabl
 
 
 @functools.lru_cache(maxsize=1000)
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The names that some code, and the functions in it, read as globals; those of imports; all, also of attributes."""
+def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that some code, and the functions in it, read as globals; and those of the modules that it imports."""
     instructions = list(dis.get_instructions(code))
     read = [x.argval for x in instructions if x.opname.startswith("LOAD_") and x.opname.endswith(_GLOBAL)]
     imported = [x.argval for x in instructions if x.opname == "IMPORT_NAME"]
+    inner = [_loaded_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return frozenset(read).union(*[x for x, _ in inner]), frozenset(imported).union(*[x for _, x in inner])
+
+
+@functools.lru_cache(maxsize=1000)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """All names in some code, and the functions in it: of globals, attributes and imports."""
     inner = [_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return (
-        frozenset(read).union(*[x[0] for x in inner]),
-        frozenset(imported).union(*[x[1] for x in inner]),
-        frozenset(code.co_names).union(*[x[2] for x in inner]),
-    )
+    return frozenset(code.co_names).union(*inner)
 
 
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions; a class body reads them by name

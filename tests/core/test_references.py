@@ -190,6 +190,23 @@ def test_what_is_sought_is_found_however_much_else_there_is():
     assert [way for way in ways_from(lambda: (held, [models]), models) if way.value is models[0]]
 
 
+def test_a_search_ends_where_very_much_can_be_reached():
+    """Of what is sought but nowhere to be found: it would be looked for in half of a program."""
+    held = [[object()] for _ in range(40_000)]
+    assert 10_000 < len(ways_from(lambda: held, [object()])) < 40_000
+
+    functions = [f"def f{i}(): return f{i + 1}" for i in range(1000)]
+    namespace: dict = {"__name__": "another_file"}
+    exec("\n".join([*functions, "f1000 = None"]), namespace)
+    of_others = [way for way in ways_from(namespace["f0"].__call__, [object()]) if callable(way.value)]
+    assert len(of_others) < 200
+
+
+def test_methods_of_what_python_has_itself_lead_nowhere():
+    words = ["a", b"b"]
+    assert not [way for way in ways_from(lambda: [word.join([]) for word in words]) if way.value is vars(str)["join"]]
+
+
 def test_globals_of_libraries_are_not_looked_into():
     assert len(ways_from(lambda: (jax.jit, jnp.sum, nnx.grad), [object()])) < 100
 
