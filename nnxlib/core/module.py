@@ -20,19 +20,19 @@ from .data import is_data
 from .errors import ArgumentError, UsageError, describe, did_you_mean
 from .filters import Filter, to_predicate
 from .iteration import iter_children, iter_objects
-from .objects import MISSING, HasAttributes, Node, Pytree
+from .objects import HasAttributes, Node, Pytree
 from .ops import clone
 from .recordings import attribute_for, record
 from .tracing import boundary
 from .variable_names import variable_type_from_name
-from .variables import Perturbation, Variable
+from .variables import MISSING, Perturbation, Variable
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
 
 M = TypeVar("M", bound="Module")
 
-_EVALUATION = {"deterministic": True, "use_running_average": True}
+_MODES = ("deterministic", "use_running_average")  # the attributes that are True in evaluation
 
 
 def _append(old: tuple, new: Any) -> tuple:
@@ -212,7 +212,7 @@ for _method in (Module.train, Module.eval, Module.set_attributes, Module.iter_mo
 
 def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
     for _, module in list(iter_modules(root)):
-        for name in _EVALUATION:
+        for name in _MODES:
             if isinstance(module, HasAttributes) and _has_attribute(module, name):
                 yield module, name
 

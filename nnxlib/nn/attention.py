@@ -34,8 +34,9 @@ from ..core.variables import Cache, Intermediate, Variable
 from . import initializers
 from .dtypes import Array, Dtype, input_error, promote_dtype
 from .initializers import Initializer
-from .linear import NO_METADATA, LinearGeneral, Metadata, as_tuple, default_kernel_init, frozen
+from .linear import LinearGeneral
 from .norm import LayerNorm
+from .settings import NO_METADATA, Metadata, as_tuple, default_kernel_init, frozen
 
 _NOTHING_TO_DROP_WITH = """\
 `deterministic` is False, but MultiHeadAttention has no stream to draw from. Pass `rngs` to the call:

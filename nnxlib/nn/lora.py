@@ -32,8 +32,8 @@ from ..core.variables import Param, Variable
 from . import initializers
 from .dtypes import Array, Dtype, input_error, promote_dtype
 from .initializers import Initializer
-from .linear import NO_METADATA, Linear, LinearGeneral, Metadata, as_tuple
-from .settings import drawn
+from .linear import Linear, LinearGeneral
+from .settings import NO_METADATA, Metadata, as_tuple, drawn
 
 A = TypeVar("A")
 Path = tuple[Any, ...]
@@ -60,9 +60,7 @@ def _product(x: Array, a: Array, b: Array) -> Array:
     return x @ a @ b
 
 
-@step()
-def _sum(x: Array, y: Array) -> Array:
-    return jnp.add(x, y)
+_sum = step()(jnp.add)
 
 
 class LoRA(Module):

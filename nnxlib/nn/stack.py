@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..core.data import is_data
 from ..core.differences import leaf_differences, refuse
-from ..core.errors import ArgumentError, describe, format_path, listed
+from ..core.errors import ArgumentError, BodyError, describe, format_path, listed
 from ..core.graph import build, pack
 from ..core.graphdef import structural_differences
 from ..core.module import Module
@@ -26,9 +26,8 @@ from ..core.ops import clone, update
 from ..core.ops import state as state_of
 from ..core.rngs import Rngs, RngStream
 from ..core.state import from_flat_state, to_flat_state
-from ..core.variables import Variable
+from ..core.variables import Variable, raw_value
 from ..transforms.axes import PARTITION_NAME, AxisName, strip_axes
-from ..transforms.body_checks import BodyError
 from ..transforms.prefixes import StateAxes
 from ..transforms.remat_scan import check_lengths, remat_scan
 from ..transforms.scan import Carry, scan
@@ -205,7 +204,7 @@ class Stack(Module):
 
     def __setitem__(self, index: int, layer: Any) -> None:
         i = self._position(index)
-        stacked, given = ({p: _raw(x) for p, x in to_flat_state(state_of(m))} for m in (self.layers, layer))
+        stacked, given = ({p: raw_value(x) for p, x in to_flat_state(state_of(m))} for m in (self.layers, layer))
         expected = {path: jax.tree.map(lambda x: x[i], value) for path, value in stacked.items()}
         refuse(leaf_differences(expected, given), "Not a layer of this Stack; nothing was written.", _FROM_LAYERS)
         values = {p: jax.tree.map(lambda x, y: x.at[i].set(y), value, given[p]) for p, value in stacked.items()}
@@ -240,7 +239,3 @@ def _step(x: Any, data: tuple[dict, dict], stack: Stack, *, static_args: dict, s
     args, kwargs = data
     args = {**static_args, **args}
     return stack.layers(x, *(args[i] for i in range(len(args))), **static_kwargs, **kwargs)
-
-
-def _raw(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, Variable) else leaf

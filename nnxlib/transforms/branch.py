@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import OUTPUT, ArgumentError, UsageError, describe, format_path, listed
+from ..core.errors import OUTPUT, ArgumentError, BodyError, UsageError, describe, format_path, listed
 from ..core.graph import Delta
 from ..core.layout import Layout
 from ..core.recordings import fill_up, recorded_anew
-from ..core.rows import ROOT
+from ..core.rows import ROOT, Owner
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from .body import Body, Owner, delta_of, own_states, structural_rows, trace_body, type_of, zeros
-from .body_checks import BodyError, check_same_output, recordings_taken_out, structural_changes
+from .body import Body, delta_of, own_states, structural_rows, trace_body, type_of, zeros
+from .body_checks import check_same_output, recordings_taken_out, structural_changes
 from .callables import resolve
 from .leaf_checks import type_changes
 from .lift import Arguments

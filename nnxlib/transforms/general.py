@@ -12,7 +12,7 @@ import jax
 from ..core.graph import build, commit
 from ..core.tables import pack_call
 from ..core.variables import MISSING
-from .callables import resolve, static_arguments
+from .callables import name_of, resolve, static_arguments
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift
 from .signatures import as_operator
@@ -121,7 +121,7 @@ def named_call(f: Callable = MISSING, *, name: str | None = None) -> Callable:
     >>> nnx.named_call(layer, name='head')(jnp.ones((1, 2))).shape
     (1, 3)
     """
-    label = name or getattr(f, "__name__", type(f).__name__)
+    label = name or name_of(f)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
