@@ -109,7 +109,7 @@ def as_hooks(hooks: Any) -> tuple[Callable, ...]:
 
 def canonical(metadata: dict[str, Any]) -> dict[str, Any]:
     """Metadata with the names of axes under the one key ``out_sharding``."""
-    return {"out_sharding" if name in AXIS_NAMES else name: value for name, value in metadata.items()}
+    return {"out_sharding" if name in KEYS_OF_AXIS_NAMES else name: value for name, value in metadata.items()}
 
 
-AXIS_NAMES = frozenset({"sharding", "sharding_names"})
+KEYS_OF_AXIS_NAMES = frozenset({"sharding", "sharding_names"})  # in place of "out_sharding"

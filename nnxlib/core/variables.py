@@ -30,7 +30,7 @@ from . import errors
 from .cells import Cell, TracedCell, new_cell
 from .closures import Watch, notice
 from .finding import how_to_pass, locate
-from .metadata import AXIS_NAMES, HOOKS, VariableMetadata, as_hooks, canonical, name_axis, unname_axis
+from .metadata import HOOKS, KEYS_OF_AXIS_NAMES, VariableMetadata, as_hooks, canonical, name_axis, unname_axis
 from .operators import ArrayOperators, unwrapped
 from .placement import placed
 from .registration import register_pytree
@@ -91,7 +91,7 @@ class Variable(ArrayOperators[A], Identified):
             metadata = {**class_hooks, **metadata}
         if DEFAULTS:
             metadata = {**DEFAULTS, **metadata}
-        if not AXIS_NAMES.isdisjoint(metadata):
+        if not KEYS_OF_AXIS_NAMES.isdisjoint(metadata):
             metadata = canonical(metadata)
         cell = new_cell(None)
         _set(self, "_cell", cell)

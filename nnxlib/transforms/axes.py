@@ -25,7 +25,7 @@ from ..core.static import Const
 from ..core.variables import Perturbation, Variable, make_variable
 
 PARTITION_NAME = "partition_name"
-NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+NO_AXIS_NAMES: Mapping[str, Any] = MappingProxyType({})
 
 
 class AxisName(NamedTuple):

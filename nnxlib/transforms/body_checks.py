@@ -26,7 +26,7 @@ from .body import Body, structural_rows
 from .leaf_checks import BECAME, type_changes
 
 
-def refuse(changes: Sequence[Change], what: str) -> None:
+def refuse_structural(changes: Sequence[Change], what: str) -> None:
     """Raise :class:`BodyError` if there are any changes."""
     if changes:
         head = f"The {what} may change values, but not the structure of the objects that it is given:"

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import format_path
+from ..core.errors import BodyError, format_path
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, Tree, count_leaves
@@ -21,10 +21,9 @@ from ..core.tables import pack_call
 from ..core.tracing import at_top_level, boundary
 from .body import Body, delta_of, structural_rows, trace_body, zeros
 from .body_checks import (
-    BodyError,
     check_same_output,
     check_types,
-    refuse,
+    refuse_structural,
     refuse_written,
     retyped,
     structural_changes,
@@ -183,7 +182,7 @@ class _Loop:
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
         replaced = successors(layout, body, [(layout.root, body.delta.root)])
         changes = structural_changes(layout, body, replaced or {})
-        refuse([change for change in changes if not change.is_taken_out], what)
+        refuse_structural([change for change in changes if not change.is_taken_out], what)
         if replaced is None:
             out = body.delta.root
             if isinstance(out, Tree) and not any(path[:2] == ("args", 0) for path in out.paths):

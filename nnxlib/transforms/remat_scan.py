@@ -20,7 +20,7 @@ import jax
 
 from ..core.errors import ArgumentError
 from ..core.variables import MISSING
-from .axes import NO_METADATA
+from .axes import NO_AXIS_NAMES
 from .classes import lifts_classes
 from .data_transform import DataTransform
 from .scan import Carry, looped
@@ -36,7 +36,7 @@ def remat_scan(
     unroll: int | bool = 1,
     in_axes: Any = (Carry, 0),
     out_axes: Any = Carry,
-    transform_metadata: Mapping[str, Any] = NO_METADATA,
+    transform_metadata: Mapping[str, Any] = NO_AXIS_NAMES,
     data_transform: DataTransform | None = None,
 ) -> Callable:
     """Loop a function ``prod(lengths)`` times, with nested checkpoints: :func:`scan` in little memory.

@@ -23,19 +23,18 @@ import jax.tree_util as jtu
 from jax import export
 
 from ..core.calls import repeated
-from ..core.errors import PrefixError, describe_nested, listed, place_of
+from ..core.errors import BodyError, PrefixError, describe_nested, listed, place_of
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, Spec, Tree
 from ..core.tables import pack_call
 from ..core.variables import MISSING, RngCount
-from .axes import NO_METADATA, AxisName, axis_name_in, stack_axes, stack_recorded, strip_axes
+from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, stack_axes, stack_recorded, strip_axes
 from .body import Body, delta_of, own_states, trace_body
 from .body_checks import (
-    BodyError,
     check_types,
-    refuse,
+    refuse_structural,
     refuse_written,
     retyped,
     structural_changes,
@@ -71,7 +70,7 @@ def scan(
     _split_transpose: bool = False,
     in_axes: Any = (Carry, 0),
     out_axes: Any = (Carry, 0),
-    transform_metadata: Mapping[str, Any] = NO_METADATA,
+    transform_metadata: Mapping[str, Any] = NO_AXIS_NAMES,
     data_transform: DataTransform | None = None,
 ) -> Callable:
     """Loop a function over an axis of its arguments; ``jax.lax.scan`` with state.
@@ -262,7 +261,7 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
     is the same one in all, but the body is traced on its first state only.
     """
     changes = structural_changes(layout, body, replaced)
-    refuse([x for x in changes if not x.added and not _is_stacked(labels, x.row)], "body of scan")
+    refuse_structural([x for x in changes if not x.added and not _is_stacked(labels, x.row)], "body of scan")
     kept = {*range(ROOT, len(layout.rows)), *replaced}.difference(change.row for change in changes)
     problems, whole = [], False
     for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):

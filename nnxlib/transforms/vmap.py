@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
 from ..core.variables import MISSING
-from .axes import NO_METADATA, AxisName, axis_name_in
+from .axes import NO_AXIS_NAMES, AxisName, axis_name_in
 from .callables import Observed, by_position, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import mapped_size
@@ -30,7 +30,7 @@ def vmap(
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
-    transform_metadata: Mapping[str, Any] = NO_METADATA,
+    transform_metadata: Mapping[str, Any] = NO_AXIS_NAMES,
 ) -> Callable:
     """Map a function over an axis of its arguments, Modules among them; ``jax.vmap`` with state.
 
@@ -81,7 +81,7 @@ def pmap(
     axis_size: int | None = None,
     static_broadcasted_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
-    transform_metadata: Mapping[str, Any] = NO_METADATA,
+    transform_metadata: Mapping[str, Any] = NO_AXIS_NAMES,
 ) -> Callable:
     """Map a function over devices, with Modules; ``jax.pmap`` with state. JAX recommends ``shard_map`` instead.
 
