@@ -25,7 +25,6 @@ from .registration import exportable
 from .reprs import Group, Leaf, node_group, read, static_repr, write
 from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_treedef
 from .static import Const
-from .tracing import Tracer
 
 A = TypeVar("A")
 
@@ -85,16 +84,6 @@ class GraphDef(Generic[A]):
         from .treescope_repr import render_outline  # only when first displayed: importing Treescope takes long
 
         return render_outline("GraphDef(", [read(self.layout.root, _expander(self.layout))], ")")
-
-
-def values_of(value: Any) -> np.ndarray | None:
-    """The values of an array or a number as a NumPy array; None if they are not available."""
-    if isinstance(value, Tracer | jax.ShapeDtypeStruct) or (aval_of(value) is None and not np.isscalar(value)):
-        return None
-    value = value[...] if isinstance(value, jax.Ref) else value
-    if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_fully_addressable):
-        return None
-    return np.asarray(value)
 
 
 def avals_of(values: Sequence[Any]) -> list[Aval]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ..core.data import is_node
 from ..core.differences import Difference, array_differences, aval_of, leaf_differences
 from ..core.errors import ArgumentError, describe, format_path
 from ..core.graph import pack
-from ..core.graphdef import GraphDef, structural_differences, values_of
+from ..core.graphdef import GraphDef, structural_differences
 from ..core.graphstate import GraphState
 from ..core.objects import Node
 from ..core.reprs import static_repr
@@ -29,13 +29,14 @@ from ..core.static import same_items
 from ..core.tracing import Tracer
 from ..core.traversals import path_sort_key
 from ..core.variables import Variable
+from .entries import Entries, values_of
 from .grid import MOST_ROWS, draw_table
 from .svg import Picture
 
 Path = tuple[Any, ...]
 
 
-class Diff(Sequence[Difference]):
+class Diff(Entries[Difference]):
     """What :func:`diff` returns: the differences in the order of the paths; false if there are none.
 
     Each has a ``path``, a ``kind``, and how it was ``before`` and is ``after``, as text. The kinds are those of
@@ -43,35 +44,13 @@ class Diff(Sequence[Difference]):
     ``shape``, ``dtype`` and ``value``.
     """
 
-    def __init__(self, differences: Sequence[Difference]):
-        self._differences = tuple(differences)
-
-    @overload
-    def __getitem__(self, index: int) -> Difference: ...
-    @overload
-    def __getitem__(self, index: slice) -> Diff: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return Diff(self._differences[index]) if isinstance(index, slice) else self._differences[index]
-
-    def __len__(self) -> int:
-        return len(self._differences)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Diff) and self._differences == other._differences
-
-    def __hash__(self) -> int:
-        return hash(self._differences)
-
     def _rows(self) -> list[tuple[str, ...]]:
         return [(format_path(x.path), x.kind, _line(x.before), _line(x.after)) for x in self]
 
     def __repr__(self) -> str:
         if not self:
             return "no differences"
-        rows = [_HEADER, *self._rows()[:MOST_ROWS]]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(lines + [f"... and {len(self) - MOST_ROWS} more"] * (len(self) > MOST_ROWS))
+        return self._text([_HEADER, *self._rows()[:MOST_ROWS]])
 
     def _nnx_picture(self) -> Picture:
         rows = [_HEADER, *self._rows()[:MOST_ROWS]] if self else [("no differences",)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ import numpy as np
 from ..core.differences import aval_of
 from ..core.errors import ArgumentError, describe, format_path
 from ..core.graph import pack
-from ..core.graphdef import values_of
 from ..core.reprs import size_of
 from ..core.state import FlatState
 from ..core.traversals import path_key
 from ..core.variables import RngState
+from .entries import Entries, values_of
 from .grid import MOST_ROWS, Grid
 from .svg import LINE, MARGIN, PAD, Picture, class_of_type, line_of_text, page
 
@@ -69,36 +69,11 @@ class ValueStatistics:
         return not self.nans and not self.infs
 
 
-class Statistics(Sequence[ValueStatistics]):
+class Statistics(Entries[ValueStatistics]):
     """What :func:`statistics` returns: an entry for each array, in the order of the paths."""
 
-    def __init__(self, entries: Sequence[ValueStatistics]):
-        self._entries = tuple(entries)
-
-    @overload
-    def __getitem__(self, index: int) -> ValueStatistics: ...
-    @overload
-    def __getitem__(self, index: slice) -> Statistics: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return Statistics(self._entries[index]) if isinstance(index, slice) else self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Statistics) and self._entries == other._entries
-
-    def __hash__(self) -> int:
-        return hash(self._entries)
-
     def __repr__(self) -> str:
-        rows = _rows(self[:MOST_ROWS], _COLUMNS)
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [
-            "  ".join(x.rjust(w) if j in _RIGHT else x.ljust(w) for j, (x, w) in enumerate(zip(row, widths))).rstrip()
-            for row in rows
-        ]
-        return "\n".join(lines + [f"... and {len(self) - MOST_ROWS} more"] * (len(self) > MOST_ROWS))
+        return self._text(_rows(self[:MOST_ROWS], _COLUMNS), _RIGHT)
 
     def _nnx_picture(self) -> Picture:
         return _draw(self)
