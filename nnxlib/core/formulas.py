@@ -70,7 +70,7 @@ def formula(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a formula of a function that calls steps; the arguments named in ``static`` are hashable settings."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        inlined = jax.jit(function, static_argnames=static, inline=INLINE)
+        inlined = step(*static)(function)
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:

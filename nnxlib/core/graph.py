@@ -328,9 +328,12 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
 
 def _new_object(row: Row) -> Any:
     """An empty object for a row."""
-    if type(row) is VariableRow:
-        return make_variable(row.type, None, row.metadata.fresh())
-    return new_node(row.type, row.marks.value)
+    return variable_of(row, None) if type(row) is VariableRow else new_node(row.type, row.marks.value)
+
+
+def variable_of(row: VariableRow, value: Any) -> Variable:
+    """A Variable of the running trace, as a row says, with this value."""
+    return make_variable(row.type, value, row.metadata.fresh())
 
 
 def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:

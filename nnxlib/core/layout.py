@@ -103,8 +103,12 @@ class Layout:
     @functools.cached_property
     def in_refs(self) -> frozenset[int]:
         """The positions of the Variables that keep their value in a :class:`jax.Ref`."""
-        metadata = [cast(VariableRow, self.rows[i]).metadata.value for i in self.variables]
-        return frozenset(k for k, found in enumerate(metadata) if found.get("ref"))
+        count = len(self.variables)
+        return frozenset(k for k in range(count) if self.variable_row(k).metadata.value.get("ref"))
+
+    def variable_row(self, position: int) -> VariableRow:
+        """The row of the Variable whose value is the leaf at a position."""
+        return cast(VariableRow, self.rows[self.variables[position]])
 
     @functools.cached_property
     def statics(self) -> list[tuple[int, Any, Const]]:

@@ -17,12 +17,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.calls import recorded_types
-from ..core.graph import After, Delta
+from ..core.graph import After, Delta, variable_of
 from ..core.layout import Layout
 from ..core.metadata import name_axis, unname_axis
 from ..core.rows import Row, VariableRow
 from ..core.static import Const
-from ..core.variables import Perturbation, Variable, make_variable
+from ..core.variables import Perturbation, Variable
 
 PARTITION_NAME = "partition_name"
 NO_AXIS_NAMES: Mapping[str, Any] = MappingProxyType({})
@@ -76,7 +76,7 @@ def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], Non
         return row
     if not row.metadata.value and (row.type.add_axis, row.type.remove_axis) == _BY_METADATA:
         return row
-    variable = make_variable(row.type, value, row.metadata.fresh())
+    variable = variable_of(row, value)
     move(variable, label)
     return row._replace(metadata=Const.of_items(variable.get_metadata(), ("metadata",)))
 

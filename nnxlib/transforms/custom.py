@@ -33,10 +33,12 @@ from .leaf_checks import check_returned, check_traceable
 from .lift import Arguments, Outcome, cross, finish
 from .tangents import (
     INEXACT,
+    Argnums,
     DiffState,
     Tangents,
     argument_of,
     by_argument,
+    choices,
     differentiated,
     is_float0,
     is_inexact,
@@ -46,7 +48,7 @@ from .tangents import (
 
 
 @boundary
-def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Sequence[int | DiffState] = ()) -> Any:
+def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any:
     """Give a function its own rule for gradients; ``jax.custom_vjp`` with state.
 
     The rule is set with ``defvjp(forward, backward)``.
@@ -88,7 +90,7 @@ def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Se
 
 
 @boundary
-def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Sequence[int | DiffState] = ()) -> Any:
+def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any:
     """Give a function its own rule for tangents; ``jax.custom_jvp`` with state.
 
     The rule is set with ``defjvp(rule)``. It takes ``(arguments, tangents)``, two tuples, with a State by path for each
@@ -120,12 +122,11 @@ def custom_jvp(fun: Callable = MISSING, *, nondiff_argnums: int | DiffState | Se
 class _Custom:
     """A function with a derivative of its own."""
 
-    def __init__(self, fun: Callable, nondiff_argnums: int | DiffState | Sequence[int | DiffState]):
+    def __init__(self, fun: Callable, nondiff_argnums: Argnums):
         functools.update_wrapper(self, fun, updated=())
         opaque = isinstance(fun, functools.partial) and not any(map(is_data, (*fun.args, *fun.keywords.values())))
         self._function, self._bound, self._kwargs = (fun, (), {}) if opaque else resolve(fun)
-        single = isinstance(nondiff_argnums, int | DiffState)
-        self._chosen: list[Any] = [nondiff_argnums] if single else list(nondiff_argnums)  # type: ignore[arg-type]
+        self._chosen = choices(nondiff_argnums)
 
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import PrefixError
+from ..core.graph import variable_of
 from ..core.layout import Layout
-from ..core.rows import VariableRow
 from ..core.state import State, from_flat_state, to_flat_state
-from ..core.variables import Variable, make_variable
+from ..core.variables import Variable
 
 DataTransform = Callable[[Any, State], Any]
 
@@ -36,8 +36,8 @@ def transformed_data(
         found = list(leaves)
         for label, positions in groups.items():
             given = {paths[k]: leaves[k] for k in positions}
-            variables = from_flat_state([(paths[k], _variable(layout, k, leaves[k])) for k in positions])
-            returned = dict(to_flat_state(hook(label, variables)))
+            items = [(paths[k], variable_of(layout.variable_row(k), leaves[k])) for k in positions]
+            returned = dict(to_flat_state(hook(label, from_flat_state(items))))
             values = {p: x.get_raw_value() if isinstance(x, Variable) else x for p, x in returned.items()}
             refuse(leaf_differences(given, values), _OTHER_TYPES, _AS_TREE_MAP, PrefixError)
             for k in positions:
@@ -49,9 +49,3 @@ def transformed_data(
 
 _OTHER_TYPES = "What data_transform returns does not fit what it is given; nothing was changed."
 _AS_TREE_MAP = "Return a State with the same paths, shapes and dtypes, as jax.tree.map does."
-
-
-def _variable(layout: Layout, k: int, value: Any) -> Variable:
-    row = layout.rows[layout.variables[k]]
-    assert isinstance(row, VariableRow)
-    return make_variable(row.type, value, row.metadata.fresh())

@@ -19,7 +19,7 @@ from .lift import Arguments, Outcome, cross
 from .naming import named
 from .prefixes import refuse_nodes
 from .signatures import as_operator, as_value_and_grad
-from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differentiable, differentiated
+from .tangents import PARAMS, Argnums, DiffState, Tangents, by_argument, check_differentiable, choices, differentiated
 
 
 @as_operator
@@ -27,7 +27,7 @@ from .tangents import PARAMS, DiffState, Tangents, by_argument, check_differenti
 def grad(
     f: Callable = MISSING,
     *,
-    argnums: int | DiffState | Sequence[int | DiffState] = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -57,7 +57,7 @@ def grad(
 def value_and_grad(
     f: Callable = MISSING,
     *,
-    argnums: int | DiffState | Sequence[int | DiffState] = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -93,7 +93,7 @@ def value_and_grad(
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}
     refuse_nodes(argnums, "argnums")
     function, bound, bound_kwargs = resolve(f)
-    chosen = [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
+    chosen = choices(argnums)
 
     @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
     def wrapped(*args: Any, **kwargs: Any) -> Any:

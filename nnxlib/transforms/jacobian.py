@@ -8,7 +8,7 @@ to a Variable, such as the names of its axes, does not fit them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,10 +18,8 @@ from ..core.rows import LEAF, Tree
 from ..core.variables import MISSING
 from .classes import lifts_classes
 from .signatures import as_operator
-from .tangents import PARAMS, DiffState, Tangents, check_differentiable
+from .tangents import PARAMS, Argnums, DiffState, Tangents, check_differentiable, choices
 from .vjp import Derivation
-
-Argnums = int | DiffState | Sequence[int | DiffState]
 
 
 @as_operator
@@ -108,8 +106,7 @@ def hessian(
 
 
 def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool, **options: bool) -> Callable:
-    single = isinstance(argnums, int | DiffState)
-    chosen = [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
+    single, chosen = isinstance(argnums, int | DiffState), choices(argnums)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -19,12 +19,12 @@ import numpy as np
 from ..core.data import is_node
 from ..core.errors import ArgumentError, PrefixError, counted, describe, format_path, place_of
 from ..core.filters import Filter, shown
-from ..core.graph import Packed, pack
+from ..core.graph import Packed, pack, variable_of
 from ..core.layout import Layout
 from ..core.objects import Node
-from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, VariableRow, same_node
+from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, same_node
 from ..core.state import State, from_flat_state, to_flat_state
-from ..core.variables import MISSING, Param, make_variable, stored_value
+from ..core.variables import MISSING, Param, stored_value
 from .labels import label_arguments
 from .prefixes import PrefixMapping
 
@@ -47,7 +47,15 @@ class DiffState:
     filter: Filter
 
 
+Argnums = int | DiffState | Sequence[int | DiffState]
+
+
 # --- which leaves ---------------------------------------------------------------------------------------------------
+
+
+def choices(argnums: Argnums) -> list[int | DiffState]:
+    """The arguments that a user has chosen, one of them or several."""
+    return [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
 
 
 def by_argument(
@@ -205,13 +213,8 @@ class Tangents(NamedTuple):
 
     def as_variables(self, values: Sequence[Any]) -> list[Any]:
         """The values, each in a Variable where one of that type was in the pytree."""
-        made = list(values)
-        for j, k in enumerate(self.positions):
-            if k < len(self.layout.variables):
-                row = self.layout.rows[self.layout.variables[k]]
-                assert isinstance(row, VariableRow)
-                made[j] = make_variable(row.type, values[j], row.metadata.fresh())
-        return made
+        n, pairs = len(self.layout.variables), zip(self.positions, values, strict=True)
+        return [variable_of(self.layout.variable_row(k), x) if k < n else x for k, x in pairs]
 
     def arguments(self, numbers: Sequence[int], values: Sequence[Any]) -> Any:
         """Packed ``Arguments`` for :meth:`unfold`, of which only those with the given numbers have values."""
@@ -342,7 +345,7 @@ def _like(leaf: Any, value: Any, what: str) -> Any:
     if isinstance(value, int | float | complex):
         value = jnp.asarray(value, dtype)
     if getattr(value, "shape", None) != jnp.shape(leaf) or value.dtype != dtype:
-        expected = f"{dtype}[{', '.join(map(str, jnp.shape(leaf)))}]"
+        expected = describe(shape_of(leaf))
         raise ArgumentError(f"{what} must be {expected}, like the value itself, but is {describe(value)}.")
     return value
 

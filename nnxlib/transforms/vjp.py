@@ -24,7 +24,7 @@ from .labels import join_lanes, split_lanes
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome, cross
 from .prefixes import PrefixMapping
-from .tangents import INEXACT, DiffState, Tangents, by_argument, differentiated, shape_of
+from .tangents import INEXACT, Argnums, DiffState, Tangents, by_argument, choices, differentiated, shape_of
 
 
 class Derivation:
@@ -71,8 +71,8 @@ class Derivation:
         return (out[0], (out[1],)) if self.has_aux else (out, ())
 
 
-def _chosen(argnums: Any, count: int) -> Sequence[int | DiffState]:
-    return range(count) if argnums is None else [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
+def _chosen(argnums: Argnums | None, count: int) -> Sequence[int | DiffState]:
+    return range(count) if argnums is None else choices(argnums)
 
 
 @boundary
@@ -81,7 +81,7 @@ def vjp(
     *primals: Any,
     has_aux: bool = False,
     reduce_axes: Sequence[Any] = (),
-    argnums: int | DiffState | Sequence[int | DiffState] | None = None,
+    argnums: Argnums | None = None,
 ) -> Any:
     """Compute ``f(*primals)`` and a function that pulls back gradients of its output; ``jax.vjp`` with state.
 
@@ -186,7 +186,7 @@ def linearize(
     f: Callable,
     *primals: Any,
     has_aux: bool = False,
-    argnums: int | DiffState | Sequence[int | DiffState] | None = None,
+    argnums: Argnums | None = None,
 ) -> Any:
     """Compute ``f(*primals)`` and a function that maps tangents forward, many times; ``jax.linearize`` with state.
 
