@@ -25,6 +25,7 @@ from flax.core import meta
 
 from .. import sharding
 from ..core import errors
+from ..core.metadata import as_hooks
 from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
 from ..core.traversals import path_key
@@ -96,8 +97,7 @@ class NNXMeta(meta.AxisMetadata):
             names = list(variable.sharding_names)
             change(names, name)
             variable.set_metadata(out_sharding=tuple(names))
-        hooks = self.metadata.get(hook, ())
-        for run in (hooks,) if callable(hooks) else hooks:
+        for run in as_hooks(self.metadata.get(hook, ())):
             run(variable, index, name)
         return self.replace(value=variable.get_raw_value(), metadata=variable.get_metadata())
 

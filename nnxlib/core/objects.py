@@ -169,7 +169,7 @@ def _slot_initializer(owner: type) -> Callable[[Any], None]:
     return init_slots
 
 
-def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], stamps: Stamps = ()) -> list[Any]:
+def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], stamps: Stamps) -> list[Any]:
     """Make many empty nodes at once, of classes with the same :func:`slot_owner`; ``stamps`` are attached to each."""
     made = list(map(_base(owner).__new__, kinds))
     slots = {"trace": current_trace(), "stamps": stamps, "table": None, "marks": None, "tree": None}

@@ -80,7 +80,7 @@ def xml_text(text: str) -> str:
     return escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))
 
 
-def line_of_text(x: float, y: float, text: str, kind: str = "", anchor: str = "") -> str:
+def line_of_text(x: float, y: float, text: str, kind: str, anchor: str = "") -> str:
     """A line of text, whose class is ``kind``; ``anchor`` says which end of it is at ``x``.
 
     >>> line_of_text(8, 16, 'Linear', 'type')

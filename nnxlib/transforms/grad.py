@@ -10,8 +10,9 @@ import jax
 
 from ..core.errors import ArgumentError, describe_nested
 from ..core.graph import commit
+from ..core.operators import unwrapped
 from ..core.tables import pack_call
-from ..core.variables import MISSING, Variable
+from ..core.variables import MISSING
 from .callables import by_position, resolve
 from .classes import lifts_classes
 from .labels import join_lanes, split_lanes
@@ -109,9 +110,7 @@ def value_and_grad(
             leaves = join_lanes((differentiated, rest), lane_of)
             aux_of = lambda out: split_aux(out)[1] if has_aux else None
             out, after = cross(function, packed.layout, leaves, part=aux_of)
-            loss = out[0] if has_aux else out
-            loss = loss.get_value() if isinstance(loss, Variable) else loss
-            return loss, (after.leaves, Outcome(after.delta, ()))
+            return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta, ()))
 
         def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
             pure_loss = named(pure, function)

@@ -200,17 +200,17 @@ def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Seque
 
 
 def label_arguments(
-    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], entries: Sequence[Any], depth: int = 2
+    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], entries: Sequence[Any]
 ) -> tuple[Labels, list[Label]]:
     """The labels of packed ``Arguments``, by row and in the order of the leaves.
 
-    Mappings see paths without the first ``depth`` keys (``args[0]``).
+    Mappings see paths without the first two keys, those of the argument (``args[0]``).
     """
     values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
     for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
         values.setdefault(i, []).append(leaf)
     labels = Labels(layout.rows, lambda i: values.get(i, ()))
-    own = labels.visit(layout.root, entries, values.get(ROOT, ()), depth)
+    own = labels.visit(layout.root, entries, values.get(ROOT, ()), depth=2)
     labels.values = _no_values  # a compiled function keeps the labels, and must not keep the model that it first saw
     return labels, [own[k] if i == ROOT else labels.of_row[i][k] for i, k in layout.owners]
 

@@ -12,6 +12,9 @@ is static data in the output pytree, so JAX itself returns the right one for eac
 only ever sees the fresh objects. So whatever it does, live objects stay as they were until ``commit``, and no tracer
 can reach them.
 
+(The code calls ``pack_call``, of core/tables.py: it gives what ``pack`` does, from the live table of an argument where
+that is known to hold.)
+
 Some transformations treat leaves differently: ``vmap`` maps some of them and not the others. Then each leaf has a
 *label* (for ``vmap`` its axis), which users give by prefixes (prefixes.py). The leaves with one label form a *lane*
 (labels.py), and the pure function takes and returns one list of leaves per lane.
@@ -254,7 +257,7 @@ def lift_lanes(
     arguments: Arguments,
     entries: Sequence[Any],
     out: Any,
-    on_labels: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
+    on_labels: Callable[[Packed, Sequence[Any]], int | None],
     axis_name: Any = MISSING,
 ) -> Any:
     """Call ``function`` through a JAX transformation that has a lane for each label.

@@ -146,7 +146,7 @@ def _dtype(leaf: Any) -> Any:
         return None
 
 
-def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool = False) -> None:
+def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool) -> None:
     """Check that what is to be differentiated is of floating type, or of complex type if ``holomorphic``.
 
     Raises:
