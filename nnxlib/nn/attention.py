@@ -823,15 +823,7 @@ class MultiHeadAttention(Module):
           ValueError: if ``inputs_v`` is given without ``inputs_k``, if it is not said whether to drop or to decode, or
             if there is no stream to draw from or no cache to continue.
         """
-        if inputs_k is None:
-            if inputs_v is not None:
-                raise UsageError(
-                    "`inputs_k` cannot be None if `inputs_v` is not None: to use one input for keys and values pass it "
-                    "as `inputs_k` and leave out `inputs_v`."
-                )
-            inputs_k = inputs_q
-        inputs_v = inputs_k if inputs_v is None else inputs_v
-        self._check_inputs(inputs_q, inputs_k, inputs_v)
+        inputs_k, inputs_v = self._inputs_of_keys_and_values(inputs_q, inputs_k, inputs_v)
         decode = self._decodes(decode)
         deterministic, dropout_rng = self._dropout(deterministic, rngs)
 
@@ -870,7 +862,16 @@ class MultiHeadAttention(Module):
                 variable.set_value(new)  # type: ignore[union-attr]  # there is a cache, or extending it had raised
         return self.out(attended) if out_sharding is None else self.out(attended, out_sharding=out_sharding)
 
-    def _check_inputs(self, inputs_q: Any, inputs_k: Any, inputs_v: Any) -> None:
+    def _inputs_of_keys_and_values(self, inputs_q: Array, inputs_k: Any, inputs_v: Any) -> tuple[Array, Array]:
+        """Those that are given, or what they are by default; checked to fit the layer and each other."""
+        if inputs_k is None:
+            if inputs_v is not None:
+                raise UsageError(
+                    "`inputs_k` cannot be None if `inputs_v` is not None: to use one input for keys and values pass it "
+                    "as `inputs_k` and leave out `inputs_v`."
+                )
+            inputs_k = inputs_q
+        inputs_v = inputs_k if inputs_v is None else inputs_v
         q, k, v = np.shape(inputs_q), np.shape(inputs_k), np.shape(inputs_v)
         if len(q) < 2:
             raise input_error(self, f"inputs_q of shape [..., length, {self.in_features}]", inputs_q)
@@ -881,6 +882,7 @@ class MultiHeadAttention(Module):
         if v[:-1] != k[:-1]:
             takes = f"inputs_v of shape {[*k[:-1], self.in_kv_features]}, since inputs_k is {describe(inputs_k)}"
             raise input_error(self, takes, inputs_v)
+        return inputs_k, inputs_v
 
     def _check_mask(self, mask: Any, query: Array, key: Array) -> None:
         weights = _shape_of_weights(query, key)
