@@ -28,6 +28,7 @@ from flax.core.scope import in_filter
 from ..core import errors
 from ..core import module as core
 from ..core.data import is_node
+from ..core.errors import Path
 from ..core.iteration import iter_graph
 from ..core.objects import Pytree, attributes_of
 from ..core.objects import dataclass as nnx_dataclass
@@ -38,7 +39,7 @@ from ..core.variables import MISSING, Variable, make_variable
 from ..transforms.functional import leaves_of
 from .to_linen import values_of
 from .to_nnx import ToNNX, put
-from .variables import Path, from_collections, leaves_by_path, nested, to_linen_var, to_nnx_var, unboxed
+from .variables import from_collections, leaves_by_path, nested, to_linen_var, to_nnx_var, unboxed
 
 F = TypeVar("F", bound=Callable)
 

@@ -21,6 +21,7 @@ from flax.core import FrozenDict, meta
 
 from ..core import errors
 from ..core.data import is_node
+from ..core.errors import Path
 from ..core.iteration import iter_graph, iter_objects
 from ..core.objects import Node
 from ..core.ops import clone, update
@@ -28,7 +29,7 @@ from ..core.rngs import Rngs, RngStream
 from ..core.variables import Param, RngKey, Variable, make_variable, raw_value
 from ..transforms.functional import ARRAYS, Iterate, as_made, collection_of, leaves_of
 from .to_nnx import all_in, initializing, overwrite, put, variables_of
-from .variables import Path, from_collections, nested, to_linen_var, unboxed
+from .variables import from_collections, nested, to_linen_var, unboxed
 
 
 class ToLinen(flax.linen.Module):

@@ -22,12 +22,13 @@ import jax
 
 from ..core import errors
 from ..core.containers import Dict
+from ..core.errors import Path
 from ..core.module import Module, iter_modules
 from ..core.objects import attributes_of, check_writable
 from ..core.rngs import Rngs
 from ..core.static import same_items
 from ..core.variables import Variable
-from .variables import Path, collection_of, from_collections, nested, to_linen_var, to_nnx_var, unboxed
+from .variables import collection_of, from_collections, nested, to_linen_var, to_nnx_var, unboxed
 
 _OWN = ("to_nnx__module", "to_nnx__rngs", "to_nnx__initializing", "to_nnx__scope")
 

@@ -25,14 +25,13 @@ from flax.core import meta
 
 from .. import sharding
 from ..core import errors
+from ..core.errors import Path
 from ..core.metadata import as_hooks
 from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
 from ..core.traversals import path_key
 from ..core.variable_names import variable_name_from_type, variable_type_from_name
 from ..core.variables import Variable, make_variable
-
-Path = tuple[Any, ...]
 
 # The fields of Linen's boxes under the names that the metadata of a Variable has for them.
 _METADATA_OF_FIELD = {"names": "out_sharding", "rules": "sharding_rules"}

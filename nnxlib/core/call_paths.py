@@ -15,11 +15,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .errors import Path
 from .finding import reachable
 from .objects import Node
 from .stamps import Stamp, stamping, with_stamp
-
-Path = tuple[Any, ...]
 
 
 class _Paths:

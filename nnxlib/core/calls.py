@@ -28,9 +28,10 @@ from typing import Any
 import jax
 
 from .call_notes import add_note
-from .call_paths import Listener, Path
+from .call_paths import Listener
 from .closures import Watch, notice
 from .data import is_node
+from .errors import Path
 from .scopes import scope_of_call
 from .scopes import settings as scopes
 from .tracing import hide_frames, runs_eagerly

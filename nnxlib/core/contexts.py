@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import jax
 
 from .differences import Aval
-from .errors import StateMismatchError, UsageError, format_path
+from .errors import Path, StateMismatchError, UsageError, format_path
 from .filters import Filter
 from .graph import Delta, Packed, check_commit, commit, pack
 from .graphdef import GraphDef
@@ -47,7 +47,6 @@ from .variables import stored_value
 from .walk import Walk
 
 A = TypeVar("A")
-Path = tuple[Any, ...]
 
 
 @jax.tree_util.register_static

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 from jax.tree_util import all_leaves, tree_flatten_with_path
 
-from .errors import StateMismatchError, describe, format_path, listed
+from .errors import Path, StateMismatchError, describe, format_path, listed
 from .rows import same_treedef
 from .traversals import path_key, path_sort_key
 from .variables import Variable, stored_value
 
-Path = tuple[Any, ...]
 Aval = tuple[tuple[int, ...], Any] | None
 
 

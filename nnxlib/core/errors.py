@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+Path = tuple[Any, ...]  # the keys that lead to an object or a leaf: names of attributes, indices and keys of items
+
 
 class NnxError(Exception):
     """Base class of the errors of nnxlib."""
@@ -152,7 +154,7 @@ def format_path(path: Iterable[Any], root: str = "") -> str:
 OUTPUT = "<output>"  # the first key of a path in the output of a function, as opposed to its arguments
 
 
-def place_of(path: tuple) -> str:
+def place_of(path: Path) -> str:
     """Write the path of a leaf that comes back from a function: in the arguments, or in the output."""
     return format_path(path[1:], OUTPUT) if path[:1] == (OUTPUT,) else format_path(path)
 

@@ -21,16 +21,13 @@ import jax.numpy as jnp
 
 from .closures import Watch, notice
 from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
-from .errors import StateMismatchError, describe
+from .errors import Path, StateMismatchError, describe
 from .graphdef import Avals, GraphDef, avals_of
 from .layout import Layout
 from .state import FlatState, State
 from .static import same_items
 from .tracing import Tracer
 from .variables import Variable, all_unshared, make_variable, stored_value, unshared
-
-Path = tuple[Any, ...]
-
 
 Values = tuple[list[Any], dict[int, Any]]  # of the leaves; and by position, metadata that differs from the layout's
 

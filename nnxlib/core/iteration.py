@@ -13,14 +13,13 @@ import jax.tree_util as jtu
 
 from .closures import Watch, notice
 from .data import is_array, is_bound_method, is_node
+from .errors import Path
 from .filters import Filter, to_predicate
 from .objects import Node, new_node
 from .tracing import boundary
 from .traversals import sorted_keys
 from .variables import Variable
 from .walk import flatten_once
-
-Path = tuple[Any, ...]
 
 
 def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .data import is_data
-from .errors import ArgumentError, UsageError, describe, did_you_mean
+from .errors import ArgumentError, Path, UsageError, describe, did_you_mean
 from .filters import Filter, to_predicate
 from .iteration import iter_children, iter_objects
 from .objects import HasAttributes, Node, Pytree
@@ -28,7 +28,6 @@ from .variable_names import variable_type_from_name
 from .variables import MISSING, Perturbation, Variable
 
 A = TypeVar("A")
-Path = tuple[Any, ...]
 
 M = TypeVar("M", bound="Module")
 

@@ -17,7 +17,7 @@ import numpy as np
 from .blueprint import fresh
 from .closures import Watch, notice
 from .differences import refuse
-from .errors import ArgumentError, StateMismatchError, UsageError, did_you_mean, format_path
+from .errors import ArgumentError, Path, StateMismatchError, UsageError, did_you_mean, format_path
 from .filters import Filter, filters_to_predicates, refuse_node_classes
 from .fitting import (
     Values,
@@ -50,7 +50,6 @@ from .tracing import Tracer, at_top_level, boundary, current_trace
 from .variables import Variable, make_variables, raw_value
 
 A = TypeVar("A")
-Path = tuple[Any, ...]
 
 PureState = tuple[GraphDef[A], State]
 _State = State[Any, Any]  # what a checker takes a State without arguments for is an unknown type

@@ -10,11 +10,9 @@ from typing import Any
 
 from .calls import running
 from .data import is_node
-from .errors import ArgumentError, PathError
+from .errors import ArgumentError, Path, PathError
 from .graph import pack
 from .tracing import boundary
-
-Path = tuple[Any, ...]
 
 
 def current_path() -> Path | None:

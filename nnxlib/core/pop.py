@@ -10,15 +10,13 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import UsageError, format_path
+from .errors import Path, UsageError, format_path
 from .filters import Filter, first_of, refuse_node_classes, to_predicate
 from .iteration import places
 from .objects import HasAttributes, Node, check_writable
 from .state import State, state_of_items
 from .tracing import boundary, current_trace
 from .variables import Variable, all_unshared, make_variables
-
-Path = tuple[Any, ...]
 
 
 @boundary

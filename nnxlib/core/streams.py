@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .errors import UsageError, format_path
+from .errors import Path, UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
 from .iteration import iter_objects
 from .ops import clone
@@ -27,7 +27,6 @@ from .rngs import RngStream, RngValue, Shape, as_key
 from .tracing import boundary
 from .variables import MISSING
 
-Path = tuple[Any, ...]
 Policy = Literal["scalars_only", "match_shape"] | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array]
 
 

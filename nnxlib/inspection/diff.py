@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.data import is_node
 from ..core.differences import Difference, array_differences, aval_of, leaf_differences
-from ..core.errors import ArgumentError, describe, format_path
+from ..core.errors import ArgumentError, Path, describe, format_path
 from ..core.graph import pack
 from ..core.graphdef import GraphDef, structural_differences
 from ..core.graphstate import GraphState
@@ -32,8 +32,6 @@ from ..core.variables import Variable
 from .entries import Entries, values_of
 from .grid import MOST_ROWS, draw_table
 from .svg import Picture
-
-Path = tuple[Any, ...]
 
 
 class Diff(Entries[Difference]):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from ..core.errors import EmptySelectionError, UsageError, describe, format_path
+from ..core.errors import EmptySelectionError, Path, UsageError, describe, format_path
 from ..core.filters import Filter, to_predicate
 from ..core.formulas import step
 from ..core.iteration import iter_children, iter_objects
@@ -36,7 +36,6 @@ from .linear import Linear, LinearGeneral
 from .settings import NO_METADATA, Metadata, as_tuple, drawn
 
 A = TypeVar("A")
-Path = tuple[Any, ...]
 
 default_a_initializer = initializers.he_uniform()
 default_b_initializer = initializers.zeros

@@ -22,7 +22,7 @@ from jax.tree_util import all_leaves
 from ..core.calls import entering, inside, listened, listening
 from ..core.containers import Dict
 from ..core.data import is_bound_method, is_node
-from ..core.errors import EmptySelectionError, UsageError, describe, format_path
+from ..core.errors import EmptySelectionError, Path, UsageError, describe, format_path
 from ..core.escapes import contained
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.formulas import step
@@ -41,8 +41,6 @@ from . import initializers
 from .dtypes import Array, Dtype, convert, promote_dtype
 from .initializers import Initializer
 from .settings import as_tuple, frozen, key_of
-
-Path = tuple[Any, ...]
 
 
 class _Reparametrised(Module):

@@ -9,6 +9,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.differences import leaf_differences, refuse
+from ..core.errors import Path
 from ..core.objects import Node
 from ..core.ops import state
 from ..core.state import FlatState, from_flat_state
@@ -16,8 +17,6 @@ from ..core.tracing import Tracer
 from ..core.traversals import path_key
 from ..core.variables import Variable
 from ..core.variables import raw_value as plain
-
-Path = tuple[Any, ...]
 
 
 def is_variable(value: Any) -> bool:
