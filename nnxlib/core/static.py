@@ -2,8 +2,8 @@
 
 Two models share a compiled function if their static values are equal, so equality must mean "JAX would trace the same
 program". Python's ``==`` is too coarse for that (``1 == True == 1.0``, ``0.0 == -0.0``) and too fine (two lambdas from
-the same line differ, a list has no hash). :func:`freeze` maps a value to a hashable *key* with the right equality:
-exact types, containers item by item, functions without closures by their code.
+the same line differ, a list has no hash). So a value is *frozen*: mapped to a hashable *key* with the right equality,
+by exact types, containers item by item, functions without closures by their code.
 
 A :class:`Const` is a value with its key. If anything in the value can be changed in place, the Const holds a copy, so
 that it always agrees with its key. It gives each trace another copy, and the value itself is compared with it at each
@@ -64,7 +64,15 @@ class Const:
 
     @classmethod
     def of(cls, value: Any, path: tuple = ()) -> Const:
-        """Freeze ``value``; ``path`` is where it was found, for the message of :class:`StaticValueError`."""
+        """Freeze ``value``; ``path`` is where it was found, for messages.
+
+        >>> from nnxlib.core.static import Const
+        >>> Const.of([1, {'a': 2}]) == Const.of([1, {'a': 2}]), Const.of(1) == Const.of(True)
+        (True, False)
+
+        Raises:
+          StaticValueError: for arrays, and for objects that have neither a hash nor attributes to compare.
+        """
         kind = type(value)
         if kind in ATOMS:
             return cls(value, (kind, value))
@@ -111,19 +119,6 @@ _MUTABLE: weakref.WeakValueDictionary[Hashable, Const] = weakref.WeakValueDictio
 
 def _copy(value: Any, parts: tuple[Any, ...]) -> Any:
     return copy.deepcopy(value, {id(part): part for part in parts})
-
-
-def freeze(value: Any, path: tuple = ()) -> Hashable:
-    """Return a hashable key, which is equal for values for which JAX would trace the same program.
-
-    >>> from nnxlib.core.static import freeze
-    >>> freeze([1, {'a': 2}]) == freeze([1, {'a': 2}]), freeze(1) == freeze(True)
-    (True, False)
-
-    Raises:
-      StaticValueError: for arrays, and for objects that have neither a hash nor attributes to compare.
-    """
-    return Const.of(value, path).key
 
 
 def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
