@@ -106,7 +106,7 @@ def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     return bound.args, {name: value for name, value in bound.kwargs.items() if name in kwargs}
 
 
-class Observed:
+class RemembersErrors:
     """A pure function that remembers what it raised, to tell its own errors from those of the JAX transformation."""
 
     def __init__(self, pure: Callable):

@@ -16,7 +16,7 @@ from ..core.placement import settle
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level
 from ..core.variables import MISSING
-from .callables import Observed, resolve
+from .callables import RemembersErrors, resolve
 from .classes import lifts_classes
 from .labels import label_arguments
 from .lift import Arguments, Crossing, lift_lanes
@@ -71,7 +71,7 @@ def shard_map(
             specs = tuple([_REPLICATED if spec is None else spec for spec in crossing.lanes])
 
             def run(*groups: Any) -> Any:
-                function = Observed(pure)
+                function = RemembersErrors(pure)
                 try:
                     return jax.shard_map(function, in_specs=specs, out_specs=(specs, _REPLICATED), **options)(*groups)
                 except ValueError as error:

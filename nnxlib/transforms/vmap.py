@@ -13,7 +13,7 @@ from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
 from ..core.variables import MISSING
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in
-from .callables import Observed, by_position, resolve, static_arguments
+from .callables import RemembersErrors, by_position, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import mapped_size
 from .lift import Arguments, Crossing, lift_lanes
@@ -191,7 +191,7 @@ def _size(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any
 
 def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
     """``transform(pure, out_axes)``, with an error that names the value if JAX refuses one that comes back."""
-    function = Observed(pure)
+    function = RemembersErrors(pure)
     transformed = transform(function, (lanes, None))
 
     def run(*groups: Sequence[Any]) -> Any:
