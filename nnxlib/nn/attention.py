@@ -718,54 +718,36 @@ class MultiHeadAttention(Module):
         _check_rate(dropout_rate)
         self.head_dim = self.qkv_features // num_heads
 
-        def projection(features: int, heads: int) -> LinearGeneral:
-            return LinearGeneral(
-                features,
-                (heads, self.head_dim),
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-                precision=precision,
-                promote_dtype=qkv_promote_dtype,
-                dot_general=qkv_dot_general,
-                dot_general_cls=qkv_dot_general_cls,
-                rngs=rngs,
-                kernel_metadata=kernel_metadata,
-                bias_metadata=bias_metadata,
-            )
-
-        def normalization(scale_metadata: Metadata) -> LayerNorm:
-            return LayerNorm(
-                self.head_dim,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                promote_dtype=ln_promote_dtype,
-                rngs=rngs,
-                scale_metadata=scale_metadata,
-            )
-
-        self.query = projection(in_features, num_heads)
-        self.key = projection(self.in_kv_features, self.num_kv_heads)
-        self.value = projection(self.in_kv_features, self.num_kv_heads)
-        self.query_ln = normalization(query_ln_scale_metadata) if normalize_qk else None
-        self.key_ln = normalization(key_ln_scale_metadata) if normalize_qk else None
-        self.out = LinearGeneral(
+        linear = functools.partial(
+            LinearGeneral, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
+        )
+        projection = functools.partial(
+            linear,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            promote_dtype=qkv_promote_dtype,
+            dot_general=qkv_dot_general,
+            dot_general_cls=qkv_dot_general_cls,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+        )
+        norm = functools.partial(
+            LayerNorm, use_bias=False, dtype=dtype, param_dtype=param_dtype, promote_dtype=ln_promote_dtype, rngs=rngs
+        )
+        self.query = projection(in_features, (num_heads, self.head_dim))
+        self.key = projection(self.in_kv_features, (self.num_kv_heads, self.head_dim))
+        self.value = projection(self.in_kv_features, (self.num_kv_heads, self.head_dim))
+        self.query_ln = norm(self.head_dim, scale_metadata=query_ln_scale_metadata) if normalize_qk else None
+        self.key_ln = norm(self.head_dim, scale_metadata=key_ln_scale_metadata) if normalize_qk else None
+        self.out = linear(
             (num_heads, self.head_dim),
             self.out_features,
             axis=(-2, -1),
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
             kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
             bias_init=bias_init if out_bias_init is None else out_bias_init,
-            precision=precision,
             promote_dtype=out_promote_dtype,
             dot_general=out_dot_general,
             dot_general_cls=out_dot_general_cls,
-            rngs=rngs,
             kernel_metadata=out_kernel_metadata or kernel_metadata,
             bias_metadata=out_bias_metadata or bias_metadata,
         )
