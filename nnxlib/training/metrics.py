@@ -144,7 +144,7 @@ class Accuracy(Average):
 
         Raises:
           ValueError: if ``labels`` is not of integers (or bools, with a threshold), or not of the shape that goes with
-            ``logits``.
+            ``logits``; without a threshold, if there is a single class.
         """
         logits, labels = jnp.asarray(logits), jnp.asarray(labels)
         shape = logits.shape if self.threshold is not None else logits.shape[:-1]
@@ -157,6 +157,8 @@ class Accuracy(Average):
             found = f"got logits of shape {logits.shape} and labels of shape {labels.shape}"
             alike = self.threshold is None and labels.shape == logits.shape
             raise UsageError(f"For {kind}; {found}.{_ONE_LOGIT_OR_ONE_HOT if alike else ''}")
+        if self.threshold is None and logits.shape[-1] == 1:
+            raise UsageError(f"A single class leaves no choice; got logits of shape {logits.shape}.{_ONE_LOGIT}")
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and self.threshold is not None)):
             raise UsageError(f"labels have to be integers, got {labels.dtype}.")
         predicted = jnp.argmax(logits, axis=-1) if self.threshold is None else logits >= self.threshold
@@ -307,9 +309,11 @@ def _zero(*variables: MetricState) -> None:
         variable.value = jnp.zeros_like(variable.value)
 
 
-_ONE_LOGIT_OR_ONE_HOT = """ \
+_ONE_LOGIT = """ \
 For binary classification, with one logit for yes, write nnx.metrics.Accuracy(threshold=0.0), or 0.5 for \
-probabilities. Of one-hot labels pass labels.argmax(-1)."""
+probabilities, and pass logits of the shape of labels."""
+
+_ONE_LOGIT_OR_ONE_HOT = _ONE_LOGIT + " Of one-hot labels pass labels.argmax(-1)."
 
 
 def _argument(metric: Any, kwargs: dict[str, Any]) -> Any:

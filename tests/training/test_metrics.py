@@ -152,6 +152,7 @@ def test_a_threshold_decides_yes_or_no():
         (None, (4, 5), (1,), "without its last axis"),
         (None, (), (), "without its last axis"),
         (None, (4,), (4,), r"with one logit for yes, write nnx.metrics.Accuracy\(threshold=0.0\)"),
+        (None, (4, 1), (4,), r"single class .*; got logits of shape \(4, 1\).*threshold=0.0"),
         (0.5, (4, 1), (4,), r"For binary classification, labels need .*; got logits of shape \(4, 1\)"),
     ],
 )
