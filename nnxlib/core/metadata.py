@@ -107,9 +107,13 @@ def as_hooks(hooks: Any) -> tuple[Callable, ...]:
     return (hooks,) if callable(hooks) else tuple(hooks)
 
 
-def canonical(metadata: dict[str, Any]) -> dict[str, Any]:
+def canonical(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata with the names of axes under the one key ``out_sharding``."""
-    return {"out_sharding" if name in KEYS_OF_AXIS_NAMES else name: value for name, value in metadata.items()}
+    return {canonical_name(name): value for name, value in metadata.items()}
+
+
+def canonical_name(name: str) -> str:
+    return "out_sharding" if name in KEYS_OF_AXIS_NAMES else name
 
 
 KEYS_OF_AXIS_NAMES = frozenset({"sharding", "sharding_names"})  # in place of "out_sharding"

@@ -30,7 +30,16 @@ from . import errors
 from .cells import Cell, TracedCell, new_cell
 from .closures import Watch, notice
 from .finding import how_to_pass, locate
-from .metadata import HOOKS, KEYS_OF_AXIS_NAMES, VariableMetadata, as_hooks, canonical, name_axis, unname_axis
+from .metadata import (
+    HOOKS,
+    KEYS_OF_AXIS_NAMES,
+    VariableMetadata,
+    as_hooks,
+    canonical,
+    canonical_name,
+    name_axis,
+    unname_axis,
+)
 from .operators import ArrayOperators, unwrapped
 from .placement import placed
 from .registration import register_pytree
@@ -260,8 +269,9 @@ class Variable(ArrayOperators[A], Identified):
             notice(self, self._cell.trace)
         if name is None:
             return dict(self._metadata)
-        if name in self._metadata or default is MISSING:
-            return self._metadata[name]
+        key = canonical_name(name)
+        if key in self._metadata or default is MISSING:
+            return self._metadata[key]
         return default
 
     def set_metadata(self, *args: Any, **metadata: Any) -> None:
@@ -269,18 +279,19 @@ class Variable(ArrayOperators[A], Identified):
         if len(args) == 2:
             metadata = {args[0]: args[1], **metadata}
         replace = len(args) == 1
-        self._replace_metadata({**(args[0] if replace else self._metadata), **canonical(metadata)})
+        self._replace_metadata(canonical({**(args[0] if replace else self._metadata), **metadata}))
 
     # What flax.nnx calls it inside, and published code reads; here a view, for metadata is never edited in place.
     _var_metadata = property(lambda self: types.MappingProxyType(self._metadata))
 
     def has_metadata(self, name: str) -> bool:
-        return name in self.get_metadata()
+        return canonical_name(name) in self.get_metadata()
 
     def del_metadata(self, name: str) -> None:
-        if name not in self._metadata:
+        key = canonical_name(name)
+        if key not in self._metadata:
             raise KeyError(name)
-        self._replace_metadata({k: v for k, v in self._metadata.items() if k != name})
+        self._replace_metadata({k: v for k, v in self._metadata.items() if k != key})
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
         self.check_writable()
@@ -323,7 +334,7 @@ class Variable(ArrayOperators[A], Identified):
         raw = self if value is MISSING else value
         if isinstance(raw, Variable):
             raw = raw.get_raw_value()
-        metadata = {**self._metadata, **metadata} if metadata else self._metadata
+        metadata = canonical({**self._metadata, **metadata}) if metadata else self._metadata
         return make_variable(type(self), as_stored(raw, metadata) if "ref" in metadata else unshared(raw), metadata)
 
     replace = copy
@@ -347,7 +358,7 @@ class Variable(ArrayOperators[A], Identified):
     @classmethod
     def from_metadata(cls: type[V], value: Any, attributes: Mapping[str, Any]) -> V:
         """Make a Variable from a raw value and its metadata, without hooks."""
-        return make_variable(cls, value, dict(attributes))
+        return make_variable(cls, value, canonical(attributes))
 
     def __copy__(self: V) -> V:
         return self.copy()

@@ -143,6 +143,12 @@ def test_names_of_axes_have_one_place(keyword):
     assert isinstance(v.sharding, jax.sharding.Sharding)
     v.set_metadata(**{keyword: (None, "b")})
     assert v.sharding_names == (None, "b")
+    v.set_metadata({keyword: ("c", None)})
+    assert (v.get_metadata(keyword), v.has_metadata(keyword)) == (("c", None), True)
+    for made in v.replace(**{keyword: ("d",)}), nnx.Param.from_metadata(v.value, {keyword: ("d",)}):
+        assert made.get_metadata() == {"out_sharding": ("d",)}
+    v.del_metadata(keyword)
+    assert (v.get_metadata(), v.has_metadata(keyword)) == ({}, False)
     assert nnx.Param(jnp.zeros(2)).sharding_names is None
 
 
