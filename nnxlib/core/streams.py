@@ -107,9 +107,9 @@ def _replace(targets: list[tuple[Path, RngStream, Callable[[RngStream], RngStrea
 def _check_whole(path: Path, stream: RngStream) -> None:
     if stream.key.ndim:
         raise UsageError(
-            f"The RngStream at {format_path(path)} is split into lanes of shape {stream.key.shape} already. Put it "
-            "back first (leave the `with nnx.split_rngs(...)` block, or call nnx.restore_rngs), or split by a shape: "
-            "splits=(4, 2)."
+            f"The RngStream at {format_path(path)} is split into lanes of shape {stream.key.shape} already. In a "
+            "stack of layers, each has keys of its own, and needs no other split. Else put it back first (leave the "
+            "`with nnx.split_rngs(...)` block, or call nnx.restore_rngs), or split by a shape: splits=(4, 2)."
         )
 
 
