@@ -292,6 +292,7 @@ class _MetadataFreezer(_Freezer):
             )
         if value.is_deleted() or not value.is_fully_addressable:  # it cannot be read
             return self.identity(value)
+        self.parts.append(value)  # a copy made in a trace would be a tracer
         is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
         content = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
         return value.aval, value.sharding, content  # the trace knows the first two, too

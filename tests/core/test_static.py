@@ -407,10 +407,29 @@ METADATA_ARRAYS = {
 
 @pytest.mark.parametrize("make", METADATA_ARRAYS.values(), ids=METADATA_ARRAYS)
 def test_arrays_in_metadata_are_compared_by_value(make):
-    """Equal ones have equal keys, also after a copy or a pickle; copies for a trace share the arrays."""
+    """Equal ones have equal keys, also after a copy or a pickle."""
     const = Const.of_items({"a": make()})
     for other in Const.of_items({"a": make()}), copy.deepcopy(const), pickle.loads(pickle.dumps(const)):
         assert (other == const, hash(other) == hash(const)) == (True, True)
+
+
+def test_copies_of_metadata_for_a_trace_share_the_arrays():
+    """A copy of an array would be a tracer there; the dict itself may be edited."""
+    bounds = {"low": jnp.full(2, -7.5)}
+    const = Const.of_items({"bounds": bounds})
+
+    def f(x):
+        found = const.fresh()["bounds"]
+        assert found is not bounds
+        assert found["low"] is bounds["low"]
+        return x
+
+    jax.jit(f)(1.0)
+    layer = nnx.Dict(w=nnx.Param(jnp.ones(2), bounds=bounds))
+    clip = nnx.jit(lambda layer: jnp.clip(layer.w, layer.w.bounds["low"], 0.5))
+    for model in layer, nnx.clone(layer):
+        assert (clip(model) == 0.5).all()
+    assert clip._cache_size() == 1
 
 
 OTHER_ARRAYS = {
