@@ -293,9 +293,11 @@ class _MetadataFreezer(_Freezer):
         if value.is_deleted() or not value.is_fully_addressable:  # it cannot be read
             return self.identity(value)
         self.parts.append(value)  # a copy made in a trace would be a tracer
-        is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-        content = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
-        return value.aval, value.sharding, content  # the trace knows the first two, too
+        data = value
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            with jax.ensure_compile_time_eval():  # in a trace it would be a tracer
+                data = jax.random.key_data(value)
+        return value.aval, value.sharding, np.asarray(data).tobytes()  # the trace knows the first two, too
 
 
 _MUTABLE_CONTAINERS = list, set, deque, bytearray  # instances of a subclass are compared by items and attributes

@@ -368,7 +368,8 @@ class Variable(ArrayOperators[A], Identified):
         memo[id(self)] = new
         new._cell.value = copy_lib.deepcopy(self.get_raw_value(), memo)
         if self._metadata:
-            _set(new, "_metadata", copy_lib.deepcopy(self._metadata, memo))
+            with jax.ensure_compile_time_eval():  # else copies of arrays in them, made in a trace, would be tracers
+                _set(new, "_metadata", copy_lib.deepcopy(self._metadata, memo))
         return new
 
     def __reduce__(self) -> tuple:

@@ -406,6 +406,21 @@ METADATA_ARRAYS = {
 
 
 @pytest.mark.parametrize("make", METADATA_ARRAYS.values(), ids=METADATA_ARRAYS)
+def test_arrays_in_metadata_are_known_in_a_trace(make):
+    """Copies of the object that are made there have them, too, and inner transformations take it."""
+    layer = nnx.Dict(w=nnx.Param(jnp.ones(2), held=make()))
+
+    @nnx.jit
+    def f(layer):
+        copies = nnx.clone(layer), copy.deepcopy(layer), nnx.merge(*nnx.split(layer))
+        return [nnx.grad(lambda m: m.w.sum())(m).w.value for m in copies], copies[1]
+
+    grads, made = f(layer)
+    np.testing.assert_array_equal(grads, np.ones((3, 2)))
+    assert same_items(made.w.get_metadata(), layer.w.get_metadata())
+
+
+@pytest.mark.parametrize("make", METADATA_ARRAYS.values(), ids=METADATA_ARRAYS)
 def test_arrays_in_metadata_are_compared_by_value(make):
     """Equal ones have equal keys, also after a copy or a pickle."""
     const = Const.of_items({"a": make()})
