@@ -128,6 +128,12 @@ def _asked(metadata: Mapping[str, Any]) -> Any:
     return names.sharding if isinstance(names, Format) else names
 
 
+def _own_mesh(metadata: Mapping[str, Any]) -> Any:
+    """The mesh in the metadata; None also for one without devices, as JAX has it where no mesh is set."""
+    mesh = metadata.get("mesh")
+    return None if mesh is None or mesh.empty else mesh
+
+
 def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
     """The mesh for a Variable, and the part of its spec that the mesh knows; None if there is none.
 
@@ -135,7 +141,7 @@ def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
     """
     spec = spec_of(metadata)
     names = _asked(metadata)
-    mesh = names.mesh if isinstance(names, NamedSharding) else metadata.get("mesh") or current_mesh()
+    mesh = names.mesh if isinstance(names, NamedSharding) else _own_mesh(metadata) or current_mesh()
     if spec is None or mesh is None or not (spec or isinstance(names, NamedSharding)):
         return None
     known = _within(spec, _axes(mesh, AxisType.Auto, AxisType.Explicit))
@@ -286,7 +292,7 @@ def _check(value: Any, mesh: Any, spec: PartitionSpec, names: Any, kind: type, e
 
 def _check_names(value: Any, metadata: Mapping[str, Any], kind: type) -> None:
     """Refuse names that a mesh in the metadata does not have; warn of those that the mesh of the context nearly has."""
-    own, names = metadata.get("mesh"), _asked(metadata)
+    own, names = _own_mesh(metadata), _asked(metadata)
     mesh, spec = own or current_mesh(), spec_of(metadata)
     if mesh is None or spec is None or isinstance(names, NamedSharding):
         return

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -36,6 +37,17 @@ def test_targets():
     assert placement.target_of({"mesh": MESH}) is None
     assert placement.target_of({"out_sharding": (), "mesh": MESH}) is None
     assert placement.target_of({"out_sharding": NamedSharding(MESH, PartitionSpec())}) == (MESH, PartitionSpec())
+
+
+def test_an_empty_mesh_is_none():
+    """It is what JAX has where no mesh is set, and code passes it on."""
+    empty = jax.sharding.Mesh(np.empty((), object), ())
+    for names in (None,), ("data",):
+        kernel = nnx.Param(jnp.ones(2), out_sharding=names, mesh=empty)
+        assert kernel.value.sharding == jnp.ones(2).sharding
+        with jax.set_mesh(MESH):
+            kernel = nnx.Param(jnp.ones(2), out_sharding=names, mesh=empty)
+        assert kernel.value.sharding == NamedSharding(MESH, PartitionSpec(*names))
 
 
 def test_shapes():
