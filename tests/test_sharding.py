@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxlib as nnx
@@ -137,6 +138,35 @@ def test_axes_by_hand():
     tree["a"].value = tree["a"].value[0]
     nnx.spmd.remove_axis(tree, 0, {})
     assert tree["a"].sharding_names == ("layers", "out")  # there was another name too many: one goes at a time
+
+
+@pytest.mark.parametrize("in_format", [False, True])
+@pytest.mark.parametrize("name", [None, "layers", "data"])
+def test_a_sharding_in_place_of_names_follows_the_axes(name, in_format):
+    """vmap stacks the axis, and scan takes it away; the spec gets the name of the axis if the mesh has it."""
+    mesh = jax.make_mesh((1, 1), ("data", "model"))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
+    annotation = Format(Layout((1, 0)), sharding) if in_format else sharding
+    init = nnx.with_partitioning(nnx.initializers.ones, annotation)
+    metadata = {nnx.PARTITION_NAME: name}
+
+    @nnx.vmap(transform_metadata=metadata)
+    def make(key):
+        return nnx.Linear(4, 4, kernel_init=init, rngs=nnx.Rngs(key))
+
+    seen = []
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=metadata)
+    def forward(x, layer):
+        seen.append(layer.kernel.sharding_names.spec)
+        return layer(x)
+
+    stack = make(jax.random.split(jax.random.key(0), 3))
+    forward(jnp.ones(4), stack)
+    assert set(seen) == {PartitionSpec(None, "model")}
+    expected = PartitionSpec("data" if name == "data" else None, None, "model")
+    assert stack.kernel.sharding_names == NamedSharding(mesh, expected)
+    assert nnx.get_partition_spec(nnx.state(stack)).kernel.value == expected
 
 
 def test_a_stacked_axis_that_code_names_by_hand():

@@ -11,7 +11,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from jax.sharding import PartitionSpec
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import errors
 
@@ -79,27 +80,40 @@ def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadat
 
 def name_axis(variable: Any, key: str, index: int, name: Any) -> None:
     """Insert the name of a new axis of a Variable into its metadata ``key``, unless each axis has a name there."""
-    names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
-    if isinstance(names, _NAMES) and 0 <= ndim != len(names) - 1:
+    found, ndim = _naming(variable, key), getattr(variable.get_raw_value(), "ndim", -1)
+    names = _names_in(found)
+    if names is not None and 0 <= ndim != len(names) - 1:
         wide = [*names, *[None] * (ndim - len(names))]
-        wide.insert(index % (len(wide) + 1), name)
-        variable.set_metadata(key, _same_kind(names, wide))
+        known = not isinstance(found, NamedSharding) or name in found.mesh.axis_names
+        wide.insert(index % (len(wide) + 1), name if known else None)
+        variable.set_metadata(key, _same_kind(found, wide))
 
 
 def unname_axis(variable: Any, key: str, index: int) -> None:
     """Drop the name of an axis of a Variable from its metadata ``key``, if there are more names than axes."""
-    names, ndim = variable.get_metadata().get(key), getattr(variable.get_raw_value(), "ndim", -1)
-    if isinstance(names, _NAMES) and 0 <= ndim < len(names):
+    found, ndim = _naming(variable, key), getattr(variable.get_raw_value(), "ndim", -1)
+    names = _names_in(found)
+    if names is not None and 0 <= ndim < len(names):
         narrow = list(names)
         del narrow[index % len(narrow)]
-        variable.set_metadata(key, _same_kind(names, narrow))
+        variable.set_metadata(key, _same_kind(found, narrow))
 
 
-_NAMES = (tuple, list, PartitionSpec)
+def _naming(variable: Any, key: str) -> Any:
+    found = variable.get_metadata().get(key)
+    return found.sharding if isinstance(found, Format) else found  # with another axis it has another layout
 
 
-def _same_kind(names: Any, items: list[Any]) -> Any:
-    return PartitionSpec(*items) if isinstance(names, PartitionSpec) else type(names)(items)
+def _names_in(found: Any) -> Any:
+    """The names of axes in metadata, also in those of a sharding; None if it is something else."""
+    names = found.spec if isinstance(found, NamedSharding) else found
+    return names if isinstance(names, tuple | list | PartitionSpec) else None
+
+
+def _same_kind(found: Any, names: list[Any]) -> Any:
+    if isinstance(found, NamedSharding):
+        return NamedSharding(found.mesh, PartitionSpec(*names), memory_kind=found.memory_kind)
+    return PartitionSpec(*names) if isinstance(found, PartitionSpec) else type(found)(names)
 
 
 def as_hooks(hooks: Any) -> tuple[Callable, ...]:
