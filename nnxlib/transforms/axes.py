@@ -32,7 +32,7 @@ class AxisName(NamedTuple):
     """The name of the axis that a transform stacks."""
 
     partition: str | None = None  # in the sharding of a Variable
-    others: tuple[tuple[str, Any], ...] = ()  # in other metadata: (key, name)
+    others: tuple[tuple[str, Any], ...] = (("optimizer_sharding", None),)  # in other metadata: (key, name)
 
     def added_to(self, variable: Variable, index: int) -> None:
         """Name the axis along which a Variable is about to be stacked."""
@@ -49,7 +49,7 @@ class AxisName(NamedTuple):
 
 def axis_name_in(transform_metadata: Mapping[str, Any]) -> AxisName:
     """The name of the stacked axis, as given by ``transform_metadata``."""
-    others = {key: name for key, name in transform_metadata.items() if key != PARTITION_NAME}
+    others = dict(AxisName().others) | {key: x for key, x in transform_metadata.items() if key != PARTITION_NAME}
     return AxisName(transform_metadata.get(PARTITION_NAME), tuple(others.items()))
 
 

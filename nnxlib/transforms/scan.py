@@ -85,7 +85,7 @@ def scan(
         :class:`StateAxes` of these. Keyword arguments that have no position are passed whole.
       out_axes: the same for the output, without None; has ``nnx.Carry`` if ``in_axes`` has.
       transform_metadata: ``{nnx.PARTITION_NAME: name}``: the name of this axis for Variables that have names for their
-        axes. A further entry, such as ``optimizer_sharding=name``, is the name of the axis in that metadata.
+        axes. A further entry is the name of the axis in that metadata; ``optimizer_sharding`` needs none to follow.
       data_transform: ``data_transform(label, state)`` is called inside the body for each label (an axis, None or
         ``nnx.Carry``) with the State of the Variables that have it, as the body is to see them: slices, for an axis.
         It returns them with other values, say with ``jax.lax.with_sharding_constraint``. Paths begin with the number

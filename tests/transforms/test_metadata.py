@@ -204,6 +204,18 @@ def test_other_metadata_names_the_axis_under_its_own_key():
     assert other.logical == ("embed", "depth")
 
 
+@pytest.mark.parametrize("name", [None, "depth"])
+def test_names_of_moments_follow_the_axes(name):
+    """Whether or not transform_metadata has an entry for them: an optimizer of a stack reads them."""
+    options = {"transform_metadata": {"optimizer_sharding": name}} if name else {}
+    names = {"out_sharding": ("in", "out"), "optimizer_sharding": ("out", "in")}
+    stack = nnx.vmap(lambda x: nnx.Param(x, **names), **options)(jnp.ones((4, 2, 3)))
+    assert stack.get_metadata() == {"out_sharding": (None, "in", "out"), "optimizer_sharding": (name, "out", "in")}
+    seen = []
+    nnx.scan(lambda c, v: (c, seen.append(v.get_metadata())), in_axes=(nnx.Carry, 0), **options)(0.0, stack)
+    assert seen[0] == names
+
+
 def test_a_class_that_names_its_axes_itself():
     """Its methods are called, also without any metadata; nothing is named for what a loop did not change."""
     seen = []
