@@ -140,6 +140,23 @@ def test_axes_by_hand():
     assert tree["a"].sharding_names == ("layers", "out")  # there was another name too many: one goes at a time
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
+def test_shapes_under_a_mesh_have_shardings_over_its_devices(kind):
+    """What restores a checkpoint needs to know them; within a trace there are none to know."""
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(kind,))
+    init = nnx.with_partitioning(nnx.initializers.ones, (None, "model"))
+    make = lambda: nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0))
+    without = nnx.eval_shape(make)
+    with jax.set_mesh(mesh):
+        abstract = nnx.eval_shape(make)
+        jax.jit(lambda: nnx.eval_shape(make) and None)()
+        late = nnx.as_abstract(without)
+    for model in abstract, late:
+        assert model.kernel.value.sharding == NamedSharding(mesh, PartitionSpec(None, "model"))
+    for shape in jax.tree.leaves(nnx.state(abstract)):
+        assert shape.sharding is None or shape.sharding.mesh == mesh
+
+
 @pytest.mark.parametrize("in_format", [False, True])
 @pytest.mark.parametrize("name", [None, "layers", "data"])
 def test_a_sharding_in_place_of_names_follows_the_axes(name, in_format):

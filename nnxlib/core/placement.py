@@ -223,7 +223,7 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     mesh, spec = target[0], fitted(target[1], value.ndim)
     if isinstance(value, jax.ShapeDtypeStruct):
         _check(value, mesh, spec, metadata["out_sharding"], kind, even=False)
-        return value if value.sharding is not None else value.update(sharding=NamedSharding(mesh, spec))
+        return value if value.sharding is not None else value.update(sharding=on_devices(NamedSharding(mesh, spec)))
     eager = at_top_level()
     _check(value, mesh, spec, metadata["out_sharding"], kind, even=eager)
     if eager:
@@ -232,6 +232,17 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
         place: Any = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
         return jax.device_put(value, Format(names.layout, place) if isinstance(names, Format) else place)
     return _constrained(value, mesh, spec)
+
+
+def on_devices(sharding: NamedSharding) -> NamedSharding:
+    """The sharding over the devices of the mesh that is set, where JAX gives its axes alone; in a trace it stays so.
+
+    Who restores a checkpoint to a shape asks for them.
+    """
+    mesh = jax.sharding.get_mesh() if at_top_level() else None
+    if mesh is None or sharding.mesh != mesh.abstract_mesh:
+        return sharding
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def settle(cells: Iterable[Any], shardings: Iterable[Any], mesh: Any = None) -> None:

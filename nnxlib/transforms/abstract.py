@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import NamedSharding
 
 from ..core.closures import all_borrowed, borrowed
 from ..core.errors import TraceContextError
@@ -14,7 +15,7 @@ from ..core.finding import reachable
 from ..core.graph import Delta, Packed, commit, diff, pack
 from ..core.inputs import lend
 from ..core.objects import Node
-from ..core.placement import placed
+from ..core.placement import on_devices, placed
 from ..core.references import ways_from
 from ..core.rows import VariableRow
 from ..core.tables import pack_call
@@ -95,7 +96,12 @@ def _placed(leaves: Sequence[Any], delta: Delta) -> list[Any]:
         metadata = row.metadata.value
         if metadata and isinstance(found[k], jax.ShapeDtypeStruct):
             found[k] = placed(found[k], metadata, row.type)
-    return found
+    return [_on_devices(x) for x in found]
+
+
+def _on_devices(x: Any) -> Any:
+    sharding = getattr(x, "sharding", None)
+    return x.update(sharding=on_devices(sharding)) if isinstance(sharding, NamedSharding) else x
 
 
 def _live_below(roots: list[Any]) -> list[Any]:
