@@ -26,7 +26,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .errors import PlacementError, describe
-from .tracing import at_top_level, current_mesh, level_of_user
+from .tracing import at_top_level, concrete_mesh, current_mesh, level_of_user
 
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
@@ -239,7 +239,7 @@ def on_devices(sharding: NamedSharding) -> NamedSharding:
 
     Who restores a checkpoint to a shape asks for them.
     """
-    mesh = jax.sharding.get_mesh() if at_top_level() else None
+    mesh = concrete_mesh() if at_top_level() else None
     if mesh is None or sharding.mesh != mesh.abstract_mesh:
         return sharding
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)

@@ -34,6 +34,7 @@ from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.batching import BatchTrace
 
 # The mesh of a `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
+from jax._src.mesh import get_concrete_mesh as _get_concrete_mesh
 from jax._src.mesh import thread_resources as _thread_resources
 from jax.core import Tracer as Tracer
 from jax.interpreters import partial_eval
@@ -110,6 +111,10 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     if mesh.empty:
         mesh = _thread_resources.env.physical_mesh
     return None if mesh.empty else mesh
+
+
+# The mesh of ``jax.set_mesh``, with its devices; only to be asked at top level. JAX 0.8 has no public function.
+concrete_mesh: Callable[[], jax.sharding.Mesh] = getattr(jax.sharding, "get_mesh", _get_concrete_mesh)
 
 
 def varying_as(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -163,7 +163,7 @@ def test_metadata():
 
     block = Block(nnx.Rngs(0))
     block.linear.kernel.set_metadata({"sharding": ("in", None), "what": Unknown(), "note": "a text " * 9})
-    kernel = "kernel: float32[4,4]|sharding: ('in', None)|what: <unknown>|note: str"
+    kernel = "kernel: float32[4,4]|out_sharding: ('in', None)|what: <unknown>|note: str"
     assert rows(block, X, columns=("Param",))[1] == f"bias: float32[4]|{kernel}||20 (80 B)"
 
 
