@@ -93,7 +93,7 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
     """The ways from a function: the shortest one to each value, then all others to Modules.
 
     Of a program with very many values it gives the nearest ones. It goes on if some that are sought are not among them,
-    but not without end: from a test file all tests can be reached, and a search should take a tenth of a second.
+    but not without end: from a test file all tests can be reached, and a search there takes a tenth of a second or two.
 
     Args:
       function: where the ways begin.
@@ -163,7 +163,7 @@ def found_by(look_up: LookUp) -> Any:
 
 
 def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
-    """How to look up what is in ``x``; nothing for nodes, which are looked into elsewhere, and for arrays.
+    """How to look up what is in ``x``; nothing for nodes, which are looked into elsewhere, arrays and text.
 
     Of the methods and properties of its class only those of these names.
     """

@@ -33,7 +33,8 @@ from jax._src import traceback_util as _frames
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.batching import BatchTrace
 
-# The mesh of a `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
+# The mesh of ``jax.set_mesh`` with its devices, for JAX 0.8, which has no public way to see them. And that of a
+# `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
 from jax._src.mesh import get_concrete_mesh as _get_concrete_mesh
 from jax._src.mesh import thread_resources as _thread_resources
 from jax.core import Tracer as Tracer
@@ -113,7 +114,7 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
-# The mesh of ``jax.set_mesh``, with its devices; only to be asked at top level. JAX 0.8 has no public function.
+# The mesh of ``jax.set_mesh``, with its devices; only to be asked at top level.
 concrete_mesh: Callable[[], jax.sharding.Mesh] = getattr(jax.sharding, "get_mesh", _get_concrete_mesh)
 
 
