@@ -65,11 +65,13 @@ check: $(call env,dev)/.installed
 
 bench: $(call env,bench)/.installed
 	$(<D)/bin/python -m benchmarks.dispatch $(or $(ARGS),--results benchmarks/results)
+	$(<D)/bin/python -m benchmarks.train $(or $(ARGS),--results benchmarks/results)
 	$(<D)/bin/python -m benchmarks.few $(or $(ARGS),--results benchmarks/results)
 	$(<D)/bin/python -m benchmarks.compile $(or $(ARGS),--results benchmarks/results)
 	$(<D)/bin/python -m benchmarks.layers $(or $(ARGS),--results benchmarks/results)
 	$(<D)/bin/python -m benchmarks.structure $(or $(ARGS),--results benchmarks/results)
 	$(<D)/bin/python -m benchmarks.eager $(or $(ARGS),--results benchmarks/results)
+	$(<D)/bin/python -m benchmarks.memory $(or $(ARGS),--results benchmarks/results)
 	$(<D)/bin/python -m benchmarks.imports $(or $(ARGS),--results benchmarks/results)
 
 clean:

@@ -1,12 +1,13 @@
 """What a jitted step costs beyond raw `jax.jit`, by library and by number of Variables.
 
 The idea: with arrays of four numbers there is nothing to compute, so the time of a step is the time it takes to hand
-the model to XLA and to take it back. Four kinds of step, the same in every library:
+the model to XLA and to take it back. Two kinds of step, the same in every library:
 
 - `read`: add up all Variables, change nothing;
-- `update`: add up all Variables, then change each of them;
-- `donate`: the same, and the arrays that go in are donated;
-- `train`: one Adam step of a deep narrow MLP with normalisation by running statistics.
+- `update`: add up all Variables, then change each of them; also with the arrays that go in donated.
+
+A third, `train`, is one Adam step of a deep narrow MLP with dropout, and normalisation by running statistics. It takes
+long to compile, so `benchmarks.train` measures it.
 
 The data: an `Adapter` per library and form of use makes a `Call` for each kind of step and size. The baseline is
 `jax.jit` over a flat list of arrays, the least that JAX can charge. flax.nnx and nnxlib share one adapter, for they
@@ -30,15 +31,13 @@ import optax
 from .timing import QUICK, Call, Effort, Measurement, Report, Table, agree, collector_seconds, main, measure
 
 Case = tuple[str, int]  # kind of step, number of Variables
-CASES: Sequence[Case] = [
-    *((kind, size) for kind in ("read", "update", "donate") for size in (10, 100, 1000)),
-    ("update", 5000),
-    ("train", 100),
-]
+SIZES = (10, 100, 1000, 5000)
+CASES: Sequence[Case] = [(kind, size) for kind in ("read", "update", "update, donated") for size in SIZES]
 QUICK_CASES: Sequence[Case] = [("read", 10), ("update", 10), ("read", 100), ("update", 100)]
 WATCHED: Sequence[Case] = [("update", 1000)]  # where the garbage collector is watched as well
 WIDTH = 4
 LEARNING_RATE = 1e-3
+DROPPED = 0.1
 
 
 class NotOffered(Exception):
@@ -46,12 +45,23 @@ class NotOffered(Exception):
 
 
 class Adapter(Protocol):
-    """One way to use one library: a method per kind of step builds a model of that size and returns a jitted call."""
+    """One way to use one library: a method per kind of step builds a model of that size and returns a jitted call.
+
+    If `donated`, the arrays that the step replaces are donated.
+    """
 
     def read(self, variables: int) -> Call: ...
-    def update(self, variables: int) -> Call: ...
-    def donate(self, variables: int) -> Call: ...
-    def train(self, variables: int) -> Call: ...
+    def update(self, variables: int, donated: bool = False) -> Call: ...
+    def train(self, variables: int, donated: bool = False) -> Call: ...
+
+
+KINDS: Mapping[str, Callable[[Adapter, int], Call]] = {
+    "read": lambda adapter, variables: adapter.read(variables),
+    "update": lambda adapter, variables: adapter.update(variables),
+    "update, donated": lambda adapter, variables: adapter.update(variables, donated=True),
+    "train": lambda adapter, variables: adapter.train(variables),
+    "train, donated": lambda adapter, variables: adapter.train(variables, donated=True),
+}
 
 
 # --- the work, shared by all ----------------------------------------------------------------------
@@ -74,6 +84,16 @@ def moved(running: Any, seen: jax.Array) -> jax.Array:
     return 0.9 * running + 0.1 * seen
 
 
+def layers_for(variables: int) -> int:
+    """Return how many layers of four Variables, beside the key and the count of a random stream, make so many."""
+    return (variables - 2) // 4
+
+
+def dropped(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Return the inputs with a tenth of them dropped."""
+    return jnp.where(jax.random.bernoulli(key, 1 - DROPPED, x.shape), x / (1 - DROPPED), 0)
+
+
 def squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
     return ((output - target) ** 2).mean()
 
@@ -82,18 +102,23 @@ def small() -> jax.Array:
     return jnp.ones(WIDTH)
 
 
+def jit_carried(step: Callable, donated: bool) -> Callable:
+    """Compile a `step(given, carry)`, whose carry may be donated."""
+    return jax.jit(step, donate_argnums=1 if donated else ())
+
+
 def batch() -> tuple[jax.Array, jax.Array]:
     """Return inputs and targets."""
     x = jax.random.normal(jax.random.key(0), (8, WIDTH))
     return x, jnp.sin(x)
 
 
-def carried(step: Callable, carry: Any, *arguments: Any) -> Call:
-    """Return a call of `step(carry, *arguments) -> (loss, carry)` that keeps the carry for the next call."""
+def carried(step: Callable, given: Any, carry: Any) -> Call:
+    """Return a call of `step(given, carry) -> (loss, carry)` that keeps the carry for the next call."""
 
     def call() -> jax.Array:
         nonlocal carry
-        loss, carry = step(carry, *arguments)
+        loss, carry = step(given, carry)
         return loss
 
     return call
@@ -109,22 +134,19 @@ class Raw:
         arrays = [small() for _ in range(variables)]
         return partial(jax.jit(sum), arrays)
 
-    def update(self, variables: int, **options: Any) -> Call:
-        @partial(jax.jit, **options)
-        def step(arrays: list) -> tuple:
+    def update(self, variables: int, donated: bool = False) -> Call:
+        def step(given: None, arrays: list) -> tuple:
             return sum(arrays), [changed(array) for array in arrays]
 
-        return carried(step, [small() for _ in range(variables)])
+        return carried(jit_carried(step, donated), None, [small() for _ in range(variables)])
 
-    def donate(self, variables: int) -> Call:
-        return self.update(variables, donate_argnums=0)
-
-    def train(self, variables: int) -> Call:
-        layers = variables // 4
+    def train(self, variables: int, donated: bool = False) -> Call:
+        layers = layers_for(variables)
         optimizer = optax.adam(LEARNING_RATE)
         parameters = [(jnp.eye(WIDTH), small()) for _ in range(layers)]
         statistics = [(small(), small()) for _ in range(layers)]
-        leaves, structure = jax.tree.flatten((parameters, statistics, optimizer.init(parameters)))
+        count = jnp.zeros((), jnp.uint32)
+        leaves, structure = jax.tree.flatten((parameters, statistics, count, optimizer.init(parameters)))
 
         def loss_and_statistics(parameters: list, statistics: list, x: jax.Array, target: jax.Array) -> tuple:
             after = []
@@ -133,23 +155,24 @@ class Raw:
                 after.append((moved(mean, seen_mean), moved(variance, seen_variance)))
             return squared_error(x, target), after
 
-        @jax.jit
-        def step(leaves: list, x: jax.Array, target: jax.Array) -> tuple:
-            parameters, statistics, moments = structure.unflatten(leaves)
+        def step(given: tuple, leaves: list) -> tuple:
+            key, x, target = given
+            parameters, statistics, count, moments = structure.unflatten(leaves)
+            x = dropped(x, jax.random.fold_in(key, count))
             differentiate = jax.value_and_grad(loss_and_statistics, has_aux=True)
             (loss, statistics), gradients = differentiate(parameters, statistics, x, target)
             updates, moments = optimizer.update(gradients, moments)
             parameters = jax.tree.map(jnp.add, parameters, updates)
-            return loss, jax.tree.leaves((parameters, statistics, moments))
+            return loss, jax.tree.leaves((parameters, statistics, count + 1, moments))
 
-        return carried(step, leaves, *batch())
+        return carried(jit_carried(step, donated), (jax.random.key(0), *batch()), leaves)
 
 
 class ObjectGraph:
     """flax.nnx and nnxlib: Modules whose Variables change in place.
 
-    `bind(nnx, step, objects)` says how a step over objects becomes a jitted function of the other arguments alone;
-    `bind_reader` does so for a step that changes nothing, where that is written in another way.
+    `bind(nnx, step, objects, donated)` says how a step over objects becomes a jitted function of the other arguments
+    alone; `bind_reader` does so for a step that changes nothing, where that is written in another way.
     """
 
     def __init__(self, library: str, bind: Callable, bind_reader: Callable | None = None) -> None:
@@ -160,23 +183,18 @@ class ObjectGraph:
     def read(self, variables: int) -> Call:
         return self.bind_reader(self.nnx, total, [self.pairs(variables)])
 
-    def update(self, variables: int, **options: Any) -> Call:
+    def update(self, variables: int, donated: bool = False) -> Call:
         def step(model: Any) -> jax.Array:
             result = total(model)
             for variable in variables_of(model):
                 variable[...] = changed(variable[...])
             return result
 
-        return self.bind(self.nnx, step, [self.pairs(variables)], **options)
+        return self.bind(self.nnx, step, [self.pairs(variables)], donated=donated)
 
-    def donate(self, variables: int) -> Call:
-        if getattr(self.bind, "func", self.bind) is not by_jit:
-            raise NotOffered
-        return self.update(variables, donate_argnums=0)
-
-    def train(self, variables: int) -> Call:
+    def train(self, variables: int, donated: bool = False) -> Call:
         nnx = self.nnx
-        model = self.perceptron(variables // 4)
+        model = self.perceptron(layers_for(variables))
         optimizer = nnx.Optimizer(model, optax.adam(LEARNING_RATE), wrt=nnx.Param)
 
         def loss_of(model: Any, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -187,7 +205,7 @@ class ObjectGraph:
             optimizer.update(model, gradients)
             return loss
 
-        return partial(self.bind(nnx, step, [model, optimizer]), *batch())
+        return partial(self.bind(nnx, step, [model, optimizer], donated=donated), *batch())
 
     def pairs(self, variables: int) -> Any:
         """Return a model of layers with a kernel and a bias each."""
@@ -224,8 +242,10 @@ class ObjectGraph:
         class Perceptron(nnx.Module):
             def __init__(self) -> None:
                 self.layers = nnx.List([Layer() for _ in range(layers)])
+                self.rngs = nnx.Rngs(dropout=0)
 
             def __call__(self, x: jax.Array) -> jax.Array:
+                x = dropped(x, self.rngs.dropout())
                 for layer in self.layers:
                     x = layer(x)
                 return x
@@ -243,27 +263,33 @@ def total(model: Any) -> jax.Array:
     return sum((variable[...] for variable in variables_of(model)), jnp.zeros(WIDTH))
 
 
-def by_jit(nnx: ModuleType, step: Callable, objects: list, **options: Any) -> Callable:
+def by_jit(nnx: ModuleType, step: Callable, objects: list, donated: bool = False, **options: Any) -> Callable:
     """The form of the guides: objects are arguments of `nnx.jit`."""
-    return partial(nnx.jit(step, **options), *objects)
+    return partial(nnx.jit(step, donate_argnums=donate(objects, donated), **options), *objects)
 
 
-def by_cached_partial(nnx: ModuleType, step: Callable, objects: list) -> Callable:
-    return nnx.cached_partial(nnx.jit(step), *objects)
+def donate(objects: list, donated: bool) -> tuple[int, ...]:
+    return tuple(range(len(objects))) if donated else ()
 
 
-def by_jit_partial(nnx: ModuleType, step: Callable, objects: list) -> Callable:
+def by_cached_partial(nnx: ModuleType, step: Callable, objects: list, donated: bool = False) -> Callable:
+    return nnx.cached_partial(nnx.jit(step, donate_argnums=donate(objects, donated)), *objects)
+
+
+def by_jit_partial(nnx: ModuleType, step: Callable, objects: list, donated: bool = False) -> Callable:
+    if donated:
+        raise NotOffered  # its positions are those of the other arguments
     return nnx.jit_partial(step, *objects, graph=False)
 
 
 def by_split_merge(
-    nnx: ModuleType, step: Callable, objects: list, form: Callable = lambda nnx, state: state
+    nnx: ModuleType, step: Callable, objects: list, donated: bool = False, form: Callable = lambda nnx, state: state
 ) -> Callable:
     """The functional form: `split` once, `merge` inside `jax.jit`, and the caller keeps the state."""
     graphdef, state = nnx.split(objects)
     state = form(nnx, state)
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=1 if donated else ())
     def pure_step(graphdef: Any, state: Any, *arguments: Any) -> tuple:
         objects = nnx.merge(graphdef, state)
         loss = step(*objects, *arguments)
@@ -278,7 +304,7 @@ def by_split_merge(
 
 
 def read_by_split_merge(
-    nnx: ModuleType, step: Callable, objects: list, form: Callable = lambda nnx, state: state
+    nnx: ModuleType, step: Callable, objects: list, donated: bool = False, form: Callable = lambda nnx, state: state
 ) -> Callable:
     """The functional form of a step that changes nothing: no state comes out."""
     graphdef, state = nnx.split(objects)
@@ -296,27 +322,31 @@ def arrays_only(nnx: ModuleType, state: Any) -> Any:
 
 
 class Equinox:
-    """Modules that are immutable pytrees: a step returns the new model. `jit` is `filter_jit` or `jax.jit`."""
+    """Modules that are immutable pytrees: a step returns the new model.
 
-    def __init__(self, jit: Callable[[Any], Callable]) -> None:
+    `jit(eqx, step, donated)` compiles a `step(given, carry)`, by `filter_jit` or `jax.jit`.
+    """
+
+    def __init__(self, jit: Callable[[Any, Callable, bool], Callable]) -> None:
         self.eqx = importlib.import_module("equinox")
-        self.jit = jit(self.eqx)
+        self.jit = partial(jit, self.eqx)
 
     def read(self, variables: int) -> Call:
-        return partial(self.jit(self.total), self.pairs(variables))
+        return partial(self.jit(lambda given, model: self.total(model), False), None, self.pairs(variables))
 
-    def update(self, variables: int) -> Call:
-        def step(model: Any) -> tuple:
+    def update(self, variables: int, donated: bool = False) -> Call:
+        def step(given: None, model: Any) -> tuple:
             return self.total(model), jax.tree.map(changed, model)
 
-        return carried(self.jit(step), self.pairs(variables))
+        return carried(self.jit(step, donated), None, self.pairs(variables))
 
-    def train(self, variables: int) -> Call:
+    def train(self, variables: int, donated: bool = False) -> Call:
         eqx = self.eqx
-        layers = variables // 4
+        layers = layers_for(variables)
         optimizer = optax.adam(LEARNING_RATE)
         model = self.model(jnp.eye(WIDTH), layers)
         statistics = [(small(), small()) for _ in range(layers)]
+        count = jnp.zeros((), jnp.uint32)
         moments = optimizer.init(model)
 
         def loss_and_statistics(model: Any, statistics: list, x: jax.Array, target: jax.Array) -> tuple:
@@ -326,17 +356,16 @@ class Equinox:
                 after.append((moved(mean, seen_mean), moved(variance, seen_variance)))
             return squared_error(x, target), after
 
-        def step(carry: tuple, x: jax.Array, target: jax.Array) -> tuple:
-            model, statistics, moments = carry
+        def step(given: tuple, carry: tuple) -> tuple:
+            key, x, target = given
+            model, statistics, count, moments = carry
+            x = dropped(x, jax.random.fold_in(key, count))
             differentiate = eqx.filter_value_and_grad(loss_and_statistics, has_aux=True)
             (loss, statistics), gradients = differentiate(model, statistics, x, target)
             updates, moments = optimizer.update(gradients, moments, model)
-            return loss, (eqx.apply_updates(model, updates), statistics, moments)
+            return loss, (eqx.apply_updates(model, updates), statistics, count + 1, moments)
 
-        return carried(self.jit(step), (model, statistics, moments), *batch())
-
-    def donate(self, variables: int) -> Call:
-        raise NotOffered
+        return carried(self.jit(step, donated), (jax.random.key(0), *batch()), (model, statistics, count, moments))
 
     def pairs(self, variables: int) -> Any:
         return self.model(small(), variables // 2)
@@ -359,6 +388,10 @@ class Equinox:
         return sum((leaf for layer in model.layers for leaf in (layer.kernel, layer.bias)), jnp.zeros(WIDTH))
 
 
+def by_filter_jit(eqx: Any, step: Callable, donated: bool) -> Callable:
+    return eqx.filter_jit(step, donate="all-except-first" if donated else "none")
+
+
 BASELINE = "raw jax.jit"
 CONTROL = "raw jax.jit, once more"  # how far two ratios may be apart by chance
 ADAPTERS: Mapping[str, Callable[[], Adapter]] = {
@@ -374,8 +407,8 @@ ADAPTERS: Mapping[str, Callable[[], Adapter]] = {
     "flax, split/merge, pure state": lambda: ObjectGraph(
         "flax.nnx", partial(by_split_merge, form=arrays_only), partial(read_by_split_merge, form=arrays_only)
     ),
-    "equinox, filter_jit": lambda: Equinox(lambda eqx: eqx.filter_jit),
-    "equinox, jax.jit": lambda: Equinox(lambda eqx: jax.jit),
+    "equinox, filter_jit": lambda: Equinox(by_filter_jit),
+    "equinox, jax.jit": lambda: Equinox(lambda eqx, step, donated: jit_carried(step, donated)),
 }
 
 
@@ -399,7 +432,7 @@ def warm(case: Case, adapters: Mapping[str, Adapter]) -> tuple[dict[str, Call], 
     group, failures = {}, {}
     for label, adapter in adapters.items():
         try:
-            call = getattr(adapter, kind)(variables)
+            call = KINDS[kind](adapter, variables)
             call()
         except NotOffered:
             continue
@@ -424,8 +457,8 @@ MEASURED: Mapping[str, Callable[[Measurement, Measurement], str]] = {
 COLLECTED = "Ratio to raw jax.jit, the time of the garbage collector added"
 
 
-def run(cases: Sequence[Case], effort: Effort) -> Report:
-    """Measure all cases and put them in tables."""
+def run(cases: Sequence[Case], effort: Effort, measured_in: Callable[[Case, str], bool] = lambda *_: True) -> Report:
+    """Measure all cases and put them in tables; `measured_in(case, label)` says which contenders a case has."""
     adapters, missing = load()
     tables = {title: Table(title, [name(case) for case in cases], list(ADAPTERS)) for title in MEASURED}
     watched = [case for case in cases if case in WATCHED]
@@ -434,7 +467,7 @@ def run(cases: Sequence[Case], effort: Effort) -> Report:
     spreads: list[tuple[float, str]] = []
     for case in cases:
         print(f"{name(case)} ...", file=sys.stderr, flush=True)
-        group, failures = warm(case, adapters)
+        group, failures = warm(case, {label: own for label, own in adapters.items() if measured_in(case, label)})
         measurements = measure(group, effort)
         for title, table in tables.items():
             raw = measurements[BASELINE]

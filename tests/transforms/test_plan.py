@@ -240,7 +240,6 @@ def test_memory_of_a_training_step_is_that_of_raw_jax():
     class Mlp(nnx.Module):
         def __init__(self, *, rngs):
             self.layers = [nnx.Linear(32, 32, rngs=rngs) for _ in range(3)]
-            self.unused = nnx.Linear(500, 500, rngs=rngs)
 
         def __call__(self, x):
             for layer in self.layers:
@@ -257,7 +256,6 @@ def test_memory_of_a_training_step_is_that_of_raw_jax():
 
     tx, x = optax.adam(1e-3), jnp.ones((4, 32))
     model = Mlp(rngs=nnx.Rngs(0))
-    del model.unused
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     params = [(layer.kernel.value, layer.bias.value) for layer in model.layers]
 
