@@ -13,7 +13,6 @@ tuple: the ``init`` of an optax transformation refers to the hyperparameters tha
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import types
@@ -33,14 +32,22 @@ from .variables import Variable
 _MOST = 10_000  # objects to visit for one value: it may refer to half of a program
 
 
-@dataclasses.dataclass(frozen=True)
 class Ended:
     """Stands for a function that referred to what has ended with a trace; calls raise :class:`TraceContextError`."""
 
-    message: str
+    __slots__ = ("message",)
+
+    def __init__(self, message: str):
+        self.message = message
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TraceContextError(self.message)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ended) and self.message == other.message
+
+    def __hash__(self) -> int:
+        return hash(self.message)
 
 
 def contained(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:

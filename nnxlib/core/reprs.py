@@ -479,11 +479,11 @@ def _text(value: Any, depth: int) -> str:
     name = getattr(value, "__name__", None)
     if callable(value) and isinstance(name, str):
         return name
-    return _ADDRESS.sub("", _FUNCTION.sub(r"\1", repr(value)))
+    return re.sub(_ADDRESS, "", re.sub(_FUNCTION, r"\1", repr(value)))
 
 
-_FUNCTION = re.compile(r"<function (?:[^ ]*\.)?([^ .]+) at 0x[0-9a-f]+>")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
+_FUNCTION = r"<function (?:[^ ]*\.)?([^ .]+) at 0x[0-9a-f]+>"
+_ADDRESS = r" at 0x[0-9a-f]+(?=>)"
 
 
 def _cut(text: str) -> str:

@@ -10,7 +10,6 @@ Both lead to the same plans, and so to the same compiled functions.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -377,10 +376,17 @@ class JitWrapped(Generic[P, R]):
         return entries + [_Label()] * len(captured)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Label:
-    sharding: Any = None
-    donated: bool = False
+class _Label:  # no dataclass, which takes a hundredth of the time to import nnxlib; no tuple, which JAX would flatten
+    __slots__ = ("donated", "sharding")
+
+    def __init__(self, sharding: Any = None, donated: bool = False):
+        self.sharding, self.donated = sharding, donated
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Label) and (self.sharding, self.donated) == (other.sharding, other.donated)
+
+    def __hash__(self) -> int:
+        return hash((self.sharding, self.donated))
 
     def __repr__(self) -> str:
         return f"{self.sharding}{', donated' if self.donated else ''}"

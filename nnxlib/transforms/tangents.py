@@ -7,7 +7,6 @@ arguments or the output, with a State by path in place of each node. :class:`Tan
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,8 +31,7 @@ _LANES = ("differentiated", "rest")
 _DIFFERENTIATED, _REST = _LANES
 
 
-@dataclasses.dataclass(frozen=True)
-class DiffState:
+class DiffState(NamedTuple):
     """Which leaves of an argument to differentiate: ``DiffState(argnum, filter)``, for ``argnums``.
 
     >>> import nnxlib as nnx
