@@ -167,9 +167,10 @@ def _takers(node: Any, names: tuple) -> tuple[Callable[[Any], Any], Callable[[An
     """A function from a node to its contents, and one from these to the named children; both in C for most nodes."""
     if isinstance(node, list) and names == tuple(range(len(node))):
         return list.copy, iter
-    if isinstance(node, Pytree) and len(names) > 1 and attributes_of(node).keys() >= set(names):
-        return attributes_of, operator.itemgetter(*names)
-    return lambda node: node._nnx_contents(), lambda held: [held[name] for name in names]
+    one_by_one = lambda held: [held[name] for name in names]
+    if isinstance(node, Pytree) and attributes_of(node).keys() >= set(names):
+        return attributes_of, operator.itemgetter(*names) if len(names) > 1 else one_by_one
+    return lambda node: node._nnx_contents(), one_by_one
 
 
 def _level(node: Any) -> Level | None:
