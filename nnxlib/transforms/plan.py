@@ -53,7 +53,7 @@ class Compiled:
       inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
       donated: those of them that are donated.
       options: of ``jax.jit``.
-      replay: for the first trace, in place of the user's function: one that evaluates its jaxpr, and its Outcome.
+      replay: for the first trace, in place of the user's function: one that was traced from it, and its Outcome.
     """
 
     __slots__ = ("__weakref__", "_first", "in_groups", "inputs", "jitted")
@@ -160,9 +160,27 @@ class Plan:
         if len(inputs) == len(leaves) and not donated:
             return self.everything
         donated = donated.intersection(inputs)
-        compiled = self._compiled(inputs, donated, (_evaluated(traced, leaves, inputs), outcome))
+        compiled = self._compiled(inputs, donated, (self._replay(traced, leaves, inputs), outcome))
         compiled.jitted.trace(*compiled.of(leaves))  # uses up `replay`, before another thread can see `compiled`
         return compiled
+
+    def _replay(self, traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Callable[..., Sequence[Any]]:
+        """The function that was traced on all leaves, as one of some of them; user code does not run again."""
+        everything = self.everything
+        if len(inputs) == len(leaves) and not self._options and not self.has_shardings:
+            # A call in a call, for which JAX has the trace. (Options are refused there, or would hold twice.)
+            return lambda *values: everything.leaves_of(everything.jitted(*values))
+        starts = [0, *accumulate([len(jtu.tree_leaves(leaf)) for leaf in leaves])]  # a leaf may be a pytree
+        returned = traced.out_info if type(traced.out_info) is tuple else traced.out_info[:-1]
+        evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure([*returned])
+
+        def evaluated(*values: Any) -> Any:
+            flat: list[Any] = [None] * starts[-1]
+            for position, value in zip(inputs, values, strict=True):
+                flat[starts[position] : starts[position + 1]] = jtu.tree_leaves(value)
+            return structure.unflatten(evaluate(*flat))
+
+        return evaluated
 
     def _replaced(self, outcome: Outcome) -> list[int]:
         """The leaves that are not needed after the call: values of Variables that change, and plain leaves.
@@ -224,21 +242,6 @@ class Plan:
                 return compiled, compiled.jitted(*compiled.of(leaves))
             except AbsentInput:
                 compiled = None
-
-
-def _evaluated(traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Callable[..., Any]:
-    """A function that was traced on all leaves, as a function of some of them, without running user code again."""
-    starts = [0, *accumulate([len(jtu.tree_leaves(leaf)) for leaf in leaves])]  # a leaf may be a pytree
-    returned = traced.out_info if type(traced.out_info) is tuple else traced.out_info[:-1]
-    evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure([*returned])
-
-    def evaluated(*values: Any) -> Any:
-        flat: list[Any] = [None] * starts[-1]
-        for position, value in zip(inputs, values, strict=True):
-            flat[starts[position] : starts[position + 1]] = jtu.tree_leaves(value)
-        return structure.unflatten(evaluate(*flat))
-
-    return evaluated
 
 
 def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:

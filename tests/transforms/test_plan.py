@@ -1,14 +1,17 @@
 """A compiled function is given what its trace read, and gives back what it changed: no more."""
 
+import functools
 import gc
 import tracemalloc
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.core.graph import pack
 from nnxlib.transforms.lift import Arguments
 
@@ -232,6 +235,53 @@ def test_user_code_runs_once():
         for _ in range(3):
             f(m, jnp.ones(2))
     assert counted.runs == 1
+
+
+def test_a_step_with_donation_is_traced_as_fast_as_one_without():
+    """What is donated is known after a trace; so the trace becomes one call in the program, and is not made again."""
+
+    class Deep(nnx.Module):
+        def __init__(self, *, rngs):
+            self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(20)])
+            self.norm, self.dropout = nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return self.dropout(self.norm(x))
+
+    def lowered(**options):
+        def step(model, optimizer, x):
+            loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            return loss
+
+        return nnx.jit(step, **options).lower(model, optimizer, jnp.ones((2, 3)))
+
+    model = Deep(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    plain, donated = ([], [])
+    for _ in range(3):  # what collections free calls functions, too
+        plain.append(count_calls(lowered))
+        donated.append(count_calls(functools.partial(lowered, donate_argnums=(0, 1))))
+    assert min(donated) < 1.25 * min(plain)  # 1.15; binding each equation again would make it 1.37
+
+
+@pytest.mark.parametrize("options", [{"compiler_options": {"xla_cpu_enable_fast_math": False}}, {"inline": True}])
+def test_donation_with_other_options(options):
+    def double(m, x):
+        for layer in m.layers:
+            layer *= 2
+        m.count += 1
+        return x + 1
+
+    m, step = Net(2), nnx.jit(double, donate_argnums=(0, 1), **options)
+    kept = [layer.get_value() for layer in m.layers]
+    x = step(m, step(m, jnp.zeros(2)))
+    np.testing.assert_array_equal(m.layers[1], [4, 4])
+    np.testing.assert_array_equal(x, [2, 2])
+    assert all(value.is_deleted() for value in kept)
+    assert step._cache_size() == 1
 
 
 def test_memory_of_a_training_step_is_that_of_raw_jax():
