@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from ..core.data import is_node
 from ..core.graph import After, Delta
 from ..core.layout import Layout
-from ..core.rows import SAME, NodeRow, Owner, Row, Spec, VariableRow, touched_rows
+from ..core.rows import ROOT, SAME, NodeRow, Owner, Row, Spec, VariableRow, touched_rows
 from ..core.state import State
 from ..core.tracing import jaxpr_as_fun
 from .lift import cross
@@ -108,23 +108,21 @@ def own_states(out: Any) -> Any:
 # --- what a body changed --------------------------------------------------------------------------------------------
 
 
-def delta_of(layout: Layout, touched: Collection[Owner], body: Body | None, root: Spec) -> tuple[Delta, list[Owner]]:
+def delta_of(layout: Layout, touched: Collection[Owner], body: Body, root: Spec) -> tuple[Delta, list[Owner]]:
     """A Delta that replaces the touched leaves and makes a body's structural changes; and the owners of its leaves.
 
     The owners are in the order in which ``commit`` takes the leaves, without those of the output.
     """
-    structural = {} if body is None else structural_rows(layout, body)
-    touched = {owner for owner in touched if owner[0] not in structural}
+    structural = structural_rows(layout, body)
+    touched = {owner for owner in touched if owner[0] != ROOT and owner[0] not in structural}
     nodes, held = touched_rows(layout.rows, touched)
     rows: dict[int, Row] = {**structural, **nodes}
     values = [i for i in layout.variables if (i, 0) in touched]
     owners = [(i, 0) for i in values]
     owners += [(i, 0) for i in sorted(rows) if isinstance(rows[i], VariableRow)]
     for i in sorted(rows):
-        if i in structural and isinstance(rows[i], NodeRow) and body is not None:
-            owners += [owner for owner in body.owners if owner[0] == i]
-        elif isinstance(rows[i], NodeRow):
-            owners += [owner for owner in held if owner[0] == i]
+        if isinstance(rows[i], NodeRow):
+            owners += [owner for owner in (body.owners if i in structural else held) if owner[0] == i]
     return Delta(tuple(values), tuple(sorted(rows.items())), root), owners
 
 

@@ -161,8 +161,7 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
     first, *others = bodies
     for k, body in enumerate(others, 1):
         _check_structures(layout, first, body, k)
-    n = len(layout.rows)
-    touched = {owner for body in bodies for owner in body.owners if 0 <= owner[0] < n}
+    touched = {owner for body in bodies for owner in body.owners}
     delta, owners = delta_of(layout, touched, first, first.delta.root)
     owners += [owner for owner in first.owners if owner[0] == ROOT]
     positions = layout.owner_positions

@@ -191,8 +191,7 @@ class _Loop:
             check_same_output(layout, layout.root, body.delta.root, said, _HINT)
             replaced = {}
         refuse_written(layout, body, replaced, what)
-        touched = [owner for owner in body.owners if 0 <= owner[0] < len(layout.rows)]
-        self.delta, owners = delta_of(layout, touched, body, body.delta.root)
+        self.delta, owners = delta_of(layout, body.owners, body, body.delta.root)
         owners += [(ROOT, k) for k in range(count_leaves(layout.root))]
         positions, place = layout.owner_positions, {owner: k for k, owner in enumerate(body.owners)}
         self.body, self.constant = body, leaves

@@ -76,7 +76,6 @@ def remat_scan(
     return looped(
         f,
         functools.partial(_nested, lengths=lengths, policy=policy, reverse=reverse, unroll=unroll),
-        ("remat_scan", lengths, policy, reverse, unroll),
         length=math.prod(lengths),
         in_axes=in_axes,
         out_axes=out_axes,

@@ -108,11 +108,9 @@ def scan(
       BodyError: if what is carried changes its shape or dtype, or if the structure of anything changes that has no
         axis; names the path.
     """
-    options: dict[str, Any] = {"reverse": reverse, "unroll": unroll, "_split_transpose": _split_transpose}
     return looped(
         f,
-        functools.partial(jax.lax.scan, **options),
-        ("scan", *options.values()),
+        functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll, _split_transpose=_split_transpose),
         length=length,
         in_axes=in_axes,
         out_axes=out_axes,
@@ -121,13 +119,9 @@ def scan(
     )
 
 
-Loop = Callable[..., tuple[list[Any], list[Any]]]
-
-
 def looped(
     f: Callable,
-    loop: Loop,
-    loop_key: tuple,
+    loop: functools.partial[tuple[list[Any], list[Any]]],
     *,
     length: int | None,
     in_axes: Any,
@@ -135,10 +129,7 @@ def looped(
     transform_metadata: Mapping[str, Any],
     data_transform: DataTransform | None,
 ) -> Callable:
-    """``f`` as the body of ``loop(step, init, xs, length=...)``, which is ``jax.lax.scan`` or computes the same.
-
-    ``loop_key`` identifies the loop in the keys of programs.
-    """
+    """``f`` as the body of ``loop(step, init, xs, length=...)``: ``jax.lax.scan`` or its like, with options bound."""
     function, bound, bound_kwargs = resolve(f)
     name = axis_name_in(transform_metadata)
     in_axes = (Carry,) if in_axes is Carry else in_axes
@@ -166,7 +157,7 @@ def looped(
             labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
             size = _length(layout, packed.leaves, in_order, length)
             settings = (name, data_transform, *prefix_key(axes), *prefix_key(out_axes))
-            key = (*loop_key, layout, tuple(in_order), size, *settings)
+            key = (loop.func, *loop.keywords.values(), layout, tuple(in_order), size, *settings)
 
             def make() -> Program:
                 scanned = layout, labels, in_order, size, body, loop, out_axes, carried, out_place, name, data_transform
@@ -185,7 +176,7 @@ class _Scan(NamedTuple):
     in_order: list[Any]  # the label of each leaf
     size: int  # how many iterations
     function: Callable  # the body
-    loop: Loop
+    loop: Callable
     out_axes: Any
     carried: tuple | None  # where the argument is that is carried as a whole, in packed `Arguments`
     out_place: tuple[int, ...] | None  # where the carry is in the output
@@ -241,8 +232,7 @@ class _Scan(NamedTuple):
         found = dict(zip(handed_on, last, strict=True))
         for k, y in zip(stacked, ys, strict=True):
             found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
-        touched = [owner for owner in body.owners if 0 <= owner[0] < len(self.layout.rows)]
-        delta, owners = delta_of(self.layout, touched, body, body.delta.root)
+        delta, owners = delta_of(self.layout, body.owners, body, body.delta.root)
         owners += [owner for owner in body.owners if owner[0] == ROOT]
         place = {owner: k for k, owner in enumerate(body.owners)}
         return [found[place[owner]] for owner in owners], Result(delta)
@@ -292,7 +282,7 @@ def _handed_on(body: Body) -> list[int]:
 
 def _is_count(layout: Layout, row: int) -> bool:
     """Whether a row is the count of a random stream that the body was given."""
-    return 0 <= row < len(layout.rows) and issubclass(layout.rows[row].type, RngCount)
+    return row in layout.variables and issubclass(layout.rows[row].type, RngCount)
 
 
 def _recurring(
@@ -373,16 +363,16 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
     kept = [spec for path, spec in below(layout.root, ()) if place is None or path[: len(place)] != place]
     before, after = ([], []) if place is None else (below(layout.root, place), below(body.delta.root, out_place))
     pairs = [*zip(kept, kept, strict=True), *((a, b) for (_, a), (_, b) in zip(before, after, strict=False))]
-    replaced = None
-    if [path for path, _ in before] == [path for path, _ in after]:
-        replaced = successors(layout, body, pairs, functools.partial(_is_stacked, labels))
+    is_alike = [path for path, _ in before] == [path for path, _ in after]
+    replaced = successors(layout, body, pairs, functools.partial(_is_stacked, labels)) if is_alike else None
     if replaced is None and before != after:
         first = [path[1:] for path, _ in after if path[:1] == (0,)]
         if out_place == () and before and first == [path for path, _ in before]:
             raise BodyError(_CARRY_ALONE)
         raise BodyError(listed(_OTHER_CARRY, what_became(layout, dict(before), dict(after), "carry"), _RETURN))
-    refuse_written(layout, body, replaced or {}, "body of scan")
-    return replaced or {}
+    replaced = replaced or {}
+    refuse_written(layout, body, replaced, "body of scan")
+    return replaced
 
 
 _OTHER_CARRY = "The carry of scan must come out with the structure, and the objects, that went in:"

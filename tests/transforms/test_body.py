@@ -64,7 +64,7 @@ def test_the_delta_of_what_a_body_touched_writes_that_and_nothing_else():
     m = Pair()
     m.array = X
     packed, body = traced(lambda m: setattr(m, "array", m.array + 1), m)
-    delta, owners = delta_of(packed.layout, body.owners, None, body.delta.root)
+    delta, owners = delta_of(packed.layout, body.owners, body, body.delta.root)
     weights = m.a.w.value
     commit(
         packed.layout, delta, [body.run(packed.leaves)[body.owners.index(owner)] for owner in owners], packed.objects
