@@ -88,6 +88,21 @@ def stacked_layers():
     return nnx.vmap(Layer)(jnp.array([1.0, 2.0]))
 
 
+def test_a_carry_comes_after_what_is_bound():
+    total, before = nnx.scan(functools.partial(lambda m, carry, x: (carry + m.read(x), carry), Layer()))(X, XS)
+    plain = np.cumsum([X, *(Layer().read(x) for x in XS)], axis=0)
+    np.testing.assert_allclose(total, plain[-1], rtol=1e-6)
+    np.testing.assert_allclose(before, plain[:-1], rtol=1e-6)
+
+
+def test_the_carry_may_be_any_argument_and_any_output():
+    """Also among arrays alone, which are told apart by their places."""
+    seen, last = nnx.scan(lambda x, y, c: (c, c + x * y), in_axes=(0, 0, nnx.Carry), out_axes=(0, nnx.Carry))(XS, XS, X)
+    expected = np.cumsum([X, *XS**2], axis=0)
+    np.testing.assert_allclose(last, expected[-1], rtol=1e-6)
+    np.testing.assert_allclose(seen, expected[:-1], rtol=1e-6)
+
+
 def test_without_parentheses_the_first_argument_is_carried_and_the_second_mapped():
     @nnx.scan
     def add(carry, x):
@@ -140,6 +155,7 @@ def test_axes_of_inputs_and_outputs_may_be_any():
     np.testing.assert_array_equal(out, xs + 1)
     assert nnx.scan(lambda x: x, in_axes=(-1,), out_axes=0)(xs).shape == (4, 2, 3)
     assert nnx.scan(lambda x: (x, {"a": x}), in_axes=0, out_axes=(0, {"a": -1}))(xs)[1]["a"].shape == (3, 4, 2)
+    assert nnx.scan(lambda x: x, in_axes=0, out_axes=-3)(xs).shape == (2, 3, 4)  # -3 is the first of three
 
 
 def test_reverse_unroll_and_length_reach_jax():
@@ -154,12 +170,12 @@ def test_reverse_unroll_and_length_reach_jax():
 
 @pytest.mark.parametrize("split", [False, True])
 def test_split_transpose_reaches_jax(split):
-    """It splits the backward loop in two, and changes no gradient."""
-    body = lambda c, x: (c * jnp.sin(x), c)
-    ours = lambda c: nnx.scan(body, _split_transpose=split)(c, XS)[0].sum()
-    theirs = lambda c: jax.lax.scan(body, c, XS, _split_transpose=split)[0].sum()
-    np.testing.assert_allclose(jax.grad(ours)(X), jax.grad(theirs)(X), rtol=1e-6)
-    count = lambda f: str(jax.make_jaxpr(jax.grad(f))(X)).count("scan[")
+    """In JAX 0.8 it splits the backward loop in two; it changes no gradient."""
+    body = lambda c, x: (jnp.tanh(c * x), c)
+    ours = lambda xs: nnx.scan(body, _split_transpose=split)(X, xs)[0].sum()
+    theirs = lambda xs: jax.lax.scan(body, X, xs, _split_transpose=split)[0].sum()
+    np.testing.assert_allclose(jax.grad(ours)(XS), jax.grad(theirs)(XS), rtol=1e-6)
+    count = lambda f: str(jax.make_jaxpr(jax.grad(f))(XS)).count("scan[")
     assert count(ours) == count(theirs)
 
 
@@ -183,6 +199,34 @@ def test_one_function_in_several_loops():
             m = nnx.Dict(count=nnx.Param(jnp.array(0)), by=by)
             seen = nnx.scan(g, in_axes=(ALL_CARRIED,), out_axes=0, length=length)(m)
             assert seen.tolist() == [by * (k + 1) for k in range(length)]
+
+
+def test_one_function_with_several_hooks_and_names():
+    """What the loop does with the same function and axes depends on them, too."""
+
+    def f(m, x):
+        m.new = nnx.Param(m.w * x, sharding=("in",))
+        return m.new.sum()
+
+    hooks = {by: lambda label, state, by=by: jax.tree.map(lambda x: by * x, state) for by in (1, 2)}
+    for by, name in [(1, "a"), (2, "a"), (2, "b")]:
+        m = nnx.Dict(w=nnx.Param(jnp.ones(3)))
+        options = {"transform_metadata": {nnx.PARTITION_NAME: name}, "data_transform": hooks[by]}
+        loop = nnx.scan(f, in_axes=(0, 0), out_axes=0, **options)
+        np.testing.assert_array_equal(loop(m, XS), by * XS.sum(1))
+        assert m["new"].sharding_names == (name, "in")
+
+
+def test_one_function_with_a_filter_that_looks_at_shapes():
+    """Models of one structure may be carried and stacked by it in other ways."""
+    axes = nnx.StateAxes({(lambda path, x: x.ndim == 2): 0, ...: None})
+
+    def f(m, x):
+        return m["w"] * x
+
+    for w in (jnp.ones(3), 2 * XS, jnp.ones(3)):
+        m = nnx.Dict(w=nnx.Param(w))
+        np.testing.assert_array_equal(nnx.scan(f, in_axes=(axes, 0), out_axes=0)(m, XS), w * XS)
 
 
 def test_scan_without_a_carry_is_a_map():
@@ -257,9 +301,16 @@ def test_the_same_function_with_other_filters_is_another_program():
     assert shapes == [(3, 2, 3), (2, 3, 3)]
 
 
-def test_sowing_into_a_carry_is_an_error_that_says_what_to_do():
-    with pytest.raises(errors.PrefixError, match=r"args\[0\]\.seen: attached inside, but Carry needs a value"):
-        nnx.scan(lambda m, x: m(x), in_axes=(ALL_CARRIED, 0), out_axes=0)(Sower(), XS)
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (ALL_CARRIED, r"attached inside, but Carry needs a value(.|\n)*Attach the Variable before the loop"),
+        (None, r"every iteration would leave a value(.|\n)*Give it an axis"),
+    ],
+)
+def test_sowing_where_there_is_no_axis_is_an_error_that_says_what_to_do(axes, message):
+    with pytest.raises(errors.PrefixError, match=r"args\[0\]\.seen: " + message):
+        nnx.scan(lambda m, x: m(x), in_axes=(axes, 0), out_axes=0)(Sower(), XS)
 
 
 def test_new_modules_come_out_stacked():
@@ -406,6 +457,9 @@ REPLACED_IN = {
     "carried Variables": lambda f, m: nnx.scan(
         lambda m, x: (f(m), x)[1], in_axes=(nnx.StateAxes({...: nnx.Carry}), 0), out_axes=0
     )(m, XS),
+    "carried Variables beside a carry": lambda f, m: nnx.scan(
+        lambda carry, m, x: (f(m), (carry, x))[1], in_axes=(nnx.Carry, nnx.StateAxes({...: nnx.Carry}), 0)
+    )(0.0, m, XS),
 }
 
 
@@ -470,6 +524,10 @@ def test_a_carry_that_comes_out_differently_is_an_error_with_both_sides():
         nnx.scan(other_carry)((a, b), XS)
     with pytest.raises(BodyError, match=r"carry: the Layer args\[0\] became array"):
         nnx.scan(lambda layer, x: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(a, XS)
+    with pytest.raises(BodyError, match=r"come out with the structure(.|\n)*carry\[1\]: nothing became array"):
+        nnx.scan(lambda c, x: ((c, x), x))(X, XS)
+    with pytest.raises(BodyError, match=r"come out with the structure(.|\n)*carry: nothing became array"):
+        nnx.scan(lambda c, x: x, out_axes=nnx.Carry)(None, XS)
 
 
 def test_a_state_of_sums_may_be_carried():
@@ -490,6 +548,47 @@ def test_a_state_of_sums_may_be_carried():
     np.testing.assert_allclose(total["w"].value, sum(expected), rtol=1e-6)
     np.testing.assert_allclose(seen["w"].value, np.cumsum([np.zeros(3), *expected[:-1]], axis=0), rtol=1e-6)
     np.testing.assert_array_equal(zeros["w"].value, np.zeros(3))
+
+
+STATES = {
+    "the first of two": lambda f, s: nnx.scan(lambda s, x: (f(s, x), x))(s, XS)[0],
+    "in a list": lambda f, s: nnx.scan(lambda s, x: [f(s, x), x], out_axes=[nnx.Carry, 0])(s, XS)[0],
+    "alone": lambda f, s: nnx.scan(f, out_axes=nnx.Carry)(s, XS),
+}
+
+
+@pytest.mark.parametrize("way", STATES)
+def test_a_carried_state_may_be_written(way):
+    """It is the same one in each iteration, as a Module is."""
+
+    def add(state, x):
+        state["w"].value += x
+        return state
+
+    state = nnx.state(Layer())
+    expected = state["w"] + XS.sum(0)
+    np.testing.assert_array_equal(STATES[way](add, state)["w"], expected)
+
+
+RETURNED = {
+    "twice": lambda s: nnx.scan(lambda s, x: (s, s), in_axes=(0, 0), out_axes=(0, 0))(jax.tree.map(tripled, s), XS)[1],
+    "beside a carry": lambda s: nnx.scan(lambda c, s, x: (c, s), in_axes=(nnx.Carry, None, 0))(0.0, s, XS)[1],
+    "without a carry": lambda s: nnx.scan(lambda s, x: s, in_axes=(None, 0), out_axes=0)(s, XS),
+    "that is carried": lambda s: nnx.scan(lambda s, x: (s, s))(s, XS)[1],
+}
+
+
+def tripled(x):
+    return jnp.stack([x] * 3)
+
+
+@pytest.mark.parametrize("way", RETURNED)
+def test_a_state_that_came_in_may_be_returned(way):
+    """It is a value, so what comes out is a stack of it."""
+    state = nnx.state(Layer())
+    out = RETURNED[way](state)
+    np.testing.assert_array_equal(out["w"], tripled(state["w"].value))
+    assert state["w"].shape == (3,)
 
 
 def grow(m, x):
@@ -570,6 +669,7 @@ def with_axes(in_axes, out_axes=0, args=None, **options):
 
 WRONG = {
     "two carries": (with_axes((nnx.Carry, nnx.Carry)), r"multiple Carry definitions in in_axes="),
+    "two carries out": (with_axes((nnx.Carry, 0), (nnx.Carry, nnx.Carry)), r"multiple Carry definitions in out_axes="),
     "Carry inside an argument": (with_axes(((nnx.Carry, 0), 0)), r"may have nnx\.Carry for one whole argument"),
     "Carry in": (with_axes((nnx.Carry, 0)), r"nnx\.Carry must be in both in_axes=.* and out_axes=0"),
     "Carry out": (with_axes((None, 0), (nnx.Carry, 0)), r"nnx\.Carry must be in both"),
@@ -587,6 +687,10 @@ WRONG = {
         r"in_axes=\(nnx\.Carry, 0\) has 2 entries, but the function was called with 1 positional argument\.",
     ),
     "out_axes of another structure": (with_axes((None, 0), (0, 0)), r"must return 2 values, for out_axes=\(0, 0\)"),
+    "out_axes of another structure below": (
+        with_axes((None, 0), {"y": 0}),
+        r"out_axes=\{'y': 0\} does not fit the values",
+    ),
     "no filter takes a leaf": (
         with_axes((nnx.StateAxes({nnx.Param: None}), 0)),
         r"No filter matched calls \(Cache\)",
@@ -595,7 +699,8 @@ WRONG = {
         with_axes((nnx.StateAxes({nnx.Param: 1, ...: None}), 0)),
         r"args\[0\]\.w has shape \(3,\), so .* 1",
     ),
-    "no such axis in the output": (with_axes((None, 0), 7), r"<output>: stacked it has 2 axes, so there is no axis 7"),
+    "no such axis in the output": (with_axes((None, 0), 2), r"<output>: stacked it has 2 axes, so there is no axis 2"),
+    "no such axis from the end": (with_axes((None, 0), -3), r"<output>: stacked it has 2 axes, so there is no axis -3"),
     "sizes differ": (
         with_axes((nnx.StateAxes({nnx.Param: 0, ...: None}), 0), args=(Layer(), XS[:2])),
         r"scan got axes of different sizes: 3 \(args\[0\]\.w\), 2 \(args\[1\]\)",
@@ -787,6 +892,12 @@ def test_variables_that_hold_pytrees_are_sliced_and_stacked():
     nnx.scan(f, in_axes=(0, 0), out_axes=0)(v, XS)
     np.testing.assert_array_equal(v.value["a"][:, 0], XS.sum(1))
     np.testing.assert_array_equal(v.value["b"][0], [1, 2, 3])
+
+
+def test_variables_that_hold_nothing_are_stacked_as_nothing():
+    """An empty pytree has no array that could lack the axis."""
+    out = nnx.scan(lambda x: nnx.Variable({"a": (), "b": None}), in_axes=0, out_axes=1)(XS)
+    assert out.value == {"a": (), "b": None}
 
 
 @pytest.mark.parametrize("body", [lambda c, x: c, lambda c, x: (c, x, x)])
