@@ -70,7 +70,7 @@ def structural_changes(layout: Layout, body: Body, replaced: Mapping[int, int] =
         old, path = layout.rows[i], layout.paths[i]
         if isinstance(old, VariableRow) or old.type is not row.type:
             changes.append(Change(i, path, "its type or metadata", added=False))
-        elif isinstance(row, NodeRow) and isinstance(old, NodeRow):
+        elif isinstance(row, NodeRow):
             recorded = _recordings(i, row, new)
             describe = functools.partial(_describe_field, layout)
             found = _field_changes(i, path, old, _with_old(row, replaced), describe)
@@ -113,7 +113,7 @@ def _field_changes(
     changes = []
     for name in {**before, **after}:
         a, b = before.get(name), after.get(name)
-        if b is SAME or (a is not None and a == b):
+        if b is SAME or a == b:
             continue
         was, now = describe(a), describe(b)
         changes.append(Change(i, (*path, name), f"{was} became {now}", added=a is None))
@@ -130,7 +130,7 @@ def _with_old(row: NodeRow, replaced: Mapping[int, int]) -> NodeRow:
             return Ref(replaced.get(spec.index, spec.index))
         return spec._replace(children=tuple(map(translated, spec.children))) if isinstance(spec, Tree) else spec
 
-    return row._replace(fields=tuple([(name, translated(spec)) for name, spec in row.fields])) if replaced else row
+    return row._replace(fields=tuple([(name, translated(spec)) for name, spec in row.fields]))
 
 
 def successors(
@@ -167,7 +167,7 @@ def successors(
             row = old if kept and is_free(a.index) else new.get(b.index, old) if kept or b.index >= n else None
             if isinstance(old, NodeRow) and isinstance(row, NodeRow):
                 before, after = dict(old.fields), dict(row.fields)
-                if not kept and (old._replace(fields=()) != row._replace(fields=()) or before.keys() != after.keys()):
+                if not kept and old._replace(fields=()) != row._replace(fields=()):  # their class, names and marks
                     return None
                 fields = [(spec, after[name]) for name, spec in before.items() if name in after]
                 fields = [(spec, spec if now is SAME else now) for spec, now in fields]
@@ -176,7 +176,7 @@ def successors(
             elif not kept and old != row:
                 return None
         elif isinstance(a, Tree) and isinstance(b, Tree):
-            if not same_treedef(a.treedef, b.treedef) or a.paths != b.paths:
+            if not same_treedef(a.treedef, b.treedef):
                 return None
             stack += zip(a.children, b.children, strict=True)
         elif a != b:

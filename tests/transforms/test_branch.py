@@ -136,7 +136,13 @@ def test_a_structure_change_that_all_branches_make_comes_out(taken):
     assert b.calls.value == (not taken)
 
 
-@pytest.mark.parametrize("change", [same_change, lambda m, x: setattr(m, "flag", 1), lambda m, x: delattr(m, "tied")])
+def sow(m, x):
+    m.sow(nnx.Intermediate, "seen", x)
+
+
+@pytest.mark.parametrize(
+    "change", [same_change, sow, lambda m, x: setattr(m, "flag", 1), lambda m, x: delattr(m, "tied")]
+)
 def test_a_structure_change_that_one_branch_makes_is_refused_and_changes_nothing(change):
     m = Pair()
     before = Snapshot(m)
@@ -196,6 +202,7 @@ def test_operands_come_back_as_themselves_and_stay_shared():
 
 OUTPUTS = {
     "structure": (lambda m, x: (x, x), lambda m, x: x, "Branch 0 and branch 1 .*return different structures"),
+    "structure of the other": (lambda m, x: x, lambda m, x: (x, x), "return different structures"),
     "objects": (lambda m, x: m.a, lambda m, x: m.b, "return different structures"),
     "None": (lambda m, x: None, lambda m, x: x, "return different structures"),
     "shape": (lambda m, x: x, lambda m, x: x[:2], r"<output>: float32\[2\] in branch 0, float32\[3\] in branch 1"),

@@ -191,8 +191,28 @@ def reorder(m):
     m.a = vars(m).pop("a")
 
 
+def declare(m):
+    m.array = nnx.data(m.array)
+
+
+def split(m):
+    m.array = (m.array, m.array)
+
+
+def join(m):
+    m.arrays = nnx.Param(X)
+
+
+def rename(m):
+    m.tree.value = {"b": X}
+
+
 REFUSED = {
     reorder: r"args\[0\]: the order of its attributes",
+    declare: r"args\[0\]: .* what was declared about them",
+    split: r"args\[0\]\.array: array became pytree",
+    join: r"args\[0\]\.arrays: pytree .* became a new object",
+    rename: r"args\[0\]\.tree: \{'a': float32\[3\]\} became \{'b': float32\[3\]\}",
     attach: r"args\[0\]\.new: nothing became a new object",
     delete: r"args\[0\]\.tied: the Param args\[0\]\.a\.w became nothing",
     swap: r"args\[0\]\.a: the Layer args\[0\]\.a became the Layer args\[0\]\.b",
@@ -212,7 +232,7 @@ def test_changes_of_structure_or_type_are_refused_by_path(change, loop):
         return m
 
     m = Pair()
-    m.flag, m.later = 0, None
+    m.flag, m.later, m.array, m.arrays, m.tree = 0, None, X, (X, X), nnx.Variable({"a": X})
     before = Snapshot(m)
     with pytest.raises(BodyError, match=f"body of {loop}_(.|\n)*{REFUSED[change]}"):
         if loop == "fori":
@@ -222,10 +242,17 @@ def test_changes_of_structure_or_type_are_refused_by_path(change, loop):
     before.assert_unchanged()
 
 
+class Sublayer(Layer):
+    pass
+
+
 OUTPUTS = {
     "another structure": lambda value: (value, value),
+    "a list for a tuple": list,
     "swapped": lambda value: value[::-1],
     "an object of another class": lambda value: (value[0], Pair(), X),
+    "an object of a subclass": lambda value: (value[0], Sublayer(), X),
+    "a Variable for a Module": lambda value: (value[0], nnx.Param(X), X),
     "other metadata": lambda value: (value[0], nnx.map(lambda _, v: v.replace(v.value, a=1), value[1]), X),
     "one object for two": lambda value: (value[0], value[0], X),
     "a copy of one that is still used": lambda value: (nnx.clone(value[0]), value[0], X),
@@ -241,6 +268,24 @@ def test_a_body_that_returns_another_structure_is_an_error_that_shows_both(case)
     with pytest.raises(BodyError, match=r"must return a value like the one it is given:(.|\n)*became"):
         nnx.fori_loop(0, 3, lambda i, value: OUTPUTS[case](value), init)
     before.assert_unchanged()
+
+
+def frozen(m):
+    other = nnx.clone(m)
+    other.training = False
+    return other
+
+
+@pytest.mark.parametrize(
+    ("part", "other"), [(nnx.Param(X), lambda v: Layer()), (Norm(), frozen)], ids=["kind", "setting"]
+)
+def test_an_object_of_another_kind_or_setting_in_place_of_one_is_an_error_by_path(part, other):
+    def body(i, m):
+        m["part"] = other(m["part"])
+        return m
+
+    with pytest.raises(BodyError, match=r"args\[0\]\.part: the \w+ args\[0\]\.part became a new object"):
+        nnx.fori_loop(0, 3, body, nnx.Dict(part=part))
 
 
 def test_entries_that_are_missing_or_new_are_named():

@@ -335,6 +335,10 @@ def count(m, x):
     m.flag = m.flag + 1
 
 
+def reorder(m, x):
+    m.a = vars(m).pop("a")
+
+
 def replace(m, x):
     m.a.w = nnx.Param(x)
 
@@ -344,6 +348,7 @@ REFUSED = {
     delete: r"args\[0\]\.tied: the Param args\[0\]\.a\.w became nothing",
     retype: r"args\[0\]\.a: its type",
     count: r"args\[0\]\.flag: 0 \(int\) became 1 \(int\)",
+    reorder: r"args\[0\]: the order of its attributes",
     replace: r"args\[0\]\.a\.w: the Param args\[0\]\.a\.w became a new object",
 }
 
@@ -472,6 +477,17 @@ def test_an_attribute_of_what_is_carried_may_be_replaced_by_an_object_of_the_sam
     REPLACED_IN[way](change, m)
     assert nnx.graphdef(m) == nnx.graphdef(Parts())
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), nnx.state(m), nnx.state(plain))
+
+
+def test_an_object_may_be_replaced_beside_values_that_are_stacked():
+    def body(m, x):
+        m.total = nnx.Variable(m.total + x)
+        m.seen = nnx.Intermediate(x)
+
+    m = Parts()
+    nnx.scan(body, in_axes=(nnx.StateAxes({nnx.Intermediate: 0, ...: nnx.Carry}), 0), out_axes=0)(m, XS)
+    np.testing.assert_array_equal(m.total, XS.sum(0))
+    np.testing.assert_array_equal(m.seen, XS)
 
 
 def test_a_replaced_object_that_was_changed_before_is_an_error_by_path():
