@@ -1,6 +1,9 @@
 """nnx.capture: what sow, perturb and method_outputs record comes out, and the Module is as it was."""
 
 import functools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +64,9 @@ FORMS = {
     "by keyword": lambda m: lambda x: nnx.capture(lambda x, *, m: m(x), nnx.Intermediate)(x, m=m),
     "decorator": lambda m: functools.partial(nnx.capture(nnx.Intermediate)(lambda m, x: m(x)), m),
     "partial": lambda m: nnx.capture(functools.partial(Net.__call__, m), nnx.Intermediate),
+    "partial by keyword": lambda m: (
+        lambda x: nnx.capture(functools.partial(lambda m, x: m(x), x=x), nnx.Intermediate)(m)
+    ),
     "jitted": lambda m: nnx.jit(nnx.capture(m, nnx.Intermediate)),
     "of a jitted function": lambda m: functools.partial(nnx.capture(nnx.jit(lambda m, x: m(x)), nnx.Intermediate), m),
     "of a jitted Module": lambda m: nnx.capture(nnx.jit(m), nnx.Intermediate),
@@ -86,6 +92,24 @@ def test_what_sow_records(form):
         assert plain(recorded) == RECORDED
         assert (int(model.layers[0].calls), int(model.layers[1].calls)) == (2 * calls, calls)
         assert not nnx.state(model, nnx.Intermediate)
+
+
+DECORATORS = {
+    "two types": ((nnx.Intermediate, nnx.Cache), {}),
+    "outputs alone": ((), {"method_outputs": nnx.Cache}),
+    "outputs and a choice": ((nnx.Intermediate,), {"method_outputs": nnx.Cache, "only": Layer}),
+    "init": ((nnx.Perturbation,), {"init": nnx.State({"layers": {0: {"delta": nnx.Perturbation(X)}}})}),
+    "init alone": ((), {"init": nnx.State({"layers": {0: {"delta": nnx.Perturbation(X)}}})}),
+}
+
+
+@pytest.mark.parametrize("case", DECORATORS)
+def test_a_decorator_with_options_does_what_a_call_does(case):
+    kinds, options = DECORATORS[case]
+    forward = lambda m, x: m(x)
+    found = nnx.capture(*kinds, **options)(forward)(Net(), X)
+    expected = nnx.capture(forward, *kinds, **options)(Net(), X)
+    assert_same(found, expected)
 
 
 def test_only_the_types_asked_for_are_recorded():
@@ -240,6 +264,28 @@ def test_a_failure_changes_nothing():
     with pytest.raises(errors.TraceContextError, match="calls"):
         jax.jit(nnx.capture(model, nnx.Intermediate))(X)
     assert_same(model, Net())
+    with pytest.raises(TypeError, match=r"add|multiply|shapes"):
+        nnx.capture(lambda x: model(x) + model(jnp.ones(3)), nnx.Intermediate)(X)  # a Module that it refers to
+    assert_same(model, Net())
+
+
+def test_a_capture_waits_for_another_thread():
+    """While that traces a function which refers to the same Module, the Module holds tracers."""
+    model, traces = Record(), threading.Event()
+
+    @nnx.jit
+    def slow(x):
+        y = model.w * x
+        traces.set()
+        time.sleep(0.3)
+        return y
+
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(slow, X)
+        traces.wait()
+        _, recorded = nnx.capture(lambda x: model(x), nnx.Intermediate)(X)
+        assert other.result().tolist() == [1, 2]
+    assert plain(recorded) == {"h": ([1, 2],)}
 
 
 def test_wrong_uses():
@@ -248,6 +294,8 @@ def test_wrong_uses():
         nnx.capture(Net())
     with pytest.raises(errors.ArgumentError, match=r"a Module among the arguments.*refers to none"):
         nnx.capture(lambda x: x, nnx.Intermediate)(X)
+    with pytest.raises(errors.ArgumentError, match=r"a Module among the arguments.*refers to none"):
+        nnx.capture(Net, nnx.Intermediate)()  # the class in place of a Module
     a, b = Net(), Layer(1.0)
     with pytest.raises(errors.ArgumentError, match=r"refers to several \(Net, Layer\)"):
         nnx.capture(nnx.jit(lambda x: a(b(x))), nnx.Intermediate)(X)
@@ -467,6 +515,26 @@ def test_branches_that_record_in_another_order():
         assert (recorded["first"], recorded["second"]) == (([first, 2 * first],), ([second, 2 * second],))
 
 
+TAKES_THE_PLACE = {
+    "fori_loop": lambda f, m: nnx.fori_loop(0, 2, lambda i, m: (f(m), m)[1], m),
+    "cond": lambda f, m: nnx.cond(True, f, lambda m: None, m),
+}
+
+
+@pytest.mark.parametrize("loop", TAKES_THE_PLACE)
+def test_a_recording_in_the_place_of_an_attribute_is_refused_in_control_flow(loop):
+    """The attribute would be gone."""
+
+    def replace(m):
+        del m.w
+        m.sow(nnx.Intermediate, "w", X)
+
+    model = Record()
+    with pytest.raises(BodyError, match=r"args\[0\]\.w: the Param args\[0\]\.w became a new object"):
+        nnx.capture(functools.partial(TAKES_THE_PLACE[loop], replace), nnx.Intermediate)(model)
+    assert set(vars(model)) == {"w"}
+
+
 def test_a_loop_keeps_what_is_reduced():
     """Recordings with a reduction of their own are carried, if they were made before."""
 
@@ -568,6 +636,11 @@ def test_modules_that_are_not_looked_into_keep_nothing():
 def test_a_choice_of_modules_that_takes_none():
     with pytest.raises(errors.EmptySelectionError, match=r"(?s)takes none .*<root> \(Net\)\n  layers\[0\] \(Layer\)"):
         nnx.capture(Net(), method_outputs=nnx.Intermediate, only=nnx.Conv)(X)
+
+
+def test_a_function_that_calls_no_module_records_nothing():
+    out, recorded = nnx.capture(lambda m, x: 2 * x, method_outputs=nnx.Intermediate, only=Layer)(Net(), X)
+    assert (out.tolist(), plain(recorded)) == ([2, 4], {})
 
 
 def test_an_error_is_not_hidden_by_a_choice_that_took_none():
