@@ -35,6 +35,29 @@ def test_a_single_object_is_a_tree_too():
     """The root may be a Module or a Variable."""
     assert nnx.from_tree(nnx.to_tree(Pair(7.0))).a == 7.0
     assert nnx.from_tree(nnx.to_tree(nnx.Param(7.0))) == 7.0
+    assert nnx.from_tree(nnx.to_tree(Pair(7.0), prefix=0)).a == 7.0
+
+
+def test_a_class_that_takes_nothing_but_a_module():
+    """It is made of a Module again, and of nothing else on the way."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Holder:
+        def __init__(self, part):
+            assert isinstance(part, nnx.Module)
+            self.part = part
+
+        def tree_flatten(self):
+            return (self.part,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            made = object.__new__(cls)
+            (made.part,) = children
+            assert isinstance(made.part, nnx.Module | nnx.NodeStates)
+            return made
+
+    assert nnx.from_tree(nnx.to_tree({"holder": Holder(Pair(7.0))}))["holder"].part.a == 7.0
 
 
 def test_a_tree_carries_an_update_through_plain_jax():
@@ -72,6 +95,17 @@ def test_a_shared_object_must_have_one_prefix():
     by_path = nnx.StateAxes({nnx.PathContains("a"): 0, nnx.PathContains("b"): 0})
     assert nnx.to_tree(tree, prefix=(0, by_path))[0].states
     assert nnx.to_tree(tree, prefix=(0, 1), check_aliasing=False)[1]["k"].states
+
+
+def test_mappings_see_the_arrays_that_a_module_holds():
+    """As values of their own, beside those of its Variables."""
+    pair = Pair()
+    pair.x, pair.y = jnp.ones(3), jnp.ones((2, 3))
+    by_rank = nnx.StateAxes({(lambda path, x: x.ndim == 2): 1, ...: 0})
+    by_path = nnx.StateAxes({nnx.PathContains("y"): 1, ...: 0})
+    nnx.to_tree((pair, pair), prefix=(by_rank, by_path))
+    with pytest.raises(AliasingError, match=r"\[0\]\.y: 1, but \[1\]\.y: 0"):
+        nnx.to_tree((pair, pair), prefix=(by_rank, 0))
 
 
 def test_mappings_see_paths_from_each_object_down():
@@ -117,6 +151,7 @@ def test_node_states_are_frozen_pytrees():
         node.state
     with pytest.raises(ValueError, match="No graphdef"):
         nnx.NodeStates.from_states(node.states[0]).graphdef
+    assert nnx.NodeStates.from_states(*node.states).states == node.states
     with pytest.raises(dataclasses.FrozenInstanceError):
         node.metadata = "n"
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(node)]
@@ -153,6 +188,22 @@ def test_a_transformation_of_plain_jax_takes_objects():
     assert (shared.n.value, shared.other is shared) == (6, True)
 
 
+def test_objects_that_change_places_keep_their_identity():
+    """Also beside a new one."""
+
+    @split_inputs
+    @jax.jit
+    @merge_inputs
+    def turn(node):
+        node["a"], node["b"] = Counter(7), node["a"]
+
+    first = Counter(1)
+    node = nnx.Dict(a=first, b=Counter(2))
+    turn(node)
+    assert node["b"] is first
+    assert (node["a"].n.value, first.n.value) == (7, 1)
+
+
 def test_branches_and_mapped_functions_take_objects():
     """What is wrapped may be several functions, in one that is wrapped itself."""
 
@@ -165,12 +216,13 @@ def test_branches_and_mapped_functions_take_objects():
         pass
 
     axes = (0, None)
+    choose = split_inputs(ctxtag="inner")(jax.lax.cond)
 
     @split_inputs
     @functools.partial(jax.vmap, in_axes=axes, out_axes=(axes, 0))
     @merge_inputs
     def step(counter, by):
-        split_inputs(jax.lax.cond, ctxtag="inner")(counter.n % 2 == 0, up, stay, counter, by)
+        choose(counter.n % 2 == 0, up, stay, counter, by)
         return counter.n.value
 
     counters = Counter([0, 1, 2])

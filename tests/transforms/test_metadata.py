@@ -58,6 +58,20 @@ def test_names_follow_through_scan_and_back():
     assert model.kernel.sharding_names == ("layers", "in", "out")
 
 
+def test_names_under_a_raw_transform():
+    """The axis is the first one, unless another is given: its name is dropped on the way in, and given on the way out."""
+    model, seen = stacked(transform_metadata=NAMED), []
+
+    @jax.vmap
+    @nnx.transform_metadata(partition="layers")
+    def forward(model):
+        seen.append(model.kernel.sharding_names)
+        return nnx.Param(model.kernel + 1, sharding=("in", "out"))
+
+    assert forward(model).sharding_names == ("layers", "in", "out")
+    assert seen == [("in", "out")]
+
+
 def test_vmap_in_vmap():
     """Each level strips and stacks its own axis."""
     inner = lambda keys: nnx.vmap(make, transform_metadata=NAMED)(keys)
