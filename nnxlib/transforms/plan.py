@@ -51,7 +51,7 @@ class Compiled:
       crossing: makes the user's function pure.
       function: the user's function.
       inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
-      donated: those of them that are donated.
+      donated: positions of leaves; those of them that are inputs are donated.
       options: of ``jax.jit``.
       replay: for the first trace, in place of the user's function: one that was traced from it, and its Outcome.
     """
@@ -143,8 +143,7 @@ class Plan:
         options = dict(self._options)
         if self._in_shardings is not None:
             options["in_shardings"] = tuple([self._in_shardings[k] for k in inputs])
-        if donated:
-            options["donate_argnums"] = tuple([i for i, k in enumerate(inputs) if k in donated])
+        options["donate_argnums"] = tuple([i for i, k in enumerate(inputs) if k in donated])
         return Compiled(self.crossing, self._function, inputs, donated, options, replay)
 
     def _compile(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> Compiled:
@@ -159,7 +158,6 @@ class Plan:
             inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
         if len(inputs) == len(leaves) and not donated:
             return self.everything
-        donated = donated.intersection(inputs)
         compiled = self._compiled(inputs, donated, (self._replay(traced, leaves, inputs), outcome))
         compiled.jitted.trace(*compiled.of(leaves))  # uses up `replay`, before another thread can see `compiled`
         return compiled

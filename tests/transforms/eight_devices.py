@@ -62,6 +62,14 @@ def test_shardings_of_the_inputs():
     assert is_like(model.kernel.value, COLUMNS)
 
 
+def test_what_is_computed_from_the_inputs_is_where_they_are():
+    """Arrays and Variables come to the function with the sharding that was asked for."""
+    model = Net()
+    out = nnx.jit(lambda m, x: (m.kernel + 1, x + 1), in_shardings=(BY_FILTER, ROWS))(model, X)
+    assert is_like(out[0], COLUMNS)
+    assert is_like(out[1], ROWS)
+
+
 def test_uncommitted_inputs_are_placed():
     """A model that is on one device is placed as asked; what it writes comes back with that sharding."""
     model = Net()

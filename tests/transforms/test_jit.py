@@ -910,6 +910,13 @@ def test_settings_of_jax():
             check(nnx.jit(model), model)
 
 
+def test_without_jit_the_function_sees_values():
+    """As a debugger wants it: with jax.disable_jit Python may branch on them."""
+    double = nnx.jit(lambda m, x: m.scale * x if x.sum() > 0 else x)
+    with jax.disable_jit():
+        assert double(nnx.Dict(scale=nnx.Param(2.0)), X).tolist() == (2 * X).tolist()
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 

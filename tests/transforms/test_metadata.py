@@ -59,7 +59,7 @@ def test_names_follow_through_scan_and_back():
 
 
 def test_names_under_a_raw_transform():
-    """The axis is the first one, unless another is given: its name is dropped on the way in, and given on the way out."""
+    """The first axis, unless another is given, loses its name on the way in, and gets one on the way out."""
     model, seen = stacked(transform_metadata=NAMED), []
 
     @jax.vmap

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import tracemalloc
 
 import jax
@@ -172,6 +173,14 @@ def test_donation_is_of_what_changes():
     assert len(outputs_of(f, m)) == 1
 
 
+def test_donation_is_of_what_has_other_metadata_too():
+    f, m = nnx.jit(lambda m: m.layers[1].set_metadata(note=1), donate_argnums=0), Net()
+    before = m.layers[1].value
+    f(m)
+    assert before.is_deleted()
+    assert m.layers[1].tolist() == [1.0, 1.0]
+
+
 def test_what_is_donated_comes_back_where_other_shapes_do_not_change_it():
     def f(m, x):
         if x.shape == (2,):
@@ -282,6 +291,26 @@ def test_donation_with_other_options(options):
     np.testing.assert_array_equal(x, [2, 2])
     assert all(value.is_deleted() for value in kept)
     assert step._cache_size() == 1
+
+
+class Slotted(nnx.Module):
+    """Has to be walked at each call: nobody notices a change of the slot."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self):
+        self.slot, self.unread = jnp.ones(2), nnx.Param(jnp.ones(2))
+
+
+@pytest.mark.parametrize("kind", [Net, Slotted])
+def test_another_call_and_another_model_compile_nothing(kind, caplog):
+    f, x = nnx.jit(lambda m, x: x * (m.slot if hasattr(m, "slot") else m.layers[0])), jnp.ones(2)
+    models = kind(), kind()
+    f(models[0], x)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        for m in (*models, *models):
+            f(m, x)
+    assert [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()] == []
 
 
 def test_memory_of_a_training_step_is_that_of_raw_jax():
