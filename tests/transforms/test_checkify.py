@@ -183,6 +183,14 @@ def test_debug_nans_names_the_layer_in_a_loop_of_a_module(bad):
     assert layer_of(note_of(nnx.jit(lambda m, x: m(x)), Looped([1.0, bad]), X)).endswith("Looped/layers/0")
 
 
+def test_debug_nans_leaves_alone_what_a_loop_does_not_use():
+    """A NaN in a stack is an error where it is used, also in a loop that refers to a Variable, and is not compiled."""
+    layers, scale = nnx.vmap(Root)(jnp.array([1.0, jnp.nan])), nnx.Param(jnp.array(2.0))
+    loop = nnx.scan(lambda x, layer: x * scale, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    with jax.debug_nans(True):
+        assert loop(X, layers).tolist() == (4 * X).tolist()
+
+
 # --- arrays that were donated ---
 
 
