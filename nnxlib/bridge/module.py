@@ -34,12 +34,12 @@ from ..core.objects import Pytree, attributes_of
 from ..core.objects import dataclass as nnx_dataclass
 from ..core.ops import clone
 from ..core.rngs import Rngs, RngStream
-from ..core.traversals import sort_key
+from ..core.traversals import flatten_mapping, sort_key, unflatten_mapping
 from ..core.variables import MISSING, Variable, make_variable
 from ..transforms.functional import leaves_of
 from .to_linen import values_of
 from .to_nnx import ToNNX, put
-from .variables import from_collections, leaves_by_path, nested, to_linen_var, to_nnx_var, unboxed
+from .variables import from_collections, to_linen_var, to_nnx_var, unboxed
 
 F = TypeVar("F", bound=Callable)
 
@@ -373,7 +373,7 @@ def _take_over(value: Any, waiting: Any, scope: Scope) -> None:
     """Bind the parts in a value that has been attached, and give them the variables that waited for them."""
     parts = [part for _, part in core.iter_modules(value)] if isinstance(value, core.Module | dict | list) else []
     if isinstance(waiting, dict) and parts:
-        _fill(value, {path: v for path, v in leaves_by_path(waiting) if isinstance(v, Variable)})
+        _fill(value, {path: v for path, v in flatten_mapping(waiting).items() if isinstance(v, Variable)})
     for part in parts:
         if isinstance(part, Module) and part.scope is None:
             part.scope = scope
@@ -394,7 +394,7 @@ def _fill(node: Any, given: Mapping[Path, Variable]) -> None:
 
 
 def _collections(module: Module) -> dict[str, Any]:
-    return nested(values_of(module, to_linen_var, _by_priority))
+    return unflatten_mapping(values_of(module, to_linen_var, _by_priority))
 
 
 def _by_priority(x: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:

@@ -26,10 +26,11 @@ from ..core.iteration import iter_graph, iter_objects
 from ..core.objects import Node
 from ..core.ops import clone, update
 from ..core.rngs import Rngs, RngStream
+from ..core.traversals import unflatten_mapping
 from ..core.variables import Param, RngKey, Variable, make_variable, raw_value
 from ..transforms.functional import ARRAYS, Iterate, as_made, collection_of, leaves_of
 from .to_nnx import all_in, initializing, overwrite, put, variables_of
-from .variables import from_collections, nested, to_linen_var, unboxed
+from .variables import from_collections, to_linen_var, unboxed
 
 
 class ToLinen(flax.linen.Module):
@@ -130,7 +131,7 @@ class ToLinen(flax.linen.Module):
             place = "/" + "/".join(self.path)
             raise errors.StateMismatchError(errors.listed(_DO_NOT_FIT.format(place=place), problems, _COMPLETE))
         arrays = {path: x for path, (col, x) in found.items() if col == ARRAYS and path in made}
-        update(module, nested(arrays))
+        update(module, unflatten_mapping(arrays))
         for path, (col, x) in found.items():
             if path not in made:
                 put(module, path, make_variable(*unboxed(col, x)))
@@ -148,7 +149,7 @@ class ToLinen(flax.linen.Module):
 
     def _hand_out(self, values: Mapping[Path, Any]) -> None:
         """Give values to Linen, where it lets them change."""
-        for col, tree in nested(values).items():
+        for col, tree in unflatten_mapping(values).items():
             for name, value in tree.items() if self.is_mutable_collection(col) else ():
                 self.put_variable(col, name, value)
 

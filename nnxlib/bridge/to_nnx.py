@@ -27,8 +27,16 @@ from ..core.module import Module, iter_modules
 from ..core.objects import attributes_of, check_writable
 from ..core.rngs import Rngs
 from ..core.static import same_items
+from ..core.traversals import unflatten_mapping
 from ..core.variables import Variable
-from .variables import collection_of, from_collections, nested, to_linen_var, to_nnx_var, unboxed
+from .variables import (
+    collection_of,
+    from_collections,
+    linen_vars_to_nnx_attrs,
+    to_linen_var,
+    to_nnx_var,
+    unboxed,
+)
 
 _OWN = ("to_nnx__module", "to_nnx__rngs", "to_nnx__initializing", "to_nnx__scope")
 
@@ -149,7 +157,7 @@ class ToNNX(Module):
         if mutable is None:
             mutable = False if scope is None else scope.mutable
         old = dict(variables_of(self))
-        collections = nested({(collection_of(type(v)), *path): to_linen_var(v) for path, v in old.items()})
+        collections = unflatten_mapping({(collection_of(type(v)), *path): to_linen_var(v) for path, v in old.items()})
         try:
             result = module.apply(collections, *args, rngs=keys, method=method, mutable=mutable, **kwargs)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError) as error:
@@ -171,7 +179,7 @@ class ToNNX(Module):
 
     def _replace(self, collections: Mapping[str, Any]) -> None:
         """Take the variables of these collections as attributes."""
-        attributes = nested({path: to_nnx_var(col, x) for path, (col, x) in from_collections(collections).items()})
+        attributes = linen_vars_to_nnx_attrs(collections)
         for name in attributes.keys() & {*_OWN}:
             raise errors.PathError(f"The Linen module has a variable {name!r}, a name that ToNNX needs. Rename it.")
         for name, value in attributes.items():
@@ -264,7 +272,7 @@ def put(node: Any, path: Path, value: Any) -> None:
         if n + 1 < len(path) and isinstance(found, Module | dict | list):
             node = found
             continue
-        value = nested({path[n + 1 :]: value}) if n + 1 < len(path) else value
+        value = unflatten_mapping({path[n + 1 :]: value}) if n + 1 < len(path) else value
         if isinstance(node, dict | list):
             node[key] = value
         else:

@@ -16,7 +16,7 @@ Linen allows one path in two collections; a Module has one attribute of a name. 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -29,7 +29,7 @@ from ..core.errors import Path
 from ..core.metadata import as_hooks
 from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
-from ..core.traversals import path_key
+from ..core.traversals import flatten_mapping, path_key, unflatten_mapping
 from ..core.variable_names import variable_name_from_type, variable_type_from_name
 from ..core.variables import Variable, make_variable
 
@@ -186,38 +186,18 @@ def to_nnx_var(col: str, x: Any) -> Variable:
 # --- many -------------------------------------------------------------------------------------------------------------
 
 
-def leaves_by_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of nested mappings, with their paths; anything but a mapping is a leaf."""
-    if isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from leaves_by_path(item, (*path, key))
-    else:
-        yield path, tree
-
-
-def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Nested dicts of leaves by path."""
-    tree: dict[Any, Any] = {}
-    for path, leaf in leaves.items():
-        level = tree
-        for key in path[:-1]:
-            level = level.setdefault(key, {})
-        level[path[-1]] = leaf
-    return tree
-
-
 def from_collections(collections: Mapping[str, Any]) -> dict[Path, tuple[str, Any]]:
     """The values of all collections by path, each with the name of its collection.
 
     Raises:
-      PathError: if a path leads to a value in two collections.
+      PathError: if a path leads to a value in two collections, or to a value in one and to others below it in another.
+      TypeError: if a collection is no mapping.
     """
     found: dict[Path, tuple[str, Any]] = {}
     for col, tree in collections.items():
-        for path, x in leaves_by_path(tree):
-            for other in [path[: n + 1] for n in range(len(path))]:
-                if other in found:
-                    raise errors.PathError(_TWICE.format(path="/".join(map(str, other)), a=found[other][0], b=col))
+        for path, x in flatten_mapping(tree).items():
+            if path in found:
+                raise errors.PathError(_TWICE.format(path="/".join(map(str, path)), a=found[path][0], b=col))
             found[path] = col, x
     below = {path[:n]: col for path, (col, _) in found.items() for n in range(1, len(path))}
     for path in found.keys() & below.keys():
@@ -236,7 +216,7 @@ def linen_vars_to_nnx_attrs(variables: Mapping[str, Any]) -> dict[str, Any]:
     >>> nnx.bridge.variables.linen_vars_to_nnx_attrs({'params': {'a': {'w': 1.0}}, 'batch_stats': {'a': {'mean': 0.0}}})
     {'a': {'w': Param(1.0), 'mean': BatchStat(0.0)}}
     """
-    return nested({path: to_nnx_var(col, x) for path, (col, x) in from_collections(variables).items()})
+    return unflatten_mapping({path: to_nnx_var(col, x) for path, (col, x) in from_collections(variables).items()})
 
 
 def nnx_attrs_to_linen_vars(nnx_attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,13 +226,13 @@ def nnx_attrs_to_linen_vars(nnx_attrs: Mapping[str, Any]) -> dict[str, Any]:
     {'params': {'a': {'w': 1.0}}, 'batch_stats': {'a': {'mean': 0.0}}}
     """
     leaves = {}
-    for path, variable in leaves_by_path(nnx_attrs):
+    for path, variable in flatten_mapping(nnx_attrs).items():
         if not isinstance(variable, Variable):
             raise errors.ArgumentError(
                 f"Linen has collections of Variables, but {errors.format_path(path)} is {variable!r}."
             )
         leaves[collection_of(type(variable)), *path] = to_linen_var(variable)
-    return nested(leaves)
+    return unflatten_mapping(leaves)
 
 
 def get_col_name(keypath: Sequence[Any]) -> Any:

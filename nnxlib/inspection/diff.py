@@ -27,7 +27,7 @@ from ..core.reprs import static_repr
 from ..core.state import FlatState, State
 from ..core.static import same_items
 from ..core.tracing import Tracer
-from ..core.traversals import path_sort_key
+from ..core.traversals import flatten_mapping, path_sort_key
 from ..core.variables import Variable
 from .entries import Entries, values_of
 from .grid import MOST_ROWS, draw_table
@@ -175,15 +175,7 @@ def _leaves(x: Any) -> dict[Path, Any]:
         packed = _packed(x)
         variables = [packed.objects[i] for i in packed.layout.variables]
         return _by_path(packed.layout.leaf_paths, [*variables, *packed.leaves[len(variables) :]])
-    found: dict[Path, Any] = {}
-    stack: list[tuple[Path, Any]] = [((), x)]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, Mapping):
-            stack.extend(((*path, key), child) for key, child in value.items())
-        else:
-            found[path] = value
-    return found
+    return flatten_mapping(x)
 
 
 def _by_path(paths: Sequence[Path], leaves: Sequence[Any]) -> dict[Path, Any]:

@@ -42,6 +42,24 @@ def test_init_hands_out_what_the_constructor_made():
     assert (variables["batch_stats"]["norm"]["mean"] == 0).all()
 
 
+def test_numbers_and_names_in_one_dict():
+    """JAX can sort the keys of the variables, which are numbers and strings."""
+
+    class Experts(nnx.Module):
+        def __init__(self, rngs):
+            self.parts = {"shared": nnx.Linear(3, 3, rngs=rngs), 0: nnx.Linear(3, 3, rngs=rngs)}
+
+        def __call__(self, x):
+            return self.parts[0](self.parts["shared"](x))
+
+    model = bridge.to_linen(Experts)
+    variables = jax.jit(model.init)(KEYS, X)
+    assert {*variables["params"]["parts"]} == {0, "shared"}
+    zeros = jax.tree.map(jnp.zeros_like, variables)
+    assert (model.apply(zeros, X) == 0).all()
+    assert (model.apply(variables, X) != 0).any()
+
+
 def test_apply_computes_as_the_module_does():
     """With the same weights, and hands out what is mutable, as Linen's modules do."""
     model = bridge.to_linen(Block, 3)

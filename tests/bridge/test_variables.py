@@ -100,6 +100,12 @@ def test_a_leaf_above_a_leaf_is_refused():
         bridge.variables.linen_vars_to_nnx_attrs({"cache": {"a": {"b": 2}}, "params": {"a": 1}})
 
 
+def test_a_collection_that_is_no_mapping_is_refused():
+    """Say the variables of a Linen module where all of its collections are asked for."""
+    with pytest.raises(TypeError, match="Expected a mapping"):
+        bridge.variables.linen_vars_to_nnx_attrs({"kernel": jnp.ones(2)})
+
+
 def test_what_is_no_variable_is_refused():
     """Only Variables have collections."""
     with pytest.raises(TypeError, match=r"but a\.b is 3"):
