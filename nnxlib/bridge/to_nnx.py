@@ -24,7 +24,7 @@ from ..core import errors
 from ..core.containers import Dict
 from ..core.errors import Path
 from ..core.module import Module, iter_modules
-from ..core.objects import attributes_of, check_writable
+from ..core.objects import attributes_of, check_writable, set_child
 from ..core.rngs import Rngs
 from ..core.static import same_items
 from ..core.traversals import unflatten_mapping
@@ -267,17 +267,12 @@ def overwrite(variable: Variable, col: str, x: Any) -> None:
 
 def put(node: Any, path: Path, value: Any) -> None:
     """Attach a value below a node, in Dicts where there is nothing yet."""
-    for n, key in enumerate(path):
-        found = node._nnx_contents().get(key)
-        if n + 1 < len(path) and isinstance(found, Module | dict | list):
-            node = found
-            continue
-        value = unflatten_mapping({path[n + 1 :]: value}) if n + 1 < len(path) else value
-        if isinstance(node, dict | list):
-            node[key] = value
-        else:
-            setattr(node, key, value)
-        return
+    key, *below = path
+    found = node._nnx_contents().get(key)
+    if below and isinstance(found, Module | dict | list):
+        put(found, tuple(below), value)
+    else:
+        set_child(node, key, unflatten_mapping({tuple(below): value}) if below else value)
 
 
 def variables_of(node: Any, path: Path = ()) -> Iterator[tuple[Path, Variable]]:

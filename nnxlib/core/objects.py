@@ -442,6 +442,26 @@ class HasAttributes(Node, HasDict):
         structure_changed(self)
 
 
+def set_child(holder: Any, key: Any, value: Any) -> None:
+    """Set an attribute or an item of a node, list or dict: what stands at ``key`` in a path."""
+    if _is_attribute(holder, key):
+        setattr(holder, key, value)
+    else:
+        holder[key] = value
+
+
+def delete_child(holder: Any, key: Any) -> None:
+    """Delete an attribute or an item, as :func:`set_child` sets one."""
+    if _is_attribute(holder, key):
+        delattr(holder, key)
+    else:
+        del holder[key]
+
+
+def _is_attribute(holder: Any, key: Any) -> bool:
+    return isinstance(holder, HasAttributes) and isinstance(key, str)  # a List has attributes and items
+
+
 class Pytree(HasAttributes):
     """Base class of the objects of the graph: mutable, with attributes that transforms trace; also a JAX pytree.
 

@@ -6,14 +6,13 @@ where it is, by ``delattr`` or ``del``, so this one looks at the places themselv
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from .errors import Path, UsageError, format_path
 from .filters import Filter, first_of, refuse_node_classes, to_predicate
 from .iteration import places
-from .objects import HasAttributes, Node, check_writable
+from .objects import Node, check_writable, delete_child
 from .state import State, state_of_items
 from .tracing import boundary, current_trace
 from .variables import Variable, all_unshared, make_variables
@@ -42,7 +41,7 @@ def pop(node: Any, *filters: Filter) -> Any:
         if isinstance(holder, Node) and holder._nnx_trace is not trace:
             check_writable(holder, f"delete attribute {key!r}")
     for holder, key in reversed(to_delete):  # items of a list from the last to the first
-        _delete(holder, key)
+        delete_child(holder, key)
     return tuple(states) if len(states) > 1 else states[0]
 
 
@@ -86,11 +85,3 @@ def _with_copies(items: list[tuple[Path, Any]]) -> list[tuple[Path, Any]]:
     values = all_unshared([x._cell.value for x in variables])
     copies = iter(make_variables([type(x) for x in variables], values, [x._metadata for x in variables]))
     return [(path, next(copies) if isinstance(x, Variable) else x) for path, x in items]
-
-
-def _delete(holder: Any, key: Any) -> None:
-    """Delete an attribute or an item."""
-    if isinstance(holder, HasAttributes) and isinstance(key, str):
-        delattr(holder, key)
-    else:
-        operator.delitem(holder, key)  # type: ignore[arg-type]  # a list, dict, List or Dict

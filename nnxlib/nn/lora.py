@@ -25,7 +25,7 @@ from ..core.filters import Filter, to_predicate
 from ..core.formulas import step
 from ..core.iteration import iter_children, iter_objects
 from ..core.module import Module
-from ..core.objects import Node
+from ..core.objects import Node, set_child
 from ..core.rngs import Rngs
 from ..core.tracing import boundary
 from ..core.variables import Param, Variable
@@ -391,10 +391,7 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
     for _, wrapper in around:
         _add_to_kernel(wrapper.base_module, wrapper)
         for node, key in holders[id(wrapper)]:
-            if isinstance(node, list | dict):
-                node[key] = wrapper.base_module
-            else:
-                setattr(node, key, wrapper.base_module)
+            set_child(node, key, wrapper.base_module)
     return [path for path, _ in beside + around]
 
 

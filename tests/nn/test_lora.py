@@ -181,7 +181,7 @@ def test_dtypes_are_those_of_the_layer():
 
 
 def test_merge_lora_replaces_wrappers():
-    """A LoRA around a Linear gives its place to it, in attributes, lists and dicts; one without a base stays."""
+    """A LoRA around a Linear gives its place to it, in attributes and items, in a list in both; one alone stays."""
 
     def wrap(seed):
         base = nnx.Linear(3, 3, rngs=nnx.Rngs(seed))
@@ -189,12 +189,14 @@ def test_merge_lora_replaces_wrappers():
 
     (first, a), (second, b) = wrap(0), wrap(1)
     alone = nnx.LoRA(3, 2, 3, rngs=nnx.Rngs(0))
-    model = nnx.Dict(one=a, more=[b, a], alone=alone)
+    model = nnx.Dict(one=a, more=[b, a], alone=alone, inside=nnx.Sequential())
+    model["more"].last = model["inside"].first = b
     x = array(2, 3)
     expected = [a(x), b(x)]
-    assert nnx.merge_lora(model) == [("more", 0), ("more", 1)]
+    assert nnx.merge_lora(model) == [("inside", "first"), ("more", 1)]
     assert model["one"] is model["more"][1] is first
-    assert (model["more"][0] is second, model["alone"] is alone) == (True, True)
+    assert model["alone"] is alone
+    assert model["more"][0] is model["more"].last is model["inside"].first is second
     for layer, y in zip((first, second), expected):
         np.testing.assert_allclose(layer(x), y, atol=1e-5)
 
