@@ -986,10 +986,10 @@ def _extended(
 
 
 def _takes_positions(attention_fn: Any) -> bool:
-    """Whether a function, or the one in a partial or that it wraps, has a parameter ``input_positions``."""
-    inner = attention_fn
+    """Whether a function or Module, or what is in a partial or wrapped, has a parameter ``input_positions``."""
+    inner = function = attention_fn
     while inner is not None:
-        attention_fn = inner
-        inner = inner.func if isinstance(inner, functools.partial) else getattr(inner, "__wrapped__", None)
-    code = getattr(attention_fn, "__code__", None)
+        function = inner.__call__ if isinstance(inner, Module) and callable(inner) else inner
+        inner = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+    code = getattr(function, "__code__", None)
     return code is not None and "input_positions" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -480,7 +480,8 @@ def test_caches_in_low_precision_and_views():
         nnx.view(model, batch_size=2)
 
 
-def test_positions_are_passed_on():
+@pytest.mark.parametrize("kind", ["function", "partial", "wrapped", "Module"])
+def test_positions_are_passed_on(kind):
     """Those given to the call, and, while decoding, those in the cache to a function that has a parameter for them."""
     seen = []
 
@@ -488,7 +489,17 @@ def test_positions_are_passed_on():
         seen.append(input_positions)
         return nnx.dot_product_attention(query, key, value, **kwargs)
 
-    layer, x = make(attention_fn=attend), array(2, 3, 8)
+    class Attend(nnx.Module):
+        def __call__(self, query, key, value, *, input_positions=None, **kwargs):
+            return attend(query, key, value, input_positions=input_positions, **kwargs)
+
+    attention_fn = {
+        "function": attend,
+        "partial": functools.partial(attend, broadcast_dropout=True),
+        "wrapped": functools.wraps(attend)(lambda *args, **kwargs: attend(*args, **kwargs)),
+        "Module": Attend(),
+    }[kind]
+    layer, x = make(attention_fn=attention_fn), array(2, 3, 8)
     layer(x)
     layer(x, input_positions=jnp.array([4, 5, 6]))
     layer.init_cache((2, 5, 8))
