@@ -33,6 +33,8 @@ from .settings import (
     default_kernel_init,
     drawn,
     frozen,
+    given,
+    value_or_none,
 )
 
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -232,17 +234,13 @@ class Conv(Module):
           LayerInputError: if the input has too few axes, or not ``in_features`` channels.
           ValueError: for a padding that is not one, or ``'CAUSAL'`` with several spatial axes.
         """
-        kernel, bias, rank = self.kernel[...], self.bias, len(self.kernel_size)
+        kernel, rank = self.kernel[...], len(self.kernel_size)
         convolve, channels = self.conv_general_dilated, kernel.shape[-2] * self.feature_group_count
         x, batch = _with_one_batch_axis(self, inputs, rank, channels, convolve is lax.conv_general_dilated)
         kernel_dilation = _per_axis(self.kernel_dilation, rank)
         x, padding = _pad(x, canonicalize_padding(self.padding, rank), self.kernel_size, kernel_dilation)
-        x, kernel, bias = self.promote_dtype(
-            (x, _masked(self, kernel), None if bias is None else bias[...]), dtype=self.dtype
-        )
-        kwargs = {} if out_sharding is None else {"out_sharding": out_sharding}
-        if self.preferred_element_type is not None:
-            kwargs["preferred_element_type"] = self.preferred_element_type
+        x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), value_or_none(self.bias)), dtype=self.dtype)
+        kwargs = given(out_sharding=out_sharding, preferred_element_type=self.preferred_element_type)
         y = (_conv_general_dilated if convolve is lax.conv_general_dilated else convolve)(
             x,
             kernel,
@@ -356,7 +354,7 @@ class ConvTranspose(Module):
           LayerInputError: if the input has too few axes, or not ``in_features`` channels.
           ValueError: for a padding that a transposed convolution does not have.
         """
-        kernel, bias, rank = self.kernel[...], self.bias, len(self.kernel_size)
+        kernel, rank = self.kernel[...], len(self.kernel_size)
         x, batch = _with_one_batch_axis(self, inputs, rank, kernel.shape[-1 if self.transpose_kernel else -2])
         spatial, strides = x.shape[1:-1], _per_axis(self.strides, rank)
         padding = canonicalize_padding(self.padding, rank)
@@ -364,10 +362,8 @@ class ConvTranspose(Module):
             raise UsageError(
                 f"A transposed convolution has no {padding} padding; use SAME, VALID, CIRCULAR or numbers."
             )
-        x, kernel, bias = self.promote_dtype(
-            (x, _masked(self, kernel), None if bias is None else bias[...]), dtype=self.dtype
-        )
-        kwargs = {} if self.preferred_element_type is None else {"preferred_element_type": self.preferred_element_type}
+        x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), value_or_none(self.bias)), dtype=self.dtype)
+        kwargs = given(preferred_element_type=self.preferred_element_type)
         y = _conv_transpose(
             x,
             kernel,

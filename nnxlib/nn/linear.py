@@ -33,6 +33,8 @@ from .settings import (
     default_kernel_init,
     drawn,
     frozen,
+    given,
+    value_or_none,
 )
 
 if TYPE_CHECKING:
@@ -72,9 +74,7 @@ def contract(
 
     ``None`` stands for ``lax.dot_general``.
     """
-    kwargs = {} if out_sharding is None else {"out_sharding": out_sharding}
-    if layer.preferred_element_type is not None:
-        kwargs["preferred_element_type"] = layer.preferred_element_type
+    kwargs = given(out_sharding=out_sharding, preferred_element_type=layer.preferred_element_type)
     if dot_general is None or dot_general is lax.dot_general:
         if bias is not None:
             affine = _affine_eagerly if runs_eagerly() else _affine
@@ -151,10 +151,7 @@ class Linear(Module):
         Raises:
           LayerInputError: if the last axis of the input does not fit the kernel.
         """
-        bias = self.bias
-        x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], None if bias is None else bias[...]), dtype=self.dtype
-        )
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value_or_none(self.bias)), dtype=self.dtype)
         if x.shape[-1:] != kernel.shape[:1] and self.dot_general is lax.dot_general:
             misfit = kernel_misfit(kernel, self.in_features, self.out_features)
             raise input_error(self, f"inputs of shape [..., {kernel.shape[0]}]{misfit}", inputs)
@@ -249,10 +246,7 @@ class LinearGeneral(Module):
         Raises:
           LayerInputError: if an axis of the input does not fit the kernel, or is missing.
         """
-        bias = self.bias
-        x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], None if bias is None else bias[...]), dtype=self.dtype
-        )
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value_or_none(self.bias)), dtype=self.dtype)
         n_batch, n_in = len(self.batch_axis), len(self.axis)
         axes = sorted([a % x.ndim if -x.ndim <= a < x.ndim else x.ndim for a in self.axis])
         contracted = (*range(n_batch), *axes)
@@ -343,13 +337,8 @@ class Einsum(Module):
         equation = self.einsum_str if einsum_str is None else _checked_equation(einsum_str)
         if equation is None:
             raise UsageError("Einsum has no equation: give einsum_str to the constructor or to the call.")
-        bias = self.bias
-        x, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], None if bias is None else bias[...]), dtype=self.dtype
-        )
-        kwargs = {} if out_sharding is None else {"out_sharding": out_sharding}
-        if self.preferred_element_type is not None:
-            kwargs["preferred_element_type"] = self.preferred_element_type
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value_or_none(self.bias)), dtype=self.dtype)
+        kwargs = given(out_sharding=out_sharding, preferred_element_type=self.preferred_element_type)
         try:
             y = self.einsum_op(equation, x, kernel, precision=self.precision, **kwargs)
         except (ValueError, TypeError) as error:

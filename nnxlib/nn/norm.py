@@ -27,7 +27,7 @@ from ..core.variables import BatchStat, Param
 from . import initializers
 from .dtypes import Array, Dtype, convert, input_error, promote_dtype
 from .initializers import Initializer
-from .settings import NO_METADATA, Metadata, as_tuple, drawn, frozen
+from .settings import NO_METADATA, NO_MODE, Metadata, as_tuple, drawn, frozen, value_or_none
 
 Axes = int | Sequence[int]
 
@@ -180,9 +180,13 @@ def _affine(
     return Param(drawn(init, rngs, shape, dtype), **metadata) if used else None
 
 
-def _value(param: Param[Array] | None) -> Array | None:
-    """The value of a scale or bias, None if the layer has none."""
-    return None if param is None else param[...]
+def _of_statistics(layer: Any) -> dict[str, Any]:
+    """The settings of a layer that :func:`moments` takes."""
+    return {
+        "axis_name": layer.axis_name,
+        "axis_index_groups": layer.axis_index_groups,
+        "use_fast_variance": layer.use_fast_variance,
+    }
 
 
 class BatchNorm(Module):
@@ -287,22 +291,15 @@ class BatchNorm(Module):
         """
         frozen = self.use_running_average if use_running_average is None else use_running_average
         if frozen is None:
-            raise UsageError(_NO_MODE.format("use_running_average", "BatchNorm"))
+            raise UsageError(NO_MODE.format("use_running_average", "BatchNorm"))
         feature_axes = _feature_axes(self, x, self.axis, self.num_features)
         axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
         running_mean, running_var = self.mean.get_value(), self.var.get_value()
         x, mean, var, scale, bias = self.promote_dtype(
-            (x, running_mean, running_var, _value(self.scale), _value(self.bias)), dtype=self.dtype
+            (x, running_mean, running_var, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype
         )
         if not frozen:
-            mean, var = moments(
-                x,
-                mask,
-                axes=axes,
-                axis_name=self.axis_name,
-                axis_index_groups=self.axis_index_groups,
-                use_fast_variance=self.use_fast_variance,
-            )
+            mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
             for statistic, running, batch in (self.mean, running_mean, mean), (self.var, running_var, var):
                 statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
@@ -327,14 +324,6 @@ def _sum(products: tuple[Array, Array], dtype: Any) -> Array:
 def _moved(running: Array, batch: Array, momentum: Any, rest: Any) -> Array:
     """The running statistic, one step further towards that of the batch."""
     return _sum(_products(running, batch, momentum, rest), running.dtype)
-
-
-_NO_MODE = """\
-No `{0}` argument was provided to {1}. Consider one of the following options:
-
-1. Pass `{0}` to the constructor: nnx.{1}(..., {0}=False)
-2. Pass it to the call: layer(x, {0}=False)
-3. Set it on the whole model: model.train() or model.eval()"""
 
 
 class LayerNorm(Module):
@@ -419,15 +408,8 @@ class LayerNorm(Module):
         affine = self.scale is not None or self.bias is not None
         feature_axes = _feature_axes(self, x, self.feature_axes, self.num_features if affine else None)
         axes = _absolute(self.reduction_axes, x.ndim)
-        x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
-        mean, var = moments(
-            x,
-            mask,
-            axes=axes,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            use_fast_variance=self.use_fast_variance,
-        )
+        x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
+        mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
 
@@ -484,7 +466,7 @@ class RMSNorm(Module):
         """Normalise ``x``; see :meth:`LayerNorm.__call__`."""
         feature_axes = _feature_axes(self, x, self.feature_axes, None if self.scale is None else self.num_features)
         axes = _absolute(self.reduction_axes, x.ndim)
-        x, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        x, scale = self.promote_dtype((x, value_or_none(self.scale)), dtype=self.dtype)
         var = mean_square(x, mask, axes=axes, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
         return normalize(x, None, var, scale, None, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
@@ -588,52 +570,22 @@ class GroupNorm(Module):
         axes = tuple(range(1, x.ndim)) if self.reduction_axes is None else _absolute(self.reduction_axes, x.ndim)
         if feature_axis not in axes:
             raise UsageError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
-        x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
-        mean, var = _group_moments(
-            x,
-            mask,
-            groups=self.num_groups,
-            axes=tuple([a for a in axes if a != feature_axis]),
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            use_fast_variance=self.use_fast_variance,
-        )
-        return normalize(
-            x,
-            mean,
-            var,
-            scale,
-            bias,
-            axes=tuple([a for a in axes if a != feature_axis]),
-            feature_axes=(feature_axis,),
-            epsilon=self.epsilon,
-        )
+        x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
+        others = tuple([a for a in axes if a != feature_axis])
+        mean, var = _group_moments(x, mask, groups=self.num_groups, axes=others, **_of_statistics(self))
+        return normalize(x, mean, var, scale, bias, axes=others, feature_axes=(feature_axis,), epsilon=self.epsilon)
 
 
 @formula("groups", "axes", "axis_name", "axis_index_groups", "use_fast_variance")
 def _group_moments(
-    x: Array,
-    mask: Array | None,
-    *,
-    groups: int,
-    axes: tuple[int, ...],
-    axis_name: str | None,
-    axis_index_groups: Any,
-    use_fast_variance: bool,
+    x: Array, mask: Array | None, *, groups: int, axes: tuple[int, ...], **options: Any
 ) -> tuple[Array, Array]:
     """Moments over ``axes`` and within groups of the last axis, with one entry for each feature."""
     size = x.shape[-1] // groups
     grouped = (*x.shape[:-1], groups, size)
     if mask is not None:
         mask = _reshape(jnp.broadcast_to(mask, x.shape), grouped)
-    mean, var = moments(
-        _reshape(x, grouped),
-        mask,
-        axes=(*axes, x.ndim),
-        axis_name=axis_name,
-        axis_index_groups=axis_index_groups,
-        use_fast_variance=use_fast_variance,
-    )
+    mean, var = moments(_reshape(x, grouped), mask, axes=(*axes, x.ndim), **options)
     return _repeat(mean, size), _repeat(var, size)
 
 
@@ -714,13 +666,6 @@ class InstanceNorm(Module):
                 "The channel axes cannot include the leading dimension as this is assumed to be the batch axis."
             )
         axes = tuple([a for a in range(1, x.ndim) if a not in feature_axes])
-        x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
-        mean, var = moments(
-            x,
-            mask,
-            axes=axes,
-            axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups,
-            use_fast_variance=self.use_fast_variance,
-        )
+        x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
+        mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)

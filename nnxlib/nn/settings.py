@@ -1,4 +1,4 @@
-"""What the layers with weights share: default initializers, keys, metadata, settings in one form, and adding a bias."""
+"""What layers share: default initializers, keys, metadata, settings in one form, adding a bias, a message."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..core.errors import ArgumentError, accepts, describe
 from ..core.formulas import step
 from ..core.metadata import VariableMetadata
 from ..core.rngs import Rngs
+from ..core.variables import Param
 from . import initializers
 from .dtypes import Array
 
@@ -74,6 +75,11 @@ A parameter of shape {shape} needs an initializer, a function (key, shape, dtype
 {hint}"""
 
 
+def value_or_none(param: Param[Array] | None) -> Array | None:
+    """The value of a parameter, None if the layer has none."""
+    return None if param is None else param[...]
+
+
 @step()
 def add_bias(y: Array, bias: Array) -> Array:
     """Add a bias to the last axes; broadcast by hand, since a user may have made rank promotion an error."""
@@ -82,6 +88,11 @@ def add_bias(y: Array, bias: Array) -> Array:
 
 def as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
     return (x,) if isinstance(x, int | float | np.number) else tuple(x)  # a float is refused where it is used
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None: what computes may be a function that takes no others."""
+    return {name: option for name, option in options.items() if option is not None}
 
 
 def frozen(x: Any) -> Any:
@@ -118,3 +129,11 @@ class FrozenDict(Mapping):
 
     def __repr__(self) -> str:
         return repr(self._items)
+
+
+NO_MODE = """\
+No `{0}` argument was provided to {1}. Consider one of the following options:
+
+1. Pass `{0}` to the constructor: nnx.{1}(..., {0}=False)
+2. Pass it to the call: layer(x, {0}=False)
+3. Set it on the whole model: model.train() or model.eval()"""

@@ -14,13 +14,7 @@ from ..core.formulas import formula, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from .dtypes import Array, input_error
-
-_NO_MODE = """\
-No `deterministic` argument was provided to Dropout. Consider one of the following options:
-
-1. Pass `deterministic` to the constructor: nnx.Dropout(..., deterministic=False)
-2. Pass it to the call: layer(x, deterministic=False)
-3. Set it on the whole model: model.train() or model.eval()"""
+from .settings import NO_MODE
 
 
 class Dropout(Module):
@@ -104,7 +98,7 @@ class Dropout(Module):
         """
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic is None:
-            raise UsageError(_NO_MODE)
+            raise UsageError(NO_MODE.format("deterministic", "Dropout"))
         rate = self.rate
         if deterministic or rate == 0:
             return inputs
