@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen
-import jax
 from flax.core import FrozenDict, meta
 
 from ..core import errors
-from ..core.data import is_node
+from ..core.data import holds_nodes
 from ..core.errors import Path
 from ..core.iteration import iter_graph, iter_objects
 from ..core.objects import Node
@@ -104,7 +103,7 @@ class ToLinen(flax.linen.Module):
         if isinstance(self.nnx_class, Node):
             raise errors.ArgumentError(_INSTANCE.format(name=type(self.nnx_class).__name__))
         arguments: Any = (tuple(self.args), dict(self.kwargs))
-        if any(map(is_node, jax.tree.leaves(arguments, is_leaf=is_node))):
+        if holds_nodes(arguments):
             arguments = clone(arguments, arrays=False)  # Modules that the user holds keep their values
         rngs = {} if self.skip_rng else {"rngs": self._rngs()}
         return self.nnx_class(*arguments[0], **{**arguments[1], **rngs})

@@ -22,11 +22,10 @@ from ..core.variables import Variable
 
 def state(node: Any, *filters: Filter) -> Any:
     """:func:`nnxlib.state` with the Variables of ``node`` itself."""
-    found = ops.state(node, *filters)
-    if not isinstance(found, tuple):
-        return _with_variables(found, _variables(node))
-    live = _variables(node)
-    return tuple([_with_variables(each, live) for each in found])
+    found, live = ops.state(node, *filters), _variables(node)
+    if isinstance(found, tuple):
+        return tuple([_with_variables(each, live) for each in found])
+    return _with_variables(found, live)
 
 
 variables = state

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import nnxlib
 
 from ..core.calls import followed
-from ..core.data import is_node
+from ..core.data import holds_nodes, is_node
 from ..core.errors import AliasingError, format_path
 from ..core.static import same_items
 from ..core.variables import MISSING
@@ -175,8 +175,7 @@ def _value_and_grad(f: Callable, *, argnums: int | Sequence[int] = 0, **options:
 
     def chosen(n: int, x: Any) -> int | nnxlib.DiffState:
         """All floating leaves of a Module, not only its Params."""
-        has_nodes = any(map(is_node, jax.tree.leaves(x, is_leaf=is_node)))
-        return nnxlib.DiffState(n, lambda path, leaf: is_inexact(leaf)) if has_nodes else n
+        return nnxlib.DiffState(n, lambda path, leaf: is_inexact(leaf)) if holds_nodes(x) else n
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:

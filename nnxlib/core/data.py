@@ -101,6 +101,11 @@ _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, jax.Ref)
 is_node: Callable[[Any], bool] = Identified.__instancecheck__
 
 
+def holds_nodes(tree: Any) -> bool:
+    """Whether there is a node or Variable in a pytree."""
+    return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+
+
 def is_data(value: Any, /) -> bool:
     """Whether an attribute with this value is data: an array, Variable, node or registered type, or a pytree with one.
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import jax
-
-from ..core.data import is_node
+from ..core.data import holds_nodes
 from ..core.reprs import node_repr
 from .svg import DARK_PAGES, LIGHT_PAGES
 
@@ -68,11 +66,7 @@ def _show_tree(x: Any) -> None:
 
 def _show_text(x: Any) -> None:
     try:
-        text = node_repr(x) if type(x) in (list, tuple, dict) and _holds_nodes(x) else str(x)
+        text = node_repr(x) if type(x) in (list, tuple, dict) and holds_nodes(x) else str(x)
     except Exception as error:
         text = f"<{type(x).__name__}, which cannot be shown: {type(error).__name__}>"
     print(text)
-
-
-def _holds_nodes(tree: Any) -> bool:
-    return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))

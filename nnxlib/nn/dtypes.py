@@ -63,7 +63,7 @@ def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = T
       ValueError: if ``dtype`` is an integer dtype and ``inexact`` is set, or if there is nothing to go by.
     """
     if dtype is None:
-        found = jnp.result_type(*[_as_array(x) for x in args if x is not None])
+        found = jnp.result_type(*[jnp.asarray(x) for x in args if x is not None])
         return jnp.promote_types(jnp.float32, found) if inexact and not _is_inexact(found) else found
     if inexact and not _is_inexact(jnp.dtype(dtype)):
         raise UsageError(f"Dtype must be inexact (floating or complex): {dtype}")
@@ -106,8 +106,6 @@ def convert(x: Any, dtype: np.dtype) -> Array:
 
 
 _convert_array = step("new_dtype")(lax.convert_element_type)
-
-_as_array = functools.partial(jnp.asarray)
 
 
 @functools.cache

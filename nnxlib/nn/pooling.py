@@ -53,12 +53,11 @@ def pool(
       TypeError: if ``window_shape`` is no sequence: how many axes are spatial is known by it.
       ValueError: if window, strides or padding do not fit the input.
     """
-    window, strides, padding = _window(inputs.ndim, inputs.shape, window_shape, strides, padding)
+    window, strides, padding = _window(inputs.shape, window_shape, strides, padding)
     return lax.reduce_window(inputs, init, reduce_fn, window, strides, padding)
 
 
 def _window(
-    ndim: int,
     shape: tuple[int, ...],
     window_shape: Sequence[int],
     strides: int | Sequence[int] | None,
@@ -74,7 +73,7 @@ def _window(
     if isinstance(strides, str | float):
         raise ArgumentError(f"strides has a step for each spatial axis, or is one for all, but is {strides!r}.")
     steps = (strides,) * len(spatial) if isinstance(strides, int | np.integer) else tuple(strides)
-    batch = ndim - len(spatial) - 1
+    batch = len(shape) - len(spatial) - 1
     if batch < 0:
         raise UsageError(
             f"A window of shape {spatial} needs inputs of shape [*batch, *spatial, channels], got {shape}."
@@ -135,7 +134,7 @@ def avg_pool(
     inputs = jnp.asarray(inputs)
     if not jnp.issubdtype(inputs.dtype, jnp.inexact):  # sums of small integers do not fit their dtype
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.int32))
-    window = _window(inputs.ndim, inputs.shape, window_shape, strides, padding)
+    window = _window(inputs.shape, window_shape, strides, padding)
     sums = _sum_pool(inputs, *window)
     if count_include_pad:
         return sums / math.prod(window_shape)
@@ -153,7 +152,7 @@ def max_pool(
     Array([1., 3.], dtype=float32)
     """
     inputs = jnp.asarray(inputs)
-    return _max_pool(inputs, *_window(inputs.ndim, inputs.shape, window_shape, strides, padding))
+    return _max_pool(inputs, *_window(inputs.shape, window_shape, strides, padding))
 
 
 @boundary
@@ -167,4 +166,4 @@ def min_pool(
     Array([0., 2.], dtype=float32)
     """
     inputs = jnp.asarray(inputs)
-    return _min_pool(inputs, *_window(inputs.ndim, inputs.shape, window_shape, strides, padding))
+    return _min_pool(inputs, *_window(inputs.shape, window_shape, strides, padding))
