@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ..core.errors import OUTPUT, ArgumentError, BodyError, UsageError, describe, format_path, listed
 from ..core.graph import Delta
 from ..core.layout import Layout
-from ..core.recordings import fill_up, recorded_anew
+from ..core.recordings import fill_up
 from ..core.rows import ROOT, Owner
 from ..core.tables import pack_call
 from ..core.tracing import boundary
@@ -26,7 +26,7 @@ from .callables import resolve
 from .leaf_checks import type_changes
 from .lift import Arguments
 from .naming import named
-from .program import Program, Result, program_of, run_program
+from .program import Result, call_program
 
 R = TypeVar("R")
 
@@ -82,24 +82,18 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     numbers: dict[int, int] = {}  # of each function to which nothing is bound, by id; if it comes again, one trace does
     first = [k if any(bound) else numbers.setdefault(id(f), k) for k, (f, *bound) in enumerate(resolved)]
 
-    def make(layout: Layout) -> Program:
-        def program(leaves: list[Any]) -> Any:
-            *leaves, chosen = leaves
-            calls = _once_each(lambda k: _branch(functions[k], count, k), first)
-            traced = functools.partial(trace_body, layout=layout, leaves=leaves, whole=True)
-            bodies = _once_each(traced, calls)
-            recorded = _recorded(layout, bodies)
-            if recorded:
-                bodies = _once_each(lambda call: traced(_recording_all(call, recorded)), calls)
-            runs, delta = _aligned(layout, leaves, bodies)
-            return jax.lax.switch(chosen, runs, leaves), Result(delta)
+    def run(layout: Layout, leaves: list[Any]) -> Any:
+        *leaves, chosen = leaves
+        calls = _once_each(lambda k: _branch(functions[k], count, k), first)
+        traced = functools.partial(trace_body, layout=layout, leaves=leaves, whole=True)
+        bodies = _once_each(traced, calls)
+        recorded = _recorded(layout, bodies)
+        if recorded:
+            bodies = _once_each(lambda call: traced(_recording_all(call, recorded)), calls)
+        runs, delta = _aligned(layout, leaves, bodies)
+        return jax.lax.switch(chosen, runs, leaves), Result(delta)
 
-        return Program(program)
-
-    with recorded_anew(arguments):
-        packed = pack_call(arguments)
-        program = program_of(functions, ("switch", packed.layout), lambda: make(packed.layout))
-        return run_program(program, packed, _as_array(index, "The index of nnx.switch"))
+    return call_program(functions, ("switch",), run, arguments, _as_array(index, "The index of nnx.switch"))
 
 
 def _as_array(value: Any, what: str) -> jax.Array:

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from ..core.errors import BodyError, format_path
 from ..core.layout import Layout
-from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, Tree, count_leaves
-from ..core.tables import pack_call
 from ..core.tracing import at_top_level, boundary
 from .body import Body, delta_of, structural_rows, trace_body, zeros
 from .body_checks import (
@@ -32,7 +30,7 @@ from .body_checks import (
 from .callables import resolve
 from .lift import Arguments
 from .naming import named
-from .program import Program, Result, program_of, run_program
+from .program import Result, call_program
 
 
 @boundary
@@ -68,24 +66,18 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     def is_on(value: Any, bound: Any, _: Any) -> Any:
         return test(*bound[0], value, **bound[1])
 
-    def make(layout: Layout) -> Program:
-        def program(leaves: list[Any]) -> Any:
-            loop = _loop(layout, named(apply, step), leaves, "body of while_loop")
-            check = trace_body(named(is_on, test), layout, loop.constant)
-            _refuse_changes(layout, check)
-            carry = jax.lax.while_loop(
-                lambda carry: _output(check, loop.leaves(carry)),
-                lambda carry: loop.step(loop.leaves(carry)),
-                loop.carry,
-            )
-            return carry, Result(loop.delta)
+    def run(layout: Layout, leaves: list[Any]) -> Any:
+        loop = _loop(layout, named(apply, step), leaves, "body of while_loop")
+        check = trace_body(named(is_on, test), layout, loop.constant)
+        _refuse_changes(layout, check)
+        carry = jax.lax.while_loop(
+            lambda carry: _output(check, loop.leaves(carry)),
+            lambda carry: loop.step(loop.leaves(carry)),
+            loop.carry,
+        )
+        return carry, Result(loop.delta)
 
-        return Program(program)
-
-    with recorded_anew(arguments):
-        packed = pack_call(arguments)
-        key = ("while", packed.layout)
-        return run_program(program_of((step, test), key, lambda: make(packed.layout)), packed).args[0]
+    return call_program((step, test), ("while",), run, arguments).args[0]
 
 
 @boundary
@@ -116,28 +108,22 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     def apply(value: Any, bound: Any, i: Any) -> Arguments:
         return Arguments((step(*bound[0], i, value, **bound[1]), bound, i), {})
 
-    def make(layout: Layout) -> Program:
-        def program(leaves: list[Any]) -> Any:
-            *leaves, stop = leaves
-            index_type = jnp.result_type(leaves[-1])
-            loop = _loop(layout, named(apply, step), leaves, "body of fori_loop")
-            start, stop = (first, last) if static else _promoted(leaves[-1], stop)
-            carry = jax.lax.fori_loop(
-                start,
-                stop,
-                lambda i, carry: loop.step([*loop.leaves(carry)[:-1], jax.lax.convert_element_type(i, index_type)]),
-                loop.carry,
-                unroll=unroll,
-            )
-            return carry, Result(loop.delta)
+    def run(layout: Layout, leaves: list[Any]) -> Any:
+        *leaves, stop = leaves
+        index_type = jnp.result_type(leaves[-1])
+        loop = _loop(layout, named(apply, step), leaves, "body of fori_loop")
+        start, stop = (first, last) if static else _promoted(leaves[-1], stop)
+        carry = jax.lax.fori_loop(
+            start,
+            stop,
+            lambda i, carry: loop.step([*loop.leaves(carry)[:-1], jax.lax.convert_element_type(i, index_type)]),
+            loop.carry,
+            unroll=unroll,
+        )
+        return carry, Result(loop.delta)
 
-        return Program(program)
-
-    with recorded_anew(arguments):
-        packed = pack_call(arguments)
-        key = ("fori", packed.layout, unroll, (first, last) if static else None)
-        program = program_of((step,), key, lambda: make(packed.layout))
-        return run_program(program, packed, jnp.asarray(upper)).args[0]
+    key = ("fori", unroll, (first, last) if static else None)
+    return call_program((step,), key, run, arguments, jnp.asarray(upper)).args[0]
 
 
 def _known(bound: Any) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -22,9 +22,12 @@ from ..core.calls import followed
 from ..core.closures import CapturedObjects, lending, watching
 from ..core.graph import Delta, Packed, commit
 from ..core.objects import Node
+from ..core.recordings import recorded_anew
 from ..core.references import named_in
+from ..core.tables import pack_call
 from ..core.tracing import Tracer, at_top_level, evaluate
 from .leaf_checks import check_traceable
+from .lift import Arguments
 
 
 class Program:
@@ -113,19 +116,10 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
 
 
 @jtu.register_static
-class Result:
+class Result(NamedTuple):
     """The Delta of a program, static in its output."""
 
-    __slots__ = ("delta",)
-
-    def __init__(self, delta: Delta):
-        self.delta = delta
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Result) and self.delta == other.delta
-
-    def __hash__(self) -> int:
-        return hash(self.delta)
+    delta: Delta
 
 
 def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
@@ -136,3 +130,23 @@ def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
         check_traceable(packed.layout, packed.leaves)
         raise
     return commit(packed.layout, result.delta, leaves, packed.objects)
+
+
+def call_program(
+    functions: tuple[Callable, ...], key: tuple, run: Callable[..., Any], arguments: Arguments, *extra: Any
+) -> Any:
+    """Pack the arguments of some functions, and run the program ``run(layout, leaves)`` of these functions on them.
+
+    The ``key`` says what the program depends on besides the functions and the layout; ``extra`` are further leaves.
+    """
+
+    def make() -> Program:
+        def program(leaves: list[Any]) -> Any:
+            return run(layout, leaves)
+
+        return Program(program)
+
+    with recorded_anew(arguments):
+        packed = pack_call(arguments)
+        layout = packed.layout
+        return run_program(program_of(functions, (*key, layout), make), packed, *extra)
