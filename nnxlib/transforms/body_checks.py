@@ -21,7 +21,7 @@ from ..core.errors import BodyError, format_path, listed
 from ..core.graphdef import describe_spec
 from ..core.layout import Layout
 from ..core.recordings import appends, is_recorded
-from ..core.rows import SAME, NodeRow, Ref, Spec, Tree, VariableRow, same_treedef
+from ..core.rows import SAME, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_treedef
 from .body import Body, structural_rows
 from .leaf_checks import BECAME, type_changes
 
@@ -158,22 +158,17 @@ def successors(
     while stack:
         a, b = stack.pop()
         if isinstance(a, Ref) and isinstance(b, Ref):
-            if b.index in found:
-                if found[b.index] != a.index:
+            if b.index not in found:
+                found[b.index] = a.index
+                old = layout.rows[a.index]
+                if a == b:
+                    below = _kept_fields(old, old if is_free(a.index) else new.get(a.index, old))
+                else:
+                    below = _replaced_fields(old, new[b.index]) if b.index >= n else None
+                if below is None:
                     return None
-                continue
-            found[b.index] = a.index
-            old, kept = layout.rows[a.index], a == b
-            row = old if kept and is_free(a.index) else new.get(b.index, old) if kept or b.index >= n else None
-            if isinstance(old, NodeRow) and isinstance(row, NodeRow):
-                before, after = dict(old.fields), dict(row.fields)
-                if not kept and old._replace(fields=()) != row._replace(fields=()):  # their class, names and marks
-                    return None
-                fields = [(spec, after[name]) for name, spec in before.items() if name in after]
-                fields = [(spec, spec if now is SAME else now) for spec, now in fields]
-                # Other changes of an object that is kept are found by `structural_changes`.
-                stack += [(spec, now) for spec, now in fields if not kept or isinstance(now, Ref | Tree)]
-            elif not kept and old != row:
+                stack += below
+            elif found[b.index] != a.index:
                 return None
         elif isinstance(a, Tree) and isinstance(b, Tree):
             if not same_treedef(a.treedef, b.treedef):
@@ -184,6 +179,25 @@ def successors(
     if len(set(found.values())) < len(found):
         return None
     return {j: i for j, i in found.items() if j != i}
+
+
+def _kept_fields(old: Row, new: Row) -> list[tuple[Spec, Spec]]:
+    """What leads to other objects in a kept object, before and after; `structural_changes` finds its other changes."""
+    if not (isinstance(old, NodeRow) and isinstance(new, NodeRow)):
+        return []
+    after = dict(new.fields)
+    pairs = [(spec, spec if after[name] is SAME else after[name]) for name, spec in old.fields if name in after]
+    return [(spec, now) for spec, now in pairs if isinstance(now, Ref | Tree)]
+
+
+def _replaced_fields(old: Row, new: Row) -> list[tuple[Spec, Spec]] | None:
+    """The fields of an object and of the one in its place; None if that has another structure."""
+    if not (isinstance(old, NodeRow) and isinstance(new, NodeRow)):
+        return [] if old == new else None
+    if old._replace(fields=()) != new._replace(fields=()):  # their class, names and marks
+        return None
+    after = dict(new.fields)
+    return [(spec, after[name]) for name, spec in old.fields]
 
 
 def refuse_written(layout: Layout, body: Body, replaced: Mapping[int, int], what: str) -> None:
