@@ -77,10 +77,8 @@ class ToLinen(flax.linen.Module):
         values = values_of(module, self.metadata_fn)
         with initializing(lazy.values()):
             out = method(module, *args, **kwargs)
-        for path in lazy:
-            values |= {
-                key: x for key, x in values_of(module, self.metadata_fn).items() if key[1 : len(path) + 1] == path
-            }
+        made = values_of(module, self.metadata_fn)
+        values |= {key: x for key, x in made.items() if any(key[1 : len(path) + 1] == path for path in lazy)}
         self._hand_out(values)
         return out
 

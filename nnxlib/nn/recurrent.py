@@ -395,10 +395,7 @@ class LSTMCell(_LongShortTermCell):
 
     def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:
         features = self.hidden_features
-        self.ii = of_input(features, use_bias=False)
-        self.if_ = of_input(features, use_bias=False)
-        self.ig = of_input(features, use_bias=False)
-        self.io = of_input(features, use_bias=False)
+        self.ii, self.if_, self.ig, self.io = [of_input(features, use_bias=False) for _ in range(4)]
         self.hi, self.hf, self.hg, self.ho = [of_carry(features) for _ in range(4)]
 
     def __call__(self, carry: tuple[Array, Array], inputs: Array) -> tuple[tuple[Array, Array], Array]:
@@ -609,18 +606,7 @@ class RNN(Module):
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
-        try:
-            n_batch = inputs.ndim - self.cell.num_feature_axes - 1
-        except AttributeError as error:
-            if error.obj is not self.cell or error.name != "num_feature_axes":
-                raise
-            kind = type(self.cell).__name__
-            raise ArgumentError(
-                f"RNN takes a cell such as nnx.LSTMCell, got {kind}, without num_feature_axes."
-            ) from None
-        if n_batch < 0:
-            axes = "[time, *batch, *features]" if time_major else "[*batch, time, *features]"
-            raise input_error(self, f"inputs of shape {axes}", inputs)
+        n_batch = self._count_batch_axes(inputs, time_major)
         time_axis = 0 if time_major else n_batch
         step_shape = inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :]
         batch = step_shape[:n_batch]
@@ -645,6 +631,21 @@ class RNN(Module):
         if reverse and keep_order == (seq_lengths is not None):  # else the loop has put them in order
             outputs = flip_sequences(outputs, seq_lengths, n_batch, time_major)
         return (carry if ends is None else at_end, outputs) if return_carry else outputs
+
+    def _count_batch_axes(self, inputs: Array, time_major: bool) -> int:
+        try:
+            n_batch = inputs.ndim - self.cell.num_feature_axes - 1
+        except AttributeError as error:
+            if error.obj is not self.cell or error.name != "num_feature_axes":
+                raise
+            kind = type(self.cell).__name__
+            raise ArgumentError(
+                f"RNN takes a cell such as nnx.LSTMCell, got {kind}, without num_feature_axes."
+            ) from None
+        if n_batch < 0:
+            axes = "[time, *batch, *features]" if time_major else "[*batch, time, *features]"
+            raise input_error(self, f"inputs of shape {axes}", inputs)
+        return n_batch
 
     def _broadcasting(self) -> AbstractContextManager:
         only = self.broadcast_rngs

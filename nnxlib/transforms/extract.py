@@ -238,10 +238,9 @@ def split_inputs(f: Callable = MISSING, *, ctxtag: Hashable = "split_merge_input
       ctxtag: the same tag as for :func:`merge_inputs`.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
-    >>> from nnxlib.transforms.general import merge_inputs, split_inputs
-    >>> @split_inputs
+    >>> @nnx.split_inputs
     ... @jax.jit
-    ... @merge_inputs
+    ... @nnx.merge_inputs
     ... def forget(layer, x):
     ...   y = layer(x)
     ...   layer.kernel *= 0
