@@ -43,6 +43,7 @@ from .ops import copies_of, graphdef_of, merge
 from .rows import ROOT, SAME, NodeRow, Ref, Row, VariableRow, count_leaves
 from .state import FlatState, split_state, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace
+from .traversals import path_sort_key
 from .variables import stored_value
 from .walk import Walk
 
@@ -189,7 +190,7 @@ class MergeContext:
     def unflatten(self, graphdef: GraphDef[A], flat_state: Any, /, *flat_states: Any) -> A:
         """Merge FlatStates, or the list of values that ``flatten(..., with_paths=False)`` has returned."""
         if isinstance(flat_state, list) and isinstance(graphdef, LinkedGraphDef):
-            order = FlatState([(path, None) for path in graphdef.own_paths], sort=True).paths
+            order = tuple(sorted(graphdef.own_paths, key=path_sort_key))
             flat_state = FlatState.from_sorted_keys_values(order, flat_state)
         return self.merge(graphdef, flat_state, *flat_states)
 

@@ -47,6 +47,7 @@ from .state import FlatState, State, from_flat_state, is_without_leaves, state_o
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
+from .traversals import path_sort_key
 from .variables import Variable, make_variables, raw_value
 
 A = TypeVar("A")
@@ -491,7 +492,7 @@ def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
     (2, 3)
     """
     if isinstance(state, list):
-        order = FlatState([(path, None) for path in graphdef.layout.leaf_paths], sort=True).paths
+        order = tuple(sorted(graphdef.layout.leaf_paths, key=path_sort_key))
         state = FlatState.from_sorted_keys_values(order, state)
     return merge(graphdef, state)
 

@@ -38,7 +38,7 @@ from jax.numpy import tanh as tanh
 from ..core.formulas import step
 from ..core.module import Module
 from ..core.variables import Param
-from .dtypes import Array, Dtype, input_error, promote_dtype
+from .dtypes import Array, Dtype, broadcasts, input_error, promote_dtype
 from .settings import NO_METADATA, Metadata
 
 
@@ -100,7 +100,7 @@ class PReLU(Module):
         x = inputs if hasattr(inputs, "dtype") else jnp.asarray(inputs)
         dtype = x.dtype if self.dtype is None and jnp.issubdtype(x.dtype, jnp.inexact) else self.dtype
         x, slope = self.promote_dtype((x, self.negative_slope.get_value()), dtype=dtype)
-        if slope.ndim > x.ndim or any(n not in (1, m) for n, m in zip(reversed(slope.shape), reversed(x.shape))):
+        if not broadcasts(slope.shape, x.shape):
             raise input_error(self, f"inputs that a slope of shape {list(slope.shape)} broadcasts to", inputs)
         return _leaky(x, slope)
 

@@ -32,11 +32,11 @@ from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
 from ..core.variables import Cache, Intermediate, Variable
 from . import initializers
-from .dtypes import Array, Dtype, input_error, promote_dtype
+from .dtypes import Array, Dtype, broadcasts, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import LinearGeneral
 from .norm import LayerNorm
-from .settings import NO_METADATA, Metadata, as_tuple, default_kernel_init, frozen
+from .settings import NO_METADATA, Metadata, aligned, as_tuple, default_kernel_init, frozen
 
 _NOTHING_TO_DROP_WITH = """\
 `deterministic` is False, but MultiHeadAttention has no stream to draw from. Pass `rngs` to the call:
@@ -82,15 +82,15 @@ def _scores(query: Array, key: Array, precision: Any) -> Array:
 
 @step()
 def _biased(scores: Array, bias: Array) -> Array:
-    return scores + _aligned(bias, scores.ndim).astype(scores.dtype)
+    return scores + aligned(bias, scores.ndim).astype(scores.dtype)
 
 
 @step("is_causal", "dtype")
 def _softmax(scores: Array, mask: Array | None, is_causal: bool, dtype: Any) -> Array:
     """The weights in ``dtype``; where a query may look at nothing, all scores are equal, and so are the weights."""
-    allowed = None if mask is None else _aligned(mask, scores.ndim).astype(bool)
+    allowed = None if mask is None else aligned(mask, scores.ndim).astype(bool)
     if is_causal:
-        causal = _aligned(jnp.tri(*scores.shape[-2:], dtype=bool), scores.ndim)
+        causal = aligned(jnp.tri(*scores.shape[-2:], dtype=bool), scores.ndim)
         allowed = causal if allowed is None else allowed & causal
     if allowed is not None:
         scores = jnp.where(allowed, scores, jnp.finfo(scores.dtype).min)
@@ -138,11 +138,6 @@ def _weighted_sum(weights: Array, value: Array, precision: Any) -> Array:
     paired = ((*range(n), n), (*range(n), n + 1))
     out = lax.dot_general(weights, value, (((weights.ndim - 1,), (n,)), paired), precision=precision)
     return jnp.swapaxes(jnp.reshape(out, (*batch, heads, q_length, depth)), -3, -2)
-
-
-def _aligned(x: Array, ndim: int) -> Array:
-    """Give an array leading axes of size 1; done by hand, since a user may have made rank promotion an error."""
-    return jnp.reshape(x, (1,) * (ndim - x.ndim) + x.shape)
 
 
 # --- the functions ----------------------------------------------------------------------------------------------------
@@ -340,7 +335,7 @@ def _fitting(name: str, x: Any, query: Array, key: Array) -> Array | None:
     if x is None:
         return None
     x, weights = x if isinstance(x, jax.Array) else jnp.asarray(x), _shape_of_weights(query, key)
-    if not _broadcasts(x.shape, weights):
+    if not broadcasts(x.shape, weights):
         raise UsageError(
             f"The {name} of attention must broadcast to [..., heads, q_length, kv_length], here {list(weights)}, "
             f"but got {describe(x)}."
@@ -351,10 +346,6 @@ def _fitting(name: str, x: Any, query: Array, key: Array) -> Array | None:
 def _shape_of_weights(query: Array, key: Array) -> tuple[int, ...]:
     """``[..., heads, q_length, kv_length]``."""
     return (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-
-
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to)))
 
 
 def _check_rate(rate: Any) -> None:
@@ -372,7 +363,7 @@ def _periods(theta: Any, exponents: Any) -> Array:
 
 @step()
 def _sin_and_cos_of_quotient(positions: Array, periods: Array) -> tuple[Array, Array]:
-    angles = positions[..., None].astype(periods.dtype) / _aligned(periods, positions.ndim + 1)
+    angles = positions[..., None].astype(periods.dtype) / aligned(periods, positions.ndim + 1)
     return jnp.sin(angles), jnp.cos(angles)
 
 
@@ -477,7 +468,7 @@ class RoPE(Module):
             sin, cos = self._sin_and_cos_from_zero(x, before[-1], size // 2)
         else:
             positions = positions if isinstance(positions, jax.Array) else jnp.asarray(positions)
-            if not _broadcasts(positions.shape, before) or positions.shape[-1:] != before[-1:]:
+            if not broadcasts(positions.shape, before) or positions.shape[-1:] != before[-1:]:
                 raise input_error(self, f"positions that broadcast to {list(before)}, of full length", positions)
             sin, cos = _sin_and_cos(positions, theta=self.theta, half=size // 2)
         rows = (1,) * (len(before) - sin.ndim + 1) + sin.shape[:-1]
@@ -868,7 +859,7 @@ class MultiHeadAttention(Module):
 
     def _check_mask(self, mask: Any, query: Array, key: Array) -> None:
         weights = _shape_of_weights(query, key)
-        if not _broadcasts(np.shape(mask), weights):
+        if not broadcasts(np.shape(mask), weights):
             raise input_error(
                 self, f"a mask that broadcasts to [..., heads, q_length, kv_length] (here {[*weights]})", mask
             )
@@ -978,9 +969,9 @@ def _extended(
     values = lax.dynamic_update_slice(values, value.astype(values.dtype), start)
     positions = index + jnp.arange(new, dtype=index.dtype)
     past = jnp.arange(length, dtype=index.dtype)[None, :] <= positions[:, None]
-    past = jnp.broadcast_to(_aligned(past, keys.ndim), (*keys.shape[:-3], 1, new, length))
+    past = jnp.broadcast_to(aligned(past, keys.ndim), (*keys.shape[:-3], 1, new, length))
     if mask is not None:
-        past = past & _aligned(mask, keys.ndim).astype(bool)
+        past = past & aligned(mask, keys.ndim).astype(bool)
     query = jnp.where(index + new <= length, query, jnp.asarray(np.nan, query.dtype))
     return query, keys, values, index + new, past.astype(jnp.float32), positions
 

@@ -46,6 +46,11 @@ def kernel_misfit(kernel: Array, *declared: int) -> str:
     return f" (its kernel is {describe(kernel)}, not {list(declared)} as declared{hint})"
 
 
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether an array of one shape broadcasts to another shape."""
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to)))
+
+
 def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = True) -> Dtype:
     """Return the dtype that a computation on ``args`` should use.
 

@@ -82,8 +82,13 @@ def value_or_none(param: Param[Array] | None) -> Array | None:
 
 @step()
 def add_bias(y: Array, bias: Array) -> Array:
-    """Add a bias to the last axes; broadcast by hand, since a user may have made rank promotion an error."""
-    return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
+    """Add a bias to the last axes."""
+    return y + aligned(bias, y.ndim)
+
+
+def aligned(x: Array, ndim: int) -> Array:
+    """Give an array leading axes of size 1; done by hand, since a user may have made rank promotion an error."""
+    return jnp.reshape(x, (1,) * (ndim - x.ndim) + x.shape)
 
 
 def as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
