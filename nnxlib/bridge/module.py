@@ -182,6 +182,8 @@ class Module(core.Module):
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, unbox: bool = True, **kwargs: Any) -> Any:
         """Return the Param of this name; made by ``init_fn(key, *init_args)`` if there is none.
 
+        A Param keeps the metadata that comes with its value: ``unbox`` has no effect.
+
         Raises:
           StateMismatchError: if the one that there is has another shape than ``init_fn`` gives it.
         """
@@ -209,7 +211,10 @@ class Module(core.Module):
         unbox: bool = True,
         **kw: Any,
     ) -> Any:
-        """Return the Variable of this name; made by ``init_fn(*init_args)`` for this collection if there is none."""
+        """Return the Variable of this name; made by ``init_fn(*init_args)`` for this collection if there is none.
+
+        ``unbox`` has no effect, as in :meth:`param`.
+        """
         return self._variable(col, name, lambda: None if init_fn is None else init_fn(*init_args, **kw))
 
     def _variable(self, col: str, name: str, make: Callable[[], Any]) -> Variable:
@@ -263,7 +268,7 @@ class Module(core.Module):
         mutable: Any = True,
         **kw: Any,
     ) -> Any:
-        """Return what the call returns, and the variables that it makes; see :meth:`init`."""
+        """Return what the call returns, and all variables that it makes, whatever is ``mutable``; see :meth:`init`."""
         return self._run({}, Scope(_rngs(rngs), True, True), method, args, kw)
 
     def apply(

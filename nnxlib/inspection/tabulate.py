@@ -237,7 +237,7 @@ def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_fl
     )
     packed = pack(Arguments((traced,), {}))
     paths = [p[3:] if p[:3] == ("args", 0, 0) else ("<input>", *p[2:]) for p in packed.layout.paths]
-    follower = _Follower(flops, vjp_flops, {p: x.get_raw_value() for p, x in _variables(obj)})
+    follower = _Follower(flops, vjp_flops, {p: x.get_raw_value() for p, x in _variables_in(obj)})
     with listening(Listener(packed.objects, paths, follower.on_call)):
         eval_shape(call, traced)
     for row in follower.rows:
@@ -293,7 +293,7 @@ class _Follower:
     def count_layers(self, module: Any, path: tuple) -> int:
         """How many slices like those of ``module`` its stored Variables have; without Variables, as its caller."""
         known = False
-        for below, variable in _variables(module):
+        for below, variable in _variables_in(module):
             stored: Any = self.stored.get((*path, *below))
             here: Any = variable.get_raw_value()
             if getattr(here, "size", 0) and getattr(stored, "ndim", 0) > here.ndim:
@@ -302,7 +302,7 @@ class _Follower:
         return 1 if known else self.stacked[-1]
 
 
-def _variables(node: Any) -> Iterator[tuple[tuple, Variable]]:
+def _variables_in(node: Any) -> Iterator[tuple[tuple, Variable]]:
     return ((path, x) for path, x in iter_objects(node) if isinstance(x, Variable))
 
 

@@ -38,13 +38,14 @@ def _absolute(axes: Axes, ndim: int) -> tuple[int, ...]:
 
 
 @step()
-def _square(x: Array) -> Array:
+def squared(x: Array) -> Array:
+    """The square of a number, that of the magnitude if it is complex."""
     return lax.square(lax.real(x)) + lax.square(lax.imag(x)) if jnp.iscomplexobj(x) else lax.square(x)
 
 
 @step("axes")
 def _square_distance(x: Array, mean: Array, axes: tuple[int, ...]) -> Array:
-    return _square(x - jnp.expand_dims(mean, axes))
+    return squared(x - jnp.expand_dims(mean, axes))
 
 
 @step()
@@ -99,8 +100,8 @@ def moments(
     x = convert(x, jnp.promote_types(x.dtype, jnp.float32))
     over = (mask, axes, axis_name, axis_index_groups)
     if use_fast_variance:
-        mean, mean_of_square = _means([x, _square(x)], *over)
-        return mean, _fast_variance(mean_of_square, _square(mean))
+        mean, mean_of_square = _means([x, squared(x)], *over)
+        return mean, _fast_variance(mean_of_square, squared(mean))
     (mean,) = _means([x], *over)
     return mean, _means([_square_distance(x, mean, axes)], *over)[0]
 
@@ -111,7 +112,7 @@ def mean_square(
 ) -> Array:
     """Return the mean of ``x**2`` over ``axes``, in float32 at least; arguments as in :func:`moments`."""
     x = convert(x, jnp.promote_types(x.dtype, jnp.float32))
-    return _means([_square(x)], mask, axes, axis_name, axis_index_groups)[0]
+    return _means([squared(x)], mask, axes, axis_name, axis_index_groups)[0]
 
 
 _rsqrt = step()(lax.rsqrt)

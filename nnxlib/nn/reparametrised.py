@@ -40,6 +40,7 @@ from ..transforms.lift import Arguments, cross
 from . import initializers
 from .dtypes import Array, Dtype, convert, promote_dtype
 from .initializers import Initializer
+from .norm import squared
 from .settings import as_tuple, frozen, key_of
 
 
@@ -123,8 +124,7 @@ def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any, eager: bool) 
 def _unit(x: Array, axes: tuple[int, ...] | None, epsilon: Any, eager: bool) -> Array:
     """The array with norm 1 over the axes; eagerly with the bits that one operation at a time gives."""
     apart = lax.optimization_barrier if eager else lambda x: x
-    squares = lax.square(lax.real(x)) + lax.square(lax.imag(x)) if jnp.iscomplexobj(x) else lax.square(x)
-    return apart(x * apart(lax.rsqrt(apart(jnp.sum(apart(squares), axes, keepdims=True) + epsilon))))
+    return apart(x * apart(lax.rsqrt(apart(jnp.sum(apart(squared(x)), axes, keepdims=True) + epsilon))))
 
 
 class SpectralNorm(_Reparametrised):
