@@ -233,10 +233,13 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
         return None
     if p.dtype == object or q.dtype == object or p.dtype.kind in "OSU" or q.dtype.kind in "OSU":
         return None if _equal(x, y) else repr(y)
-    p, q = _wide(p), _wide(q)
     with np.errstate(all="ignore"):
-        distance = np.abs(p - q)
-        close = (p == q) | (distance <= atol + rtol * np.abs(q)) | (np.isnan(p) & np.isnan(q))
+        if p.dtype == q.dtype and p.dtype.kind in "iu":  # in their own type: no float tells large integers apart
+            distance = np.where(p > q, p - q, q - p).view(f"u{p.itemsize}").astype(np.float64)
+        else:
+            p, q = _wide(p), _wide(q)
+            distance = np.abs(p - q)
+        close = (p == q) | (distance <= atol + rtol * np.abs(_wide(q))) | (np.isnan(p) & np.isnan(q))
     if close.all():
         return None
     if not p.ndim:

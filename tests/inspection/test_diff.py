@@ -181,6 +181,9 @@ def test_values_of_all_kinds():
         (jax.random.key(0), jax.random.key(1), "another key"),
         (jnp.float32(1), jnp.float32(2), "float32[] 2.0"),
         (np.int32(1), np.int32(3), "int32[] 3"),
+        (np.array([2**62, 0]), np.array([2**62 + 1, 0]), "1 of 2 differ, by 1 at [0] at most"),
+        (np.array([-(2**63)]), np.array([2**63 - 1]), "1 of 1 differ, by 1.84e+19 at [0] at most"),
+        (np.array([-128], np.int8), np.array([127], np.int8), "1 of 1 differ, by 255 at [0] at most"),
         ("a", "b", "'b'"),
     )
     for x, y, text in cases:
