@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -432,7 +433,9 @@ class Embed(Module):
         return f"{self.num_embeddings}x{self.features}"
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """Look up integers of shape ``[...]``: ``[..., features]``; an index out of range gives NaN.
+        """Look up integers of shape ``[...]``: ``[..., features]``.
+
+        An index out of range gives NaN, or the vector if there is only one.
 
         Raises:
           LayerInputError: if the input is not of an integer dtype.
@@ -442,7 +445,8 @@ class Embed(Module):
             raise input_error(self, "inputs of an integer dtype", indices)
         (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
         if self.num_embeddings == 1:  # there is nothing to look up, and a gather of one row is slow
-            return jnp.broadcast_to(table[0], (*indices.shape, self.features))
+            found = jnp.broadcast_to(table[0], (*indices.shape, self.features))
+            return found if out_sharding is None else jax.sharding.reshard(found, out_sharding)
         if out_sharding is None:
             return jnp.take(table, indices, axis=0)
         return table.at[indices].get(out_sharding=out_sharding)

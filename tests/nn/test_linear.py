@@ -324,6 +324,17 @@ def test_a_table_of_one_row_is_broadcast():
         np.testing.assert_array_equal(out, np.broadcast_to(layer.embedding.value[0], (*shape, 3)))
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_embed_has_the_sharding_that_is_asked_for(rows):
+    """Of its output, on a mesh with explicit axes; also where there is nothing to look up."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        layer = nnx.Embed(rows, 3, rngs=nnx.Rngs(0))
+        out = layer(jnp.array([0, 0]), out_sharding=jax.P("data", None))
+    assert jax.typeof(out).sharding.spec == jax.P("data", None)
+    np.testing.assert_array_equal(out, np.asarray(layer.embedding.value)[[0, 0]])
+
+
 def test_attend_is_the_tied_output_layer():
     """Scores are inner products with each row, and the gradient of both uses reaches the one table."""
     layer = nnx.Embed(5, 3, rngs=nnx.Rngs(0))
