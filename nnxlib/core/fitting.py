@@ -27,6 +27,7 @@ from .layout import Layout
 from .state import FlatState, State
 from .static import same_items
 from .tracing import Tracer
+from .traversals import path_sort_key
 from .variables import Variable, all_unshared, make_variable, stored_value, unshared
 
 Values = tuple[list[Any], dict[int, Any]]  # of the leaves; and by position, metadata that differs from the layout's
@@ -70,7 +71,7 @@ def listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
     leaves = states[0] if len(states) == 1 else None
     if type(leaves) is not list or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
         return states
-    expected = FlatState(zip(layout.leaf_paths, layout.leaf_paths, strict=True)).paths
+    expected = tuple(sorted(layout.leaf_paths, key=path_sort_key))
     if len(leaves) != len(expected):
         raise StateMismatchError(
             f"Expected {len(expected)} leaves, those of all States in their order, got {len(leaves)}; nothing was made."

@@ -47,7 +47,6 @@ from .state import FlatState, State, from_flat_state, is_without_leaves, state_o
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
-from .traversals import path_sort_key
 from .variables import Variable, make_variables, raw_value
 
 A = TypeVar("A")
@@ -491,9 +490,6 @@ def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
     >>> nnx.unflatten(graphdef, leaves).kernel.shape
     (2, 3)
     """
-    if isinstance(state, list):
-        order = tuple(sorted(graphdef.layout.leaf_paths, key=path_sort_key))
-        state = FlatState.from_sorted_keys_values(order, state)
     return merge(graphdef, state)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import groupby
 from typing import Any
 
 from treescope import formatting_util, rendering_parts
@@ -105,17 +106,14 @@ def _items_of_list(items: list[tuple[Any, Any]], path: str | None, subtree_rende
 
 def _some(forms: Sequence[int], render: Callable[[int], Any], keys: Sequence[Any]) -> list[Any]:
     """What is rendered for each index; of a long run of equal forms the first few, and how many more there are."""
-    children, start = [], 0
-    while start < len(forms):
-        end = start
-        while end < len(forms) and forms[end] == forms[start]:
-            end += 1
-        shown = end if end - start <= LONGEST_RUN else start + SHOWN_OF_RUN
-        children += map(render, range(start, shown))
-        if shown < end:
-            more = f"... {end - shown} more like these, to [{keys[end - 1]}]"
+    children = []
+    for _, run in groupby(range(len(forms)), forms.__getitem__):
+        alike = list(run)
+        shown = alike if len(alike) <= LONGEST_RUN else alike[:SHOWN_OF_RUN]
+        children += map(render, shown)
+        if len(shown) < len(alike):
+            more = f"... {len(alike) - len(shown)} more like these, to [{keys[alike[-1]]}]"
             children.append(rendering_parts.comment_color(rendering_parts.text(more)))
-        start = end
     return children
 
 

@@ -48,8 +48,10 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
         return
     places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
     for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
         try:
-            jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else None
+            jax.typeof(leaf)
         except TypeError:
             if all_leaves([leaf]):
                 name, kind = format_path(path), type(leaf).__name__
