@@ -134,6 +134,11 @@ class Layout:
         )
 
     @functools.cached_property
+    def shapes(self) -> dict[int, Any]:
+        """The shapes as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py."""
+        return {}
+
+    @functools.cached_property
     def shared(self) -> frozenset[int]:
         """The rows that are referred to more than once."""
         trees = [spec for spec in self._specs if type(spec) is Tree]

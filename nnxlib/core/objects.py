@@ -21,7 +21,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 
@@ -146,9 +146,9 @@ def _nodes_in(values: Any) -> Iterator[Node]:
             yield from _nodes_in(value)
 
 
-def new_node(kind: type[A], marks: dict[str, Any] | None = None) -> A:
-    """Make an empty node of the running trace, without calling its ``__init__``."""
-    self: Any = cast(Any, kind)._nnx_empty(kind)
+def new_node(kind: Any, marks: dict[str, Any] | None = None) -> Any:
+    """Make an empty node of a class and of the running trace, without calling its ``__init__``."""
+    self = kind._nnx_empty(kind)
     self._nnx_init_slots()
     if marks:
         _set(self, "_nnx_marks", dict(marks))
@@ -200,6 +200,8 @@ def structure_changed(node: Any) -> None:
         invalidate(stamps, node)
         if node._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
             _set(node, "_nnx_stamps", ())
+    if node._nnx_tree is not None:
+        _set(node, "_nnx_tree", None)
 
 
 def check_writable(node: Any, what: str) -> None:

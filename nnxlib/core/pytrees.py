@@ -10,11 +10,16 @@ The layout of the outermost node decides. How each node below it flattens is the
 :class:`Level`) until its structure changes. So flattening a model takes time linear in its size, and only looks at the
 children of each node. Static values that can be changed in place are compared each time: one may have become data. A
 node with a part that can change unnoticed, such as a mutable dataclass of arrays, is walked each time.
+
+A node that JAX has made by unflattening keeps its shape until it changes: what were its children flatten as children,
+whatever ``jax.tree.map`` has put in their place, and nothing is walked.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,15 +31,15 @@ from .data import explicit_mark, is_data, is_node
 from .foreign import Foreign
 from .graph import build
 from .layout import Layout
-from .objects import PYTREE_REGISTRARS, Pytree, attributes_of, new_node
+from .objects import PYTREE_REGISTRARS, Node, Pytree, attributes_of, new_node
 from .registration import register_pytree
 from .reprs import static_repr
 from .rows import NodeRow, Ref, Tree
-from .stamps import Stamp
+from .stamps import Stamp, stamping, with_stamp
 from .static import Const
 from .tables import have_changed, table_of
 from .traversals import sorted_keys
-from .variables import Variable
+from .variables import Identified, Variable
 from .walk import flatten_once
 
 _set = object.__setattr__
@@ -61,23 +66,27 @@ class PathKey:
 
 
 class NodeShape:
-    """The static half of a node that flattens as a tree: its class, its static values, the names of its children."""
+    """The static half of a node that flattens as a tree: its class, its static values, the names of its children.
 
-    __slots__ = ("_contents", "_key", "children", "kind", "marks", "names", "statics")
+    From these follow the keys of the children, and how to take the children out of a node: ``take(open(node))``.
+    """
+
+    __slots__ = (
+        "_key", "children", "contents", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take",
+        "unflattened",
+    )  # fmt: skip
 
     def __init__(self, kind: type, names: tuple, statics: dict[Any, Const], children: tuple, marks: dict | None):
         self.kind, self.names, self.statics, self.children, self.marks = kind, names, statics, children, marks
+        self.contents = {name: statics[name].value if name in statics else None for name in names}
+        self.mutable = [name for name, value in statics.items() if value.mutable]  # each node has a copy of these
+        self.keys = [_key(kind, name) for name in children]
+        self.open, self.take = _takers(kind, names, children)
+        self.unflattened = Level(self, _NEVER_VALID, ())  # of a node that JAX has made of it, until it is looked at
         self._key: Any = None
-        self._contents: tuple[dict[Any, Any], list[Any]] | None = None
 
-    @property
-    def contents(self) -> tuple[dict[Any, Any], list[Any]]:
-        """The static values by name, with None for each child; and the names of those that a node has a copy of."""
-        if self._contents is None:
-            values = {name: value.value for name, value in self.statics.items()}
-            mutable = [name for name, value in self.statics.items() if value.mutable]
-            self._contents = {name: values.get(name) for name in self.names}, mutable
-        return self._contents
+    def __reduce__(self):
+        return NodeShape, (self.kind, self.names, self.statics, self.children, self.marks)
 
     @property
     def key(self) -> Any:  # only needed when JAX compares or hashes a treedef
@@ -87,14 +96,13 @@ class NodeShape:
         return self._key
 
     def unflatten(self, children: Iterable[Any]) -> Any:
-        contents, mutable = self._contents or self.contents
-        items = contents.copy()
-        for name, child in zip(self.children, children):
-            items[name] = child
-        for name in mutable:
+        items = self.contents.copy()
+        items.update(zip(self.children, children))
+        for name in self.mutable:
             items[name] = self.statics[name].fresh()
         node = new_node(self.kind, self.marks)
         node._nnx_fill_new(items)
+        _set(node, "_nnx_tree", self.unflattened)
         return node
 
     def __eq__(self, other: object) -> bool:
@@ -133,29 +141,15 @@ class GraphShape:
 
 
 class Level:
-    """How a node flattens as a tree: its shape, the keys of its children, and how to take these out of the node."""
+    """That a node flattens as a tree, and into which shape, while a stamp is valid and some static values are equal."""
 
-    __slots__ = ("edition", "keys", "mutable", "open", "shape", "stamp", "take", "valid")
+    __slots__ = ("edition", "mutable", "shape", "stamp", "valid")
 
-    def __init__(self, node: Any, stamp: Stamp, mutable: Mutable):
-        self.stamp, self.edition = stamp, stamp.edition  # of the table that showed that the graph is a tree
+    def __init__(self, shape: NodeShape, stamp: Stamp, mutable: Mutable):
+        self.shape = shape
+        self.stamp, self.edition = stamp, stamp.edition  # of what has shown that the graph is a tree
         self.mutable = mutable  # the static values below that can be changed in place, and what they were
         self.valid = self.edition if not mutable else None  # equal to ``stamp.valid`` if nothing else is to be compared
-        held = node._nnx_contents()
-        is_list = issubclass(type(node), list)
-        is_plain_list = is_list and len(held) == len(node)
-        only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it flattens like a list or dict
-        names = tuple(held) if is_plain_list else sorted_keys(held)
-        items = () if not only_static else range(len(node)) if is_list else held
-        marks = {name: explicit_mark(node, name) for name in names}
-        is_child = {
-            name: (name in items and marks[name] is None) or _is_child(held[name], marks[name]) for name in names
-        }
-        chosen = tuple([name for name, chosen in is_child.items() if chosen])
-        statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
-        self.shape = NodeShape(type(node), tuple(held), statics, chosen, node._nnx_marks)
-        self.keys = [_key(node, name) for name in chosen]
-        self.open, self.take = _takers(node, chosen)
 
     def holds(self) -> bool:
         """Whether nothing has changed since this was made."""
@@ -163,33 +157,100 @@ class Level:
         return not changed and self.stamp.valid == self.edition
 
 
-def _takers(node: Any, names: tuple) -> tuple[Callable[[Any], Any], Callable[[Any], Iterable[Any]]]:
-    """A function from a node to its contents, and one from these to the named children; both in C for most nodes."""
-    if isinstance(node, list) and names == tuple(range(len(node))):
+_NEVER_VALID = Stamp()
+_NEVER_VALID.valid = False
+
+
+def _shape_of(node: Any) -> NodeShape:
+    """The shape of a node, found by looking at all that it holds."""
+    held = node._nnx_contents()
+    is_list = isinstance(node, list)
+    only_static = isinstance(node, List | Dict) and not holds_data(node)  # then it flattens like a list or dict
+    names = tuple(held) if is_list and len(held) == len(node) else sorted_keys(held)
+    items = () if not only_static else range(len(node)) if is_list else held
+    marks = {name: explicit_mark(node, name) for name in names}
+    is_child = {name: (name in items and marks[name] is None) or _is_child(held[name], marks[name]) for name in names}
+    children = tuple([name for name, chosen in is_child.items() if chosen])
+    statics = {name: Const.of(held[name], (name,)) for name, chosen in is_child.items() if not chosen}
+    return NodeShape(type(node), tuple(held), statics, children, node._nnx_marks)
+
+
+def _takers(kind: type, names: tuple, children: tuple) -> tuple[Callable[[Any], Any], Callable[[Any], Iterable[Any]]]:
+    """A function from a node to its contents, and one from these to the children; both in C for most nodes."""
+    if issubclass(kind, list) and children == tuple(range(len(names))):
         return list.copy, iter
-    one_by_one = lambda held: [held[name] for name in names]
-    if isinstance(node, Pytree) and attributes_of(node).keys() >= set(names):
-        return attributes_of, operator.itemgetter(*names) if len(names) > 1 else one_by_one
+    one_by_one = lambda held: [held[name] for name in children]
+    if issubclass(kind, Pytree) and not kind._nnx_slot_names:
+        return attributes_of, operator.itemgetter(*children) if len(children) > 1 else one_by_one
     return lambda node: node._nnx_contents(), one_by_one
 
 
 def _level(node: Any) -> Level | None:
     """How a node flattens as a tree; None if the graph below it is not one."""
     level = node._nnx_tree
-    if level is not None and level.holds():
-        return level
+    if level is not None:
+        if level.holds():
+            return level
+        if level.stamp is _NEVER_VALID and (level := _level_of_unflattened(node)) is not None:
+            return level
     table = table_of(node)
     if not table.layout.is_tree:
         return None
-    objects, rows = table.objects_with(node), table.layout.rows
+    objects, rows, shapes = table.objects_with(node), table.layout.rows, table.layout.shapes
     below: list[Mutable | None] = [()] * len(rows)
     for i in range(len(rows) - 1, -1, -1):  # what a node holds has a higher number
         x, row = objects[i], rows[i]
         if type(row) is NodeRow:
             below[i] = mutable = _mutable_below(x, row, below)
-            level = Level(x, table.stamp, mutable or ())
+            if i not in shapes:
+                shapes[i] = _shape_of(x)
+            level = Level(shapes[i], table.stamp, mutable or ())
             _set(x, "_nnx_tree", None if mutable is None else level)
     return level
+
+
+def _level_of_unflattened(root: Any) -> Level | None:
+    """The level of a node that JAX has unflattened, if it and all nodes below are still of the shapes they came from.
+
+    Then nothing has to be described. A program that passes a Module to ``jax.jit``, and goes on with the one that this
+    returns, has another Module at every call.
+    """
+    stamp = Stamp()
+    stamps = (weakref.ref(stamp),)
+    nodes, parents, held = [root], [0], []
+    shapes: list[NodeShape] = []
+    mutable: list[Mutable] = []  # of each node
+    with stamping:
+        for k, node in enumerate(nodes):  # which become more
+            level = node._nnx_tree
+            if level is None or level.stamp is not _NEVER_VALID or not node._nnx_guarded:
+                return None
+            _set(node, "_nnx_stamps", with_stamp(node._nnx_stamps, stamps[0]) if node._nnx_stamps else stamps)
+            shape = level.shape
+            contents = shape.open(node)
+            children = [*shape.take(contents)]
+            for child in children:  # which become more
+                if isinstance(child, Node):
+                    nodes.append(child)
+                    parents.append(k)
+                elif isinstance(child, tuple):
+                    children += child
+            held += children
+            shapes.append(shape)
+            mutable.append([(contents[name], shape.statics[name]) for name in shape.mutable] if shape.mutable else ())
+    objects = [x for x in held if isinstance(x, Identified)]
+    others = [x for x in held if x is not None and not isinstance(x, (Identified, tuple))]
+    if len(set(map(id, objects))) < len(objects) or not jtu.all_leaves(others):  # there may be more in other pytrees
+        return None
+    if any(mutable):
+        for k in range(len(nodes) - 1, 0, -1):  # what a node holds has a higher number
+            mutable[parents[k]] = [*mutable[parents[k]], *mutable[k]]
+        if have_changed(mutable[0]):
+            return None
+    levels = list(map(Level, shapes, itertools.repeat(stamp), mutable))
+    for node, level in zip(nodes, levels, strict=True):
+        _set(node, "_nnx_tree", level)
+    return levels[0]
 
 
 Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in place, and what they were
@@ -229,7 +290,8 @@ def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
         if level is None:
             keyed, shape = _flatten_shared(node)
             return [child for _, child in keyed], shape
-    return level.take(level.open(node)), level.shape
+    shape = level.shape
+    return shape.take(shape.open(node)), shape
 
 
 def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | GraphShape]:
@@ -240,7 +302,8 @@ def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape 
         level = _level(node)
         if level is None:
             return _flatten_shared(node)
-    return zip(level.keys, level.take(level.open(node))), level.shape  # strict=True would take 0.1 us
+    shape = level.shape
+    return zip(shape.keys, shape.take(shape.open(node))), shape  # strict=True would take 0.1 us
 
 
 def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
@@ -258,10 +321,10 @@ def _is_child(value: Any, mark: bool | None) -> bool:
     return is_data(value) if mark is None or is_node(value) else mark
 
 
-def _key(node: Any, name: Any) -> Any:
+def _key(kind: type, name: Any) -> Any:
     if isinstance(name, str):
         return jtu.GetAttrKey(name)
-    return jtu.SequenceKey(name) if isinstance(node, list) else jtu.DictKey(name)
+    return jtu.SequenceKey(name) if issubclass(kind, list) else jtu.DictKey(name)
 
 
 def _register(cls: type) -> None:

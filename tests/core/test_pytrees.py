@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core import pytrees
 from nnxlib.core.tables import table_of
 
 is_variable = lambda x: isinstance(x, nnx.Variable)
@@ -459,6 +460,90 @@ def test_levels_are_looked_at_again_when_something_changes():
     np.testing.assert_array_equal(jax.tree.leaves(net)[1], jnp.ones(2))
     net.block.extra = net.b  # no tree any more
     assert leaves(net) == 2
+
+
+def test_what_jax_unflattened_flattens_without_being_walked(monkeypatch):
+    """A loop over plain ``jax.jit`` has another model at each step; to walk each took ten times as long."""
+    m = Net()
+    step = jax.jit(lambda m: jax.tree.map(lambda x: x + 1, m))
+    made, structure = step(m), jax.tree.structure(m)
+    monkeypatch.setattr(pytrees, "table_of", None)
+    for n in (3, 4, 5):
+        made = step(made)
+        assert jax.tree.structure(made) == structure
+        assert [x.max() for x in jax.tree.leaves(made)] == [n, n, n, n, n + 1, n]
+    assert step._cache_size() == 1
+
+
+CHANGES = {
+    "nothing": lambda m: None,
+    "a static value": lambda m: setattr(m.zeta, "n", 3),
+    "a static list": lambda m: m.config["sizes"].append(3),
+    "a new attribute": lambda m: setattr(m.zeta, "b", jnp.ones(1)),
+    "a new item": lambda m: m.layers.append(Layer()),
+    "an item that is gone": lambda m: m.layers[2].pop("a"),
+    "a shared Variable": lambda m: setattr(m.zeta, "w", m.layers[0].w),
+    "a shared Module": lambda m: setattr(m, "other", m.zeta),
+    "a cycle": lambda m: setattr(m.zeta, "parent", m),
+    "the class": lambda m: setattr(m.zeta, "__class__", Tied),
+    "a declaration": lambda m: setattr(m.zeta, "n", nnx.data(2)),
+    "metadata": lambda m: m.zeta.w.set_metadata(layer="y"),
+}
+
+
+@pytest.mark.parametrize("flattened", [False, True], ids=["at once", "flattened before"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_in_what_jax_unflattened_is_seen(change, flattened):
+    m = jax.tree.map(lambda x: x, Net())
+    if flattened:
+        jax.tree.leaves(m)
+    CHANGES[change](m)
+    fresh = copy.deepcopy(m)
+    for x, y in ((m.zeta, fresh.zeta), (m.layers, fresh.layers), (m, fresh)):
+        assert keys(x) == keys(y)
+        assert jax.tree.structure(x) == jax.tree.structure(y)
+
+
+def test_settings_in_slots_of_what_jax_unflattened_are_compared():
+    class Slotted(nnx.Module):
+        __slots__ = ("sizes",)
+
+        def __init__(self):
+            self.w, self.b, self.sizes = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2)), nnx.static({1, 2})
+
+    m = jax.tree.map(lambda x: x, Slotted())
+    before = jax.tree.structure(m)
+    m.sizes.add(3)
+    assert (jax.tree.structure(m) != before, jax.tree.structure(Slotted()) == before) == (True, True)
+
+
+def test_objects_that_jax_puts_in_several_places_are_shared():
+    """`jax.tree.map` with ``is_leaf`` may put one Variable, or one Module, in the place of several."""
+    p, layer = nnx.Param(jnp.ones(2)), Layer()
+    tied = jax.tree.map(lambda x: p if is_variable(x) else x, Net(), is_leaf=is_variable)
+    assert (tied.zeta.w is p, tied.pair[0] is p, len(jax.tree.leaves(tied))) == (True, True, 2)
+    is_layer = lambda x: isinstance(x, Layer)
+    tied = jax.tree.map(lambda x: layer if is_layer(x) else x, Net(), is_leaf=is_layer)
+    assert len(jax.tree.leaves(tied)) == len(jax.tree.leaves(Net())) - 2
+
+
+def test_what_stands_in_for_an_array_is_a_leaf():
+    """So a Module of axes, of shapes or of names, made by `jax.tree.map`, matches the Module of arrays."""
+
+    @nnx.dataclass
+    class Point(nnx.Pytree):
+        x: jax.Array
+        y: jax.Array
+        unit: str = "m"
+
+    points = Point(jnp.ones((3, 2)), jnp.ones((3, 2)))
+    axes = jax.tree.map(lambda x: 0, points)
+    assert jax.vmap(lambda p: p.x.sum(), in_axes=(axes,))(points).tolist() == [2, 2, 2]
+    assert jax.tree.map(lambda axis, x: x.shape[axis], axes, points).y == 3
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.shape, points)) == [3, 2, 3, 2]
+    assert jax.tree.structure(jax.tree.map(lambda x: "name", points)) == jax.tree.structure(points)
+    named = jax.tree.map(lambda x: None, points)
+    assert (named.x, jax.tree.leaves(named)) == (None, [])
 
 
 @jax.tree_util.register_dataclass
