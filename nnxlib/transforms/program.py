@@ -25,7 +25,7 @@ from ..core.objects import Node
 from ..core.recordings import recorded_anew
 from ..core.references import named_in
 from ..core.tables import pack_call
-from ..core.tracing import Tracer, at_top_level, evaluate
+from ..core.tracing import at_top_level, evaluate
 from .leaf_checks import check_traceable
 from .lift import Arguments
 
@@ -39,11 +39,11 @@ class Program:
       compiled: whether it is compiled for calls at top level, as loops are in JAX; if not, its operations are called.
     """
 
-    __slots__ = ("_watched", "captures", "function", "jitted")
+    __slots__ = ("_trace", "captures", "function", "jitted")
 
     def __init__(self, function: Callable, jitted: Callable | None = None, *, compiled: bool = True):
         self.function = function
-        self._watched: Callable | None = watched(function)
+        self._trace: Callable | None = jax.jit(watched(function)).trace  # `jax.make_jaxpr` would jit at each call
         self.jitted = jitted or (jax.jit(watched(function)) if compiled else self._inlined)
         self.captures = False  # whether it was found to capture objects
 
@@ -66,13 +66,15 @@ class Program:
         Raises:
           CapturedObjects: if the function captures objects.
         """
-        if self._watched is None:
+        if self._trace is None:
             return self.function(leaves)
         with lending(self, tuple):
-            closed, out = jax.make_jaxpr(self._watched, return_shape=True)(leaves)
-        if any(isinstance(x, Tracer) for x in closed.consts):
-            self._watched = None  # with which JAX forgets the trace
-        return jtu.tree_unflatten(jtu.tree_structure(out), evaluate(closed, *jtu.tree_leaves(leaves)))
+            traced = self._trace(leaves)
+        flat = jtu.tree_leaves(leaves)
+        if len(traced.jaxpr.in_avals) > len(flat):  # it also takes arrays of the trace around it
+            self._trace = None  # with which JAX forgets the trace
+            return self.function(leaves)
+        return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), evaluate(traced.jaxpr, *flat))
 
 
 def watched(function: Callable) -> Callable:

@@ -209,6 +209,15 @@ def test_a_program_is_compiled_for_top_level_calls_and_runs_as_it_is_inside_a_tr
     assert f.count == 2
 
 
+def test_a_program_is_prepared_for_being_traced_once(monkeypatch):
+    """To ask JAX for another jitted function at each call took half of the time of `nnx.remat` in a trace."""
+    make_jaxpr, program = jax.make_jaxpr, Program(lambda leaves: [leaves[0] + 1], compiled=False)
+    for name in ("jit", "make_jaxpr"):
+        monkeypatch.setattr(jax, name, None)
+    jaxpr = make_jaxpr(lambda x: program(program([x])))(1.0)
+    assert [equation.primitive.name for equation in jaxpr.eqns] == ["add", "add"]
+
+
 def test_a_program_that_uses_a_live_object_is_made_again_at_each_call():
     v = nnx.Variable(jnp.array(1))
     program = Program(lambda leaves: [leaves[0] + v.value])
