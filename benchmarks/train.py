@@ -6,8 +6,8 @@ of the model are 2,000 that the step replaces. The layers are as small as they c
 their arithmetic, for it is thousands of small operations: a ratio tells what a library adds to a step that is worth
 compiling.
 
-XLA compiles such a program in a second and a half per hundred Variables. So with 5,000 only the usual and the fastest
-form of each library take part.
+XLA compiles such a program in a second and a half per hundred Variables. So with 5,000 only the fastest form of each
+library takes part.
 
     python -m benchmarks.train [--quick] [--results FOLDER]
 """
@@ -24,9 +24,7 @@ IN_LARGE = (
     BASELINE,
     CONTROL,
     "nnxlib, nnx.jit",
-    "flax, nnx.jit (default)",
     "flax, split/merge, pure state",
-    "equinox, filter_jit",
     "equinox, jax.jit",
 )
 

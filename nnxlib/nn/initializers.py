@@ -38,8 +38,8 @@ from ..core.formulas import step
 Initializer = JaxInitializer | Callable[..., Any]
 
 
-@step("shape", "value", "dtype")
-def _full(shape: tuple[int, ...], value: int, dtype: Any) -> jax.Array:
+@step("shape", "dtype")
+def _full(value: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:  # one program for zeros and ones
     return jnp.full(shape, value, dtype)
 
 
@@ -60,7 +60,7 @@ def zeros(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.A
     """
     if kwargs:  # out_sharding
         return jax_initializers.zeros(key, shape, dtype, **kwargs)
-    return _full(_sizes(shape), 0, jax.dtypes.canonicalize_dtype(dtype))
+    return _full(0, _sizes(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def ones(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.Array:
@@ -72,7 +72,7 @@ def ones(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.Ar
     """
     if kwargs:
         return jax_initializers.ones(key, shape, dtype, **kwargs)
-    return _full(_sizes(shape), 1, jax.dtypes.canonicalize_dtype(dtype))
+    return _full(1, _sizes(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def zeros_init() -> Initializer:

@@ -1,9 +1,9 @@
-"""The benchmark of train steps: all take part in all sizes but the largest, where each library has two forms."""
+"""The benchmark of train steps: all take part in all sizes but the largest, where each library has its fastest form."""
 
 from benchmarks import dispatch, train
 
 
-def test_the_largest_size_has_the_usual_and_the_fastest_forms() -> None:
+def test_the_largest_size_has_the_fastest_form_of_each_library() -> None:
     assert set(train.IN_LARGE) <= set(dispatch.ADAPTERS)
     chosen = {size: {k for k in dispatch.ADAPTERS if train.takes_part(("train", size), k)} for size in dispatch.SIZES}
     assert chosen.pop(train.LARGE) == set(train.IN_LARGE)
