@@ -14,8 +14,8 @@ library takes part.
 
 from collections.abc import Sequence
 
-from .dispatch import BASELINE, CONTROL, SIZES, Case, run
-from .timing import QUICK, Effort, main
+from .dispatch import BASELINE, CONTROL, SIZES, THOROUGH, Case, run
+from .timing import QUICK, main
 
 CASES: Sequence[Case] = [(kind, size) for kind in ("train", "train, donated") for size in SIZES]
 QUICK_CASES: Sequence[Case] = [("train", 10), ("train, donated", 10)]
@@ -37,7 +37,7 @@ def takes_part(case: Case, label: str) -> bool:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(QUICK_CASES, QUICK, takes_part) if quick else run(CASES, Effort(), takes_part),
+        lambda quick: run(QUICK_CASES, QUICK, takes_part) if quick else run(CASES, THOROUGH, takes_part),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "optax", "numpy"],
     )
