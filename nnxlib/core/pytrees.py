@@ -65,16 +65,19 @@ class PathKey:
         return hash(self.path)
 
 
+_NEVER_VALID = Stamp()
+_NEVER_VALID.valid = False
+
+
 class NodeShape:
     """The static half of a node that flattens as a tree: its class, its static values, the names of its children.
 
-    From these follow the keys of the children, and how to take the children out of a node: ``take(open(node))``.
+    From these follow the keys of the children, and how to take the children out of a node: ``take(open(node))``. On a
+    node that JAX has unflattened it stands in place of a :class:`Level`, which does not hold until it is looked at.
     """
 
-    __slots__ = (
-        "_key", "children", "contents", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take",
-        "unflattened",
-    )  # fmt: skip
+    __slots__ = ("_key", "children", "contents", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")
+    stamp, valid = _NEVER_VALID, True
 
     def __init__(self, kind: type, names: tuple, statics: dict[Any, Const], children: tuple, marks: dict | None):
         self.kind, self.names, self.statics, self.children, self.marks = kind, names, statics, children, marks
@@ -82,7 +85,6 @@ class NodeShape:
         self.mutable = [name for name, value in statics.items() if value.mutable]  # each node has a copy of these
         self.keys = [_key(kind, name) for name in children]
         self.open, self.take = _takers(kind, names, children)
-        self.unflattened = Level(self, _NEVER_VALID, ())  # of a node that JAX has made of it, until it is looked at
         self._key: Any = None
 
     def __reduce__(self):
@@ -102,7 +104,7 @@ class NodeShape:
             items[name] = self.statics[name].fresh()
         node = new_node(self.kind, self.marks)
         node._nnx_fill_new(items)
-        _set(node, "_nnx_tree", self.unflattened)
+        _set(node, "_nnx_tree", self)
         return node
 
     def __eq__(self, other: object) -> bool:
@@ -157,10 +159,6 @@ class Level:
         return not changed and self.stamp.valid == self.edition
 
 
-_NEVER_VALID = Stamp()
-_NEVER_VALID.valid = False
-
-
 def _shape_of(node: Any) -> NodeShape:
     """The shape of a node, found by looking at all that it holds."""
     held = node._nnx_contents()
@@ -187,12 +185,13 @@ def _takers(kind: type, names: tuple, children: tuple) -> tuple[Callable[[Any], 
 
 def _level(node: Any) -> Level | None:
     """How a node flattens as a tree; None if the graph below it is not one."""
-    level = node._nnx_tree
-    if level is not None:
-        if level.holds():
-            return level
-        if level.stamp is _NEVER_VALID and (level := _level_of_unflattened(node)) is not None:
-            return level
+    known = node._nnx_tree
+    if type(known) is NodeShape:
+        known = _level_of_unflattened(node)
+    elif known is not None and not known.holds():
+        known = None
+    if known is not None:
+        return known
     table = table_of(node)
     if not table.layout.is_tree:
         return None
@@ -217,20 +216,22 @@ def _level_of_unflattened(root: Any) -> Level | None:
     """
     stamp = Stamp()
     stamps = (weakref.ref(stamp),)
-    nodes, parents, held = [root], [0], []
+    nodes, parents, held, seen = [root], [0], [], {id(root)}
     shapes: list[NodeShape] = []
     mutable: list[Mutable] = []  # of each node
     with stamping:
         for k, node in enumerate(nodes):  # which become more
-            level = node._nnx_tree
-            if level is None or level.stamp is not _NEVER_VALID or not node._nnx_guarded:
+            shape = node._nnx_tree
+            if type(shape) is not NodeShape or not node._nnx_guarded:
                 return None
             _set(node, "_nnx_stamps", with_stamp(node._nnx_stamps, stamps[0]) if node._nnx_stamps else stamps)
-            shape = level.shape
             contents = shape.open(node)
             children = [*shape.take(contents)]
             for child in children:  # which become more
                 if isinstance(child, Node):
+                    if id(child) in seen:
+                        return None
+                    seen.add(id(child))
                     nodes.append(child)
                     parents.append(k)
                 elif isinstance(child, tuple):

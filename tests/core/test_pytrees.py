@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -525,6 +527,31 @@ def test_objects_that_jax_puts_in_several_places_are_shared():
     is_layer = lambda x: isinstance(x, Layer)
     tied = jax.tree.map(lambda x: layer if is_layer(x) else x, Net(), is_leaf=is_layer)
     assert len(jax.tree.leaves(tied)) == len(jax.tree.leaves(Net())) - 2
+
+
+def test_what_is_shared_at_each_of_many_levels_is_visited_once():
+    pair = nnx.Dict(a=nnx.Param(jnp.ones(1)), b=nnx.Param(jnp.ones(1)))
+    tree = pair
+    for _ in range(40):
+        tree = jax.tree.map(lambda x, below=tree: below, pair, is_leaf=is_variable)
+    assert len(jax.tree.leaves(tree)) == 2
+
+
+@pytest.mark.parametrize("way", [jax.tree.leaves, lambda m: jax.tree.leaves(jax.tree.map(lambda x: x, m))])
+def test_static_values_are_freed_with_the_last_model_that_has_them(way):
+    class Setting:
+        pass
+
+    net = Net()
+    net.setting = Setting()
+    reference = weakref.ref(net.setting)
+    gc.disable()
+    try:
+        way(net)
+        del net
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_what_stands_in_for_an_array_is_a_leaf():
