@@ -71,13 +71,22 @@ def listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
     leaves = states[0] if len(states) == 1 else None
     if type(leaves) is not list or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
         return states
+    return (flat_state_of(layout, leaves),)
+
+
+def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:
+    """All leaves of a layout, in the order of their paths, as a FlatState.
+
+    Raises:
+      StateMismatchError: if the list has another number of leaves.
+    """
     expected = tuple(sorted(layout.leaf_paths, key=path_sort_key))
     if len(leaves) != len(expected):
         raise StateMismatchError(
             f"Expected {len(expected)} leaves, those of all States in their order, got {len(leaves)}; nothing was made."
             " Pass jax.tree.leaves(state) of the whole state, or the State itself."
         )
-    return (FlatState.from_sorted_keys_values(expected, leaves),)
+    return FlatState.from_sorted_keys_values(expected, leaves)
 
 
 def in_layout_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:

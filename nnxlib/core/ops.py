@@ -22,6 +22,7 @@ from .filters import Filter, filters_to_predicates, refuse_node_classes
 from .fitting import (
     Values,
     bare_values,
+    flat_state_of,
     have_avals,
     in_layout_order,
     is_none,
@@ -490,7 +491,7 @@ def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
     >>> nnx.unflatten(graphdef, leaves).kernel.shape
     (2, 3)
     """
-    return merge(graphdef, state)
+    return merge(graphdef, flat_state_of(graphdef.layout, state) if isinstance(state, list) else state)
 
 
 @boundary

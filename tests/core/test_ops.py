@@ -893,6 +893,15 @@ def test_flatten_and_unflatten():
         nnx.unflatten(graphdef, leaves[1:])
 
 
+def test_unflatten_takes_raw_values_that_are_containers():
+    """In a list for `merge` a dict is a State; of `unflatten` it can only be a value."""
+    m = nnx.Dict(a=nnx.Variable({"x": jnp.ones(1)}), b=nnx.Variable((1.0, 2.0)))
+    graphdef, leaves = nnx.flatten(m, with_paths=False)
+    new = nnx.unflatten(graphdef, [x.get_raw_value() for x in leaves])
+    assert new.b.get_value() == (1.0, 2.0)
+    assert new.a.get_value()["x"] == 1
+
+
 def test_unpack():
     """A GraphState is a pytree and a mapping; merge takes it alone, or with others."""
     m = Net()
