@@ -39,11 +39,11 @@ class Program:
       compiled: whether it is compiled for calls at top level, as loops are in JAX; if not, its operations are called.
     """
 
-    __slots__ = ("_trace", "captures", "function", "jitted")
+    __slots__ = ("_traced", "captures", "function", "jitted")
 
     def __init__(self, function: Callable, jitted: Callable | None = None, *, compiled: bool = True):
         self.function = function
-        self._trace: Callable | None = jax.jit(watched(function)).trace  # `jax.make_jaxpr` would jit at each call
+        self._traced: Any = jax.jit(watched(function))  # once: `jax.make_jaxpr` jits at each call
         self.jitted = jitted or (jax.jit(watched(function)) if compiled else self._inlined)
         self.captures = False  # whether it was found to capture objects
 
@@ -66,15 +66,17 @@ class Program:
         Raises:
           CapturedObjects: if the function captures objects.
         """
-        if self._trace is None:
+        jitted = self._traced
+        if jitted is None:
             return self.function(leaves)
-        with lending(self, tuple):
-            traced = self._trace(leaves)
         flat = jtu.tree_leaves(leaves)
-        if len(traced.jaxpr.in_avals) > len(flat):  # it also takes arrays of the trace around it
-            self._trace = None  # with which JAX forgets the trace
-            return self.function(leaves)
-        return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), evaluate(traced.jaxpr, *flat))
+        with lending(self, tuple):
+            traced = jitted.trace(leaves)
+            closed, out = traced.jaxpr, traced.out_info
+            if len(closed.in_avals) > len(flat):  # it also takes arrays of the trace around it; `make_jaxpr` has them
+                closed, out = jax.make_jaxpr(jitted.__wrapped__, return_shape=True)(leaves)  # without running it again
+                self._traced = None  # with which JAX forgets the trace
+        return jtu.tree_unflatten(jtu.tree_structure(out), evaluate(closed, *flat))
 
 
 def watched(function: Callable) -> Callable:

@@ -218,6 +218,21 @@ def test_a_program_is_prepared_for_being_traced_once(monkeypatch):
     assert [equation.primitive.name for equation in jaxpr.eqns] == ["add", "add"]
 
 
+def test_a_program_that_captures_an_array_of_the_trace_around_it_is_run_once_for_it():
+    """JAX gives the array to the traced program as one more input, whose value only another trace tells."""
+
+    def function(x, by):
+        multiply = counted(lambda leaves: [leaves[0] * by])
+        program = Program(multiply, compiled=False)
+        x = program([x])[0]
+        assert multiply.count == 1
+        return program([x])[0] + program([x])[0]
+
+    jaxpr = jax.make_jaxpr(function)(1.0, 2.0)
+    assert [equation.primitive.name for equation in jaxpr.eqns] == ["mul", "mul", "mul", "add"]
+    assert jax.jit(function)(3.0, 2.0) == 24
+
+
 def test_a_program_that_uses_a_live_object_is_made_again_at_each_call():
     v = nnx.Variable(jnp.array(1))
     program = Program(lambda leaves: [leaves[0] + v.value])
