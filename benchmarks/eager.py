@@ -326,7 +326,7 @@ def run(effort: Effort, names: Sequence[str] = tuple(WORK)) -> Report:
     calls = Table("Python and C functions called", CONTENDERS, names)
     for label in CONTENDERS:
         found = {name: (group[label], group[BASE]) for name, group in measured.items() if label in group}
-        times.add(label, {name: _time(label, own.seconds, base.seconds) for name, (own, base) in found.items()})
+        times.add(label, {name: _time(label, own, base) for name, (own, base) in found.items()})
         calls.add(label, {name: f"{own.calls:,}" for name, (own, _) in found.items()})
     spread = statistics.median(m.spread for group in measured.values() for m in group.values())
     missing = [name for name in (THEIRS, EQUINOX) if name not in libraries]
@@ -334,8 +334,8 @@ def run(effort: Effort, names: Sequence[str] = tuple(WORK)) -> Report:
     return Report([times, calls], remarks + [f"Not installed: {name}." for name in missing])
 
 
-def _time(label: str, seconds: float, base: float) -> str:
-    return f"{seconds * 1e6:,.0f} us" if label == BASE else f"{seconds / base:.2f}"
+def _time(label: str, own: Measurement, base: Measurement) -> str:
+    return f"{own.seconds * 1e6:,.0f} us" if label == BASE else f"{own.over(base):.2f}"
 
 
 if __name__ == "__main__":

@@ -334,8 +334,8 @@ def run(sizes: tuple[int, ...], effort: Effort) -> Report:
         remarks.update(missing)
         agree(group)
         measured = measure(group, effort)
-        exact = measured[EXACT].seconds
-        compared.add(column, {label: f"{own.seconds / exact:.2f}" for label, own in measured.items()})
+        exact = measured[EXACT]
+        compared.add(column, {label: f"{own.over(exact):.2f}" for label, own in measured.items()})
         microseconds.add(column, {label: f"{1e6 * own.seconds:,.1f}" for label, own in measured.items()})
     names = list(ways(4))
     alone = Table("nnxlib, touches few, by the way of calling: ratio to exact", [f"{n:,}" for n in sizes], names)
@@ -346,7 +346,7 @@ def run(sizes: tuple[int, ...], effort: Effort) -> Report:
             for _ in range(20):  # past the checks of the first uses
                 own(), exact_call()
             measured = measure({"own": own, "exact": exact_call}, effort)
-            ratios[name] = f"{measured['own'].seconds / measured['exact'].seconds:.2f}"
+            ratios[name] = f"{measured['own'].over(measured['exact']):.2f}"
             counts[name] = f"{measured['own'].calls:,}"
         alone.add(f"{size:,}", ratios)
         calls.add(f"{size:,}", counts)

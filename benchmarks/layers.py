@@ -193,7 +193,7 @@ WORK: Mapping[str, tuple[Callable[[ModuleType, Row], Call], int]] = {
 
 MEASURED: Mapping[str, Callable[[Measurement, Measurement | None, int], str]] = {
     "Time, ratio of nnxlib to flax.nnx (medians)": lambda own, other, n: (
-        "-" if other is None else f"{own.seconds / other.seconds:.2f}"
+        "-" if other is None else f"{own.over(other):.2f}"
     ),
     "Microseconds, nnxlib / flax.nnx (medians)": lambda own, other, n: _pair(own, other, lambda m: m.seconds * 1e6 / n),
     "Python and C functions called, nnxlib / flax.nnx": lambda own, other, n: _pair(own, other, lambda m: m.calls / n),

@@ -323,8 +323,8 @@ def run(sizes: Sequence[int], blocks: int, effort: Effort, names: Sequence[str] 
             spreads += [found.spread for found in measured[name].values()]
         for label in CONTENDERS:
             found = {name: group[label] for name, group in measured.items() if label in group}
-            base = {name: measured[name][BASE].seconds for name in found}
-            times.add(label, {n: _time(label, m.seconds, base[n]) for n, m in found.items()})
+            base = {name: measured[name][BASE] for name in found}
+            times.add(label, {n: _time(label, m, base[n]) for n, m in found.items()})
             calls.add(label, {n: f"{m.calls / size:.1f}" for n, m in found.items()})
         tables += [times, calls]
     memory = Table(
@@ -342,8 +342,8 @@ def run(sizes: Sequence[int], blocks: int, effort: Effort, names: Sequence[str] 
     return Report([*tables, memory], remarks + [f"Not installed: {name}." for name in missing])
 
 
-def _time(label: str, seconds: float, base: float) -> str:
-    return f"{seconds * 1e6:,.0f} us" if label == BASE else f"{seconds / base:.1f}"
+def _time(label: str, own: Measurement, base: Measurement) -> str:
+    return f"{own.seconds * 1e6:,.0f} us" if label == BASE else f"{own.over(base):.1f}"
 
 
 if __name__ == "__main__":

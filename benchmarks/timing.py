@@ -12,7 +12,8 @@ means something elsewhere. So everything here works on a *group* of calls that d
 The contract of `measure`: all members are warm before the first sample. They take turns, in a new random order each
 round; a turn starts with a call that is not counted, so that none is billed for the cache misses another left behind.
 Every sample is one call *and* the wait for its array. A collection of garbage falls on whoever happens to run, so the
-collector is off while sampling.
+collector is off while sampling. A shared machine becomes twice as slow for seconds, and all of a sudden: so ratios are
+taken within each round, and the median of these counts.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import contextlib
 import gc
 import importlib
 import importlib.metadata
+import operator
 import os
 import pathlib
 import platform
@@ -51,7 +53,7 @@ class Prepared:
 class Effort:
     """How long to measure: the number of rounds, the seconds of one turn, and the seconds to watch the collector."""
 
-    rounds: int = 10
+    rounds: int = 15
     turn: float = 0.02  # five times shorter ones showed raw jax.jit over 1,000 arrays a quarter slower: cold caches
     watch: float = 1.5  # a full pass of the collector comes once a second or so
 
@@ -61,11 +63,34 @@ QUICK = Effort(rounds=5, turn=0.001, watch=0.1)
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one call costs: seconds (median), their interquartile range over the median, and the functions called."""
+    """What one call costs.
+
+    Attributes:
+      seconds: the median of all samples.
+      spread: their interquartile range, over the median.
+      calls: the functions called.
+      rounds: the median of each round, in seconds.
+    """
 
     seconds: float
     spread: float
     calls: int
+    rounds: Sequence[float]
+
+    def over(self, other: "Measurement") -> float:
+        """The :func:`ratio_of_rounds` to another member of the group.
+
+        >>> slow_at_last = [1.0, 1.0, 3.0]
+        >>> base = Measurement(1.0, 0.0, 1, slow_at_last)
+        >>> Measurement(2.0, 0.0, 1, [2 * seconds for seconds in slow_at_last]).over(base)
+        2.0
+        """
+        return ratio_of_rounds(self.rounds, other.rounds)
+
+
+def ratio_of_rounds(own: Sequence[float], other: Sequence[float]) -> float:
+    """The median of the ratios of two that took turns, round by round."""
+    return statistics.median(map(operator.truediv, own, other))
 
 
 def agree(group: Mapping[str, Call], steps: int = 3, tolerance: float = 1e-3) -> None:
@@ -82,19 +107,24 @@ def measure(group: Mapping[str, Call], effort: Effort) -> dict[str, Measurement]
     with _collector_off():
         samples = _sample_in_turns(group, effort)
         counts = {label: _counted(call) for label, call in group.items()}
-    return {
-        label: Measurement(statistics.median(samples[label]), _spread(samples[label]), counts[label]) for label in group
-    }
+    return {label: _measurement(samples[label], counts[label]) for label in group}
 
 
-def _sample_in_turns(group: Mapping[str, Call], effort: Effort) -> dict[str, list[float]]:
-    samples: dict[str, list[float]] = {label: [] for label in group}
+def _measurement(rounds: Sequence[Sequence[float]], calls: int) -> Measurement:
+    samples = [seconds for taken in rounds for seconds in taken]
+    return Measurement(
+        statistics.median(samples), _spread(samples), calls, [statistics.median(taken) for taken in rounds]
+    )
+
+
+def _sample_in_turns(group: Mapping[str, Call], effort: Effort) -> dict[str, list[list[float]]]:
+    samples: dict[str, list[list[float]]] = {label: [] for label in group}
     order = list(group)
     shuffle = random.Random(0).shuffle
     for _ in range(effort.rounds):
         shuffle(order)
         for label in order:
-            samples[label] += _turn(group[label], effort.turn)
+            samples[label].append(_turn(group[label], effort.turn))
             gc.collect()
     return samples
 
