@@ -171,6 +171,8 @@ def tabulate(
     chosen = names if columns is None else list(columns)
     if not set(chosen) <= set(names):
         raise UsageError(f"tabulate has no columns {sorted(set(chosen) - set(names))}; this table has {names}.")
+    if not chosen:
+        raise UsageError(f"A table needs a column, but `columns` is empty; this table has {names}.")
     cells = [{**_cells(row), **variables.cells(row.path)} for row in shown]
     total: dict[str, str] = {kind: str(variables.size((), kind)) for kind in variables.kinds}
     if rows and rows[0].path == ():  # the call of ``obj`` itself, which is that of all in it

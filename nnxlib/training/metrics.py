@@ -249,8 +249,10 @@ class MultiMetric(Metric):
 
     Raises:
       TypeError: for a value that is not a metric.
-      ValueError: for a name that a method has.
+      ValueError: for a name that a method or another attribute has.
     """
+
+    _metric_names: tuple[str, ...] = ()
 
     def __init__(self, **metrics: Any):
         for name, metric in metrics.items():

@@ -204,6 +204,8 @@ def test_columns():
     assert cells(nnx.tabulate(net(), X, columns=("Param", "path"), depth=0))[0] == ("Param", "path")
     with pytest.raises(ValueError, match=r"no columns \['param'\].*'path'.*'Param'"):
         nnx.tabulate(net(), X, columns=("param",))
+    with pytest.raises(ValueError, match=r"needs a column.*'path'.*'Param'"):
+        nnx.tabulate(net(), X, columns=())
 
 
 def test_calls_inside_transforms():

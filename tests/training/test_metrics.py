@@ -338,10 +338,11 @@ def test_what_is_no_metric_is_refused():
         nnx.MultiMetric(loss=0.5)
 
 
-def test_a_metric_cannot_have_the_name_of_a_method():
-    """It would take the place of the method."""
-    with pytest.raises(ValueError, match="cannot be called 'update'"):
-        nnx.MultiMetric(update=Average())
+@pytest.mark.parametrize("name", ["update", "_metric_names"])
+def test_a_metric_cannot_have_the_name_of_what_is_there(name):
+    """It would take the place of the method, or of the list of metrics."""
+    with pytest.raises(ValueError, match=f"cannot be called '{name}'"):
+        nnx.MultiMetric(**{name: Average()})
 
 
 def test_a_metric_of_the_user_says_what_it_lacks():
