@@ -23,9 +23,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from .tracing import at_top_level
+from .tracing import at_top_level, runs_eagerly
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +42,16 @@ def step(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return jax.jit(function, static_argnames=static, inline=INLINE)
 
     return decorate
+
+
+@step("shape", "dtype")
+def _filled(value: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:  # one program for zeros and ones
+    return jnp.full(shape, value, dtype)
+
+
+def full(value: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array of this number, from a compiled program; but in a trace it is faster not to call that."""
+    return _filled(value, shape, dtype) if runs_eagerly() else lax.full(shape, value, dtype)
 
 
 def product(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

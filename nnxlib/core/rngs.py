@@ -48,7 +48,7 @@ from jax.nn import initializers
 
 from .errors import ArgumentError, InvalidRngError, MissingStreamError, UsageError, describe
 from .filters import Filter, filters_to_predicates
-from .formulas import step
+from .formulas import full, step
 from .objects import Pytree, attributes_of, new_node
 from .tracing import Tracer
 from .variables import RngCount, RngKey, RngState, Variable
@@ -85,11 +85,6 @@ def _descend(key: jax.Array, words: jax.Array | np.ndarray) -> jax.Array:
     for _ in range(key.ndim):
         one = jax.vmap(one)
     return one(key)
-
-
-@step("shape")
-def _zero_counts(shape: tuple[int, ...]) -> jax.Array:
-    return jnp.zeros(shape, jnp.uint32)
 
 
 def _digest(purpose: bytes, static: tuple[str | int, ...]) -> np.ndarray:
@@ -297,7 +292,7 @@ class RngStream(_Samplers, Pytree):
         root = as_key(key)
         self.tag = tag
         self.key = RngKey(root, tag=tag)
-        self.count = RngCount(_zero_counts(root.shape), tag=tag)
+        self.count = RngCount(full(0, root.shape, np.uint32), tag=tag)
 
     def __call__(self) -> jax.Array:
         """Return the next key.

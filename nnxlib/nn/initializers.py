@@ -33,14 +33,9 @@ from jax.nn.initializers import variance_scaling as variance_scaling
 from jax.nn.initializers import xavier_normal as xavier_normal
 from jax.nn.initializers import xavier_uniform as xavier_uniform
 
-from ..core.formulas import step
+from ..core.formulas import full
 
 Initializer = JaxInitializer | Callable[..., Any]
-
-
-@step("shape", "dtype")
-def _full(value: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:  # one program for zeros and ones
-    return jnp.full(shape, value, dtype)
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
@@ -60,7 +55,7 @@ def zeros(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.A
     """
     if kwargs:  # out_sharding
         return jax_initializers.zeros(key, shape, dtype, **kwargs)
-    return _full(0, _sizes(shape), jax.dtypes.canonicalize_dtype(dtype))
+    return full(0, _sizes(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def ones(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.Array:
@@ -72,7 +67,7 @@ def ones(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.Ar
     """
     if kwargs:
         return jax_initializers.ones(key, shape, dtype, **kwargs)
-    return _full(1, _sizes(shape), jax.dtypes.canonicalize_dtype(dtype))
+    return full(1, _sizes(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def zeros_init() -> Initializer:

@@ -5,6 +5,7 @@ import pytest
 from jax import lax
 
 import nnxlib as nnx
+from nnxlib.core import formulas
 from nnxlib.core.formulas import formula, step
 
 
@@ -119,3 +120,30 @@ def test_an_operation_of_jax_whose_code_is_replaced_runs_as_replaced(name):
     finally:
         operation.__code__ = code
     np.testing.assert_array_equal(layer(x), before)
+
+
+def test_zeros_and_ones_of_a_shape_are_one_program():
+    """A program that is compiled takes a hundredth of a second; a new model has biases and scales of many shapes."""
+    programs = formulas._filled._cache_size
+    before = programs()
+    zeros, ones = (formulas.full(value, (3, 17), jnp.bfloat16) for value in (0, 1))
+    assert programs() == before + 1
+    assert (zeros.dtype, ones.shape, (zeros + 1 == ones).all()) == (jnp.bfloat16, (3, 17), True)
+
+
+@pytest.mark.parametrize("transform", [jax.eval_shape, jax.vmap, jax.grad])
+def test_a_constant_is_the_same_in_a_transformation(transform):
+    made = []
+
+    def make(x):
+        made.append(formulas.full(1, (2,), jnp.int32))
+        return x.sum()
+
+    transform(make, jnp.ones(3)) if transform is jax.eval_shape else transform(make)(jnp.ones(3))
+    assert (made[0].shape, made[0].dtype, made[0].aval.weak_type) == ((2,), jnp.int32, False)
+
+
+def test_a_constant_is_one_operation_in_a_trace():
+    """To call a program takes twice as long there, since JAX looks for it anew in each trace."""
+    jaxpr = jax.make_jaxpr(lambda: formulas.full(1, (2,), jnp.int32))()
+    assert [equation.primitive.name for equation in jaxpr.eqns] == ["broadcast_in_dim"]
