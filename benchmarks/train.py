@@ -6,7 +6,7 @@ of the model are 2,000 that the step replaces. The layers are as small as they c
 their arithmetic, for it is thousands of small operations: a ratio tells what a library adds to a step that is worth
 compiling.
 
-XLA compiles such a program of 1,000 Variables in 14 s, of 2,000 in 34 s, and of 5,000 in minutes. So with 5,000 only the
+XLA compiles such a program of 1,000 Variables in 14 s, of 2,000 in 34 s, of 5,000 in minutes. So with 5,000 only the
 fastest form of each library takes part.
 
     python -m benchmarks.train [--quick] [--results FOLDER]
