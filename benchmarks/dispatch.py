@@ -35,7 +35,8 @@ SIZES = (10, 100, 1000, 5000)
 CASES: Sequence[Case] = [(kind, size) for kind in ("read", "update", "update, donated") for size in SIZES]
 QUICK_CASES: Sequence[Case] = [("read", 10), ("update", 10), ("read", 100), ("update", 100)]
 WATCHED: Sequence[Case] = [("update", 1000)]  # where the garbage collector is watched as well
-# On a busy machine raw JAX beside itself, updating 1,000, was 0.86 to 1.42 in ten rounds, 1.01 to 1.05 in forty.
+# On a busy machine raw JAX beside itself, updating 1,000, was 0.86 to 1.42 in ten rounds, 0.96 to 1.18 in twenty, and
+# 1.01 to 1.05 in forty.
 THOROUGH = Effort(rounds=30)
 WIDTH = 4
 LEARNING_RATE = 1e-3
@@ -471,11 +472,10 @@ def run(cases: Sequence[Case], effort: Effort, measured_in: Callable[[Case, str]
         print(f"{name(case)} ...", file=sys.stderr, flush=True)
         group, failures = warm(case, {label: own for label, own in adapters.items() if measured_in(case, label)})
         measurements = measure(group, effort)
+        raw = measurements[BASELINE]
         for title, table in tables.items():
-            raw = measurements[BASELINE]
             table.add(name(case), {label: MEASURED[title](own, raw) for label, own in measurements.items()})
         if case in watched:
-            raw = measurements[BASELINE]
             total_seconds = {
                 label: measurements[label].over(raw) * raw.seconds + collector_seconds(call, effort.watch)
                 for label, call in group.items()
