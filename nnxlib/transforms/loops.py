@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from ..core.errors import BodyError, format_path
 from ..core.layout import Layout
-from ..core.rows import ROOT, Tree, count_leaves
+from ..core.rows import ROOT, Tree
 from ..core.tracing import at_top_level, boundary
-from .body import Body, delta_of, structural_rows, trace_body, zeros
+from .body import Body, structural_rows, trace_body, zeros
 from .body_checks import (
     check_same_output,
     check_types,
@@ -72,10 +72,10 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
         _refuse_changes(layout, check)
         carry = jax.lax.while_loop(
             lambda carry: _output(check, loop.leaves(carry)),
-            lambda carry: loop.step(loop.leaves(carry)),
+            lambda carry: loop.body.run(loop.leaves(carry)),
             loop.carry,
         )
-        return carry, Result(loop.delta)
+        return carry, Result(loop.body.delta)
 
     return call_program((step, test), ("while",), run, arguments).args[0]
 
@@ -116,11 +116,11 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         carry = jax.lax.fori_loop(
             start,
             stop,
-            lambda i, carry: loop.step([*loop.leaves(carry)[:-1], jax.lax.convert_element_type(i, index_type)]),
+            lambda i, carry: loop.body.run([*loop.leaves(carry)[:-1], jax.lax.convert_element_type(i, index_type)]),
             loop.carry,
             unroll=unroll,
         )
-        return carry, Result(loop.delta)
+        return carry, Result(loop.body.delta)
 
     key = ("fori", unroll, (first, last) if static else None)
     return call_program((step,), key, run, arguments, jnp.asarray(upper)).args[0]
@@ -154,10 +154,10 @@ def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _
 
 
 class _Loop:
-    """A traced body as a step on its carry: the leaves that it changes, and those of the value itself.
+    """A traced body as a step on its carry: the leaves that it returns. So its Delta is that of the whole loop, too.
 
     Attributes:
-      delta: what the whole loop does; its leaves are the carry.
+      body: the body.
       carry: the values to begin with.
       positions: for each leaf of the carry, its position in the layout; None for what the body records, which comes out
         and is not seen by the next iteration.
@@ -177,14 +177,9 @@ class _Loop:
             check_same_output(layout, layout.root, body.delta.root, said, _HINT)
             replaced = {}
         refuse_written(layout, body, replaced, what)
-        self.delta, owners = delta_of(layout, body.owners, body, body.delta.root)
-        owners += [(ROOT, k) for k in range(count_leaves(layout.root))]
-        positions, place = layout.owner_positions, {owner: k for k, owner in enumerate(body.owners)}
         self.body, self.constant = body, leaves
-        self.positions = [positions.get((replaced.get(i, i), k)) for i, k in owners]
-        self.order = [place[owner] for owner in owners]
-        types = [body.types[k] for k in self.order]
-        pairs = list(zip(self.positions, types, strict=True))
+        self.positions = [layout.owner_positions.get((replaced.get(i, i), k)) for i, k in body.owners]
+        pairs = list(zip(self.positions, body.types, strict=True))
         self.carry = [zeros(type_) if k is None else leaves[k] for k, type_ in pairs]
         recurring = [(k, type_) for k, type_ in pairs if k is not None]
         self.recurring = [k for k, _ in recurring], [type_ for _, type_ in recurring]
@@ -196,11 +191,6 @@ class _Loop:
             if k is not None:
                 leaves[k] = leaf
         return leaves
-
-    def step(self, leaves: Sequence[Any]) -> list[Any]:
-        """Run the body on all leaves; returns the next carry."""
-        results = self.body.run(leaves)
-        return [results[k] for k in self.order]
 
 
 _HINT = (

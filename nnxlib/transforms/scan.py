@@ -31,7 +31,7 @@ from ..core.rows import ROOT, Spec, Tree
 from ..core.tables import pack_call
 from ..core.variables import MISSING, RngCount
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, stack_axes, stack_recorded, strip_axes
-from .body import Body, delta_of, own_states, trace_body
+from .body import Body, own_states, trace_body
 from .body_checks import (
     check_types,
     refuse_structural,
@@ -232,10 +232,7 @@ class _Scan(NamedTuple):
         found = dict(zip(handed_on, last, strict=True))
         for k, y in zip(stacked, ys, strict=True):
             found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
-        delta, owners = delta_of(self.layout, body.owners, body, body.delta.root)
-        owners += [owner for owner in body.owners if owner[0] == ROOT]
-        place = {owner: k for k, owner in enumerate(body.owners)}
-        return [found[place[owner]] for owner in owners], Result(delta)
+        return [found[k] for k in range(len(body.owners))], Result(body.delta)
 
 
 def _moved(x: Any, source: int, destination: int) -> Any:
