@@ -25,22 +25,21 @@ of the same structure. Contexts are found by tag, innermost first, in a stack pe
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 
 from .differences import Aval
 from .errors import Path, StateMismatchError, UsageError, format_path
 from .filters import Filter
-from .graph import Delta, Packed, check_commit, commit, pack
+from .graph import Delta, Packed, changed_row, check_commit, commit, pack
 from .graphdef import GraphDef
 from .layout import Layout
 from .ops import copies_of, graphdef_of, merge
-from .rows import ROOT, SAME, NodeRow, Ref, Row, VariableRow, count_leaves
+from .rows import NodeRow, Ref, Row, VariableRow
 from .state import FlatState, split_state, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace
 from .traversals import path_sort_key
@@ -223,20 +222,12 @@ def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -
                 rows[i] = row
             elif own[i][0] is not now.cells[i].value:
                 values.append(i)
-        elif row != present or any(map(operator.is_not, own[i], now.arrays[i])):
-            rows[i] = _keeping_statics(row, present)
-    order = [*values, *sorted(rows, key=lambda i: (isinstance(rows[i], NodeRow), i)), ROOT]
+        elif changed := changed_row(cast(NodeRow, present), iter(now.arrays[i]), row, iter(own[i])):
+            rows[i] = changed
     delta = Delta(tuple(values), tuple(sorted(rows.items())), layout.root)
     check_commit(layout, delta, objects)  # for its message: in the table below, not every row has a path
-    before = Layout(now.all_rows(), layout.root)
-    return commit(before, delta, [leaf for i in order for leaf in own[i]], objects)
-
-
-def _keeping_statics(row: NodeRow, present: Row) -> NodeRow:
-    """The row with ``SAME`` for fields without leaves that are what they were."""
-    held = dict(present.fields) if isinstance(present, NodeRow) else {}
-    fields = [(name, SAME if held.get(name) == spec and not count_leaves(spec) else spec) for name, spec in row.fields]
-    return row._replace(fields=tuple(fields))
+    leaves = [packed.leaves[layout.owner_positions[owner]] for owner in delta.owners(layout.rows)]
+    return commit(Layout(now.all_rows(), layout.root), delta, leaves, objects)
 
 
 # --- contexts by tag ------------------------------------------------------------------------------------------------

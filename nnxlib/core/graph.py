@@ -44,7 +44,20 @@ from .finding import locate
 from .inputs import is_read, peek
 from .layout import Layout
 from .objects import Node, fill_all, new_node, new_nodes, structure_changed
-from .rows import ROOT, SAME, NodeRow, Owner, Row, Spec, VariableRow, count_leaves, leaf_suffixes, value_of
+from .rows import (
+    ROOT,
+    SAME,
+    NodeRow,
+    Owner,
+    Row,
+    Spec,
+    VariableRow,
+    count_leaves,
+    leaf_suffixes,
+    leaves_by_field,
+    only_arrays_change,
+    value_of,
+)
 from .stamps import Stamp
 from .tracing import current_trace
 from .variables import MISSING, NO_METADATA, Variable, as_stored, make_variable, make_variables
@@ -137,23 +150,32 @@ class Delta(NamedTuple):
     """What a function did to the objects of a layout, and what it returned. Static: the new values are leaves."""
 
     values: tuple[int, ...]  # the rows of Variables that got another value
-    rows: tuple[tuple[int, Row], ...]  # new rows, and rows that have changed otherwise
+    rows: tuple[tuple[int, Row], ...]  # new rows, and rows that have changed otherwise, with SAME in unchanged fields
     root: Spec  # of the output
+
+    def owners(self, rows: Mapping[int, Row] | Sequence[Row]) -> list[Owner]:
+        """The owner of each of its leaves, in the order in which :func:`commit` takes them.
+
+        First come the values of Variables, those of ``values`` and then those of ``rows``; then the arrays in changed
+        fields of nodes; then the leaves of the output. ``rows`` are those after the function, without ``SAME``.
+        """
+        found = [(i, 0) for i in self.values]
+        found += [(i, 0) for i, row in self.rows if type(row) is VariableRow]
+        for i, row in self.rows:
+            if type(row) is NodeRow:
+                fields = zip(row.fields, leaves_by_field(cast(NodeRow, rows[i])), strict=True)
+                found += [(i, k) for (_, spec), own in fields if spec is not SAME for k in own]
+        return found + [(ROOT, k) for k in range(count_leaves(self.root))]
 
 
 class After(NamedTuple):
     """The table after a call, and the difference to the table before."""
 
-    rows: tuple[Row, ...]  # of every object, old and new
-    root: Spec  # of the output
+    rows: Sequence[Row]  # of every object, old and new
     delta: Delta
-    leaves: list[Any]  # of the Delta, in the order in which ``commit`` takes them
-    owners: list[Owner]  # of each of these leaves; ROOT stands for the output
+    owners: list[Owner]  # of the leaves of the Delta
+    leaves: list[Any]  # the same leaves
     walk: Walk
-
-    def values_of(self, row: int) -> Sequence[Any]:
-        """What filters see of a row: the Variable itself, or the arrays that the node holds."""
-        return (self.walk.objects[row],) if row in self.walk.cells else self.walk.arrays[row]
 
     @property
     def paths(self) -> tuple[tuple, ...]:
@@ -163,106 +185,101 @@ class After(NamedTuple):
         def held_by(row: int) -> list[tuple]:
             """The paths of the leaves that a node, or the output, holds itself."""
             if row == ROOT:
-                return [(errors.OUTPUT, *suffix) for suffix in leaf_suffixes(self.root)]
+                return [(errors.OUTPUT, *suffix) for suffix in leaf_suffixes(self.delta.root)]
             fields = cast(NodeRow, self.rows[row]).at(self.walk.paths[row])
             return [(*path, *suffix) for path, spec in fields for suffix in leaf_suffixes(spec)]
 
         variables = self.walk.cells
         return tuple([self.walk.paths[row] if row in variables else held_by(row)[k] for row, k in self.owners])
 
-    @property
-    def output_leaves(self) -> list[Any]:
-        """The leaves of the output itself, not those of objects in it."""
-        return self.walk.arrays[ROOT]
+    def with_delta(self, delta: Delta) -> After:
+        """The same table with another Delta, and the leaves of that."""
+        return _after(self.walk, self.rows, delta)
+
+
+def _after(walk: Walk, rows: Sequence[Row], delta: Delta) -> After:
+    """What a walk has found, with the leaves of a Delta in a form that JAX can return: not a Ref, but what is in it."""
+
+    def leaf(row: int, k: int) -> Any:
+        if row not in walk.cells:
+            return walk.arrays[row][k]
+        value = walk.cells[row].value
+        return as_stored(value, NO_METADATA) if "ref" in cast(VariableRow, rows[row]).metadata.value else value
+
+    owners = delta.owners(rows)
+    return After(rows, delta, owners, [leaf(*owner) for owner in owners], walk)
 
 
 def diff(
-    layout: Layout,
-    before: Sequence[Any],
-    objects: Sequence[Any],
-    out: Any,
-    forced: Collection[int] = (),
-    whole: bool = False,
+    layout: Layout, before: Sequence[Any], objects: Sequence[Any], out: Any, forced: Collection[int] = ()
 ) -> After:
     """Compare ``objects``, built from ``layout`` and the leaves ``before``, with what they are now.
 
     ``out`` is what the function returned. A leaf counts as changed if another object is now in its place. The value of
     a Variable also does if its position is in ``forced`` and it was read: if it is donated, it has to come back, and if
-    it is a pytree, it may have been edited in place. With ``whole``, all arrays of a node count as changed if its
-    structure has changed; so functions that change it in the same way have the same rows.
+    it is a pytree, it may have been edited in place.
     """
-    # The table as it is now, with the old numbers for the old objects.
+    # The table as it is now. A walk that knows the old objects lets them keep their numbers.
     walk = Walk(objects)
-    as_built = _as_built(layout, objects)
-    walk.keep(layout, as_built)
-    others = [i for i in range(len(layout.rows)) if i not in as_built]
-    for i in others:
-        walk.revisit(i, layout.paths[i])
+    _describe_again(walk, layout)
     root = walk.run(out, (errors.OUTPUT,))
     _notice(walk.objects[len(objects) :])  # the function may have returned or attached objects from outside
 
-    # What differs from the table before: values of Variables, and rows.
+    # Where it differs from the table before: in values of Variables, and in rows.
     values: list[int] = []
     rows: dict[int, Row] = {}
     for position, i in enumerate(layout.variables):
-        if i not in as_built and walk.rows[i] != layout.rows[i]:
-            rows[i] = walk.rows[i]
+        now = walk.rows[i]
+        if now is not layout.rows[i] and now != layout.rows[i]:
+            rows[i] = now
         elif peek(walk.cells[i]) is not before[position] or (position in forced and is_read(walk.cells[i])):
             values.append(i)
-    returned: dict[int, list[int]] = {}  # which of the arrays that a changed node holds are leaves of the Delta
-    arrays_before = iter(before[len(layout.variables) :])
-    for i in others:  # which are all nodes that hold arrays, and more
-        row = layout.rows[i]
-        if type(row) is NodeRow:
-            changed = _changed_fields(row, walk.rows[i], arrays_before, walk.arrays[i], whole)
-            if changed is not None:
-                rows[i], returned[i] = changed
+    arrays = iter(before[len(layout.variables) :])  # those of nodes, row by row
+    for i, row in enumerate(layout.rows):
+        now = walk.rows[i]
+        if type(row) is VariableRow or now is row:  # a node that is as it was built, and so holds no arrays
+            continue
+        if changed := changed_row(row, arrays, cast(NodeRow, now), iter(walk.arrays[i])):
+            rows[i] = changed
     rows |= {i: walk.rows[i] for i in range(len(layout.rows), len(walk.objects))}  # those of new objects
 
-    # The leaves that go with the Delta: those of Variables, those of nodes, those of the output.
-    numbers = [*values, *sorted(rows)]
-    owners = [(i, 0) for i in numbers if i in walk.cells]
-    owners += [(i, k) for i in (*numbers, ROOT) for k in returned.get(i, range(len(walk.arrays.get(i, ()))))]
-    leaves = [_leaving(walk.cells[i].value, walk.rows[i]) if i in walk.cells else walk.arrays[i][k] for i, k in owners]
     delta = Delta(tuple(values), tuple(sorted(rows.items())), root)
-    return After(walk.all_rows(), root, delta, leaves, owners, walk)
+    return _after(walk, walk.all_rows(), delta)
 
 
-def _leaving(value: Any, row: Row) -> Any:
-    """The value of a Variable in a form that JAX can return: not a Ref, but what is in it."""
-    return as_stored(value, NO_METADATA) if "ref" in cast(VariableRow, row).metadata.value else value
+def changed_row(old: NodeRow, old_arrays: Iterator[Any], new: NodeRow, arrays: Iterator[Any]) -> NodeRow | None:
+    """The new row of a node with ``SAME`` in unchanged fields, those with an equal spec and the very same arrays.
 
-
-def _changed_fields(
-    old: NodeRow, new: Row, arrays_before: Iterator[Any], arrays: list[Any], whole: bool
-) -> tuple[NodeRow, list[int]] | None:
-    """The new row of a node with ``SAME`` in unchanged fields, and which of its arrays the others hold; None if no
-    field has changed. ``arrays_before`` yields the arrays that the node held, then those of later nodes.
+    None if nothing has changed. The iterators yield the arrays that the node held, and those that it holds now.
     """
-    assert isinstance(new, NodeRow)
-    whole = whole and new != old
-    held_before = {name: (spec, [next(arrays_before) for _ in range(count_leaves(spec))]) for name, spec in old.fields}
-    fields, held, used = [], [], 0
-    for name, spec in new.fields:
-        now = range(used, used + count_leaves(spec))
-        used = now.stop
-        old_spec, old_arrays = held_before.get(name, (None, ()))
-        same = spec == old_spec and all(arrays[k] is x for k, x in zip(now, old_arrays, strict=True))
-        if same and not (whole and now):
-            fields.append((name, SAME))
-        else:
-            fields.append((name, spec))
-            held += now
-    if new[:2] == old[:2] and new.marks == old.marks and all(spec is SAME for _, spec in fields):
-        return None
-    return NodeRow(new.type, new.names, tuple(fields), new.marks), held
+    before, now = _contents_by_field(old, old_arrays), _contents_by_field(new, arrays)
+    fields = tuple([(name, SAME if before.get(name) == held else held[0]) for name, held in now.items()])
+    unchanged = new.head == old.head and all(spec is SAME for _, spec in fields)
+    return None if unchanged else new._replace(fields=fields)
+
+
+def _contents_by_field(row: NodeRow, arrays: Iterator[Any]) -> dict[Any, tuple[Spec, list[int]]]:
+    """What each field holds: its spec, and the ids of its arrays, which are the next ones."""
+    return {name: (spec, [id(next(arrays)) for _ in range(count_leaves(spec))]) for name, spec in row.fields}
+
+
+def _describe_again(walk: Walk, layout: Layout) -> None:
+    """Describe the objects of a layout as they are now.
+
+    One that is as it was built keeps its row without being visited, which would take most of the time of a diff.
+    """
+    as_built = _as_built(layout, walk.objects)
+    walk.keep(layout, as_built)
+    for i, path in enumerate(layout.paths):
+        if i not in as_built:
+            walk.revisit(i, path)
 
 
 def _as_built(layout: Layout, objects: Sequence[Any]) -> set[int]:
     """The rows of the objects made by ``build`` that hold, except for values of Variables, what they were given.
 
-    To see this is faster than to describe them again. It is not seen of nodes that hold arrays, pytrees, or anything
-    else that could have changed in place.
+    Nodes that hold arrays, pytrees, or static values that can change in place are never among them: the pool has
+    MISSING in the places of the first two, and new copies of the last.
     """
     blueprint, rows = layout.blueprint, layout.rows
     pool = [*objects, *repeat(MISSING, blueprint.constant_start - len(rows)), *fresh(blueprint.constants)]
@@ -291,7 +308,7 @@ def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
 def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[Any]) -> Any:
     """Write a Delta to the live objects, and return the output of the function.
 
-    ``leaves`` are those of ``delta.values``, then of ``delta.rows`` (Variables first), then of the output.
+    ``leaves`` are in the order of :meth:`Delta.owners`.
 
     Raises:
       TraceContextError: if a live object that is to change belongs to another trace; then nothing has been written.
@@ -316,7 +333,7 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
             if i < n:
                 _restructure_variable(objects[i], row)
         for i, row, contents in nodes:
-            _restructure_node(objects[i], layout.rows[i] if i < n else None, row, contents)
+            _restructure_node(objects[i], row, contents, i >= n or not only_arrays_change(layout.rows[i], row))
 
     try:
         write()  # which cannot fail
@@ -377,22 +394,14 @@ def _contents(node: Any, row: NodeRow, objects: Sequence[Any], leaves: Iterator[
     return {name: values[name] for name in row.names}
 
 
-def _restructure_node(node: Any, before: Row | None, row: NodeRow, contents: dict[Any, Any]) -> None:
-    """Give a node the class, contents and marks of its row; ``before`` is its old row, None for a new object."""
+def _restructure_node(node: Any, row: NodeRow, contents: dict[Any, Any], structural: bool) -> None:
+    """Give a node the class and contents of its row; and the marks, if more than arrays is new."""
     if type(node) is not row.type:
         object.__setattr__(node, "__class__", row.type)
     node._nnx_fill(contents)
-    if not _same_structure(before, row):
+    if structural:
         object.__setattr__(node, "_nnx_marks", dict(row.marks.value) or None)
         structure_changed(node)
-
-
-def _same_structure(before: Row | None, row: NodeRow) -> bool:
-    """Whether a node with the row ``before`` gets nothing new but arrays where it held arrays."""
-    if not isinstance(before, NodeRow) or row._replace(fields=before.fields) != before:
-        return False
-    specs = dict(before.fields)
-    return all(spec is SAME or spec == specs[name] for name, spec in row.fields)
 
 
 def _restructure_variable(variable: Variable, row: VariableRow) -> None:

@@ -381,13 +381,12 @@ def _write(
     rows: dict[int, Row] = {
         variables[k]: VariableRow(type(objects[variables[k]]), Const.of_items(found)) for k, found in metadata.items()
     }
-    nodes, owners = touched_rows(layout.rows, {layout.owners[k] for k in new if k >= n})
-    rows |= nodes
-    held = [layout.owner_positions[owner] for owner in owners]
-    arrays = bare_values([new.get(k, leaves[k]) for k in held])
+    rows |= touched_rows(layout.rows, {layout.owners[k] for k in new if k >= n})
+    delta = Delta((), tuple(sorted(rows.items())), Const.of(None))
+    in_rows = [layout.owner_positions[owner] for owner in delta.owners(layout.rows)]
     plain = [k for k in new if k < n and k not in metadata]
-    delta = Delta(tuple([variables[k] for k in plain]), tuple(sorted(rows.items())), Const.of(None))
-    commit(layout, delta, [*[new[k] for k in plain], *[new[k] for k in sorted(metadata)], *arrays], objects)
+    delta = delta._replace(values=tuple([variables[k] for k in plain]))
+    commit(layout, delta, [new[k] for k in plain] + bare_values([new.get(k, leaves[k]) for k in in_rows]), objects)
 
 
 @boundary

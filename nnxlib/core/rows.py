@@ -15,7 +15,7 @@ Rows and specs are plain data, compared by value: two models with equal rows hav
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast, final
 
 from .static import ATOMS, Const
@@ -132,6 +132,11 @@ class NodeRow(NamedTuple):
     fields: tuple[tuple[Any, Spec], ...]  # (name, spec) in the order of visiting, which is that of paths and leaves
     marks: Const  # which fields were declared data or static, see objects.py
 
+    @property
+    def head(self) -> tuple:
+        """What it says besides the content of the fields."""
+        return self.type, self.names, self.marks
+
     def at(self, path: tuple) -> list[tuple[tuple, Spec]]:
         """(path, spec) of each field, given the path of the node."""
         return [((*path, name), spec) for name, spec in self.fields]
@@ -169,24 +174,36 @@ def leaf_suffixes(spec: Spec) -> list[tuple]:
     return [()] if spec is LEAF else []
 
 
-def touched_rows(rows: Sequence[Row], touched: Set[Owner]) -> tuple[dict[int, NodeRow], list[Owner]]:
-    """The rows of the nodes that hold touched leaves, with ``SAME`` in the fields that hold none.
+def leaves_by_field(row: NodeRow) -> list[range]:
+    """For each field, which of the leaves of the node are in it."""
+    found, stop = [], 0
+    for _, spec in row.fields:
+        start, stop = stop, stop + count_leaves(spec)
+        found.append(range(start, stop))
+    return found
 
-    Returned with the owners of all leaves in the other fields, in order.
-    """
-    found, owners = {}, []
-    for i in sorted({i for i, _ in touched}):
+
+def touched_rows(rows: Sequence[Row], touched: Iterable[Owner]) -> dict[int, NodeRow]:
+    """The rows of the nodes that hold touched leaves, with ``SAME`` in the fields that hold none."""
+    numbers: dict[int, set[int]] = {}
+    for i, k in touched:
+        numbers.setdefault(i, set()).add(k)
+    found = {}
+    for i in sorted(numbers):
         row = rows[i]
         if type(row) is NodeRow:
-            fields, used = [], 0
-            for name, spec in row.fields:
-                own = [(i, used + k) for k in range(count_leaves(spec))]
-                used += len(own)
-                same = touched.isdisjoint(own)
-                fields.append((name, SAME if same else spec))
-                owners += () if same else own
+            pairs = zip(row.fields, leaves_by_field(row), strict=True)
+            fields = [(name, SAME if numbers[i].isdisjoint(own) else spec) for (name, spec), own in pairs]
             found[i] = row._replace(fields=tuple(fields))
-    return found, owners
+    return found
+
+
+def only_arrays_change(old: Row, new: Row) -> bool:
+    """Whether the row of a Delta gives an object, which had the row ``old``, nothing but arrays where it held some."""
+    if type(old) is not NodeRow or type(new) is not NodeRow or old.head != new.head:
+        return False
+    before = dict(old.fields)
+    return all(spec is SAME or spec == before[name] for name, spec in new.fields)
 
 
 def has_refs(spec: Spec) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax.tree_util as jtu
@@ -108,6 +108,10 @@ class Walk:
         for i in (*numbers, ROOT):
             found += self.arrays.get(i, ())
         return found
+
+    def values_of(self, row: int) -> Sequence[Any]:
+        """What filters see of a row: the Variable itself, or the arrays that the node holds."""
+        return (self.objects[row],) if row in self.cells else self.arrays[row]
 
     def _drain(self, found: Spec | _Frame) -> Spec:
         """Visit everything below a frame, and return its spec."""

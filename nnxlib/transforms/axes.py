@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.calls import recorded_types
-from ..core.graph import After, Delta, variable_of
+from ..core.graph import After, variable_of
 from ..core.layout import Layout
 from ..core.metadata import name_axis, unname_axis
 from ..core.rows import Row, VariableRow
@@ -61,13 +61,13 @@ def strip_axes(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], nam
     return layout if rows == list(layout.rows) else Layout(tuple(rows), layout.root)
 
 
-def stack_axes(after: After, labels: Sequence[Any], name: AxisName) -> Delta:
-    """The Delta of a function that ran on slices, once the leaves whose label is an axis have been stacked."""
+def stack_axes(after: After, labels: Sequence[Any], name: AxisName) -> After:
+    """What a function did that ran on slices, once the leaves whose label is an axis have been stacked."""
     rows = dict(after.delta.rows)
     for (i, _), leaf, label in zip(after.owners, after.leaves, labels, strict=True):
         if i in rows:
             rows[i] = _moved(rows[i], leaf, label, name.added_to)
-    return after.delta._replace(rows=tuple(rows.items()))
+    return after._replace(delta=after.delta._replace(rows=tuple(rows.items())))
 
 
 def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], None]) -> Row:

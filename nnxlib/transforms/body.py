@@ -7,7 +7,7 @@ return. So a body is first traced to a jaxpr, on the shapes of the leaves. Its D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from ..core.data import is_node
 from ..core.graph import After, Delta
 from ..core.layout import Layout
-from ..core.rows import ROOT, SAME, NodeRow, Owner, Row, Spec, VariableRow, touched_rows
+from ..core.rows import Owner, Row, only_arrays_change
 from ..core.state import State
 from ..core.tracing import jaxpr_as_fun
 from .lift import cross
@@ -62,9 +62,8 @@ def trace_body(
     layout: Layout,
     leaves: Sequence[Any],
     label: Callable[[After, Any], Sequence[Any]] | None = None,
-    delta: Callable[[After, Sequence[Any]], Delta] = lambda after, labels: after.delta,
+    adjust: Callable[[After, Sequence[Any]], After] = lambda after, labels: after,
     enter: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
-    whole: bool = False,
 ) -> Body:
     """Trace a function of the objects of a layout.
 
@@ -73,16 +72,16 @@ def trace_body(
       layout: of its arguments.
       leaves: of the same; arrays, or their shapes and dtypes.
       label: ``label(after, output)`` gives the labels of the leaves that come back.
-      delta: ``delta(after, labels)`` gives the Delta, if it is not that of the trace.
+      adjust: ``adjust(after, labels)`` gives what comes back, if that is not what the trace has found.
       enter: ``enter(leaves)`` gives the leaves that the function sees in place of these.
-      whole: whether all arrays of a node whose structure has changed come back.
     """
 
     def pure(*leaves: Any) -> tuple[list[Any], _Traced]:
         seen = leaves if enter is None else enter(leaves)
-        out, after = cross(function, layout, seen, whole=whole)
+        out, after = cross(function, layout, seen)
         labels = () if label is None else tuple(label(after, out))
-        return after.leaves, _Traced(delta(after, labels), tuple(after.owners), after.paths, labels)
+        after = adjust(after, labels)
+        return after.leaves, _Traced(after.delta, tuple(after.owners), after.paths, labels)
 
     pure = named(pure, function, layout.leaf_paths)
     closed, (shapes, traced) = jax.make_jaxpr(pure, return_shape=True)(*leaves)
@@ -105,38 +104,7 @@ def own_states(out: Any) -> Any:
     return jax.tree.map(copied, out, is_leaf=lambda x: isinstance(x, State) or is_node(x))
 
 
-# --- what a body changed --------------------------------------------------------------------------------------------
-
-
-def delta_of(layout: Layout, touched: Collection[Owner], body: Body, root: Spec) -> tuple[Delta, list[Owner]]:
-    """A Delta that replaces the touched leaves and makes a body's structural changes; and the owners of its leaves.
-
-    The owners are in the order in which ``commit`` takes the leaves, without those of the output.
-    """
-    structural = structural_rows(layout, body)
-    touched = {owner for owner in touched if owner[0] != ROOT and owner[0] not in structural}
-    nodes, held = touched_rows(layout.rows, touched)
-    rows: dict[int, Row] = {**structural, **nodes}
-    values = [i for i in layout.variables if (i, 0) in touched]
-    owners = [(i, 0) for i in values]
-    owners += [(i, 0) for i in sorted(rows) if isinstance(rows[i], VariableRow)]
-    for i in sorted(rows):
-        if isinstance(rows[i], NodeRow):
-            owners += [owner for owner in (body.owners if i in structural else held) if owner[0] == i]
-    return Delta(tuple(values), tuple(sorted(rows.items())), root), owners
-
-
 def structural_rows(layout: Layout, body: Body) -> dict[int, Row]:
     """The rows of a body's Delta that are new, or differ from the old ones by more than the arrays in a node."""
-    found = {}
-    for i, row in body.delta.rows:
-        old = layout.rows[i] if i < len(layout.rows) else None
-        if not (isinstance(old, NodeRow) and isinstance(row, NodeRow) and _only_arrays(old, row)):
-            found[i] = row
-    return found
-
-
-def _only_arrays(old: NodeRow, row: NodeRow) -> bool:
-    before = dict(old.fields)
-    same_fields = all(spec is SAME or spec == before.get(name) for name, spec in row.fields)
-    return same_fields and old.type is row.type and old.names == row.names and old.marks == row.marks
+    n = len(layout.rows)
+    return {i: row for i, row in body.delta.rows if i >= n or not only_arrays_change(layout.rows[i], row)}

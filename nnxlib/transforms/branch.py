@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import OUTPUT, ArgumentError, BodyError, UsageError, describe, format_path, listed
-from ..core.graph import Delta
+from ..core.graph import After, Delta
 from ..core.layout import Layout
 from ..core.recordings import fill_up
-from ..core.rows import ROOT, Owner
+from ..core.rows import ROOT, NodeRow, Owner, count_leaves, touched_rows
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from .body import Body, delta_of, own_states, structural_rows, trace_body, type_of, zeros
+from .body import Body, own_states, structural_rows, trace_body, type_of, zeros
 from .body_checks import check_same_output, recordings_taken_out, structural_changes
 from .callables import resolve
 from .leaf_checks import type_changes
@@ -85,7 +85,8 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     def run(layout: Layout, leaves: list[Any]) -> Any:
         *leaves, chosen = leaves
         calls = _once_each(lambda k: _branch(functions[k], count, k), first)
-        traced = functools.partial(trace_body, layout=layout, leaves=leaves, whole=True)
+        all_arrays = functools.partial(_with_all_arrays, layout)
+        traced = functools.partial(trace_body, layout=layout, leaves=leaves, adjust=all_arrays)
         bodies = _once_each(traced, calls)
         recorded = _recorded(layout, bodies)
         if recorded:
@@ -117,6 +118,21 @@ def _branch(f: Callable, count: int, k: int) -> Callable:
         return own_states(f(*bound, *args[:count], **bound_kwargs))
 
     return named(call, f)
+
+
+def _with_all_arrays(layout: Layout, after: After, labels: Sequence[Any]) -> After:
+    """What a branch did, with all arrays of each node whose structure has changed.
+
+    So branches have the same rows if they change a node in the same way, but not the same arrays in it.
+    """
+    rows = dict(after.delta.rows)
+    for i, row in rows.items():
+        now = after.rows[i]
+        if i < len(layout.rows) and isinstance(row, NodeRow) and isinstance(now, NodeRow) and now != layout.rows[i]:
+            pairs = zip(row.fields, now.fields, strict=True)
+            fields = [field if count_leaves(field[1]) else changed for changed, field in pairs]
+            rows[i] = row._replace(fields=tuple(fields))
+    return after.with_delta(after.delta._replace(rows=tuple(rows.items())))
 
 
 def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:
@@ -155,9 +171,7 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
     first, *others = bodies
     for k, body in enumerate(others, 1):
         _check_structures(layout, first, body, k)
-    touched = {owner for body in bodies for owner in body.owners}
-    delta, owners = delta_of(layout, touched, first, first.delta.root)
-    owners += [owner for owner in first.owners if owner[0] == ROOT]
+    delta, owners = _joint_delta(layout, bodies)
     positions = layout.owner_positions
     sources = [_sources(body, owners, positions) for body in bodies]
     types = [
@@ -172,6 +186,21 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
             raise BodyError(listed(_TYPES.format(k=k), changes, _CAST))
     weak = jax.tree.map(lambda *found: all(x.weak_type for x in found), *types)
     return [_run(body, source, weak) for body, source in zip(bodies, sources, strict=True)], delta
+
+
+def _joint_delta(layout: Layout, bodies: Sequence[Body]) -> tuple[Delta, list[Owner]]:
+    """A Delta with the leaves that any of the branches changes, and the owners of these.
+
+    New objects, structural changes and the output are those of the first branch; they are alike in all.
+    """
+    first = bodies[0]
+    structural = structural_rows(layout, first)
+    others = {ROOT, *structural}
+    touched = {owner for body in bodies for owner in body.owners if owner[0] not in others}
+    rows = structural | touched_rows(layout.rows, touched)
+    values = tuple([i for i in layout.variables if (i, 0) in touched])
+    delta = Delta(values, tuple(sorted(rows.items())), first.delta.root)
+    return delta, delta.owners(dict(enumerate(layout.rows)) | structural)
 
 
 _TYPES = "Branch 0 and branch {k} (for cond: false_fun and true_fun) end with different types:"

@@ -297,8 +297,8 @@ class _Call:
             self._delta = after.delta
         if self._delta != after.delta:
             raise ArgumentError(_OTHER_CHANGES.format(paths=self._describe(self._delta, after.delta)))
-        root = Tree(_PAIR, ((), (OUTPUT,)), (self.layout.root, after.root))
-        table = Layout(after.rows, root)
+        root = Tree(_PAIR, ((), (OUTPUT,)), (self.layout.root, after.delta.root))
+        table = Layout(tuple(after.rows), root)
         return after.leaves, Outcome(after.delta, ()), Tangents(table, _places(table, self.layout, after))
 
     def _describe(self, a: Delta, b: Delta) -> str:

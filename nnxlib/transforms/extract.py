@@ -286,7 +286,7 @@ def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
     """
     walk = Walk()
     root = walk.run(tree)
-    labels = Labels(walk.all_rows(), lambda i: (walk.objects[i],) if i in walk.cells else walk.arrays[i])
+    labels = Labels(walk.all_rows(), walk.values_of)
     children = root.at(()) if isinstance(root, Tree) else [((), root)]
     for (path, spec), prefix in zip(children, prefixes, strict=True):
         if isinstance(spec, Ref):

@@ -170,8 +170,8 @@ def labels_after(before: Labels, layout: Layout, after: After, out_entries: Sequ
     labels = copy.copy(before)
     labels.returning = True
     labels.of_row, labels._reached, labels._compared = dict(before.of_row), dict(before._reached), set()
-    labels.revisit(len(layout.rows), after.rows, after.values_of)
-    own = labels.visit(after.root, out_entries, after.output_leaves)
+    labels.revisit(len(layout.rows), after.rows, after.walk.values_of)
+    own = labels.visit(after.delta.root, out_entries, after.walk.values_of(ROOT))
     return [own[k] if i == ROOT else labels.of_row[i][k] for i, k in after.owners]
 
 

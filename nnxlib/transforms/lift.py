@@ -102,7 +102,6 @@ def cross(
     part: Callable[[Any], Any] = lambda out: out,
     loan: Mapping[int, Any] = MappingProxyType({}),
     cell: Callable[[Any], Cell] = new_cell,
-    whole: bool = False,
 ) -> tuple[Any, After]:
     """Call ``f`` on fresh objects built from a table, and describe them afterwards; returns its output, too.
 
@@ -114,7 +113,6 @@ def cross(
       part: the part of the output of ``f`` that is packed; all of it by default.
       loan: live objects by row, which ``f`` captures: they are used in place of fresh ones (core/closures.py).
       cell: makes the cells of the Variables; of inputs that note whether they are read, for ``nnx.jit``.
-      whole: whether all arrays of a node whose structure has changed come back.
     """
     pytrees = {}
     if not all_leaves(leaves):  # f may edit a dict that is the value of a Variable: it gets a copy
@@ -128,7 +126,7 @@ def cross(
         with listening(inside(layout, objects)):  # so Modules that are called know their paths (core/calls.py)
             out = f(*args, **kwargs)
         edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
-        after = diff(layout, leaves, objects, part(out), {*forced, *edited}, whole)
+        after = diff(layout, leaves, objects, part(out), {*forced, *edited})
         # a static value could take a tracer out of the trace
         return out, contained(after, layout, all_borrowed())
 
@@ -186,10 +184,10 @@ class Crossing:
             layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
         out, after = self._cross(f, layout, leaves, forced)
         check_returned(after)
-        delta, lane_of = after.delta, ()
+        lane_of: tuple[int, ...] = ()
         if self.labels is not None:
-            delta, lane_of = self._lanes_after(self.labels, layout, out, after)
-        outcome = Outcome(delta, lane_of, after.paths, self._read(after))
+            after, lane_of = self._lanes_after(self.labels, layout, out, after)
+        outcome = Outcome(after.delta, lane_of, after.paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
 
     def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
@@ -199,15 +197,14 @@ class Crossing:
         """The positions of the leaves that were read, if that is known."""
         return ()
 
-    def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[Delta, tuple[int, ...]]:
-        """The Delta with the names of stacked axes, and the lane of each leaf that comes back."""
+    def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[After, tuple[int, ...]]:
+        """What the function did, with the names of stacked axes; and the lane of each leaf that comes back."""
         name = "out_shardings or out_specs" if self.axis_name is MISSING else "out_axes"
         found = labels_after(labels, layout, after, broadcast_prefix(self.out_prefix, out, name))
-        delta = after.delta
         if self.axis_name is not MISSING:
             found = stack_recorded(found, layout, after)
-            delta = stack_axes(after, found, self.axis_name)
-        return delta, lane_numbers(found, self.lanes)
+            after = stack_axes(after, found, self.axis_name)
+        return after, lane_numbers(found, self.lanes)
 
 
 def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: finish(raw)) -> Callable:

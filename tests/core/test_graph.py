@@ -219,6 +219,21 @@ def test_forced_leaves_count_as_changed():
     assert (after.delta.values, after.delta.rows, len(after.leaves)) == ((2,), (), 1)
 
 
+def test_the_leaves_of_a_delta_are_in_the_order_of_a_layout():
+    """Values of Variables come first, those of new ones among them; then arrays in changed fields; then the output."""
+    m = Net()
+    m.other, m.pair = jnp.ones(1), (jnp.ones(1), jnp.ones(2))
+    packed = pack(m)
+    fresh, objects = build(packed.layout, packed.leaves)
+    fresh.embed.kernel.value, fresh.pair, fresh.new = jnp.zeros(2), (jnp.ones(3), fresh.pair[1]), nnx.Param(1.0)
+    after = diff(packed.layout, packed.leaves, objects, (fresh, jnp.ones(4), jnp.ones(5)))
+    changed = [("embed", "kernel"), ("new",), ("pair", 0), ("pair", 1)]
+    assert after.paths == (*changed, ("<output>", 1), ("<output>", 2))
+    assert after.owners == after.delta.owners(after.rows) == [(2, 0), (3, 0), (0, 1), (0, 2), (-1, 0), (-1, 1)]
+    assert [after.walk.cells[i].value for i in (2, 3)] == after.leaves[:2]
+    assert after.leaves[2:4] == [*fresh.pair]
+
+
 def test_deltas_compare_and_hash_by_value():
     """They are static data in the output of a JAX function."""
     deltas = [run(lambda m: setattr(m, "scale", 2.0), Net())[1] for _ in range(2)]
