@@ -16,7 +16,16 @@ two.
 After a function has run on those objects, ``diff`` packs them again **without renumbering**: an object that existed
 before keeps its row, new objects get higher numbers. So "row < n" means "an object that the caller owns". The
 difference between the two tables, a :class:`Delta`, says everything that happened: which Variables hold another value
-(by identity), which rows are new or have other fields, and where objects are in the output of the function.
+(by identity), which rows are new or have other fields, and what the function returned::
+
+    model.embed.kernel.value = x             values  2
+    model.new = Embed()                      rows    0  Net    embed, scale, tied: SAME, new -> 3
+    return model.new                                 3  Embed  kernel -> 4
+                                                     4  Param
+                                             root    -> 3
+                                             leaves  x, and the value of row 4
+
+A Delta is static, too; its leaves stand beside it, in an order that :meth:`Delta.owners` defines.
 
 ``commit`` replays a Delta on the *live* objects, those of the caller. It is the only place where a transform writes to
 live objects, and it checks everything that can fail before the first write.

@@ -1,5 +1,7 @@
 """The graph as a table: pack, build, diff, commit."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,30 @@ def test_build_around_given_objects():
 
 
 # --- diff ---
+
+
+def test_the_delta_of_the_docstring():
+    """Values by identity, rows that are new or have other fields, the output; and the leaves that go with them."""
+    m = Net()
+    del m.table
+    packed = pack(m)
+    fresh, objects = build(packed.layout, packed.leaves)
+    x = jnp.zeros(2)
+    fresh.embed.kernel.value, fresh.new = x, Embed()
+    after = diff(packed.layout, packed.leaves, objects, fresh.new)
+    none = Const.of_items({})
+    names = "embed", "scale", "tied", "new"
+    assert after.delta == Delta(
+        (2,),
+        (
+            (0, NodeRow(Net, names, (("embed", SAME), ("new", Ref(3)), ("scale", SAME), ("tied", SAME)), none)),
+            (3, NodeRow(Embed, ("kernel",), (("kernel", Ref(4)),), none)),
+            (4, VariableRow(nnx.Param, none)),
+        ),
+        Ref(3),
+    )
+    assert after.owners == [(2, 0), (4, 0)]
+    assert all(map(operator.is_, after.leaves, [x, fresh.new.kernel.value]))
 
 
 def test_no_change_is_an_empty_delta():
