@@ -18,7 +18,6 @@ from ..core.differences import ANY_VALUE, leaf_differences, refuse
 from ..core.errors import OUTPUT, ArgumentError, EmptySelectionError, ReadOnlyError, format_path
 from ..core.filters import Filter, to_predicate
 from ..core.graph import After, Packed, commit
-from ..core.rows import VariableRow
 from ..core.state import from_flat_state, to_flat_state
 from ..core.tables import pack_call
 from ..core.variables import MISSING, Param, Variable
@@ -133,9 +132,8 @@ def _commit(
     mapped = _by_argument(predicate, sorted(after.walk.cells), paths, objects)
     if not mapped:
         raise EmptySelectionError("map_variables maps nothing: its filter selects no Variable of the arguments.")
-    renewed = [i for i, row in delta.rows if isinstance(row, VariableRow)]  # new, or with other metadata
-    numbers = [*delta.values, *renewed]
-    values = dict(zip(numbers, after.leaves, strict=False))
+    leaves = dict(zip(after.owners, after.leaves, strict=True))
+    values = {i: leaf for (i, _), leaf in leaves.items() if i in after.walk.cells}
     for rows in mapped:
         values |= {i: stored[i] for i in rows if i in values and i in seen and values[i] is seen[i]}  # other metadata
         changed = {i: objects[i] for i in rows if i in values and (i not in seen or values[i] is not stored[i])}
@@ -143,9 +141,9 @@ def _commit(
             raise ReadOnlyError(_READ_ONLY.format(paths=_names(paths, changed)))
         if changed and trans_out is not None:
             values |= _called(trans_out, "trans_out", paths, rows, changed)
-    plain = tuple(sorted(values.keys() - set(renewed)))
-    leaves = [*(values[i] for i in (*plain, *renewed)), *after.leaves[len(numbers) :]]
-    return commit(packed.layout, delta._replace(values=plain), leaves, packed.objects)
+    leaves |= {(i, 0): value for i, value in values.items()}
+    delta = delta._replace(values=tuple(sorted(values.keys() - dict(delta.rows).keys())))
+    return commit(packed.layout, delta, [leaves[owner] for owner in delta.owners(after.rows)], packed.objects)
 
 
 _OTHER_PATHS = "{name} has to return a value for each Variable that it is given, and no other; nothing was changed."
