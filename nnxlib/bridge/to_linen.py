@@ -26,7 +26,7 @@ from ..core.objects import Node
 from ..core.ops import clone, update
 from ..core.rngs import Rngs, RngStream
 from ..core.traversals import unflatten_mapping
-from ..core.variables import Param, RngKey, Variable, make_variable, raw_value
+from ..core.variables import Param, RngKey, Variable, make_variable, plain_value
 from ..transforms.functional import ARRAYS, Iterate, as_made, collection_of, leaves_of
 from .to_nnx import all_in, initializing, overwrite, put, variables_of
 from .variables import from_collections, to_linen_var, unboxed
@@ -142,7 +142,7 @@ class ToLinen(flax.linen.Module):
             col = collection_of(x)
             needed = isinstance(x, Param) or given.get(col)
             if path not in found and needed and not self.is_mutable_collection(col):
-                yield f"{col}: {errors.format_path(path)} is missing, {errors.describe(raw_value(x))}"
+                yield f"{col}: {errors.format_path(path)} is missing, {errors.describe(plain_value(x))}"
 
     def _hand_out(self, values: Mapping[Path, Any]) -> None:
         """Give values to Linen, where it lets them change."""
@@ -292,7 +292,7 @@ def _misfits(made: Mapping[Path, Any], found: Mapping[Path, tuple[str, Any]]) ->
     for path, (col, x) in found.items():
         if path not in made:
             continue
-        own, old, new = collection_of(made[path]), raw_value(made[path]), meta.unbox(x)
+        own, old, new = collection_of(made[path]), plain_value(made[path]), meta.unbox(x)
         if own != col:
             yield f"{col}: {errors.format_path(path)} is in the Module of the collection {own}"
         elif isinstance(made[path], Param) and getattr(old, "shape", ()) != getattr(new, "shape", ()):

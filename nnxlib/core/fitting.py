@@ -33,7 +33,7 @@ from .variables import Variable, all_unshared, make_variable, stored_value, unsh
 Values = tuple[list[Any], dict[int, Any]]  # of the leaves; and by position, metadata that differs from the layout's
 
 
-def bare_values(leaves: Collection[Any]) -> list[Any]:
+def raw_values(leaves: Collection[Any]) -> list[Any]:
     """The leaves, with values in place of Variables."""
     _notice(leaves)
     return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
@@ -190,7 +190,7 @@ def values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
     if [type(x) for x in variables] != layout.blueprint.variable_types:
         return None
     _notice(variables)
-    values = all_unshared([x._cell.value for x in variables]) + bare_values(leaves[n:])
+    values = all_unshared([x._cell.value for x in variables]) + raw_values(leaves[n:])
     if not have_avals(values, graphdef.avals):
         return None
     metadata = [x._metadata for x in variables]
@@ -207,7 +207,7 @@ def values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Pa
     """
     layout, n = graphdef.layout, len(graphdef.layout.variables)
     leaves: list[Any] = [new.get(k) for k in range(len(graphdef.avals))]
-    values = bare_values(leaves)
+    values = raw_values(leaves)
     avals = _avals_once_mapped(_kinds(layout), graphdef.avals, values)
     found = misfitting(layout, dict(enumerate(avals)), new, unexpected)
     by_path = [x for x in found if x.kind in ("removed", "added")]
@@ -226,7 +226,7 @@ model."""
 def values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
     """By position, the values of leaves; and the metadata of Variables, if it differs from the layout's."""
     same, n = layout.blueprint.metadata, len(layout.variables)
-    held = zip(new, bare_values(new.values()), strict=True)
+    held = zip(new, raw_values(new.values()), strict=True)
     boxed = {k: x._metadata for k, x in new.items() if k < n and isinstance(x, Variable)}
     others = {k: metadata for k, metadata in boxed.items() if not same_items(metadata, same[k].value)}
     return {k: unshared(x) if k < n else x for k, x in held}, others
@@ -249,7 +249,7 @@ def misfitting(
     older code makes by ``VariableState(type=Param, value=x)``, is of any type.
     """
     kinds = _kinds(layout)
-    now = dict(zip(new, avals_of(bare_values(new.values())), strict=True))
+    now = dict(zip(new, avals_of(raw_values(new.values())), strict=True))
     compared = [
         k
         for k, was in avals.items()
@@ -318,7 +318,7 @@ def stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Ma
     """:func:`_stacked` for those kinds of which every leaf is given."""
     kinds = _kinds(layout)
     missing = {kind for k, kind in enumerate(kinds) if k not in new}
-    stacked = _stacked([kinds[k] for k in new], [*before.values()], avals_of(bare_values(new.values())))
+    stacked = _stacked([kinds[k] for k in new], [*before.values()], avals_of(raw_values(new.values())))
     return {k: old if kinds[k] in missing else aval for (k, old), aval in zip(before.items(), stacked, strict=True)}
 
 

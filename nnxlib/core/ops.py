@@ -21,7 +21,6 @@ from .errors import ArgumentError, Path, StateMismatchError, UsageError, did_you
 from .filters import Filter, filters_to_predicates, refuse_node_classes
 from .fitting import (
     Values,
-    bare_values,
     flat_state_of,
     have_avals,
     in_layout_order,
@@ -30,6 +29,7 @@ from .fitting import (
     listed_by_path,
     matched,
     misfitting,
+    raw_values,
     stacked_where_all_are_given,
     unshared_leaves,
     values_and_metadata,
@@ -48,7 +48,7 @@ from .state import FlatState, State, from_flat_state, is_without_leaves, state_o
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
-from .variables import Variable, make_variables, raw_value
+from .variables import Variable, make_variables, plain_value
 
 A = TypeVar("A")
 
@@ -386,7 +386,7 @@ def _write(
     in_rows = [layout.owner_positions[owner] for owner in delta.owners(layout.rows)]
     plain = [k for k in new if k < n and k not in metadata]
     delta = delta._replace(values=tuple([variables[k] for k in plain]))
-    commit(layout, delta, [new[k] for k in plain] + bare_values([new.get(k, leaves[k]) for k in in_rows]), objects)
+    commit(layout, delta, [new[k] for k in plain] + raw_values([new.get(k, leaves[k]) for k in in_rows]), objects)
 
 
 @boundary
@@ -458,7 +458,7 @@ def pure(tree: Any) -> Any:
     >>> nnx.pure(nnx.State({'a': nnx.Param(1.0)}))
     State({'a': 1.0})
     """
-    return jax.tree.map(raw_value, tree, is_leaf=lambda x: isinstance(x, Variable))
+    return jax.tree.map(plain_value, tree, is_leaf=lambda x: isinstance(x, Variable))
 
 
 as_pure = pure

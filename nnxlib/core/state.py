@@ -30,7 +30,7 @@ from .registration import register_pytree
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
 from .stamps import States
 from .traversals import empty_node, flatten_mapping, flattened, insert, nested, path_sort_key, sorted_keys
-from .variables import Variable, raw_value
+from .variables import Variable, plain_value
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -393,7 +393,7 @@ def to_pure_dict(state: Mapping[Any, Any], extract_fn: Callable[[Any], Any] | No
     >>> nnx.to_pure_dict(nnx.State({'a': {'b': nnx.Param(1.0)}}))
     {'a': {'b': 1.0}}
     """
-    extract = extract_fn or raw_value
+    extract = extract_fn or plain_value
     return nested((path, extract(leaf)) for path, leaf in _pairs(state))
 
 
@@ -430,7 +430,7 @@ def replace_by_pure_dict(
 
     def children(path: PathParts, node: Any) -> Any:
         """The items of a level; a mapping that is to be the value of a leaf holding one is none."""
-        if isinstance(node, Mapping) and not isinstance(raw_value(leaves.get(find(path) or ())), Mapping):
+        if isinstance(node, Mapping) and not isinstance(plain_value(leaves.get(find(path) or ())), Mapping):
             return node.items()
         return None
 
@@ -529,7 +529,7 @@ def create_path_filters(state: Mapping[Any, Any]) -> dict[PathIn, Any]:
     """
     paths: dict[Any, list[PathParts]] = {}
     for path, leaf in _pairs(state):
-        paths.setdefault(raw_value(leaf), []).append(path)
+        paths.setdefault(plain_value(leaf), []).append(path)
     return {PathIn(*those): value for value, those in paths.items()}
 
 
@@ -603,7 +603,7 @@ def is_without_leaves(value: Any) -> bool:
 
 
 def _replace_value(leaf: Any, value: Any) -> Any:
-    if value is None and is_without_leaves(raw_value(leaf)):
+    if value is None and is_without_leaves(plain_value(leaf)):
         return leaf
     return leaf.replace(value) if isinstance(leaf, Variable) else value
 

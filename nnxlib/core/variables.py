@@ -373,7 +373,7 @@ class Variable(ArrayOperators[A], Identified):
         return new
 
     def __reduce__(self) -> tuple:
-        return make_variable, (type(self), None, NO_METADATA), (raw_value(self), self._metadata)
+        return make_variable, (type(self), None, NO_METADATA), (plain_value(self), self._metadata)
 
     def __setstate__(self, state: tuple) -> None:
         value, metadata = state
@@ -521,7 +521,7 @@ def stored_value(x: Any) -> Any:
     return x._value if isinstance(x, Variable) else x
 
 
-def raw_value(x: Any) -> Any:
+def plain_value(x: Any) -> Any:
     """The value of a Variable without hooks, read from its Ref if it is kept in one; anything else as it is."""
     if not isinstance(x, Variable):
         return x

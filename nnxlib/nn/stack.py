@@ -26,7 +26,7 @@ from ..core.ops import clone, update
 from ..core.ops import state as state_of
 from ..core.rngs import Rngs, RngStream
 from ..core.state import from_flat_state, to_flat_state
-from ..core.variables import Variable, raw_value
+from ..core.variables import Variable, plain_value
 from ..transforms.axes import PARTITION_NAME, AxisName, strip_axes
 from ..transforms.prefixes import StateAxes
 from ..transforms.remat_scan import check_lengths, remat_scan
@@ -204,7 +204,7 @@ class Stack(Module):
 
     def __setitem__(self, index: int, layer: Any) -> None:
         i = self._position(index)
-        stacked, given = ({p: raw_value(x) for p, x in to_flat_state(state_of(m))} for m in (self.layers, layer))
+        stacked, given = ({p: plain_value(x) for p, x in to_flat_state(state_of(m))} for m in (self.layers, layer))
         expected = {path: jax.tree.map(lambda x: x[i], value) for path, value in stacked.items()}
         refuse(leaf_differences(expected, given), "Not a layer of this Stack; nothing was written.", _FROM_LAYERS)
         values = {p: jax.tree.map(lambda x, y: x.at[i].set(y), value, given[p]) for p, value in stacked.items()}

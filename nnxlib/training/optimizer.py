@@ -49,8 +49,7 @@ from ..core.ops import state, update
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
-from ..core.variables import MISSING, Param, Variable, as_stored
-from ..core.variables import raw_value as plain
+from ..core.variables import MISSING, Param, Variable, as_stored, plain_value
 from .stored import flat, is_variable, matched, set_values, without_aliases
 
 M = TypeVar("M")
@@ -145,7 +144,7 @@ class Optimizer(Pytree, Generic[M]):
             raise
         kept, _ = flat(opt_state)
         _place(kept, flat(params)[0])
-        set_values(kept, without_aliases([plain(x) for x in kept], [plain(x) for x in flat(params)[0]]))
+        set_values(kept, without_aliases([plain_value(x) for x in kept], [plain_value(x) for x in flat(params)[0]]))
         self.step = OptState(jnp.zeros((), jnp.uint32))
         self.tx = tx
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
@@ -215,9 +214,9 @@ class Optimizer(Pytree, Generic[M]):
     ) -> Any:
         """The update, with a ``tx`` that is given ``seen(tree)`` of each tree; Modules in ``extra`` stay Modules."""
         params, structure = flat(trained)
-        values = [plain(x) for x in params]
+        values = [plain_value(x) for x in params]
         kept, kept_structure = self._kept()
-        old = [plain(x) for x in kept]
+        old = [plain_value(x) for x in kept]
         given = [seen(tree) for tree in (gradients, kept_structure.unflatten(kept), trained)]
         extra = {name: given[0] if x is gradients else seen(x, is_node) for name, x in extra.items()}
         updates, new_state = map(_without_variables, self.tx.update(*given, **extra))
@@ -238,7 +237,7 @@ class Optimizer(Pytree, Generic[M]):
             new_kept = _stay(kept, new_kept, lambda moment: _place_of(moment) in apart)
         update(model, structure.unflatten(map(_with_value, params, moved)))
         set_values(kept, new_kept)
-        self.step.set_raw_value(plain(self.step) + 1)
+        self.step.set_raw_value(plain_value(self.step) + 1)
         return updates
 
     def _check_state(self, params: State, model: Any) -> None:
@@ -378,7 +377,7 @@ def _shape(variable: Variable) -> tuple[int, ...] | None:
 
 def _out_of_ref(variable: Variable) -> Variable:
     """A Variable with the value as JAX takes it, and metadata that say where it is kept."""
-    return type(variable).from_metadata(plain(variable), variable.get_metadata())
+    return type(variable).from_metadata(plain_value(variable), variable.get_metadata())
 
 
 def _not_unpacked(grads: Any) -> StateMismatchError | None:
@@ -431,7 +430,7 @@ def _of_examples(leaves: dict[Any, Any], grads: Any) -> dict[Any, Any]:
     def with_axis(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*size, *jnp.shape(x)), jnp.result_type(x))
 
-    return {path: jax.tree.map(with_axis, plain(leaf)) for path, leaf in leaves.items()}
+    return {path: jax.tree.map(with_axis, plain_value(leaf)) for path, leaf in leaves.items()}
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:
@@ -450,14 +449,14 @@ def _as_variables(params: State, tree: Any, is_leaf: Callable[[Any], bool] = is_
         levels = tuple(key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(keys)))[::-1]
         paths = (levels[n:] for n in range(len(levels)))
         variable = next((by_path[path] for path in paths if path in by_path), None)
-        return plain(value) if variable is None else _with_value(variable, plain(value))
+        return plain_value(value) if variable is None else _with_value(variable, plain_value(value))
 
     return tree_map_with_path(boxed, tree, is_leaf=is_leaf)
 
 
 def _without_variables(value: Any, is_leaf: Callable[[Any], bool] = is_variable) -> Any:
     """A pytree with plain values for Variables."""
-    return jax.tree.map(plain, value, is_leaf=is_leaf)
+    return jax.tree.map(plain_value, value, is_leaf=is_leaf)
 
 
 def _like(structure: Any, new_state: Any) -> list[Any]:

@@ -15,8 +15,7 @@ from ..core.ops import state
 from ..core.state import FlatState, from_flat_state
 from ..core.tracing import Tracer
 from ..core.traversals import path_key
-from ..core.variables import Variable
-from ..core.variables import raw_value as plain
+from ..core.variables import Variable, plain_value
 
 
 def is_variable(value: Any) -> bool:
@@ -66,7 +65,7 @@ def matched(
         from_flat_state(given) if isinstance(given, FlatState) else state(given) if isinstance(given, Node) else given
     )
     there = {path: _at(given, path) for path in expected}
-    found = {path: plain(value) for path, value in there.items() if value is not _NOTHING}
+    found = {path: plain_value(value) for path, value in there.items() if value is not _NOTHING}
     others = {}
     for keys, leaf in jtu.tree_flatten_with_path(given, is_leaf=is_variable)[0]:
         path = tuple(map(path_key, keys))
@@ -74,7 +73,7 @@ def matched(
             others[path] = leaf
     if others:
         unwanted = ignored()
-        others = {path: plain(leaf) for path, leaf in others.items() if not _is_within(path, unwanted)}
+        others = {path: plain_value(leaf) for path, leaf in others.items() if not _is_within(path, unwanted)}
     differences = leaf_differences(expected, found | others)
     refuse([x for x in differences if x.kind != "dtype"], head, remedy)
     return found

@@ -56,7 +56,7 @@ from ..core.variables import (
     RngState,
     Variable,
     make_variable,
-    raw_value,
+    plain_value,
 )
 from .abstract import eval_shape
 
@@ -202,12 +202,12 @@ class Functional(Generic[M]):
         """
         is_mutable = _to_predicate(mutable)
         module = self.bind(variables, rngs=rngs)
-        before = {id(x): (x, raw_value(x)) for x in leaves_of(module).values()}
+        before = {id(x): (x, plain_value(x)) for x in leaves_of(module).values()}
         out = _call(module, method, args, kwargs)
         updates: dict[Path, Any] = {}
         refused: dict[str, str] = {}  # what is said of a Variable -> its collection
         for path, x in leaves_of(module).items():
-            collection, value = collection_of(x), raw_value(x)
+            collection, value = collection_of(x), plain_value(x)
             if is_mutable(path, x):
                 updates[(collection, *path)] = value
             elif not isinstance(x, Intermediate) and (id(x) not in before or before[id(x)][1] is not value):
@@ -330,7 +330,7 @@ def _is_leaf(x: Any) -> bool:
 
 def _values(module: Any, but: type | tuple = ()) -> dict[Path, Any]:
     leaves = leaves_of(module)
-    return {(collection_of(x), *path): raw_value(x) for path, x in leaves.items() if not isinstance(x, but)}
+    return {(collection_of(x), *path): plain_value(x) for path, x in leaves.items() if not isinstance(x, but)}
 
 
 def _by_path(variables: Any, skeleton: Mapping[Path, Any]) -> dict[Path, tuple[str, Any]]:
@@ -349,7 +349,7 @@ def _by_path(variables: Any, skeleton: Mapping[Path, Any]) -> dict[Path, tuple[s
             path = as_made(written, skeleton)
             if path in found:
                 twice.append(f"{format_path(path)} is in {found[path][0]!r} and in {collection!r}")
-            found[path] = collection, raw_value(x)
+            found[path] = collection, plain_value(x)
     if twice:
         raise PathError(listed("A Module has one variable at a path, but two are given:", twice, _ONE))
     return found
@@ -386,7 +386,7 @@ def _check(skeleton: Mapping[Path, Any], given: Mapping[Path, tuple[str, Any]], 
     for path, x in skeleton.items():
         if isinstance(x, RngState):
             continue
-        collection, expected = collection_of(x), raw_value(x)
+        collection, expected = collection_of(x), plain_value(x)
         said = _said(collection, *path)
         if path not in given:
             lacking = missing if collection in variables else absent

@@ -21,7 +21,7 @@ from ..core.filters import Filter, FilterObject, PathIn, filters_to_predicates, 
 from ..core.graph import pack
 from ..core.state import State, from_flat_state, map_state, to_flat_state
 from ..core.traversals import path_key
-from ..core.variables import Variable, raw_value
+from ..core.variables import Variable, plain_value
 
 Label = Hashable
 
@@ -42,7 +42,7 @@ class PrefixMapping(Mapping):
 
     def __init__(self, mapping: Mapping[Filter, Label] | Sequence[tuple[Filter, Label]] | State, /):
         if isinstance(mapping, State):
-            mapping = [(PathIn(path), raw_value(label)) for path, label in to_flat_state(mapping)]
+            mapping = [(PathIn(path), plain_value(label)) for path, label in to_flat_state(mapping)]
         items = mapping.items() if isinstance(mapping, Mapping) else mapping
         self._items = tuple([(key, label) for key, label in items])
         predicates = filters_to_predicates([key for key, _ in self._items])
