@@ -21,34 +21,23 @@ from typing import Any, NamedTuple, cast, final
 from .static import ATOMS, Const
 
 
-class _Leaf:
-    """The spec of a leaf: the next one in the list."""
+class _Mark:
+    """A spec that is just a name. Each is one object, also after it was pickled."""
 
-    __slots__ = ()
+    __slots__ = ("_name", "_shown")
 
-    def __repr__(self) -> str:
-        return "*"
-
-    def __reduce__(self) -> str:
-        return "LEAF"
-
-
-LEAF = _Leaf()
-
-
-class _Same:
-    """In a row of a Delta (graph.py): the field has not changed, so the live node keeps what it holds there."""
-
-    __slots__ = ()
+    def __init__(self, name: str, shown: str):
+        self._name, self._shown = name, shown
 
     def __repr__(self) -> str:
-        return "same"
+        return self._shown
 
     def __reduce__(self) -> str:
-        return "SAME"
+        return self._name
 
 
-SAME = _Same()
+LEAF = _Mark("LEAF", "*")  # the next array in the list of leaves
+SAME = _Mark("SAME", "same")  # in a row of a Delta (graph.py): the live node keeps what it holds in this field
 
 
 @final
@@ -112,7 +101,7 @@ class BoundMethod(NamedTuple):
         return types.MethodType(self.function, *children)
 
 
-Spec = _Leaf | _Same | Ref | Const | Tree
+Spec = _Mark | Ref | Const | Tree
 
 
 @final
