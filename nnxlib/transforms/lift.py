@@ -114,10 +114,7 @@ def cross(
       loan: live objects by row, which ``f`` captures: they are used in place of fresh ones (core/closures.py).
       cell: makes the cells of the Variables; of inputs that note whether they are read, for ``nnx.jit``.
     """
-    pytrees = {}
-    if not all_leaves(leaves):  # f may edit a dict that is the value of a Variable: it gets a copy
-        leaves = jax.tree.map(lambda x: x, list(leaves))
-        pytrees = {i: jax.tree.flatten(x) for i, x in enumerate(leaves) if not all_leaves([x])}
+    leaves, edited = _own_pytrees(leaves)
     with borrowed(list(loan.values())):  # restored as they were when the block ends
         for i, leaf in zip(layout.variables, leaves, strict=False):
             if i in loan:
@@ -125,15 +122,26 @@ def cross(
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
         with listening(inside(layout, objects)):  # so Modules that are called know their paths (core/calls.py)
             out = f(*args, **kwargs)
-        edited = [i for i, before in pytrees.items() if not _same_pytree(before, jax.tree.flatten(leaves[i]))]
-        after = diff(layout, leaves, objects, part(out), {*forced, *edited})
+        after = diff(layout, leaves, objects, part(out), {*forced, *edited()})
         # a static value could take a tracer out of the trace
         return out, contained(after, layout, all_borrowed())
 
 
-def _same_pytree(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> bool:
-    """Whether two flattened pytrees have the same structure, and the very same leaves."""
-    return a[1] == b[1] and all(map(operator.is_, a[0], b[0]))
+def _own_pytrees(leaves: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], list[int]]]:
+    """The leaves, with copies of pytrees such as a dict that is the value of a Variable, which a function may edit.
+
+    Returned with a function that tells later the positions of those that were edited.
+    """
+    if all_leaves(leaves):  # as they nearly always are
+        return leaves, list
+    own = jax.tree.map(lambda x: x, list(leaves))
+    before = {k: jax.tree.flatten(x) for k, x in enumerate(own) if not all_leaves([x])}
+
+    def is_edited(k: int) -> bool:
+        (old, structure), (new, structure_now) = before[k], jax.tree.flatten(own[k])
+        return structure != structure_now or any(map(operator.is_not, old, new))
+
+    return own, lambda: list(filter(is_edited, before))
 
 
 class Crossing:
