@@ -90,7 +90,7 @@ def pack(tree: Any) -> Packed:
     _notice(walk.objects)
     layout = Layout(walk.all_rows(), root)
     entering(layout, walk.objects)  # a transform packs what it takes; so the calls inside it know their paths
-    return Packed(layout, walk.leaves(range(len(layout.rows))), walk.objects)
+    return Packed(layout, walk.leaves(), walk.objects)
 
 
 def _notice(objects: Iterable[Any]) -> None:

@@ -394,7 +394,7 @@ def _make(root: Any) -> LiveTable:
             if type(row) is NodeRow:
                 _find_arrays(table, walk, i, row, walk.objects[i] is root)
         walk.foreign.watch(stamp)
-    table.snapshot = None if table.reliable else walk.leaves(range(len(rows)))
+    table.snapshot = None if table.reliable else walk.leaves()
     return _kept(table, root)
 
 

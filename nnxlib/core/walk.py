@@ -101,9 +101,9 @@ class Walk:
             else:
                 self.arrays[i] = []
 
-    def leaves(self, numbers: Iterable[int]) -> list[Any]:
-        """The leaves of the given rows, then those of the pytree, in the order that ``build`` takes them."""
-        numbers = list(numbers)
+    def leaves(self) -> list[Any]:
+        """The leaves, in the order that ``build`` takes them."""
+        numbers = range(len(self.objects))
         found = [self.cells[i].value for i in numbers if i in self.cells]
         for i in (*numbers, ROOT):
             found += self.arrays.get(i, ())
