@@ -26,7 +26,7 @@ from .callables import resolve
 from .leaf_checks import type_changes
 from .lift import Arguments
 from .naming import named
-from .program import Result, call_program
+from .program import Result, call_program, weakly
 
 R = TypeVar("R")
 
@@ -78,7 +78,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         raise UsageError("nnx.switch needs at least one branch.")
     count = len(operands)
     arguments = Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {})
-    functions = tuple([f for f, _, _ in resolved])
+    functions = tuple([weakly(f) for f, _, _ in resolved])
     numbers: dict[int, int] = {}  # of each function to which nothing is bound, by id; if it comes again, one trace does
     first = [k if any(bound) else numbers.setdefault(id(f), k) for k, (f, *bound) in enumerate(resolved)]
 

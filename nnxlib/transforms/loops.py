@@ -30,7 +30,7 @@ from .body_checks import (
 from .callables import resolve
 from .lift import Arguments
 from .naming import named
-from .program import Result, call_program
+from .program import Result, call_program, weakly
 
 
 @boundary
@@ -58,6 +58,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
       BodyError: if the structure, a shape or a dtype changes; names the path.
     """
     (test, *test_bound), (step, *step_bound) = resolve(cond_fun), resolve(body_fun)
+    test, step = weakly(test), weakly(step)
     arguments = Arguments((init_val, test_bound, step_bound), {})
 
     def apply(value: Any, test_bound: Any, bound: Any) -> Arguments:
@@ -99,6 +100,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
       BodyError: if the structure, a shape or a dtype changes; names the path.
     """
     step, *bound = resolve(body_fun)
+    step = weakly(step)
     arguments = Arguments((init_val, bound, jnp.asarray(lower)), {})
     first, last = _known(lower), _known(upper)
     # Only a loop with known bounds can be differentiated in reverse. At top level nothing differentiates it, so there

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ class Program:
       compiled: whether it is compiled for calls at top level, as loops are in JAX; if not, its operations are called.
     """
 
-    __slots__ = ("_traced", "captures", "function", "jitted")
+    __slots__ = ("_traced", "captures", "function", "jitted", "until")
+
+    until: list[weakref.ref]  # to its functions; without one of them it is forgotten
 
     def __init__(self, function: Callable, jitted: Callable | None = None, *, compiled: bool = True):
         self.function = function
@@ -90,6 +93,43 @@ def watched(function: Callable) -> Callable:
     return wrapper
 
 
+class WeakFunction:
+    """A function, as the programs that are kept on it refer to it: what it closes over goes as soon as it goes itself.
+
+    Whoever calls a program has to keep its functions alive meanwhile.
+    """
+
+    __slots__ = ("__weakref__", "_hash", "_reference")
+
+    def __init__(self, function: types.FunctionType):
+        self._reference, self._hash = weakref.ref(function), hash(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Any:  # by which JAX finds what its messages name
+        return self._reference()
+
+    @property
+    def __name__(self) -> str:
+        return self.__wrapped__.__name__
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        function = self.__wrapped__
+        return isinstance(other, WeakFunction) and function is not None and function is other.__wrapped__
+
+
+def weakly(f: Callable) -> Callable:
+    """``f`` as a program is to refer to it; programs are kept on plain functions only."""
+    return WeakFunction(f) if isinstance(f, types.FunctionType) else f
+
+
 class _Programs(dict):
     """The programs of a function, by key; not pickled with it."""
 
@@ -97,26 +137,37 @@ class _Programs(dict):
         return _Programs, ()
 
 
-_KEPT = 64  # programs per function: if the other branch is a lambda, each call has another key
+_KEPT = 64  # programs per function: with a model that grows, each call has another key
 
 
 def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], Program]) -> Program:
-    """The program of some functions for ``key``, cached on the first of them, and so as long as that lives.
+    """The program of some functions for ``key``, cached on the first of them, and as long as all of them live.
 
-    It is cached for plain functions only, since other callables may change what they do.
+    It is cached for plain functions only, since other callables may change what they do; they are given by
+    :func:`weakly`, and that is how the program has to refer to them.
     """
-    if not all(isinstance(f, types.FunctionType) for f in functions):
+    if not all(isinstance(f, WeakFunction) for f in functions):
         return make()
-    programs = functions[0].__dict__.setdefault("_nnx_programs", _Programs())
+    plain = [f.__wrapped__ for f in functions]
+    programs = plain[0].__dict__.setdefault("_nnx_programs", _Programs())
     key = (functions, *key)  # with the function itself: functools.wraps copies the attribute to other functions
     program = programs.get(key)
     if program is None:
         if len(programs) >= _KEPT:
-            del programs[next(iter(programs))]
+            programs.pop(next(iter(programs)), None)
         program = programs[key] = make()
+        forget = functools.partial(_forget, weakref.ref(programs), key)
+        program.until = [weakref.ref(f, forget) for f in plain]
         # Of a Module that they refer to directly, they may read no more than a flag, which nobody notices.
-        program.captures = any(isinstance(x, Node) for f in functions for x in named_in(f))
+        program.captures = any(isinstance(x, Node) for f in plain for x in named_in(f))
     return program
+
+
+def _forget(reference: weakref.ref[_Programs], key: tuple, _: weakref.ref) -> None:
+    """Drop a program, one of whose functions is gone."""
+    programs = reference()
+    if programs is not None:
+        programs.pop(key, None)
 
 
 @jtu.register_static

@@ -16,7 +16,7 @@ from ..core.variables import MISSING
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, finish
-from .program import Program, program_of
+from .program import Program, program_of, weakly
 
 
 @lifts_classes("__call__")
@@ -43,6 +43,7 @@ def remat(
     (2, 3)
     """
     function, bound, bound_kwargs = resolve(f)
+    function = weakly(function)
 
     @boundary
     @functools.wraps(f, updated=())

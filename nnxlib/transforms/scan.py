@@ -48,7 +48,7 @@ from .labels import Labels, label_arguments, labels_after, mapped_size
 from .lift import Arguments
 from .naming import named
 from .prefixes import broadcast_prefix, check_axes, labels_in, prefix_key, same_entries
-from .program import Program, Result, program_of, run_program
+from .program import Program, Result, program_of, run_program, weakly
 
 
 class _Label(type):
@@ -131,6 +131,7 @@ def looped(
 ) -> Callable:
     """``f`` as the body of ``loop(step, init, xs, length=...)``: ``jax.lax.scan`` or its like, with options bound."""
     function, bound, bound_kwargs = resolve(f)
+    function = weakly(function)
     name = axis_name_in(transform_metadata)
     in_axes = (Carry,) if in_axes is Carry else in_axes
     place, out_place = _places_of_carry(in_axes, out_axes)

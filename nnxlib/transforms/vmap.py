@@ -18,7 +18,7 @@ from .classes import lifts_classes
 from .labels import mapped_size
 from .lift import Arguments, Crossing, lift_lanes
 from .prefixes import broadcast_prefix, check_axes, prefix_key, same_entries
-from .program import Program, program_of, watched
+from .program import Program, program_of, watched, weakly
 
 
 @lifts_classes()
@@ -106,7 +106,7 @@ def pmap(
     """
     options: dict[str, Any] = {"axis_name": axis_name, "devices": devices, "backend": backend, "axis_size": axis_size}
 
-    function, axis = resolve(f)[0], axis_name_in(transform_metadata)
+    function, axis = weakly(resolve(f)[0]), axis_name_in(transform_metadata)
     settings = (axis_name, axis, axis_size, backend, None if devices is None else tuple(devices))
 
     def over(pure: Callable, crossing: Crossing) -> Callable:

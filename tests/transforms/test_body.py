@@ -15,7 +15,7 @@ from nnxlib.core.graph import commit, pack
 from nnxlib.transforms.body import structural_rows, trace_body, type_of
 from nnxlib.transforms.body_checks import BodyError, check_types, retyped, structural_changes
 from nnxlib.transforms.lift import Arguments
-from nnxlib.transforms.program import Program, program_of
+from nnxlib.transforms.program import Program, program_of, weakly
 
 from .models import Layer, Pair, X, counted
 
@@ -140,25 +140,49 @@ def test_a_program_is_kept_with_its_function_by_key_and_goes_with_it():
         def function(x):
             return x
 
-        made = counted(lambda: Program(lambda leaves: function(leaves)))
-        first = program_of((function,), ("key",), made)
-        assert program_of((function,), ("key",), made) is first
-        assert program_of((function,), ("other",), made) is not first
+        weak = weakly(function)
+        made = counted(lambda: Program(lambda leaves: weak(leaves)))
+        first = program_of((weakly(function),), ("key",), made)
+        assert program_of((weakly(function),), ("key",), made) is first
+        assert program_of((weakly(function),), ("other",), made) is not first
         assert made.count == 2
         return weakref.ref(function)
 
-    reference = use()
-    gc.collect()
-    assert reference() is None
+    gc.disable()
+    try:
+        assert use()() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_program_goes_with_any_of_its_functions(place):
+    """One branch may be defined once, and another one, with a model in its closure, at each call."""
+    gc.disable()
+    try:
+        for _ in range(3):
+            model = Layer()
+            branches = [lambda x, model=model: x * model.w, branch_defined_once]
+            nnx.switch(0, [branches[place], branches[1 - place]], X)
+            reference = weakref.ref(model)
+            del model, branches
+            assert reference() is None
+        assert vars(branch_defined_once).get("_nnx_programs", {}) == {}
+    finally:
+        gc.enable()
+
+
+def branch_defined_once(x):
+    return x
 
 
 def test_programs_do_not_follow_a_function_into_its_wrapper():
     def function(x):
         return x
 
-    first = program_of((function,), ("key",), lambda: Program(function))
+    first = program_of((weakly(function),), ("key",), lambda: Program(function))
     wrapper = functools.wraps(function)(lambda x: x)
-    assert program_of((wrapper,), ("key",), lambda: Program(wrapper)) is not first
+    assert program_of((weakly(wrapper),), ("key",), lambda: Program(wrapper)) is not first
 
 
 def test_the_number_of_programs_is_bounded():
@@ -167,7 +191,7 @@ def test_the_number_of_programs_is_bounded():
 
     program = Program(function)
     for key in range(1000):
-        program_of((function,), (key,), lambda: program)
+        program_of((weakly(function),), (key,), lambda: program)
     assert len(vars(function)["_nnx_programs"]) < 100
 
 
@@ -192,7 +216,7 @@ def test_programs_are_not_pickled():
     def function(x):
         return x
 
-    program_of((function,), ("key",), lambda: Program(function))
+    program_of((weakly(function),), ("key",), lambda: Program(function))
     assert pickle.loads(pickle.dumps(vars(function)))["_nnx_programs"] == {}
 
 
