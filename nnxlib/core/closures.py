@@ -113,34 +113,36 @@ def note_readers(readers: Readers) -> None:
         watch = watch.outer
 
 
-@contextmanager
-def watching() -> Iterator[None]:
+class watching:
     """Watch for captured objects within the block, unless it runs in the trace of its caller (under jax.disable_jit).
+
+    No generator: when one raises another error than it was thrown, contextlib leaves both in a reference cycle, with
+    all that the trace held.
 
     Raises:
       CapturedObjects: when the block ends or fails, if it has captured some.
     """
-    if current_trace() is _thread.caller:
-        yield
-        return
-    outer = _thread.watch
-    watch = _thread.watch = Watch(outer, sys._getframe(2))
-    with Watch.counting:
-        Watch.count += 1
-    try:
-        yield
-    except BaseException:
-        abandon_trace()
-        if watch.roots:
-            raise CapturedObjects(watch.roots, watch.readers) from None
-        raise
-    finally:
+
+    __slots__ = ("_watch",)
+
+    def __enter__(self) -> None:
+        self._watch = None
+        if current_trace() is not _thread.caller:
+            self._watch = _thread.watch = Watch(_thread.watch, sys._getframe(1))
+            with Watch.counting:
+                Watch.count += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        watch = self._watch
+        if watch is None:
+            return
         with Watch.counting:
             Watch.count -= 1
-        _thread.watch = outer
-    if watch.roots:
-        abandon_trace()
-        raise CapturedObjects(watch.roots, watch.readers)
+        _thread.watch = watch.outer
+        if watch.roots or kind is not None:
+            abandon_trace()
+        if watch.roots:
+            raise CapturedObjects(watch.roots, watch.readers) from None
 
 
 class lending:

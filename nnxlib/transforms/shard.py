@@ -79,6 +79,8 @@ def shard_map(
                         raise
                     named = map(_by_name, _names(arguments, entries, crossing.lanes), groups)
                     raise ValueError(_explain(pure, specs, options, tuple(named)) or str(error)) from None
+                finally:
+                    function.raised.clear()  # an error holds the frames of a trace
 
             return run
 
