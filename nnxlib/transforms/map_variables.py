@@ -94,10 +94,13 @@ def _by_argument(
     predicate: Predicate, rows: Sequence[int], paths: Mapping[int, tuple] | Sequence[tuple], objects: Sequence[Any]
 ) -> list[Rows]:
     found: dict[tuple, Rows] = {}
+    places = set[tuple]()
     for i in rows:
         argument, path = paths[i][:2], paths[i][2:]
         if argument[0] != OUTPUT and predicate(path, objects[i]):
-            found.setdefault(argument, {})[i] = path
+            is_second = paths[i] in places  # it was set in the place of another one, which has the same path
+            places.add(paths[i])
+            found.setdefault((argument, is_second), {})[i] = path
     return list(found.values())
 
 

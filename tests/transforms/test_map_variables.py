@@ -268,6 +268,25 @@ def test_what_the_function_makes_is_stored_through_trans_out():
     before.assert_unchanged()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_takes_the_place_of_a_variable_and_what_was_there_are_two(tied):
+    """Both have the same path; the former one may be held elsewhere, and still gets what is its own."""
+
+    def replace(model):
+        model.w = nnx.Param(model.w + 5)
+        model.weight[0] = 7.0
+
+    model, eager = Layer(), Layer()
+    for m in (model, eager):
+        m.weight = m.w if tied else nnx.Param(X)
+    former = model.w
+    replace(eager)
+    nnx.map_variables(replace, nnx.Variable, lambda state: state, lambda state: state)(model)
+    np.testing.assert_array_equal(model.w, eager.w)
+    np.testing.assert_array_equal(model.weight, eager.weight)
+    np.testing.assert_array_equal(former, model.weight if tied else Layer().w)
+
+
 def test_a_class_stores_transformed_parameters_from_the_beginning():
     """Linen's `init=True` is `__init__` among the methods."""
     cls = nnx.map_variables(nnx.Linear, nnx.Param, twice, half, methods=["__init__", "__call__"])
