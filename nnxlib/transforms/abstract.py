@@ -75,7 +75,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
                 check_returned(after)
             return after.leaves, Outcome(after.delta, ())
 
-    pure = named(pure, f)
+    pure = named(pure, f, layout.leaf_paths, ())
     try:
         leaves, outcome = jax.eval_shape(pure, packed.leaves)
     except TypeError:

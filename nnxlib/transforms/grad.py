@@ -113,7 +113,7 @@ def value_and_grad(
             return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta, ()))
 
         def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
-            pure_loss = named(pure, function)
+            pure_loss = named(pure, function, packed.layout.leaf_paths, lane_of)
             return jax.value_and_grad(pure_loss, has_aux=True, **options)(*split_lanes(leaves, lane_of, 2))
 
         try:

@@ -178,7 +178,7 @@ class Crossing:
         def pure(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
             return self.run(f, join_lanes(groups, self.lane_of))
 
-        return named(pure, f)
+        return named(pure, f, self.layout.leaf_paths, self.lane_of)
 
     def run(
         self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()

@@ -11,13 +11,16 @@ was traced and the arguments that the value depends on, and asks Python for both
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.errors import format_path
 from .callables import name_of
+from .labels import split_lanes
 
-_GROUPS = inspect.signature(lambda *groups: None)
+_GROUPS = [inspect.Parameter("groups", inspect.Parameter.VAR_POSITIONAL)]
 
 
 class _Name(str):
@@ -29,21 +32,43 @@ class _Name(str):
         return True
 
 
-def named(pure: Callable, f: Callable, paths: Iterable[tuple] | None = None) -> Callable:
+class _OfLanes(inspect.Signature):
+    """The signature of a function of one list of leaves per lane, which binds the leaves to their paths.
+
+    The names are made when they are asked for, by a trace.
+    """
+
+    def __init__(self, paths: Sequence[tuple], lane_of: Sequence[int]):
+        super().__init__(_GROUPS)
+        self._paths, self._lane_of = paths, lane_of
+
+    def bind(self, *groups: Any) -> inspect.BoundArguments:
+        names = split_lanes([format_path(path) for path in self._paths], self._lane_of, len(groups))
+        pairs = [zip(*lane, strict=True) for lane in zip(names, groups, strict=True)]
+        return inspect.BoundArguments(self, OrderedDict(itertools.chain(*pairs)))
+
+
+def named(
+    pure: Callable, f: Callable, paths: Sequence[tuple] | None = None, lane_of: Sequence[int] | None = None
+) -> Callable:
     """Give a pure function what JAX says of ``f``, and return it.
 
     Args:
-      pure: takes leaves, or groups of leaves.
+      pure: takes leaves, each as an argument of its own, or one list of them per lane.
       f: the user's function.
-      paths: of the leaves, if ``pure`` takes each as an argument of its own.
+      paths: of the leaves, if they are known.
+      lane_of: the lane of each, if ``pure`` takes lists; of no use if there is only one.
     """
     made: Any = pure
     made.__name__ = made.__qualname__ = name_of(f)
     made.__wrapped__ = f
-    made.__signature__ = _GROUPS if paths is None else _signature(paths)
+    if paths is None:
+        made.__signature__ = inspect.Signature(_GROUPS)
+    else:
+        made.__signature__ = _signature(paths) if lane_of is None else _OfLanes(paths, lane_of)
     return pure
 
 
-def _signature(paths: Iterable[tuple]) -> inspect.Signature:
+def _signature(paths: Sequence[tuple]) -> inspect.Signature:
     names = [_Name(format_path(path)) for path in paths]
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names])

@@ -87,8 +87,21 @@ def test_bodies_of_control_flow(run, path):
     assert f"the argument {path}." in message
 
 
-def test_eval_shape():
-    assert here(on_input) in branch_on(nnx.eval_shape, on_input, model(), jnp.ones((1, 2)))
+@pytest.mark.parametrize(
+    "wrap", [nnx.remat, nnx.checkify, nnx.make_jaxpr, lambda f: functools.partial(nnx.eval_shape, f)]
+)
+@pytest.mark.parametrize(("f", "path"), [(on_input, "args[1]"), (on_bias, "args[0].layers[0].bias")])
+def test_transforms_that_take_the_leaves_as_a_list(wrap, f, path):
+    message = branch_on(wrap(f), model(), jnp.ones((1, 2)))
+    assert here(f) in message
+    assert f"the argument {path}." in message
+
+
+def test_a_setting_that_remat_was_not_told_is_static_is_named():
+    message = branch_on(
+        nnx.remat(lambda model, x, train: model(x) if train else x), model(), jnp.ones((1, 2)), train=True
+    )
+    assert "the argument kwargs.train." in message
 
 
 def test_a_leak_says_where_it_came_from():
@@ -112,3 +125,13 @@ def test_a_named_function_binds_what_it_takes():
     assert inspect.signature(pure).bind(1, 2).args == (1, 2)
     assert inspect.unwrap(pure) is on_input
     assert pure.__name__ == pure.__qualname__ == "on_input"  # JAX says one or the other
+
+
+def test_a_function_of_lanes_binds_leaves_to_their_paths():
+    def pure(*groups):
+        return groups
+
+    named(pure, on_input, [("args", 0, "kernel"), ("args", 1), ("args", 0, "bias")], (0, 1, 0))
+    bound = inspect.signature(pure).bind([1, 2], [3])
+    assert bound.arguments == {"args[0].kernel": 1, "args[0].bias": 2, "args[1]": 3}
+    assert list(inspect.signature(pure).parameters) == ["groups"]
