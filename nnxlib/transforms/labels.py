@@ -235,7 +235,7 @@ def mapped_size(
             shape = np.shape(x)
             if not -len(shape) <= axis < len(shape):
                 head = f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
-                raise PrefixError(f"{head}\n{_STREAMS}" if _is_of_stream(layout, path) else head)
+                raise PrefixError(head + _on_stream(layout, path))
             sizes.setdefault(shape[axis], format_path(path))
     if len(sizes) > 1:
         found = ", ".join(f"{size} ({where})" for size, where in sizes.items())
@@ -243,14 +243,16 @@ def mapped_size(
     return next(iter(sizes), None)
 
 
-def _is_of_stream(layout: Layout, path: tuple) -> bool:
-    """Whether the leaf at a path is the state of a random stream."""
-    types = [layout.rows[i].type for i in layout.variables]
-    return any(issubclass(kind, RngState) and at == path for at, kind in zip(layout.leaf_paths, types, strict=False))
+def _on_stream(layout: Layout, path: tuple) -> str:
+    """What to do about the leaf at a path, if it is the state of a random stream; else nothing."""
+    position = layout.positions[path]
+    row = layout.variable_row(position) if position < len(layout.variables) else None
+    return _STREAM.format(tag=row.metadata.value.get("tag")) if row and issubclass(row.type, RngState) else ""
 
 
 _WHOLE = "in_axes says which axis of each argument it is; None is for one that is passed whole: in_axes=(0, None)."
 
-_STREAMS = """\
-It belongs to a random stream. Split the stream, which gives each slice keys of its own: @nnx.split_rngs(splits=5) \
-above the transform, or rngs.split(5) for its argument; None is the axis of a stream that is passed whole."""
+_STREAM = """
+It belongs to the random stream {tag!r}. Split the stream, which gives each slice keys of its own: \
+@nnx.split_rngs(splits=5) above the transform, or rngs.split(5) for its argument; None is the axis of a stream that is \
+passed whole."""

@@ -237,6 +237,12 @@ WRONG = {
         lambda: nnx.vmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs), axis_size=5)(nnx.Rngs(0)),
         r"args\[0\]\.default\.count has shape \(\), so there is no axis 0 .*\n.*@nnx.split_rngs\(splits=5\)",
     ),
+    "a stream that split_rngs left out": (
+        lambda: nnx.split_rngs(splits=2, only="dropout")(nnx.vmap(lambda layer, x: layer(x)))(
+            nnx.Dropout(0.5, rngs=nnx.Rngs(0)), XS
+        ),
+        r"args\[0\]\.rngs\.count has shape .*\n.* random stream 'default'\. Split the stream",
+    ),
     "no axis in the output": (
         lambda: nnx.vmap(lambda x: Layer(), out_axes=nnx.StateAxes({nnx.Param: 3, ...: None}))(XS),
         r"The axis in out_axes does not exist:\n  <output>\.w: it has 2 axes, so there is no axis 3",
