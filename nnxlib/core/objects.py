@@ -464,6 +464,16 @@ def _is_attribute(holder: Any, key: Any) -> bool:
     return isinstance(holder, HasAttributes) and isinstance(key, str)  # a List has attributes and items
 
 
+def _complete(cls: type) -> None:
+    """Do for a class what was left out when it was made, for a base class of the user has an ``__init_subclass__`` that
+    does not call the one of ``super()``.
+    """
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Pytree) and "_nnx_slot_names" not in vars(base):
+            own = next(c for c in base.__mro__ if is_own(c.__module__) and "__init_subclass__" in vars(c))
+            vars(own)["__init_subclass__"].__func__(base)
+
+
 class Pytree(HasAttributes):
     """Base class of the objects of the graph: mutable, with attributes that transforms trace; also a JAX pytree.
 
@@ -487,6 +497,8 @@ class Pytree(HasAttributes):
             raise errors.ArgumentError(
                 f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?"
             )
+        if "_nnx_slot_names" not in vars(cls):
+            _complete(cls)
         self = super().__new__(cls)
         self._nnx_init_slots()
         return self

@@ -827,6 +827,37 @@ def test_new_without_init():
     assert (state_paths(m), repr(Layer.__new__(Layer))) == ([("w",)], "Layer()")
 
 
+def test_a_base_class_whose_init_subclass_does_not_call_super():
+    """Such as a mixin of another library that keeps a list of its subclasses."""
+
+    class Registry:
+        def __init_subclass__(cls):
+            pass
+
+    class Net(Registry, nnx.Module):
+        def __init__(self):
+            self.scale, self.w = 2.0, nnx.Param(jnp.ones(2))
+
+        def __setattr__(self, name, value):
+            object.__setattr__(self, name, value)
+
+        def __call__(self, x):
+            return self.w @ x
+
+    class Derived(Net):
+        pass
+
+    net = Derived()
+    assert [x.shape for x in jax.tree.leaves(net)] == [(2,)]
+    scaled = nnx.jit(lambda net: net.w * net.scale)
+    scaled(net)
+    net.scale = 3.0
+    assert scaled(net).tolist() == [3, 3]
+    with pytest.raises(TypeError) as caught:
+        net(jnp.ones(3))
+    assert caught.value.__notes__[-1].startswith("in <root> (Derived")
+
+
 def test_subclass_keyword_arguments_reach_init_subclass():
     """Class keywords of a user's own go to the user's __init_subclass__."""
     seen = {}
