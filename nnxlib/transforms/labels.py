@@ -18,7 +18,7 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
-from ..core.errors import AliasingError, PrefixError, format_path
+from ..core.errors import OUTPUT, AliasingError, PrefixError, format_path
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.rows import LEAF, ROOT, NodeRow, Ref, Row, Spec, Tree, VariableRow
@@ -125,8 +125,9 @@ class Labels:
                 if new != old and not (self.returning and _yields(new, old)):
                     raise AliasingError(
                         f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
-                        f"different treatment: {format_path((*first, *key))}: {old!r}, but "
-                        f"{format_path((*path, *key))}: {new!r}. Give both the same prefix."
+                        f"different treatment: {other.place((*first, *key))}: {old!r}, but "
+                        f"{visit.place((*path, *key))}: {new!r}. Give both the same prefix, or make one a copy "
+                        "(nnx.clone)."
                     )
 
 
@@ -163,6 +164,10 @@ class _Visit:
     def label(self, path: tuple, leaf: Any) -> Label:
         entry = self.entry
         return entry.map_prefix(path[self.depth :], leaf) if isinstance(entry, PrefixMapping) else entry
+
+    def place(self, path: tuple) -> str:
+        """A path for messages; filters see all of one in the output."""
+        return format_path(path, "" if self.depth else OUTPUT)
 
 
 def labels_after(before: Labels, layout: Layout, after: After, out_entries: Sequence[Any]) -> list[Label]:

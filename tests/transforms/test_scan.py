@@ -515,6 +515,21 @@ def test_the_carry_may_hold_modules_which_keep_their_identity():
     np.testing.assert_allclose(total, sum(plain(x) for x in XS), rtol=1e-6)
 
 
+def test_an_object_that_is_carried_and_stacked():
+    """It cannot be both; a copy can be stacked."""
+
+    def step(layer, x, keep):
+        layer.w.value = layer.w + x
+        return layer, keep(layer)
+
+    def run(keep):
+        return nnx.scan(functools.partial(step, keep=keep))(nnx.Dict(w=nnx.Param(jnp.zeros(2))), jnp.ones((3, 2)))
+
+    with pytest.raises(errors.AliasingError, match=r"args\[0\]\.w: .*Carry, but <output>\[1\]\.w: 0\..*nnx\.clone"):
+        run(lambda layer: layer)
+    assert run(nnx.clone)[1].w.tolist() == [[1, 1], [2, 2], [3, 3]]
+
+
 def test_a_shared_variable_may_be_in_two_arguments_if_both_say_the_same():
     m = Pair()
     f = nnx.scan(lambda m, v, x: (v * x).sum() + (m.tied * x).sum(), in_axes=(ALL_CARRIED, ALL_CARRIED, 0), out_axes=0)
