@@ -24,7 +24,15 @@ import jax
 import numpy as np
 
 from .differences import leaf_differences, refuse
-from .errors import ArgumentError, NonExhaustiveFiltersError, UsageError, did_you_mean, format_path, listed
+from .errors import (
+    ArgumentError,
+    NonExhaustiveFiltersError,
+    UsageError,
+    describe_nested,
+    did_you_mean,
+    format_path,
+    listed,
+)
 from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
 from .registration import register_pytree
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
@@ -35,6 +43,8 @@ from .variables import Variable, plain_value
 K = TypeVar("K")
 V = TypeVar("V")
 S = TypeVar("S", bound="State")
+
+_NOT_LEVELS = "A State is made of a mapping, or of (key, value) pairs, but got {given}. Of a model: nnx.state(model)."
 
 Pairs = Iterable[tuple[PathParts, Any]]
 Flat = Mapping[PathParts, Any] | Pairs
@@ -59,7 +69,11 @@ class State(MutableMapping[K, V]):
     _source: Any  # until the State is first looked into, in place of the mapping: has a method ``nest`` to make it
 
     def __init__(self, mapping: Mapping[K, Any] | Iterable[tuple[K, Any]], /):
-        _set_mapping(self, _copy_levels(mapping if isinstance(mapping, Mapping) else dict(mapping)))
+        try:
+            levels = mapping if isinstance(mapping, Mapping) else dict(mapping)
+        except (TypeError, ValueError):
+            raise ArgumentError(_NOT_LEVELS.format(given=describe_nested(mapping))) from None
+        _set_mapping(self, _copy_levels(levels))
 
     @classmethod
     def _view(cls: type[S], mapping: dict) -> S:

@@ -18,7 +18,7 @@ import treescope
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnxlib.core.errors import FilterOrderError, NonExhaustiveFiltersError, PathError, StateMismatchError
+from nnxlib.core.errors import ArgumentError, FilterOrderError, NonExhaustiveFiltersError, PathError, StateMismatchError
 from nnxlib.core.filters import OfType, PathContains, PathIn
 from nnxlib.core.state import (
     FlatState,
@@ -111,6 +111,14 @@ def test_it_is_made_of_mappings_or_pairs():
     assert State([("a", State({"b": 1})), ("c", 2)]) == expected
     assert State(expected) == expected
     assert type(State({"a": State({"b": 1})}).raw_mapping["a"]) is dict
+
+
+@pytest.mark.parametrize("other", [jnp.ones(2), (jnp.ones(3),), "ab", Param(jnp.ones(2))])
+def test_it_is_made_of_nothing_else(other):
+    with pytest.raises(
+        ArgumentError, match=r"a mapping, or of \(key, value\) pairs, but got .*\. Of a model: nnx\.state\(model\)"
+    ):
+        State(other)
 
 
 def test_it_iterates_like_a_dict():
