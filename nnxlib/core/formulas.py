@@ -11,6 +11,9 @@ A step never has both a product and a sum of its result, unless with a barrier i
 contracts ``a * b + c`` to a fused multiply-add, and an eager result would differ in the last bit from the same formula
 evaluated one operation at a time.
 
+Within a step dtypes are promoted by JAX's standard rules, also where the user has forbidden it for code of their own: a
+layer has said what it computes in.
+
 A *product* is a step made of ``lax.dot_general`` or ``lax.conv_general_dilated``. Quantisers replace the code of these
 two while a model runs, but a compiled product would keep the code with which it was traced. So while their code is
 replaced, products and formulas are plain functions.
@@ -39,7 +42,12 @@ def step(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a step of a function; the arguments named in ``static`` are hashable settings."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        return jax.jit(function, static_argnames=static, inline=INLINE)
+        @functools.wraps(function)
+        def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+            with jax.numpy_dtype_promotion("standard"):
+                return function(*args, **kwargs)
+
+        return jax.jit(traced, static_argnames=static, inline=INLINE)
 
     return decorate
 

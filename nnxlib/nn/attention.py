@@ -32,7 +32,7 @@ from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
 from ..core.variables import Cache, Intermediate, Variable
 from . import initializers
-from .dtypes import Array, Dtype, broadcasts, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, broadcasts, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import LinearGeneral
 from .norm import LayerNorm
@@ -73,7 +73,7 @@ def _scores(query: Array, key: Array, precision: Any) -> Array:
         query = jnp.reshape(query, (*batch, q_length, kv_heads, heads // kv_heads, depth))
     paired = (*range(len(batch)), len(batch) + 1)
     dimensions = (((query.ndim - 1,), (key.ndim - 1,)), (paired, paired))
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = at_least_float32(query.dtype)
     scores = lax.dot_general(query, key, dimensions, precision=precision, preferred_element_type=wide)
     if kv_heads != heads:  # [..., kv_heads, q_length, group, kv_length]
         scores = jnp.reshape(jnp.swapaxes(scores, -3, -2), (*batch, heads, q_length, key.shape[-3]))

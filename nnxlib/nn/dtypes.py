@@ -114,6 +114,13 @@ _convert_array = step("new_dtype")(lax.convert_element_type)
 
 
 @functools.cache
+def at_least_float32(dtype: np.dtype) -> np.dtype:
+    """The dtype in which a sum of many values of ``dtype`` is computed."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.float32)
+
+
+@functools.cache
 def _is_inexact(dtype: np.dtype) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 

@@ -30,7 +30,7 @@ from ..core.rngs import Rngs
 from ..core.tracing import boundary
 from ..core.variables import Param, Variable
 from . import initializers
-from .dtypes import Array, Dtype, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import Linear, LinearGeneral
 from .settings import NO_METADATA, Metadata, as_tuple, drawn
@@ -425,7 +425,7 @@ def _not_mergeable(wrapper: LoRA, holders: dict[int, list[tuple[Any, Any]]]) -> 
 
 @step()
 def _merged(kernel: Array, a: Array, b: Array) -> Array:
-    wide = jnp.promote_types(kernel.dtype, jnp.float32)
+    wide = at_least_float32(kernel.dtype)
     change = jnp.reshape(a.astype(wide) @ b.astype(wide), kernel.shape)
     return (kernel.astype(wide) + change).astype(kernel.dtype)
 

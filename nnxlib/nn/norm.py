@@ -25,7 +25,7 @@ from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.variables import BatchStat, Param
 from . import initializers
-from .dtypes import Array, Dtype, convert, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, convert, input_error, promote_dtype
 from .initializers import Initializer
 from .settings import NO_METADATA, NO_MODE, Metadata, as_tuple, drawn, frozen, value_or_none
 
@@ -97,7 +97,7 @@ def moments(
       axis_index_groups: groups of indices of that axis that are averaged separately.
       use_fast_variance: see the top of this file.
     """
-    x = convert(x, jnp.promote_types(x.dtype, jnp.float32))
+    x = convert(x, at_least_float32(x.dtype))
     over = (mask, axes, axis_name, axis_index_groups)
     if use_fast_variance:
         mean, mean_of_square = _means([x, squared(x)], *over)
@@ -111,7 +111,7 @@ def mean_square(
     x: Array, mask: Array | None, *, axes: tuple[int, ...], axis_name: str | None = None, axis_index_groups: Any = None
 ) -> Array:
     """Return the mean of ``x**2`` over ``axes``, in float32 at least; arguments as in :func:`moments`."""
-    x = convert(x, jnp.promote_types(x.dtype, jnp.float32))
+    x = convert(x, at_least_float32(x.dtype))
     return _means([squared(x)], mask, axes, axis_name, axis_index_groups)[0]
 
 

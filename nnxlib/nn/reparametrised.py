@@ -38,7 +38,7 @@ from ..core.variables import BatchStat, Param
 from ..core.walk import ObjectList
 from ..transforms.lift import Arguments, cross
 from . import initializers
-from .dtypes import Array, Dtype, convert, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, convert, promote_dtype
 from .initializers import Initializer
 from .norm import squared
 from .settings import as_tuple, frozen, key_of
@@ -110,7 +110,7 @@ def _describe_params(module: Module) -> str:
 @step("n_steps", "eager")
 def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any, eager: bool) -> tuple[Array, Array, Array]:
     """The weight divided by its largest singular value ``sigma``; with ``u`` and ``sigma`` for the next call."""
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    wide = weight.astype(at_least_float32(weight.dtype))
     matrix = jnp.reshape(wide, (-1, wide.shape[-1]))
     u = v = u.astype(wide.dtype)
     for _ in range(n_steps):
@@ -235,7 +235,7 @@ class SpectralNorm(_Reparametrised):
 @step("axes", "eager")
 def _unit_over(weight: Array, axes: tuple[int, ...], epsilon: Any, eager: bool) -> Array:
     """The weight with norm 1 over the axes, in float32 at least."""
-    return _unit(weight.astype(jnp.promote_types(weight.dtype, jnp.float32)), axes, epsilon, eager)
+    return _unit(weight.astype(at_least_float32(weight.dtype)), axes, epsilon, eager)
 
 
 @step("shape", "dtype")

@@ -62,3 +62,36 @@ def test_traced_arrays_are_converted_by_one_operation():
     """Where something is traced, an array of another dtype costs one conversion and the others nothing."""
     jaxpr = jax.make_jaxpr(lambda x, y: promote_dtype((x, y)))(jnp.ones(2), jnp.ones(2, jnp.bfloat16))
     assert [str(equation.primitive) for equation in jaxpr.jaxpr.eqns] == ["convert_element_type"]
+
+
+HALF = {
+    "linear": lambda **options: nnx.Linear(8, 8, **options),
+    "conv": lambda **options: nnx.Conv(8, 8, 3, **options),
+    "layer norm": lambda **options: nnx.LayerNorm(8, **options),
+    "RMS norm": lambda **options: nnx.RMSNorm(8, **options),
+    "batch norm": lambda **options: nnx.BatchNorm(8, **options),
+    "group norm": lambda **options: nnx.GroupNorm(8, num_groups=2, **options),
+    "weight norm": lambda **options: nnx.WeightNorm(nnx.Linear(8, 8, **options), **options),
+    "attention": lambda **options: nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, **options),
+    "LSTM": lambda **options: nnx.RNN(nnx.LSTMCell(8, 8, **options)),
+    "GRU": lambda **options: nnx.RNN(nnx.GRUCell(8, 8, **options)),
+}
+
+
+@pytest.mark.parametrize("make", HALF.values(), ids=HALF)
+def test_a_layer_with_a_dtype_computes_in_it_where_promotion_is_forbidden(make):
+    """``jax_numpy_dtype_promotion="strict"`` is for code that has not said what it computes in."""
+    layer = make(dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 3, 8), jnp.bfloat16)
+    for call in (lambda: layer(x), lambda: nnx.jit(lambda layer, x: layer(x))(layer, x)):
+        expected = call()
+        with jax.numpy_dtype_promotion("strict"):
+            y = call()
+        assert y.dtype == expected.dtype
+        assert (y == expected).all()
+
+
+def test_parameters_of_another_dtype_than_the_inputs_are_refused_where_promotion_is_forbidden():
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="no available implicit dtype promotion"):
+        layer(jnp.ones((2, 8), jnp.bfloat16))
