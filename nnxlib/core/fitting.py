@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from .closures import Watch, notice
-from .differences import ANY_VALUE, Aval, Difference, leaf_differences, misfits, refuse
+from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, refuse
 from .errors import Path, StateMismatchError, describe
 from .graphdef import Avals, GraphDef, avals_of
 from .layout import Layout
+from .rngs import implementation_of
 from .state import FlatState, State
 from .static import same_items
 from .tracing import Tracer
@@ -206,6 +207,7 @@ def values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Pa
       StateMismatchError: naming the paths, and what was expected there.
     """
     layout, n = graphdef.layout, len(graphdef.layout.variables)
+    new = with_keys(dict(enumerate(graphdef.avals)), new)
     leaves: list[Any] = [new.get(k) for k in range(len(graphdef.avals))]
     values = raw_values(leaves)
     avals = _avals_once_mapped(_kinds(layout), graphdef.avals, values)
@@ -230,6 +232,23 @@ def values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, 
     boxed = {k: x._metadata for k, x in new.items() if k < n and isinstance(x, Variable)}
     others = {k: metadata for k, metadata in boxed.items() if not same_items(metadata, same[k].value)}
     return {k: unshared(x) if k < n else x for k, x in held}, others
+
+
+def with_keys(avals: Mapping[int, Aval], new: dict[int, Any]) -> dict[int, Any]:
+    """Leaves by position; where a random key must be and its raw data are given, as a checkpoint has them, the key."""
+    dtypes = {k: aval[1] for k in new if (aval := avals.get(k)) and aval[1] is not None}
+    keys = {k: dtype for k, dtype in dtypes.items() if _kind(dtype) is jax.dtypes.prng_key}
+    return {**new, **{k: _as_key(new[k], dtype) for k, dtype in keys.items()}}
+
+
+def _as_key(leaf: Any, dtype: Any) -> Any:
+    one = jax.ShapeDtypeStruct((), dtype)
+    data, (value,) = jax.eval_shape(jax.random.key_data, one), raw_values([leaf])
+    aval = aval_of(value)
+    if aval is None or aval[1] != data.dtype or aval[0][-1:] != data.shape:
+        return leaf
+    key = jax.random.wrap_key_data(value, impl=implementation_of(one))
+    return make_variable(type(leaf), key, leaf._metadata) if isinstance(leaf, Variable) else key
 
 
 def is_none(leaf: Any) -> bool:

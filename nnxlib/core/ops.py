@@ -35,6 +35,7 @@ from .fitting import (
     values_and_metadata,
     values_compared,
     values_that_fit,
+    with_keys,
 )
 from .graph import Delta, build, commit, pack
 from .graphdef import Avals, GraphDef, avals_of
@@ -347,6 +348,7 @@ def _values_to_write(
     present = [leaves[k] for k in new]
     avals = zip(new, present, avals_of(present), strict=True)
     before = {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}
+    new = with_keys(dict(zip(new, avals_of(present), strict=True)), new)
     found = misfitting(layout, stacked_where_all_are_given(layout, before, new), new, unexpected)
     if strict and found:
         unknown = {x.path[:-1]: x.path[-1] for x in found if x.kind == "added" and x.path}

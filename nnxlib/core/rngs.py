@@ -133,6 +133,15 @@ def as_key(value: Any, impl: Any = None) -> jax.Array:
     )
 
 
+def implementation_of(key: Any) -> Any:
+    """That of a key, or of the shape of one."""
+    if not isinstance(key, jax.ShapeDtypeStruct):
+        return jax.random.key_impl(key)
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+    return found[0]
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic)
 

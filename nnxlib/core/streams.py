@@ -23,7 +23,7 @@ from .errors import Path, UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
 from .iteration import iter_objects
 from .ops import clone
-from .rngs import RngStream, RngValue, Shape, as_key
+from .rngs import RngStream, RngValue, Shape, as_key, implementation_of
 from .tracing import boundary
 from .variables import MISSING
 
@@ -333,22 +333,13 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
             f"No RngStream of this object has the tag {min(missing)!r}, so there is nothing to reseed; the tags are: "
             f"{known}. A stream that was looked up in an Rngs without one of that name has the tag 'default'."
         )
-    kinds = [(stream.tag, _implementation(stream.key.get_value())) for _, stream in chosen]
+    kinds = [(stream.tag, implementation_of(stream.key.get_value())) for _, stream in chosen]
     sources = {kind: RngStream(as_key(stream_keys[kind[0]], kind[1]), tag=kind[0]) for kind in dict.fromkeys(kinds)}
     roots = [sources[kind].fork().key.get_value() for kind in kinds]
     keys = [_new_key(path, root, stream.key.shape, policy) for (path, stream), root in zip(chosen, roots)]
     for (_, stream), key in zip(chosen, keys):
         stream.key.set_value(key)
         stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
-
-
-def _implementation(key: Any) -> Any:
-    """That of a key, or of the shape of one."""
-    if not isinstance(key, jax.ShapeDtypeStruct):
-        return jax.random.key_impl(key)
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
-    return found[0]
 
 
 def _new_key(path: Path, key: jax.Array, shape: tuple[int, ...], policy: Policy) -> jax.Array:

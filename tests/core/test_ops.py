@@ -1191,3 +1191,38 @@ def test_the_state_of_a_list_with_attributes():
     assert (made[0].value, made.scale.value, len(made)) == (2.0, 4.0, 1)
     nnx.update(layers, nnx.state(made))
     assert layers.scale.value == 4.0
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_raw_data_of_a_random_key_give_that_key(impl):
+    """A checkpoint cannot hold a random key, only its data: ``update`` and ``merge`` take these."""
+
+    def dropout(seed):
+        return nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(seed, impl=impl)))
+
+    def raw(x):
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    layer, x = dropout(1), jnp.ones(20)
+    graphdef, state = nnx.split(layer)
+    state = jax.tree.map(raw, state)
+    checkpoint = jax.tree.map(np.asarray, nnx.to_pure_dict(state))
+    expected = layer(x)
+    for given in (state, checkpoint):
+        updated, merged = dropout(2), nnx.merge(graphdef, given)
+        nnx.update(updated, given)
+        traced = jax.jit(lambda given: nnx.merge(graphdef, given)(x))(given)
+        for y in (updated(x), merged(x), traced):
+            np.testing.assert_array_equal(y, expected)
+        assert type(updated.rngs.key) is nnx.RngKey
+        assert updated.rngs.key.dtype == layer.rngs.key.dtype
+    with pytest.raises(StateMismatchError, match=r"rngs.key: expected dtype key<\w+>, got uint32"):
+        nnx.update(layer, {"rngs": {"key": jnp.zeros(3, jnp.uint32)}})
+
+
+def test_raw_data_of_stacked_random_keys():
+    """They may have an axis more, as the leaves of several models together may."""
+    layer = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    keys = jax.random.split(jax.random.key(1), 3)
+    nnx.update(layer, {"rngs": {"key": jax.random.key_data(keys), "count": jnp.zeros(3, jnp.uint32)}})
+    assert (layer.rngs.key.get_value() == keys).all()
