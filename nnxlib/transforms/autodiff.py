@@ -1,5 +1,7 @@
 """The transformations that differentiate, under the name that flax.nnx has for their module."""
 
+from collections.abc import Hashable
+
 from .custom import custom_vjp as custom_vjp
 from .grad import grad as grad
 from .grad import value_and_grad as value_and_grad
@@ -7,3 +9,5 @@ from .remat import remat as remat
 from .tangents import DiffState as DiffState
 from .vjp import jvp as jvp
 from .vjp import vjp as vjp
+
+AxisName = Hashable  # as users' wrappers have it in their signatures

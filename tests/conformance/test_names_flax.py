@@ -56,6 +56,14 @@ def test_public_names_of_a_module_are_here(name):
     assert {key for key in defined if not hasattr(here, key)} <= set(LEFT_OUT.get(name, "").split())
 
 
+@pytest.mark.parametrize("name", ["transforms.autodiff.AxisName", "nn.recurrent.Carry", "nn.recurrent.Output"])
+def test_names_of_types_for_annotations(name):
+    """Wrappers and cells of users import these for their signatures."""
+    module, attribute = name.rsplit(".", 1)
+    for root in ("nnxlib", "flax.nnx"):
+        assert hasattr(importlib.import_module(f"{root}.{module}"), attribute)
+
+
 def test_names_of_the_graph_mode_namespace():
     """What flax.nnx has in its `compat`."""
     names = {key for key in vars(flax.nnx.compat) if not key.startswith("_")} - {"functools"}
