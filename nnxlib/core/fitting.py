@@ -330,7 +330,25 @@ def _avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Seq
     after = avals_of(values)
     if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
         return [None] * len(before)
-    return _stacked(kinds, before, after)
+    return _some_stacked(_stacked(kinds, before, after), after)
+
+
+def _some_stacked(before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
+    """The avals that leaves must have if a function may have been mapped over some of them, such as those of a filter.
+
+    Then there are several of other shapes, and all of these have the same axis in front; axes of length 1 do not count.
+    """
+    pairs = zip(before, after, strict=True)
+    others = [(old[0], new[0]) for old, new in pairs if old and new and old[0] != new[0]]
+    lengths = {new[:1] for _, new in others}
+    mapped = len(lengths) == 1 < len(others) and lengths != {(1,)}
+    if not mapped or any(_without_ones(old) != _without_ones(new[1:]) for old, new in others):
+        return list(before)
+    return [(new[0], old[1]) if old and new else old for old, new in zip(before, after, strict=True)]
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [n for n in shape if n != 1]
 
 
 def stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:

@@ -204,8 +204,9 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
       TypeError: without a State.
       StateMismatchError: for GraphStates of different structures, missing and unexpected paths, a list of another
         length, and a type, shape or kind of dtype that differs from that at the split. Additional or missing axes are
-        accepted if all leaves of a type have them alike, and values other than arrays if no leaf is an array. (Traced
-        values are not compared: they may be those of one example or shard.)
+        accepted if all leaves of a type have them alike; an additional first axis, if several leaves have it, and no
+        shape differs otherwise; and values other than arrays if no leaf is an array. (Traced values are not compared:
+        they may be those of one example or shard.)
     """
     if isinstance(graphdef, GraphState):
         graphdef, states = graphdef._graphdef, (graphdef, *states)

@@ -1226,3 +1226,48 @@ def test_raw_data_of_stacked_random_keys():
     keys = jax.random.split(jax.random.key(1), 3)
     nnx.update(layer, {"rngs": {"key": jax.random.key_data(keys), "count": jnp.zeros(3, jnp.uint32)}})
     assert (layer.rngs.key.get_value() == keys).all()
+
+
+class Two(nnx.Module):
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        self.shared, self.head = nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        return self.scale * self.head(self.shared(x))
+
+
+HEAD = nnx.All(nnx.Param, nnx.PathContains("head"))
+
+
+def test_merge_takes_stacks_of_some_parameters():
+    """Those of a filter, as vmap maps them: two heads on one trunk."""
+    models = [Two(0), Two(1)]
+    heads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[nnx.state(model).filter(HEAD) for model in models])
+    shared = nnx.state(models[0]).filter(nnx.Not(HEAD))
+    both = nnx.merge(nnx.graphdef(models[0]), nnx.State.merge(shared, heads))
+    axes, x = nnx.StateAxes({HEAD: 0, ...: None}), jnp.ones(3)
+    y = nnx.vmap(lambda model: model(x), in_axes=(axes,))(both)
+    np.testing.assert_allclose(y[0], models[0](x), rtol=1e-6)
+    models[1].shared, models[1].scale = models[0].shared, models[0].scale
+    np.testing.assert_allclose(y[1], models[1](x), rtol=1e-6)
+
+
+def test_merge_takes_stacks_of_samples():
+    """Of parameters of different shapes, scalars among them that have got an axis of length 1."""
+    graphdef, state, rest = nnx.split(Two(0), lambda path, x: path[-1] in ("scale", "bias"), ...)
+    samples = jax.tree.map(lambda x: jnp.stack([jnp.atleast_1d(x)] * 4), state)
+    assert nnx.merge(graphdef, samples, rest).scale.shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "shapes", [{"bias": (4, 2)}, {"bias": (1, 2), "kernel": (1, 3, 2)}, {"bias": (4, 2), "kernel": (4, 2, 3)}]
+)
+def test_merge_refuses_shapes_that_are_no_stacks(shapes):
+    """One leaf that differs is a mistake, as are axes of length 1 and axes in another order."""
+    graphdef, state = nnx.split(Two(0))
+    for name, shape in shapes.items():
+        state["head"][name].value = jnp.zeros(shape)
+    with pytest.raises(StateMismatchError, match=r"head\.bias: expected shape"):
+        nnx.merge(graphdef, state)
