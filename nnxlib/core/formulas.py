@@ -17,12 +17,16 @@ layer has said what it computes in.
 A *product* is a step made of ``lax.dot_general`` or ``lax.conv_general_dilated``. Quantisers replace the code of these
 two while a model runs, but a compiled product would keep the code with which it was traced. So while their code is
 replaced, products and formulas are plain functions.
+
+Exporters replace functions of ``jax.numpy`` by primitives of their own while they trace a model, which nothing else can
+run. A trace that is kept must not have these, so it is made with the functions that JAX had when nnxlib was imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -38,13 +42,29 @@ R = TypeVar("R")
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
+_FUNCTIONS_OF_JAX = [(vars(module), dict(vars(module))) for module in (jnp, jax.nn, jax.random)]
+
+
+@contextlib.contextmanager
+def _as_imported() -> Iterator[None]:
+    """Put back what is replaced in JAX's modules while this context lasts."""
+    replaced = [(names, imported, dict(names)) for names, imported in _FUNCTIONS_OF_JAX if names != imported]
+    for names, imported, _ in replaced:
+        names.update(imported)
+    try:
+        yield
+    finally:
+        for names, _, before in replaced:
+            names.update(before)
+
+
 def step(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a step of a function; the arguments named in ``static`` are hashable settings."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def traced(*args: P.args, **kwargs: P.kwargs) -> R:
-            with jax.numpy_dtype_promotion("standard"):
+            with _as_imported(), jax.numpy_dtype_promotion("standard"):
                 return function(*args, **kwargs)
 
         return jax.jit(traced, static_argnames=static, inline=INLINE)

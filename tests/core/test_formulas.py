@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 import nnxlib as nnx
 from nnxlib.core import formulas
@@ -120,6 +121,42 @@ def test_an_operation_of_jax_whose_code_is_replaced_runs_as_replaced(name):
     finally:
         operation.__code__ = code
     np.testing.assert_array_equal(layer(x), before)
+
+
+UNKNOWN = Primitive("unknown")  # an exporter's own, which nothing else can run
+UNKNOWN.def_abstract_eval(lambda x: x)
+
+EXPORTED = {
+    "Conv": (lambda: nnx.Conv(2, 3, 3, rngs=nnx.Rngs(0)), {"reshape": jnp}),
+    "LinearGeneral": (lambda: nnx.LinearGeneral(2, (3, 2), rngs=nnx.Rngs(0)), {"reshape": jnp}),
+    "LayerNorm": (lambda: nnx.LayerNorm(2, rngs=nnx.Rngs(0)), {"reshape": jnp, "mean": jnp, "maximum": jnp}),
+    "relu": (lambda: nnx.relu, {"relu": jax.nn}),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_what_an_exporter_puts_in_the_place_of_functions_of_jax_is_not_kept(name):
+    """A model that was exported first can be called and compiled afterwards: no step has kept what nothing can run."""
+    make, replaced = EXPORTED[name]
+    layer = make()
+    x = jnp.linspace(-1.0, 1.0, 7 * 19 * 2).reshape(7, 19, 2)  # a shape of its own, that no test has traced before
+    with pytest.MonkeyPatch.context() as patch:
+        for function, module in replaced.items():
+            original = getattr(module, function)
+            patch.setattr(module, function, lambda *a, original=original, **k: UNKNOWN.bind(original(*a, **k)))
+        jax.make_jaxpr(lambda x: layer(x))(x)
+    np.testing.assert_allclose(layer(x), jax.jit(lambda x: layer(x))(x), rtol=1e-5, atol=1e-6)
+
+
+def test_functions_of_jax_stay_replaced_while_and_after_a_step_is_traced(monkeypatch):
+    """A step puts them back for itself alone: code around it goes on with those that the exporter has put there."""
+    calls = []
+    monkeypatch.setattr(jnp, "sum", lambda x, axis: calls.append(axis) or x)
+    own = jnp.sum
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sum(total(x, axis=1), axis=5))(jnp.ones((5, 23)))
+    assert calls == [5]
+    assert jnp.sum is own
+    assert [str(e.primitive) for e in jaxpr.jaxpr.eqns] == ["reduce_sum"]
 
 
 def test_zeros_and_ones_of_a_shape_are_one_program():
