@@ -105,6 +105,11 @@ def _dimension_numbers(ndim: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(data, (ndim - 1, ndim - 2, *[s - 1 for s in spatial]), data)
 
 
+def _conv_dimension_numbers(input_shape: tuple[int, ...]) -> lax.ConvDimensionNumbers:
+    """The name of flax.nnx, for code that computes a convolution itself."""
+    return _dimension_numbers(len(input_shape))
+
+
 def _with_one_batch_axis(
     layer: Any, inputs: Array, rank: int, channels: int, channels_last: bool = True
 ) -> tuple[Array, tuple[int, ...]]:

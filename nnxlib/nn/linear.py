@@ -468,6 +468,7 @@ class Embed(Module):
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Conv", "ConvTranspose", "canonicalize_padding"):  # flax.nnx has them in this module
+    # flax.nnx has them in this module
+    if name in ("Conv", "ConvTranspose", "canonicalize_padding", "_conv_dimension_numbers"):
         return getattr(importlib.import_module(".conv", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnxlib as nnx
+from nnxlib.nn import linear
 from nnxlib.nn.conv import canonicalize_padding
 from nnxlib.nn.dtypes import LayerInputError
 
@@ -238,3 +239,13 @@ def test_a_custom_convolution_may_have_channels_first():
     for x in (array(5, 2), array(4, 5, 2)):
         found = custom(jnp.swapaxes(x, -1, -2))
         np.testing.assert_allclose(jnp.swapaxes(found, -1, -2), plain(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_published_code_computes_a_convolution_with_the_axes_that_the_layer_uses(rank):
+    """It takes them from the module of linear layers, under the name that they have in flax.nnx."""
+    layer, x = nnx.Conv(2, 3, (3,) * rank, use_bias=False, rngs=nnx.Rngs(0)), array(1, *(6,) * rank, 2)
+    padding = linear.canonicalize_padding(layer.padding, rank)
+    numbers = linear._conv_dimension_numbers(x.shape)
+    y = jax.lax.conv_general_dilated(x, layer.kernel[...], (1,) * rank, padding, dimension_numbers=numbers)
+    np.testing.assert_array_equal(layer(x), y)
