@@ -33,7 +33,7 @@ from . import initializers
 from .dtypes import Array, Dtype, at_least_float32, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import Linear, LinearGeneral
-from .settings import NO_METADATA, Metadata, as_tuple, drawn
+from .settings import NO_METADATA, Metadata, as_tuple, drawn, given
 
 A = TypeVar("A")
 
@@ -207,7 +207,7 @@ class LoRALinear(Linear):
         Raises:
           LayerInputError: if the last axis of the input does not fit the kernel.
         """
-        return _sum(super().__call__(x, out_sharding), self.lora(x))
+        return _sum(super().__call__(x, **given(out_sharding=out_sharding)), self.lora(x))
 
 
 class LoRALinearGeneral(LinearGeneral):
@@ -231,7 +231,7 @@ class LoRALinearGeneral(LinearGeneral):
         Raises:
           LayerInputError: if an axis of the input does not fit the kernel, or is missing.
         """
-        y = super().__call__(inputs, out_sharding)
+        y = super().__call__(inputs, **given(out_sharding=out_sharding))
         return _sum(y, self._lora_output(inputs))
 
     def _lora_output(self, inputs: Any) -> Array:

@@ -162,6 +162,19 @@ def test_general_layers_are_adapted_as_matrices():
         np.testing.assert_allclose(adapted, layer(array(*shape)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("base", [nnx.Linear, nnx.LinearGeneral])
+def test_the_call_of_the_layer_below_may_be_one_that_takes_no_sharding(monkeypatch, base):
+    """Exporters replace the call of Linear by a function of one argument; a sharding is passed on if there is one."""
+    layer, call = base(3, 4, rngs=nnx.Rngs(0)), base.__call__
+    nnx.add_lora(layer, 2, filter=base, rngs=nnx.Rngs(1))
+    x = array(2, 3)
+    before = layer(x)
+    monkeypatch.setattr(base, "__call__", lambda self, inputs: 2 * call(self, inputs))
+    np.testing.assert_allclose(layer(x), 2 * before)
+    with pytest.raises(TypeError, match="out_sharding"):
+        layer(x, out_sharding=jax.sharding.PartitionSpec())
+
+
 def test_dtypes_are_those_of_the_layer():
     """A model in bfloat16 stays in bfloat16; the sum of a merge is made in float32."""
     layer = nnx.Linear(8, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
