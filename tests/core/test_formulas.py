@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +149,20 @@ def test_what_an_exporter_puts_in_the_place_of_functions_of_jax_is_not_kept(name
             patch.setattr(module, function, lambda *a, original=original, **k: UNKNOWN.bind(original(*a, **k)))
         jax.make_jaxpr(lambda x: layer(x))(x)
     np.testing.assert_allclose(layer(x), jax.jit(lambda x: layer(x))(x), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_are_first_imported_by_an_exporter_have_functions_of_jax():
+    """Layers are imported when they are asked for, which may be while functions of jax.numpy are replaced."""
+    code = """
+import jax.numpy as jnp, nnxlib as nnx
+own = jnp.add, jnp.multiply
+jnp.add = jnp.multiply = lambda *args: 1 / 0
+nnx.GRUCell
+jnp.add, jnp.multiply = own
+cell = nnx.GRUCell(2, 3, rngs=nnx.Rngs(0))
+cell(cell.initialize_carry((1, 2), nnx.Rngs(0)), jnp.ones((1, 2)))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_functions_of_jax_stay_replaced_while_and_after_a_step_is_traced(monkeypatch):
