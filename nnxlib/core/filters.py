@@ -23,9 +23,11 @@ import builtins
 import reprlib
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import FilterOrderError, InvalidFilterError, accepts
+from .tracing import level_of_user
 from .traversals import Key, path_sort_key
 from .variables import Identified, Variable
 
@@ -151,11 +153,11 @@ def looks_at_values(filter: Filter) -> bool:
     return to_predicate(filter).looks_at_values
 
 
-def refuse_node_classes(filters: Sequence[Filter]) -> None:
-    """Raise InvalidFilterError for the class of a node, which no leaf can be of."""
+def warn_of_node_classes(filters: Sequence[Filter]) -> None:
+    """Warn of the class of a node, which no leaf can be of."""
     for filter in filters:
         if isinstance(filter, type) and issubclass(filter, Identified) and not issubclass(filter, Variable):
-            raise InvalidFilterError(_OF_NODES.format(name=filter.__name__))
+            warnings.warn(_OF_NODES.format(name=filter.__name__), stacklevel=level_of_user())
 
 
 _OF_NODES = """\

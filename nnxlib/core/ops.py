@@ -18,7 +18,7 @@ from .blueprint import fresh
 from .closures import Watch, notice
 from .differences import refuse
 from .errors import ArgumentError, Path, StateMismatchError, UsageError, did_you_mean, format_path
-from .filters import Filter, filters_to_predicates, refuse_node_classes
+from .filters import Filter, filters_to_predicates, warn_of_node_classes
 from .fitting import (
     Values,
     flat_state_of,
@@ -123,7 +123,7 @@ def _states(
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
 
     def divided(flat: FlatState) -> tuple[FlatState, ...]:
-        refuse_node_classes(filters)
+        warn_of_node_classes(filters)
         groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
         return groups if len(filters) > 1 else (groups,)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .errors import Path, UsageError, format_path
-from .filters import Filter, first_of, refuse_node_classes, to_predicate
+from .filters import Filter, first_of, to_predicate, warn_of_node_classes
 from .iteration import places
 from .objects import Node, check_writable, delete_child
 from .state import State, state_of_items
@@ -51,7 +51,7 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
     Raises:
       UsageError: for a leaf in a tuple or another pytree.
     """
-    refuse_node_classes(filters)
+    warn_of_node_classes(filters)
     first_to_take = first_of([to_predicate(f) for f in filters])
     *taken, left = groups = [[] for _ in (*filters, None)]
     chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path

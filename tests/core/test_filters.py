@@ -380,11 +380,14 @@ def test_a_module_that_can_be_called_is_no_filter():
 
 @pytest.mark.parametrize("kind", [nnx.Linear, nnx.Module, nnx.Rngs, nnx.List])
 def test_the_class_of_a_node_takes_no_leaf(kind):
-    """Said where leaves are selected; filters of Modules take it."""
+    """There is a warning where leaves are selected, at the line of the user; filters of Modules take it."""
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    for select in (nnx.state, nnx.split, nnx.pop, lambda m, f: nnx.split(m, nnx.Param, f, ...)):
-        with pytest.raises(InvalidFilterError, match=rf"^{kind.__name__} selects nothing: filters see Variables"):
-            select(model, kind)
+    for select in (nnx.state, nnx.pop, lambda m, f: nnx.split(m, nnx.Param, f, ...)[2]):
+        message = rf"^{kind.__name__} selects nothing: filters see Variables"
+        with pytest.warns(UserWarning, match=message) as warned:
+            assert select(model, kind) == {}
+        assert [w.filename for w in warned] == [__file__]
+    assert isinstance(model.layers[0].kernel, nnx.Param)
     model.set_attributes(nnx.Linear, use_bias=True)
 
 

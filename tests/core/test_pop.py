@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.errors import InvalidFilterError
 
-from .models import Layer, Net, paths, same, snapshot
+from .models import Net, paths, same, snapshot
 
 
 def test_pop_removes_what_filters_take():
@@ -104,12 +103,6 @@ def test_pop_returns_variables_of_its_own():
     popped = nnx.pop(model, nnx.BatchStat)
     popped.first.mean.value = jnp.full(2, 7.0)
     assert mean.value.tolist() != [7, 7]
-
-
-def test_pop_refuses_the_class_of_a_module():
-    """It would take nothing: filters see Variables and arrays."""
-    with pytest.raises(InvalidFilterError, match="Layer selects nothing"):
-        nnx.pop(Net(), Layer)
 
 
 def test_pop_from_a_state_that_a_module_holds():
