@@ -45,6 +45,23 @@ def test_importing_nnxlib_loads_no_library_besides_jax_and_numpy():
     assert libraries - expected == {"nnxlib"}
 
 
+def test_what_is_compiled_stays_so_when_nnxlib_is_imported_and_used():
+    """A setting that JAX knows of would change what it keeps programs by: there is none until one is set."""
+    code = """
+import jax, jax.numpy as jnp
+f, traces = jax.jit(lambda x: traces.append(x) or x + 1), []
+f(1.0)
+import nnxlib as nnx
+rngs = nnx.Rngs(0)
+model = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs), nnx.BatchNorm(2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+nnx.Param(jnp.ones(2), out_sharding=("model",))
+nnx.jit(nnx.value_and_grad(lambda model: model(jnp.ones((2, 2))).sum()))(nnx.merge(*nnx.split(model)))
+f(1.0)
+print(len(traces))
+"""
+    assert run_python(code) == "1\n"
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [

@@ -5,8 +5,8 @@ is the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. In 
 which has its own mesh, or a ``Format``, which also gives the memory layout of an array that is made eagerly. Names that
 the mesh of the context does not have are ignored, so the same model runs on one device, in a unit test without a mesh,
 and under any mesh; if they look mistyped, there is a warning. A mesh in the metadata has to have them. Rules and the
-switch are set per thread, and read when a Variable is made. JAX knows of them: it traces a compiled function again when
-they are others.
+switch are set per thread, and read when a Variable is made. JAX knows of them from when they are first set: it traces a
+compiled function again when they are others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,11 +32,21 @@ from .tracing import at_top_level, concrete_mesh, current_mesh, level_of_user
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
-_settings = jax.make_user_context((True, ()))  # of the thread: whether Variables are sharded when made, and the rules
+_DEFAULT: tuple[bool, Rules] = (True, ())  # whether Variables are sharded when made, and the rules
+_context: Any = None  # of these in each thread; once it is made, JAX traces everything again, so not at import
+_making = threading.Lock()
+
+
+def _settings() -> tuple[bool, Rules]:
+    return _DEFAULT if _context is None else _context.value
 
 
 def _set(eager: bool, rules: Rules) -> None:
-    _settings((eager, rules)).__enter__()  # for good, which JAX has no function for
+    global _context
+    with _making:
+        if _context is None:
+            _context = jax.make_user_context(_DEFAULT)
+    _context((eager, rules)).__enter__()  # for good, which JAX has no function for
 
 
 class use_eager_sharding:
@@ -53,14 +64,14 @@ class use_eager_sharding:
     """
 
     def __init__(self, value: bool, /):
-        self._before, rules = _settings.value
+        self._before, rules = _settings()
         _set(bool(value), rules)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: Any) -> None:
-        _set(self._before, _settings.value[1])
+        _set(self._before, _settings()[1])
 
 
 def using_eager_sharding() -> bool:
@@ -70,7 +81,7 @@ def using_eager_sharding() -> bool:
     >>> nnx.using_eager_sharding()
     True
     """
-    return _settings.value[0]
+    return _settings()[0]
 
 
 @contextmanager
@@ -92,7 +103,7 @@ def logical_axis_rules(rules: Rules):
     ...   nnx.get_partition_spec(kernel).value == jax.sharding.PartitionSpec(None, 'model')
     True
     """
-    eager, before = _settings.value
+    eager, before = _settings()
     _set(eager, tuple([(name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules]))
     try:
         yield
@@ -110,7 +121,7 @@ def spec_of(metadata: Mapping[str, Any]) -> PartitionSpec | None:
         return None
     if isinstance(names, NamedSharding):
         return names.spec
-    rules = (*(metadata.get("sharding_rules") or ()), *(_settings.value[1] or _rules_of_linen()))
+    rules = (*(metadata.get("sharding_rules") or ()), *(_settings()[1] or _rules_of_linen()))
     if isinstance(names, PartitionSpec) and not rules:
         return names
     return _translated([names] if isinstance(names, str) else names, rules)
