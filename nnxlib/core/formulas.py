@@ -41,21 +41,26 @@ R = TypeVar("R")
 # "inline while tracing": since JAX 0.12 True means "inline while lowering", which leaves the calls in the jaxpr
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
-
 _FUNCTIONS_OF_JAX = [(vars(module), dict(vars(module))) for module in (jnp, jax.nn, jax.random)]
 
 
 @contextlib.contextmanager
 def _as_imported() -> Iterator[None]:
     """Put back what is replaced in JAX's modules while this context lasts."""
-    replaced = [(names, imported, dict(names)) for names, imported in _FUNCTIONS_OF_JAX if names != imported]
-    for names, imported, _ in replaced:
-        names.update(imported)
+    replaced = [
+        (names, key, own, names[key])
+        for names, imported in _FUNCTIONS_OF_JAX
+        if names != imported
+        for key, own in imported.items()
+        if names[key] is not own
+    ]
+    for names, key, own, _ in replaced:
+        names[key] = own
     try:
         yield
     finally:
-        for names, _, before in replaced:
-            names.update(before)
+        for names, key, _, other in replaced:
+            names[key] = other
 
 
 def step(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
