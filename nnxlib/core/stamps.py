@@ -52,7 +52,7 @@ class _CheckingStamp(Stamp):
     @property
     def valid(self) -> int:  # type: ignore[override]
         if _is_valid(self) and not self.check():
-            self.changed.append(_gone)
+            self.changed.append(gone)
             self.valid = False
         return _is_valid(self)
 
@@ -64,7 +64,7 @@ class _CheckingStamp(Stamp):
 _is_valid, _set_valid = Stamp.valid.__get__, Stamp.valid.__set__  # type: ignore[attr-defined]
 
 
-def _gone() -> None:
+def gone() -> None:
     """In place of a reference to what has changed; as for an object that is gone, the description is made anew."""
 
 
@@ -108,5 +108,5 @@ class States:
         for reference in cls.stamps:
             stamp = reference()
             if stamp is not None and id(level) in stamp.levels:
-                stamp.changed.append(_gone)
+                stamp.changed.append(gone)
                 stamp.valid = False

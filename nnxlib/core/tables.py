@@ -31,7 +31,7 @@ import operator
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.tree_util as jtu
 
@@ -45,8 +45,8 @@ from .graph import Packed, build, pack, trace_of
 from .graphdef import differences_listed
 from .layout import KEPT, Layout
 from .objects import HasAttributes, Node, Pytree, attributes_of
-from .rows import LEAF, ROOT, NodeRow, Ref, Row, Tree, count_leaves
-from .stamps import Stamp, stamping, with_stamp
+from .rows import LEAF, ROOT, NodeRow, Ref, Tree, count_leaves
+from .stamps import Stamp, gone, stamping, with_stamp
 from .static import Const, same_items
 from .tracing import at_top_level
 from .variables import NO_METADATA, Variable
@@ -58,12 +58,15 @@ _USES_IN_A_TRACE = 8  # before the first check of a table of fresh objects, whic
 _serials = itertools.count()
 
 
+# --- the table of an object -----------------------------------------------------------------------------------------
+
+
 class LiveTable:
     """The table of one live object, the *root*: its layout, and where its leaves are."""
 
     __slots__ = (
-        "array_rows", "arrays", "cells", "index", "layout", "mutable", "objects", "reliable",
-        "serial", "sharing", "shortcuts", "snapshot", "stamp", "unchecked", "used", "variant", "variants",
+        "array_rows", "arrays", "cells", "index", "layout", "mutable", "next_check", "objects", "reliable",
+        "serial", "sharing", "shortcuts", "snapshot", "stamp", "until_check", "variant", "variants",
     )  # fmt: skip
 
     layout: Layout
@@ -77,8 +80,8 @@ class LiveTable:
     # a pytree there that may hold some
     array_rows: list[int]  # for each of these arrays the row of the node
     snapshot: list[Any] | None  # the leaves, if the table is not reliable
-    used: int  # how often, up to the next use at which the table is compared with the object
-    unchecked: int  # how many uses are left until that one
+    next_check: int  # the number of the use at which the table is next compared with the object
+    until_check: int  # how many uses are left, up to that one
     serial: int  # unique, never reused
     sharing: dict[tuple[int, ...], tuple[Sharing, ...]]  # by the serials of several tables, see sharing_of
     shortcuts: dict[Any, Any]  # by the CallSite: the cells that a call reads and writes, see dispatch.py
@@ -89,7 +92,7 @@ class LiveTable:
         self.layout, self.stamp, self.index, self.cells = layout, stamp, index, cells
         self.objects = [None, *objects[1:]]
         self.reliable, self.mutable, self.arrays, self.array_rows, self.snapshot = True, [], [], [], None
-        self.used = self.unchecked = 1 if at_top_level() or CHECK_ALWAYS else _USES_IN_A_TRACE
+        self.next_check = self.until_check = 1 if at_top_level() or CHECK_ALWAYS else _USES_IN_A_TRACE
         self.serial, self.sharing, self.shortcuts = next(_serials), {}, {}
         self.variant, self.variants = None, []
 
@@ -117,52 +120,12 @@ class LiveTable:
         return objects
 
 
-class Variant:
-    """A layout that a table has had, its shortcuts, and the transitions from it to other variants.
-
-    It refers to the layout weakly, which lives as long as the functions compiled for it. It refers to other variants
-    weakly too, so that toggling a flag back and forth makes no reference cycle, which would keep a dropped model alive.
-    """
-
-    __slots__ = ("__weakref__", "layout", "shortcuts", "transitions")
-
-    def __init__(self, layout: Layout, shortcuts: dict[Any, Any]):
-        self.layout, self.shortcuts = weakref.ref(layout), shortcuts
-        self.transitions: list[tuple[Contents, weakref.ref[Variant]]] = []  # what the changed nodes held afterwards
-
-    def after(self, contents: Contents) -> tuple[Variant, Layout] | None:
-        """The variant, and its layout, that an earlier transition to the very same contents led to."""
-        for known, reference in self.transitions:
-            if _all_same(known, contents):
-                variant = reference()
-                layout = variant and variant.layout()
-                return (variant, layout) if variant and layout else None
-        return None
-
-
-Contents = dict[int, tuple[dict, tuple]]  # row of a node -> its marks, (its class, *attribute names, *values)
-
-
-def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
-    """What some nodes of a table hold now."""
-    held = {table.index[id(x)]: (x, x._nnx_contents()) for x in nodes}
-    return {i: (x._nnx_marks or NO_METADATA, (type(x), *items, *items.values())) for i, (x, items) in held.items()}
-
-
-def _all_same(a: Contents, b: Contents) -> bool:
-    return a.keys() == b.keys() and all(_are_same(a[i], b[i]) for i in a)
-
-
-def _are_same(a: tuple[dict, tuple], b: tuple[dict, tuple]) -> bool:
-    return len(a[1]) == len(b[1]) and all(map(operator.is_, a[1], b[1])) and same_items(a[0], b[0])
-
-
 class PendingTable:
     """What it takes to make the table of an object that was just built without walking it."""
 
     __slots__ = ("layout", "objects", "stamp")
 
-    unchecked = 1  # so that no shortcut uses it
+    until_check = 1  # so that no shortcut uses it
 
     def __init__(self, layout: Layout, objects: list[Any], stamp: Stamp):
         self.layout, self.objects, self.stamp = layout, objects, stamp
@@ -185,12 +148,20 @@ def table_of(root: Any) -> LiveTable:
         return _complete(root, table)
     if table is None or (table.mutable and have_changed(table.mutable)):
         return _make(root)
-    if not table.stamp.valid and not _patch(table, root):
+    if not (table.stamp.valid or patched(table, root)):
         return _make(root)
-    table.unchecked -= 1
-    if not table.unchecked:
+    table.until_check -= 1
+    if not table.until_check:
         _check(table, root)
     return table
+
+
+def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
+    """Whether any of some static values that can be changed in place is not what it was."""
+    try:
+        return not all(const == Const.of(value) for value, const in mutable)
+    except errors.StaticValueError:  # the walk will say where
+        return True
 
 
 def _complete(root: Any, pending: PendingTable) -> LiveTable:
@@ -203,6 +174,226 @@ def _complete(root: Any, pending: PendingTable) -> LiveTable:
         cells = [objects[i]._cell for i in pending.layout.variables]
         index = dict(zip(map(id, objects), range(len(objects)), strict=True))
         return _kept(LiveTable(pending.layout, pending.stamp, objects, index, cells), root)
+
+
+def _make(root: Any) -> LiveTable:
+    stamp = Stamp()
+    walk = Walk(stamp=stamp)
+    with stamping:
+        spec = walk.run(root)
+        rows = walk.all_rows()
+        layout = Layout(rows, spec)
+        table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
+        table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
+        for i, row in enumerate(rows):
+            if type(row) is NodeRow:
+                _find_arrays(table, walk, i, row, walk.objects[i] is root)
+        walk.foreign.watch(stamp)
+    table.snapshot = None if table.reliable else walk.leaves()
+    return _kept(table, root)
+
+
+def _find_arrays(table: LiveTable, walk: Walk, i: int, row: NodeRow, is_root: bool) -> None:
+    """Note where the arrays are that a node holds, and which pytrees are to be flattened at each call."""
+    fields = [(name, field) for name, field in row.fields if field is LEAF or (i, name) in walk.unwatched]
+    if not fields:
+        return
+    x = walk.objects[i]
+    attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
+    if not all(name in attributes for name, _ in fields) and (isinstance(x, Pytree) or is_root):
+        table.reliable = False  # a write to a slot goes unnoticed; of items the table would refer to its root
+    for name, field in fields if table.reliable else ():
+        container = attributes if name in attributes else x
+        tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
+        if tree is not None:
+            walk.foreign.flattened.append(tree)
+        if count := count_leaves(field):
+            table.arrays.append((container, name, tree))
+            table.array_rows += [i] * count
+
+
+def _kept(table: LiveTable, root: Any) -> LiveTable:
+    """The table, kept on its root if it can be used again."""
+    borrowed = at_top_level() and not {Cell}.issuperset(map(type, table.cells))  # by a trace of another thread
+    object.__setattr__(root, "_nnx_table", table if table.reliable and not borrowed else None)
+    return table
+
+
+def _check(table: LiveTable, root: Any) -> None:
+    """Walk the object anyway, and compare.
+
+    Raises:
+      StaleLayoutError: if the object was changed in a way that its table has not noticed.
+    """
+    packed = pack(root)
+    table.until_check = 1 if CHECK_ALWAYS else table.next_check
+    table.next_check += table.until_check
+    same = packed.layout is table.layout and all(map(operator.is_, packed.objects[1:], table.objects[1:]))
+    if not same:
+        object.__setattr__(root, "_nnx_table", None)
+        changes = differences_listed(table.layout, packed.layout)
+        raise errors.StaleLayoutError(
+            errors.listed(_STALE.format(kind=type(root).__name__), changes or [_EXCHANGED], _REMEDY)
+        )
+
+
+_STALE = """\
+The structure of this {kind} was changed behind nnxlib's back, so earlier calls may have used what it was before:"""
+
+_EXCHANGED = "an object was exchanged for another one of the same structure"
+
+_REMEDY = """\
+Attributes are to be set with `setattr` (or through `vars(module)`), not with `object.__setattr__`. The next call sees \
+the object as it is now."""
+
+
+# --- patching a table -----------------------------------------------------------------------------------------------
+
+
+class Variant:
+    """A layout that a table has had, its shortcuts, and the transitions from it to other variants.
+
+    It refers to the layout weakly, which lives as long as the functions compiled for it. It refers to other variants
+    weakly too, so that toggling a flag back and forth makes no reference cycle, which would keep a dropped model alive.
+    """
+
+    __slots__ = ("__weakref__", "layout", "shortcuts", "transitions")
+
+    def __init__(self, layout: Layout, shortcuts: dict[Any, Any]):
+        self.layout, self.shortcuts = weakref.ref(layout), shortcuts
+        self.transitions: list[tuple[Contents, weakref.ref[Variant]]] = []  # what the changed nodes held afterwards
+
+    def after(self, contents: Contents) -> tuple[Variant, Layout] | None:
+        """The variant, and its layout, that an earlier transition to the very same contents led to."""
+        for known, reference in self.transitions:
+            if _are_same(known, contents):
+                variant = reference()
+                layout = variant and variant.layout()
+                return (variant, layout) if variant and layout else None
+        return None
+
+
+Contents = dict[int, tuple[dict, tuple]]  # row of a node -> its marks, (its class, *attribute names, *values)
+
+
+def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
+    """What some nodes of a table hold now."""
+    held = {table.index[id(x)]: (x, x._nnx_contents()) for x in nodes}
+    return {i: (x._nnx_marks or NO_METADATA, (type(x), *items, *items.values())) for i, (x, items) in held.items()}
+
+
+def _are_same(a: Contents, b: Contents) -> bool:
+    return a.keys() == b.keys() and all(_is_same(*a[i], *b[i]) for i in a)
+
+
+def _is_same(marks: dict, held: tuple, other_marks: dict, other_held: tuple) -> bool:
+    return len(held) == len(other_held) and all(map(operator.is_, held, other_held)) and same_items(marks, other_marks)
+
+
+def patched(table: LiveTable, root: Any) -> bool:
+    """Bring a table with an invalid stamp up to date; False if it has to be made anew."""
+    stamp = table.stamp
+    with stamping:
+        if stamp.valid:  # another thread was first
+            return True
+        changed, stamp.changed = stamp.changed, [gone]  # unless all goes well, the table is made anew
+        nodes = list({id(x): x for x in [reference() for reference in changed]}.values())
+        if not all(isinstance(x, Node) for x in nodes):  # a Variable has changed, or an object was removed and is gone
+            return False
+        found = _variant_now(table, root, nodes)
+        if found is None:
+            return False
+        table.variant, table.layout = found
+        table.shortcuts = table.variant.shortcuts
+        del stamp.changed[0]
+        stamp.renew()
+        if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
+            stamp.valid = False
+        return bool(stamp.valid)
+
+
+def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[Variant, Layout] | None:
+    """The variant and layout of a table once some nodes have changed; None if it cannot be patched."""
+    stamp = weakref.ref(table.stamp)
+    for x in changed:
+        object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, stamp))
+    before = table.variant or _variant_of(table, table.layout, table.shortcuts)
+    contents = _contents(table, changed)
+    if found := before.after(contents):
+        return found
+    exchanged = _adopt_variables(table, changed)
+    rows = _rows_with_other_statics(table, root, changed)
+    if rows is None:
+        return None
+    layout = table.layout.with_rows(rows)
+    variant = _variant_of(table, layout, {})
+    keeps_arrays = exchanged or any(type(spec) not in (Ref, Const) for _, row in rows for _, spec in row.fields)
+    if not keeps_arrays and _are_same(contents, _contents(table, changed)):  # another thread may be changing a node
+        before.transitions = [*before.transitions[-_TRANSITIONS:], (contents, weakref.ref(variant))]
+    return variant, layout
+
+
+_TRANSITIONS = 7  # how many each variant remembers, besides the last
+
+
+def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> Variant:
+    """The variant with this layout; a new one, with these shortcuts, if the table has not had it."""
+    table.variants = [variant for variant in table.variants[-KEPT:] if variant.layout() is not None]
+    found = next((variant for variant in table.variants if variant.layout() is layout), None)
+    if found is None:
+        found = Variant(layout, shortcuts)
+        table.variants.append(found)
+    return found
+
+
+def _adopt_variables(table: LiveTable, changed: Iterable[Node]) -> bool:
+    """Take Variables into a table that nodes now hold in place of others with the same row; whether there are any.
+
+    A Variable that was, or is, in several places is not taken: that is another structure.
+    """
+    layout, walk, stamp, adopted = table.layout, Walk(), weakref.ref(table.stamp), False
+    for x in changed:
+        row, held = cast(NodeRow, layout.rows[table.index[id(x)]]), x._nnx_contents()
+        for i, new in [(spec.index, held.get(name)) for name, spec in row.fields if type(spec) is Ref]:
+            if not isinstance(new, Variable) or id(new) in table.index or i in layout.shared:
+                continue
+            object.__setattr__(new, "_stamps", with_stamp(new._stamps, stamp))
+            if walk.variable_row(new, ()) == layout.rows[i] and type(new._cell) is Cell:
+                del table.index[id(table.objects[i])]
+                table.objects[i], table.index[id(new)] = new, i
+                table.cells[bisect.bisect_left(layout.variables, i)] = new._cell
+                adopted = True
+    if adopted:  # what is kept of the former ones may be wrong, and would keep their arrays alive
+        table.serial, table.sharing = next(_serials), {}
+        for variant in table.variants:
+            variant.transitions = []
+            variant.shortcuts.clear()
+    return adopted
+
+
+def _rows_with_other_statics(
+    table: LiveTable, root: Any, changed: Iterable[Node]
+) -> tuple[tuple[int, NodeRow], ...] | None:
+    """The rows of some nodes as they are now; None if not only static values differ in them."""
+    before = table.layout.rows
+    walk = Walk(table.objects_with(root), table.stamp, table.index)
+    try:
+        for x in changed:
+            walk.revisit(table.index[id(x)], ())
+    finally:
+        for x in walk.objects[len(before) :]:  # new ones, which the walk has numbered
+            del table.index[id(x)]
+    if len(walk.objects) > len(before) or walk.mutable or walk.foreign or not walk.reliable:
+        return None
+    rows = cast(tuple[tuple[int, NodeRow], ...], tuple(sorted(walk.rows.items())))
+    return rows if all(_links(cast(NodeRow, before[i])) == _links(row) for i, row in rows) else None
+
+
+def _links(row: NodeRow) -> list[tuple[Any, Any]]:
+    return [field for field in row.fields if type(field[1]) is not Const]
+
+
+# --- the arguments of a call ----------------------------------------------------------------------------------------
 
 
 def pack_call(arguments: tuple) -> Packed:
@@ -253,200 +444,3 @@ def _find_sharing(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple[Sh
         arrays = tuple([j for j, row in enumerate(table.array_rows) if row not in shared])
         found.append(Sharing(tuple(shared.items()), cells, arrays))
     return tuple(found) if any(x.shared for x in found) else ()
-
-
-def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
-    """Whether any of some static values that can be changed in place is not what it was."""
-    try:
-        return not all(const == Const.of(value) for value, const in mutable)
-    except errors.StaticValueError:  # the walk will say where
-        return True
-
-
-def refreshed(table: LiveTable) -> bool:
-    """Patch a table that has an invalid stamp, if it has met the same change before; whether that succeeded."""
-    return table.variant is not None and _patch(table, None)
-
-
-def _patch(table: LiveTable, root: Any) -> bool:
-    """Bring a table up to date after a change of static values; False if something else has changed.
-
-    Without a root, only if the table has met the same change before.
-    """
-    stamp = table.stamp
-    with stamping:
-        if stamp.valid:  # another thread was first
-            return True
-        changed, stamp.changed = stamp.changed, []
-        objects = {id(x): x for x in [reference() for reference in changed]}
-        nodes = [x for x in objects.values() if isinstance(x, Node)]
-        found = None
-        try:
-            if len(nodes) == len(objects):  # else a Variable has changed, or an object was removed and is gone
-                found = _variant_now(table, root, nodes)
-        finally:
-            if found is None:  # also if a static value cannot be compared
-                stamp.changed += changed
-        if found is None:
-            return False
-        table.variant, table.layout = found
-        table.shortcuts = table.variant.shortcuts
-        stamp.renew()
-        if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
-            stamp.valid = False
-        return bool(stamp.valid)
-
-
-def _variant_now(table: LiveTable, root: Any, changed: Iterable[Node]) -> tuple[Variant, Layout] | None:
-    """The variant and layout of a table once some nodes have changed; None if not only static values have."""
-    if table.variant is None:
-        table.variant = _variant_of(table, table.layout, table.shortcuts)
-    before, stamp = table.variant, weakref.ref(table.stamp)
-    for x in changed:
-        object.__setattr__(x, "_nnx_stamps", with_stamp(x._nnx_stamps, stamp))
-    contents = _contents(table, changed)
-    found = before.after(contents)
-    if found is not None or root is None:
-        return found
-    exchanged = _take_exchanged(table, changed)
-    rows = _rows_with_other_statics(table, root, changed)
-    if rows is None:
-        return None
-    layout = table.layout.with_rows(rows)
-    variant = _variant_of(table, layout, {})
-    specs = [spec for _, row in rows if isinstance(row, NodeRow) for _, spec in row.fields]
-    keeps_arrays = exchanged or any(type(spec) not in (Ref, Const) for spec in specs)
-    if not keeps_arrays and _all_same(contents, _contents(table, changed)):  # another thread may be changing a node
-        before.transitions = [*before.transitions[-_TRANSITIONS:], (contents, weakref.ref(variant))]
-    return variant, layout
-
-
-_TRANSITIONS = 7  # how many each variant remembers, besides the last
-
-
-def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> Variant:
-    """The variant with this layout; a new one, with these shortcuts, if the table has not had it."""
-    table.variants = [variant for variant in table.variants[-KEPT:] if variant.layout() is not None]
-    found = next((variant for variant in table.variants if variant.layout() is layout), None)
-    if found is None:
-        found = Variant(layout, shortcuts)
-        table.variants.append(found)
-    return found
-
-
-def _take_exchanged(table: LiveTable, changed: Iterable[Node]) -> bool:
-    """Take Variables into a table that have come in place of others like them; whether there are any.
-
-    A Variable that was, or is, in several places is not: that is another structure.
-    """
-    layout, walk, exchanged = table.layout, Walk(), False
-    for x in changed:
-        row, held = layout.rows[table.index[id(x)]], x._nnx_contents()
-        for name, spec in row.fields if isinstance(row, NodeRow) else ():
-            new = held.get(name)
-            if type(spec) is not Ref or not isinstance(new, Variable) or id(new) in table.index:
-                continue
-            i, stamp = spec.index, weakref.ref(table.stamp)
-            object.__setattr__(new, "_stamps", with_stamp(new._stamps, stamp))
-            if i in layout.shared or walk.variable_row(new, ()) != layout.rows[i] or type(new._cell) is not Cell:
-                continue
-            del table.index[id(table.objects[i])]
-            table.objects[i], table.index[id(new)] = new, i
-            table.cells[bisect.bisect_left(layout.variables, i)] = new._cell
-            exchanged = True
-    if exchanged:  # what is kept of the former ones may be wrong, and would keep their arrays alive
-        table.serial, table.sharing = next(_serials), {}
-        for variant in table.variants:
-            variant.transitions = []
-            variant.shortcuts.clear()
-    return exchanged
-
-
-def _rows_with_other_statics(table: LiveTable, root: Any, nodes: Iterable[Any]) -> tuple[tuple[int, Row], ...] | None:
-    """The rows of some nodes as they are now; None if not only static values differ in them."""
-    known = table.layout.rows
-    walk = Walk(table.objects_with(root), table.stamp, table.index)
-    try:
-        for x in nodes:
-            walk.revisit(table.index[id(x)], ())
-    finally:
-        for x in walk.objects[len(known) :]:
-            del table.index[id(x)]
-    rows = tuple(sorted(walk.rows.items()))
-    same = len(walk.objects) == len(known) and all(_links(known[i]) == _links(row) for i, row in rows)
-    return rows if same and not walk.mutable and not walk.foreign and walk.reliable else None
-
-
-def _links(row: Row) -> list[tuple[Any, Any]]:
-    return [field for field in row.fields if type(field[1]) is not Const] if isinstance(row, NodeRow) else []
-
-
-def _make(root: Any) -> LiveTable:
-    stamp = Stamp()
-    walk = Walk(stamp=stamp)
-    with stamping:
-        spec = walk.run(root)
-        rows = walk.all_rows()
-        layout = Layout(rows, spec)
-        table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
-        table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
-        for i, row in enumerate(rows):
-            if type(row) is NodeRow:
-                _find_arrays(table, walk, i, row, walk.objects[i] is root)
-        walk.foreign.watch(stamp)
-    table.snapshot = None if table.reliable else walk.leaves()
-    return _kept(table, root)
-
-
-def _find_arrays(table: LiveTable, walk: Walk, i: int, row: NodeRow, is_root: bool) -> None:
-    """Note where the arrays are that a node holds, and which pytrees are to be flattened at each call."""
-    fields = [(name, field) for name, field in row.fields if field is LEAF or (i, name) in walk.unwatched]
-    if not fields:
-        return
-    x = walk.objects[i]
-    attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
-    if not all(name in attributes for name, _ in fields):  # some are items, or in slots
-        table.reliable = table.reliable and not (isinstance(x, Pytree) or is_root)
-    for name, field in fields if table.reliable else ():
-        container = attributes if name in attributes else x
-        tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
-        if tree is not None:
-            walk.foreign.flattened.append(tree)
-        if count := count_leaves(field):
-            table.arrays.append((container, name, tree))
-            table.array_rows += [i] * count
-
-
-def _kept(table: LiveTable, root: Any) -> LiveTable:
-    """The table, kept on its root if it can be used again."""
-    borrowed = at_top_level() and not {Cell}.issuperset(map(type, table.cells))  # by a trace of another thread
-    object.__setattr__(root, "_nnx_table", table if table.reliable and not borrowed else None)
-    return table
-
-
-def _check(table: LiveTable, root: Any) -> None:
-    """Walk the object anyway, and compare.
-
-    Raises:
-      StaleLayoutError: if the object was changed in a way that its table has not noticed.
-    """
-    packed = pack(root)
-    table.unchecked = 1 if CHECK_ALWAYS else table.used
-    table.used += table.unchecked
-    same = packed.layout is table.layout and all(map(operator.is_, packed.objects[1:], table.objects[1:]))
-    if not same:
-        object.__setattr__(root, "_nnx_table", None)
-        changes = differences_listed(table.layout, packed.layout)
-        raise errors.StaleLayoutError(
-            errors.listed(_STALE.format(kind=type(root).__name__), changes or [_EXCHANGED], _REMEDY)
-        )
-
-
-_STALE = """\
-The structure of this {kind} was changed behind nnxlib's back, so earlier calls may have used what it was before:"""
-
-_EXCHANGED = "an object was exchanged for another one of the same structure"
-
-_REMEDY = """\
-Attributes are to be set with `setattr` (or through `vars(module)`), not with `object.__setattr__`. The next call sees \
-the object as it is now."""

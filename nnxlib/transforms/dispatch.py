@@ -38,7 +38,7 @@ from ..core.inputs import AbsentInput
 from ..core.layout import KEPT
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.static import StaticArgument
-from ..core.tables import LiveTable, Sharing, refreshed, sharing_of, table_of
+from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
 from .plan import Compiled, Plan
@@ -104,7 +104,7 @@ class Dispatch:
             first, others, plain, alone = site.places
             try:
                 table = leaves[first]._nnx_table
-                if table.unchecked == 1 or not (table.stamp.valid or refreshed(table)):
+                if table.until_check == 1 or not (table.stamp.valid or patched(table, leaves[first])):
                     raise LookupError
                 part = table.shortcuts[site]
                 shortcut, outputs = part.shortcut, part.outputs
@@ -112,17 +112,17 @@ class Dispatch:
                 jitted = compiled.jitted
                 if part.place != first:
                     raise LookupError
-                table.unchecked -= 1
+                table.until_check -= 1
                 if not alone:
                     inputs = [cell.value for cell in part.inputs]
                     for place in others:
                         table = leaves[place]._nnx_table
-                        if table.unchecked == 1 or not (table.stamp.valid or refreshed(table)):
+                        if table.until_check == 1 or not (table.stamp.valid or patched(table, leaves[place])):
                             raise LookupError
                         part = table.shortcuts[site]
                         if part.place != place or part.shortcut is not shortcut:
                             raise LookupError
-                        table.unchecked -= 1
+                        table.until_check -= 1
                         inputs += [cell.value for cell in part.inputs]
                         outputs = outputs + part.outputs
                     for place in plain:
