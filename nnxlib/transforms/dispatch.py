@@ -41,7 +41,7 @@ from ..core.static import StaticArgument
 from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
-from .plan import Compiled, Plan
+from .plan import Compiled, Plan, WithOutcome, leaves_of
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
 
@@ -133,9 +133,9 @@ class Dispatch:
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
                 return self._call_entry(leaves, key, captured)
             returned = part.read(jitted) if alone else jitted(*inputs)
-            if type(returned) is not tuple:  # a trace with another outcome
-                tables, values = [leaves[k]._nnx_table for k in (first, *others)], compiled.leaves_of(returned)
-                return shortcut.entry().finish(leaves, tables, values, compiled.outcome_of(returned))
+            if type(returned) is WithOutcome:  # another one than usual
+                tables = [leaves[k]._nnx_table for k in (first, *others)]
+                return shortcut.entry().finish(leaves, tables, leaves_of(returned), compiled.outcome_of(returned))
             out = shortcut.output(returned)
             if others:
                 write_cells(outputs, returned)
@@ -284,9 +284,9 @@ class CacheEntry:
             reads = self._reads = self._reads_of(compiled)
         returned = compiled.jitted(*reads.inputs(found))
         outcome = compiled.outcome_of(returned)
-        if type(returned) is tuple and _only_writes_cells(outcome, tables):
+        if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
             self._keep_shortcut(found, sites, reads, self._writes_of(outcome))
-        out = self.finish(found.leaves, tables, compiled.leaves_of(returned), outcome)
+        out = self.finish(found.leaves, tables, leaves_of(returned), outcome)
         if self.plan.has_shardings:
             self.plan.settle([tables[k].cells[j] for k, j in self._cells])
         return out

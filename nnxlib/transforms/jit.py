@@ -48,7 +48,7 @@ from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lane_numbers
 from .leaf_checks import check_traceable
 from .lift import Arguments, cross
-from .plan import Plan
+from .plan import Plan, WithOutcome
 from .prefixes import PrefixMapping, broadcast_prefix, labels_in, refuse_nodes, same_entries
 from .retraces import Traces
 from .selection import Selection, as_static
@@ -352,7 +352,8 @@ class JitWrapped(Generic[P, R]):
         out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
         lanes: tuple[Any, ...] = tuple(dict.fromkeys([*in_order, *labels_in(entries), *labels_in(out)]))
         crossing = new_crossing(lanes, lane_numbers(in_order, lanes), labels, out)
-        options = {**options, "out_shardings": [*[lane.sharding for lane in lanes], None]}
+        out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]
+        options = {**options, "out_shardings": out_shardings}
         if self._in_shardings is not None:
             in_shardings = [label.sharding for label in in_order]
         return Plan(crossing, self._function, options, donated, in_shardings)

@@ -14,16 +14,15 @@ buffer, since a donated one must come back as an output. (So it does from a trac
 
 A compiled function takes each leaf as a separate argument, and returns the leaves that come back in one tuple. JAX
 flattens and unflattens such flat sequences fastest, and each argument can be donated, and have a sharding, by itself.
-The :class:`~nnxlib.transforms.lift.Outcome` is nearly always equal to that of the first trace, and then is left out; if
-not, a list of the leaves and the Outcome is returned. With shardings, which go by lane, the function returns one list
-of leaves per lane, and the Outcome.
+The :class:`~nnxlib.transforms.lift.Outcome` is nearly always equal to that of the first trace, and then is left out. If
+not, or with shardings, which go by lane, the function returns a :class:`WithOutcome` instead of a plain tuple.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -44,6 +43,16 @@ from .lift import Outcome
 from .naming import named
 
 
+class WithOutcome(NamedTuple):
+    """What a compiled function returns if the leaves alone do not say enough."""
+
+    groups: tuple[Sequence[Any], ...]  # of leaves, one for each lane
+    outcome: Outcome
+
+
+Traced = tuple[tuple[Sequence[Any], ...], Outcome]  # what :meth:`Crossing.run` returns
+
+
 class Compiled:
     """A jitted function of some of the leaves.
 
@@ -53,10 +62,10 @@ class Compiled:
       inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
       donated: positions of leaves; those of them that are inputs are donated.
       options: of ``jax.jit``.
-      replay: for the first trace, in place of the user's function: one that was traced from it, and its Outcome.
+      replay: for the first trace, in place of the user's function: one of the inputs that does what that has done.
     """
 
-    __slots__ = ("__weakref__", "_first", "in_groups", "inputs", "jitted")
+    __slots__ = ("__weakref__", "_outcomes", "inputs", "jitted")
 
     def __init__(
         self,
@@ -65,45 +74,48 @@ class Compiled:
         inputs: Sequence[int],
         donated: frozenset[int],
         options: dict[str, Any],
-        replay: tuple[Callable[..., Any], Outcome] | None = None,
+        replay: Callable[..., Traced] | None = None,
     ):
-        count, in_groups = len(crossing.layout.leaf_paths), crossing.labels is not None
-        first: dict[None, Outcome] = {}
-
-        def step(*values: Any) -> Sequence[Any]:
-            nonlocal replay
-            if replay is not None:
-                (evaluate, outcome), replay = replay, None
-                returned = evaluate(*values)
-            else:
-                leaves = [ABSENT] * count
-                for position, value in zip(inputs, values, strict=True):
-                    leaves[position] = value
-                groups, outcome = crossing.run(function, leaves, donated)
-                returned = groups if in_groups else groups[0]
-            usual = first.setdefault(None, outcome)  # atomic: another thread may be tracing, too
-            if not in_groups and outcome == usual and outcome.read == usual.read:
-                return tuple(returned)
-            return [*returned, outcome]
-
         paths = crossing.layout.leaf_paths
-        self._first, self.inputs, self.in_groups = first, inputs, in_groups
+        outcomes: list[Outcome] = []
+
+        def trace(*values: Any) -> Traced:
+            leaves = [ABSENT] * len(paths)
+            for position, value in zip(inputs, values, strict=True):
+                leaves[position] = value
+            return crossing.run(function, leaves, donated)
+
+        def step(*values: Any) -> tuple[Any, ...]:
+            nonlocal replay
+            run, replay = replay or trace, None
+            groups, outcome = run(*values)
+            if not outcomes:
+                outcomes.append(outcome)
+            usual = outcomes[0]  # that of another thread, if this was tracing at the same time
+            if crossing.labels is None and outcome == usual and outcome.read == usual.read:
+                return tuple(groups[0])
+            return WithOutcome(groups, outcome)
+
+        self._outcomes, self.inputs = outcomes, inputs
         self.jitted = jax.jit(named(step, function, [paths[k] for k in inputs]), **options)
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
         """The inputs, out of all leaves."""
         return [leaves[k] for k in self.inputs]
 
-    def outcome_of(self, returned: Sequence[Any]) -> Outcome:
+    def outcome_of(self, returned: tuple[Any, ...]) -> Outcome:
         """The outcome of what the jitted function returned; the same object for the same trace."""
-        return self._first[None] if type(returned) is tuple else returned[-1]
+        return returned.outcome if type(returned) is WithOutcome else self._outcomes[0]
 
-    def leaves_of(self, returned: Sequence[Any]) -> Sequence[Any]:
-        """The leaves in what the jitted function returned."""
-        if type(returned) is tuple:
-            return returned
-        *leaves, outcome = returned
-        return join_lanes(leaves, outcome.lane_of) if self.in_groups else leaves
+
+def groups_of(returned: tuple[Any, ...]) -> tuple[Sequence[Any], ...]:
+    """The leaves in what a jitted function returned, in a list for each lane."""
+    return returned.groups if type(returned) is WithOutcome else (returned,)
+
+
+def leaves_of(returned: tuple[Any, ...]) -> Sequence[Any]:
+    """The leaves in what a jitted function returned, in order."""
+    return join_lanes(returned.groups, returned.outcome.lane_of) if type(returned) is WithOutcome else returned
 
 
 class Plan:
@@ -138,7 +150,7 @@ class Plan:
         self,
         inputs: Sequence[int],
         donated: frozenset[int] = frozenset(),
-        replay: tuple[Callable[..., Any], Outcome] | None = None,
+        replay: Callable[..., Traced] | None = None,
     ) -> Compiled:
         options = dict(self._options)
         if self._in_shardings is not None:
@@ -158,25 +170,26 @@ class Plan:
             inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
         if len(inputs) == len(leaves) and not donated:
             return self.everything
-        compiled = self._compiled(inputs, donated, (self._replay(traced, leaves, inputs), outcome))
+        compiled = self._compiled(inputs, donated, self._replay(traced, leaves, inputs, outcome))
         compiled.jitted.trace(*compiled.of(leaves))  # uses up `replay`, before another thread can see `compiled`
         return compiled
 
-    def _replay(self, traced: Any, leaves: Sequence[Any], inputs: Sequence[int]) -> Callable[..., Sequence[Any]]:
+    def _replay(
+        self, traced: Any, leaves: Sequence[Any], inputs: Sequence[int], outcome: Outcome
+    ) -> Callable[..., Traced]:
         """The function that was traced on all leaves, as one of some of them; user code does not run again."""
         everything = self.everything
         if len(inputs) == len(leaves) and not self._options and not self.has_shardings:
             # A call in a call, for which JAX has the trace. (Options are refused there, or would hold twice.)
-            return lambda *values: everything.leaves_of(everything.jitted(*values))
+            return lambda *values: (groups_of(everything.jitted(*values)), outcome)
         starts = [0, *accumulate([len(jtu.tree_leaves(leaf)) for leaf in leaves])]  # a leaf may be a pytree
-        returned = traced.out_info if type(traced.out_info) is tuple else traced.out_info[:-1]
-        evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure([*returned])
+        evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(groups_of(traced.out_info))
 
-        def evaluated(*values: Any) -> Any:
+        def evaluated(*values: Any) -> Traced:
             flat: list[Any] = [None] * starts[-1]
             for position, value in zip(inputs, values, strict=True):
                 flat[starts[position] : starts[position + 1]] = jtu.tree_leaves(value)
-            return structure.unflatten(evaluate(*flat))
+            return structure.unflatten(evaluate(*flat)), outcome
 
         return evaluated
 
@@ -196,10 +209,10 @@ class Plan:
         """The function of all leaves, for ``lower`` and ``trace``."""
         return self._compile(leaves, self._all) if self._donated else self.everything
 
-    def finish(self, packed: Packed, compiled: Compiled, returned: Sequence[Any]) -> Any:
+    def finish(self, packed: Packed, compiled: Compiled, returned: tuple[Any, ...]) -> Any:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""
         outcome = compiled.outcome_of(returned)
-        out = commit(packed.layout, outcome.delta, compiled.leaves_of(returned), packed.objects)
+        out = commit(packed.layout, outcome.delta, leaves_of(returned), packed.objects)
         if self.has_shardings and at_top_level():
             self.settle([packed.objects[i]._cell for i in packed.layout.variables])
         return out
@@ -229,7 +242,7 @@ class Plan:
                 raise
         return self.finish(packed, compiled, returned)
 
-    def _call(self, leaves: Sequence[Any]) -> tuple[Compiled, Sequence[Any]]:
+    def _call(self, leaves: Sequence[Any]) -> tuple[Compiled, tuple[Any, ...]]:
         if not at_top_level() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.everything, self.everything.jitted(*leaves)
         compiled = self.compiled
