@@ -89,9 +89,9 @@ class Layout:
 
     @functools.cached_property
     def owners(self) -> tuple[Owner, ...]:
-        """The owner of each leaf."""
-        nodes = [(i, row.fields) for i, row in enumerate(self.rows) if type(row) is NodeRow]
-        counts = [(i, sum(count_leaves(spec) for _, spec in fields)) for i, fields in nodes]
+        """The owner of each leaf. (In the table after a call there may be nodes that cannot be reached any more.)"""
+        nodes = [(i, row) for i, row in enumerate(self.rows) if type(row) is NodeRow and self.paths[i] is not None]
+        counts = [(i, sum(count_leaves(spec) for _, spec in row.fields)) for i, row in nodes]
         counts.append((ROOT, count_leaves(self.root)))
         return *[(i, 0) for i in self.variables], *[(i, k) for i, count in counts for k in range(count)]
 

@@ -23,7 +23,7 @@ from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Filter, Nothing, to_predicate
 from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
-from ..core.rows import ROOT, NodeRow, Tree, count_leaves
+from ..core.rows import ROOT, Tree, count_leaves
 from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
@@ -288,7 +288,10 @@ class _Call:
         return self.outputs(after)
 
     def outputs(self, after: After) -> tuple[list[Any], Outcome, Tangents]:
-        """What the function, or a rule, returns to JAX, with the place of each leaf in the table after the call.
+        """What the function, or a rule, returns to JAX: the leaves that come back, and their positions after the call.
+
+        They are positions in a table of the arguments, as the function leaves them, and of the output; -1 for a leaf of
+        an object that cannot be reached any more.
 
         Raises:
           ArgumentError: if a rule changes its arguments in another way than the function.
@@ -298,8 +301,10 @@ class _Call:
         if self._delta != after.delta:
             raise ArgumentError(_OTHER_CHANGES.format(paths=self._describe(self._delta, after.delta)))
         root = Tree(_PAIR, ((), (OUTPUT,)), (self.layout.root, after.delta.root))
-        table = Layout(tuple(after.rows), root)
-        return after.leaves, Outcome(after.delta, ()), Tangents(table, _places(table, self.layout, after))
+        table, of_arguments = Layout(tuple(after.rows), root), count_leaves(self.layout.root)
+        owners = [(i, of_arguments + k if i == ROOT else k) for i, k in after.owners]
+        positions = tuple([table.owner_positions.get(owner, -1) for owner in owners])
+        return after.leaves, Outcome(after.delta, ()), Tangents(table, positions)
 
     def _describe(self, a: Delta, b: Delta) -> str:
         """Where two Deltas differ, for a message."""
@@ -371,19 +376,6 @@ def _pair(returned: Any, rule: str, names: str) -> tuple[Any, Any]:
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ArgumentError(f"The {rule} rule must return a pair ({names}), but it returned a {describe(returned)}.")
     return returned[0], returned[1]
-
-
-def _places(table: Layout, before: Layout, after: After) -> tuple[int, ...]:
-    """The position, in the table after a call, of each leaf that comes back; -1 if its object is no longer reached."""
-    place: dict[tuple[int, int], int] = {(i, 0): k for k, i in enumerate(table.variables)}
-    count = len(place)
-    for i, row in enumerate(table.rows):
-        if isinstance(row, NodeRow) and table.paths[i] is not None:
-            for k in range(len(after.walk.arrays[i])):
-                place[i, k] = count
-                count += 1
-    count += count_leaves(before.root)
-    return tuple([count + k if i == ROOT else place.get((i, k), -1) for i, k in after.owners])
 
 
 _PAIR = jtu.tree_structure((0, 0))  # the arguments, the output

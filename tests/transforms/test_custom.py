@@ -498,6 +498,35 @@ def test_a_part_that_is_changed_and_taken_away():
     assert not hasattr(m, "net")
 
 
+def test_a_part_that_holds_an_array_and_is_taken_away():
+    """What comes back is found behind it, in another part and in the output."""
+
+    class Part(nnx.Module):
+        def __init__(self):
+            self.array = jnp.array(2.0)
+
+    def use_up(m, a):
+        del m.first
+        m.second.array = m.second.array * a
+        return 10 * m.second.array
+
+    f = nnx.custom_vjp(use_up, nondiff_argnums=nnx.DiffState(0, ...))
+
+    def backward(residuals, gradients):
+        (of_m, _), of_out = gradients
+        return nnx.State({"second": {"array": of_m["second"]["array"] + 100 * of_out}}), None
+
+    f.defvjp(lambda m, a: (f(m, a), ()), backward)
+
+    def loss(m, a):
+        return f(m, a) + 7 * m.second.array
+
+    m = nnx.Dict(first=Part(), second=Part())
+    grads = nnx.grad(loss, argnums=nnx.DiffState(0, ...))(m, A)
+    assert jax.tree.leaves(grads) == [0, 107]
+    assert list(m) == ["second"]
+
+
 def test_a_keyword_only_argument_is_an_error():
     """Rules take their arguments by position."""
     f = nnx.custom_vjp(lambda x, *, scale=1.0: x * scale)
