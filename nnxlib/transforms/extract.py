@@ -24,7 +24,7 @@ from ..core.graphdef import GraphDef
 from ..core.rows import Ref, Tree
 from ..core.variables import MISSING
 from ..core.walk import Walk
-from .labels import Labels
+from .labels import Labelling
 from .prefixes import TreeState as TreeState
 from .prefixes import broadcast_prefix
 
@@ -286,8 +286,8 @@ def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
     """
     walk = Walk()
     root = walk.run(tree)
-    labels = Labels(walk.all_rows(), walk.values_of)
+    labelling = Labelling(walk.all_rows(), walk.values_of)
     children = root.at(()) if isinstance(root, Tree) else [((), root)]
     for (path, spec), prefix in zip(children, prefixes, strict=True):
         if isinstance(spec, Ref):
-            labels.visit(Tree(None, (path,), (spec,)), [prefix], (), len(path))
+            labelling.visit(Tree(None, (path,), (spec,)), [prefix], (), len(path))

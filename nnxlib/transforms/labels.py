@@ -11,9 +11,8 @@ call, those of the arguments (:func:`label_arguments`); after it, those of the l
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 import numpy as np
@@ -21,30 +20,60 @@ import numpy as np
 from ..core.errors import OUTPUT, AliasingError, PrefixError, format_path
 from ..core.graph import After
 from ..core.layout import Layout
-from ..core.rows import LEAF, ROOT, NodeRow, Ref, Row, Spec, Tree, VariableRow
+from ..core.rows import LEAF, ROOT, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow
 from ..core.static import Const
 from ..core.variables import RngState
 from .prefixes import Label, PrefixMapping, labels_in
 
 
-class Labels:
-    """The labels of the leaves of a table, found row by row.
+class Labels(NamedTuple):
+    """The labels of the leaves of a table. Refers to no object and no array."""
+
+    rows: Sequence[Row]  # of the table
+    of_row: dict[int, list[Label]]  # row -> the labels of its leaves
+    reached: dict[int, tuple[tuple, _Visit]]  # row -> its first path, and how that was reached
+
+    def may_have(self, row: int) -> list[Label]:
+        """The labels that leaves of the object in this row may have, whatever it comes to hold."""
+        return labels_in(self.reached[row][1].entry)
+
+    def of_variables(self, layout: Layout) -> list[Label]:
+        """The labels of the Variables of the visited layout, in order."""
+        return [self.of_row[i][0] for i in layout.variables]
+
+    def in_order(self, owners: Sequence[Owner], own: Sequence[Label]) -> list[Label]:
+        """The labels of leaves with these owners, given the ``own`` ones of the pytree around the objects."""
+        return [own[k] if i == ROOT else self.of_row[i][k] for i, k in owners]
+
+
+class Labelling:
+    """A visit that finds the labels of a table, row by row.
 
     Args:
       rows: of the table.
       values: what filters see of each row: the Variable itself, or the arrays that a node holds.
-
-    Attributes:
-      of_row: the labels of the leaves of each row.
+      before: the labels before a call, if this is after it. Then the rows of before are visited here; a new object gets
+        its labels from its holder, and an array that a node holds in the place of another has the label of that.
     """
 
-    def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]):
+    def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]], before: Labels | None = None):
         self.rows, self.values = rows, values
-        self.of_row: dict[int, list[Label]] = {}
-        # Row -> its first path, and how that was reached.
-        self._reached: dict[int, tuple[tuple, _Visit]] = {}
+        self._returning = before is not None  # then a label may give way to the one that an object has
         self._compared: set[tuple[_Visit, int]] = set()  # rows that a later visit has reached, too
-        self.returning = False  # whether the call is over; then a label may give way to the one that an object has
+        if before is None:
+            self.labels = Labels(rows, {}, {})
+        else:
+            self.labels = Labels(rows, dict(before.of_row), dict(before.reached))
+            for i, old in enumerate(before.rows):
+                self._revisit(i, old, rows[i])
+
+    def _revisit(self, i: int, old: Row, row: Row) -> None:
+        if row is not old and isinstance(row, NodeRow) and isinstance(old, NodeRow):
+            known = dict(zip(_places(old), self.labels.of_row[i], strict=True))
+            path, visit = self.labels.reached[i]
+            found = self.labels.of_row[i] = []
+            self._descend([(spec, below, found, self.values(i)) for below, spec in reversed(row.at(path))], visit)
+            found[:] = [known.get(place, label) for place, label in zip(_places(row), found, strict=True)]
 
     def visit(self, root: Spec, entries: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
         """Label everything below a pytree whose children have these entries.
@@ -58,29 +87,6 @@ class Labels:
             self._descend([(spec, path, own, plain)], _Visit(entry, depth))
         return own
 
-    def may_have(self, row: int) -> list[Label]:
-        """The labels that leaves of the object in this row may have, whatever it comes to hold."""
-        return labels_in(self._reached[row][1].entry)
-
-    def of_variables(self, layout: Layout) -> list[Label]:
-        """The labels of the Variables of the visited layout, in order."""
-        return [self.of_row[i][0] for i in layout.variables]
-
-    def revisit(self, count: int, rows: Sequence[Row], values: Callable[[int], Sequence[Any]]) -> None:
-        """Visit the first ``count`` rows as they are after a call; a new object gets its labels from its holder.
-
-        An array that a node holds in the place of another has the label of that, like the value of a Variable.
-        """
-        before, self.rows, self.values = self.rows, rows, values
-        for i in range(count):
-            row, old = rows[i], before[i]
-            if row is not old and isinstance(row, NodeRow) and isinstance(old, NodeRow):
-                known = dict(zip(_places(old), self.of_row[i], strict=True))
-                path, visit = self._reached[i]
-                found = self.of_row[i] = []
-                self._descend([(spec, below, found, values(i)) for below, spec in reversed(row.at(path))], visit)
-                found[:] = [known.get(place, label) for place, label in zip(_places(row), found, strict=True)]
-
     def _descend(self, stack: list[tuple[Spec, tuple, list[Label], Sequence[Any]]], visit: _Visit) -> None:
         """Label everything below the specs on the stack: (spec, path, labels of its row so far, values of its row)."""
         while stack:
@@ -91,16 +97,16 @@ class Labels:
                 stack += [(child, below, labels, values) for below, child in reversed(spec.at(path))]
             elif isinstance(spec, Ref):
                 i, row = spec.index, self.rows[spec.index]
-                if i in self._reached:
+                if i in self.labels.reached:
                     self._check_alias(i, path, visit)
                     continue
-                self._reached[i] = path, visit
+                self.labels.reached[i] = path, visit
+                found = self.labels.of_row[i] = []
                 if isinstance(row, VariableRow):
-                    self.of_row[i] = [visit.label(path, self.values(i)[0])]
+                    found.append(visit.label(path, self.values(i)[0]))
                 else:
-                    self.of_row[i] = []
                     stack.extend(
-                        (child, (*path, name), self.of_row[i], self.values(i))
+                        (child, (*path, name), found, self.values(i))
                         for name, child in reversed(row.fields)
                         if type(child) is not Const
                     )
@@ -110,19 +116,19 @@ class Labels:
         stack = [(i, path)]
         while stack:
             i, path = stack.pop()
-            if i not in self._reached or (visit, i) in self._compared:
+            if i not in self.labels.reached or (visit, i) in self._compared:
                 continue
             self._compared.add((visit, i))
-            first, other = self._reached[i]
+            first, other = self.labels.reached[i]
             if visit is other or (visit.entry == other.entry and not isinstance(visit.entry, PrefixMapping)):
                 continue
             row = self.rows[i]
             parts = list(_parts(row)) if isinstance(row, NodeRow) else [((), LEAF)]
             stack.extend((spec.index, (*path, *key)) for key, spec in reversed(parts) if isinstance(spec, Ref))
-            leaves = [key for key, spec in parts if spec is LEAF]
-            for key, value, old in zip(leaves, self.values(i), self.of_row[i], strict=False):  # in a cycle not yet all
+            leaves, known = [key for key, spec in parts if spec is LEAF], self.labels.of_row[i]
+            for key, value, old in zip(leaves, self.values(i), known, strict=False):  # in a cycle not yet all are known
                 new = visit.label((*path, *key), value)
-                if new != old and not (self.returning and _yields(new, old)):
+                if new != old and not (self._returning and _yields(new, old)):
                     raise AliasingError(
                         f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
                         f"different treatment: {other.place((*first, *key))}: {old!r}, but "
@@ -170,14 +176,11 @@ class _Visit:
         return format_path(path, "" if self.depth else OUTPUT)
 
 
-def labels_after(before: Labels, layout: Layout, after: After, out_entries: Sequence[Any]) -> list[Label]:
+def labels_after(before: Labels, after: After, out_entries: Sequence[Any]) -> list[Label]:
     """The labels of the leaves that come back from a call, given the labels of the arguments."""
-    labels = copy.copy(before)
-    labels.returning = True
-    labels.of_row, labels._reached, labels._compared = dict(before.of_row), dict(before._reached), set()
-    labels.revisit(len(layout.rows), after.rows, after.walk.values_of)
-    own = labels.visit(after.delta.root, out_entries, after.walk.values_of(ROOT))
-    return [own[k] if i == ROOT else labels.of_row[i][k] for i, k in after.owners]
+    labelling = Labelling(after.rows, after.walk.values_of, before)
+    own = labelling.visit(after.delta.root, out_entries, after.walk.values_of(ROOT))
+    return labelling.labels.in_order(after.owners, own)
 
 
 def lane_numbers(labels: Sequence[Label], lanes: Sequence[Label]) -> tuple[int, ...]:
@@ -214,14 +217,9 @@ def label_arguments(
     values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
     for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
         values.setdefault(i, []).append(leaf)
-    labels = Labels(layout.rows, lambda i: values.get(i, ()))
-    own = labels.visit(layout.root, entries, values.get(ROOT, ()), depth=2)
-    labels.values = _no_values  # a compiled function keeps the labels, and must not keep the model that it first saw
-    return labels, [own[k] if i == ROOT else labels.of_row[i][k] for i, k in layout.owners]
-
-
-def _no_values(row: int) -> Sequence[Any]:
-    raise AssertionError("Labels of arguments were asked for values after the call; `revisit` gives new ones.")
+    labelling = Labelling(layout.rows, lambda i: values.get(i, ()))
+    own = labelling.visit(layout.root, entries, values.get(ROOT, ()), depth=2)
+    return labelling.labels, labelling.labels.in_order(layout.owners, own)
 
 
 def mapped_size(

@@ -203,7 +203,7 @@ class _Scan(NamedTuple):
 
     def _labels_after(self, after: After, out: Any) -> list[Any]:
         _check_values(out, self.out_axes)
-        found = labels_after(self.labels, self.layout, after, broadcast_prefix(self.out_axes, out, "out_axes"))
+        found = labels_after(self.labels, after, broadcast_prefix(self.out_axes, out, "out_axes"))
         return list(stack_recorded(found, self.layout, after))
 
     def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Result]:

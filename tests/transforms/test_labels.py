@@ -140,7 +140,7 @@ def test_new_objects_get_labels_from_what_holds_them():
     a.stat.value = jnp.ones(1)
     out = {"free": free, "x": jnp.ones(1)}
     after = diff(packed.layout, packed.leaves, packed.objects, out)
-    found = labels_after(labels, packed.layout, after, broadcast_prefix({"free": "f", "x": "x"}, out, "out"))
+    found = labels_after(labels, after, broadcast_prefix({"free": "f", "x": "x"}, out, "out"))
     by_leaf = {id(leaf): label for leaf, label in zip(after.leaves, found, strict=True)}
     assert by_leaf[id(a.stat.value)] == "rest"
     assert by_leaf[id(a.new.value)] == "p"
