@@ -14,6 +14,7 @@ from ..core.operators import unwrapped
 from ..core.tables import pack_call
 from ..core.variables import MISSING
 from .callables import by_position, resolve
+from .checkify import note_nan
 from .classes import lifts_classes
 from .labels import join_lanes, split_lanes
 from .lift import Arguments, Outcome, cross
@@ -119,8 +120,6 @@ def value_and_grad(
         try:
             (value, (leaves, outcome)), grads = differentiate(packed.leaves)
         except FloatingPointError as error:
-            from .checkify import note_nan  # only now: it takes long to import
-
             note_nan(error, differentiate, packed.leaves)
             raise
         except TypeError as error:

@@ -40,10 +40,10 @@ from ..core.variables import MISSING
 from .abstract import eval_packed
 from .buffers import note_buffers
 from .callables import resolve
+from .checkify import note_nan_in_call
 from .classes import lifts_classes
 from .closure_inputs import Captures
 from .dispatch import Dispatch, Found, Miss
-from .general import name_nan
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lane_numbers
 from .leaf_checks import check_traceable
@@ -191,7 +191,7 @@ class JitWrapped(Generic[P, R]):
             return self._call_packed(args, kwargs, captured, found)
         except Exception as error:
             if isinstance(error, FloatingPointError):
-                name_nan(error, self._function, Arguments(args, kwargs))
+                note_nan_in_call(error, self._function, Arguments(args, kwargs))
             elif isinstance(error, RuntimeError):
                 note_buffers(error, Arguments(args, kwargs, self._captures.objects()))
             hide_frames(error)

@@ -27,6 +27,7 @@ from ..core.recordings import recorded_anew
 from ..core.references import named_in
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, evaluate
+from .checkify import note_nan
 from .leaf_checks import check_traceable
 from .lift import Arguments
 
@@ -57,8 +58,6 @@ class Program:
             except CapturedObjects:
                 self.captures = True
             except FloatingPointError as error:
-                from .checkify import note_nan  # only now: it takes long to import
-
                 note_nan(error, self.function, leaves)
                 raise
         return self.function(list(leaves))
