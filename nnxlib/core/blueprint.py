@@ -2,42 +2,34 @@
 
 Each trace builds a whole model, and so does each ``nnx.merge``. So what can be prepared is prepared once for a layout:
 which objects are alike and can be made and filled together, and where the value of each field is found. All these
-values are in one list, the *pool*: first the objects by row, then the leaves without those of Variables, the pytrees,
-and the constants.
+values are in one list, the *pool*: first the objects by row, then what fields hold besides objects.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from .objects import Pytree, slot_owner
-from .rows import LEAF, NodeRow, Ref, Row, Spec, Tree, VariableRow, count_leaves
+from .cells import Cell
+from .objects import Pytree, fill_all, new_nodes, slot_owner
+from .rows import LEAF, NodeRow, Ref, Row, Spec, VariableRow, value_of
+from .stamps import Stamps
 from .static import Const
+from .variables import MISSING, NO_METADATA, make_variables
 
 
 class Blueprint:
-    """How to make the objects of a layout, given its rows, which of them are Variables, and the number of leaves.
+    """How to make the objects of a layout, given its rows, and which of them are Variables.
 
     Attributes:
       variable_types, metadata: of the Variables, in order.
-      node_types: of the nodes, by the class that declares their slots, which makes all of them at once.
-      order: the objects are made in another order, first the Variables; this gives the place there of each row.
-      marks: for nodes with marks: the place in that order, and the marks.
-      held: how many leaves are in objects; the other ones are in the pytree around them.
-      constants: of all fields, an immutable one once, a mutable one for each use.
-      trees: of all fields, each with the range of its leaves.
-      attributes: for nodes whose attributes have the same names: their rows, the names, and the places in the pool of
-        the values, those of the first node, then of the second, and so on.
-      lists: for Lists without attributes: the row, and the places of the items.
-      others: for each other node: the row, the names of the fields, and the places of their values.
-      contents: for each node its row, the names and the places, to see later whether it holds something else.
-      constant_start: where the constants begin in the pool.
       reliable: whether a stamp attached to the fresh objects reveals every change but that of a Variable's value.
     """
 
-    def __init__(self, rows: Sequence[Row], variables: Sequence[int], leaf_count: int):
+    def __init__(self, rows: Sequence[Row], variables: Sequence[int]):
+        self._rows, self._variables = rows, variables
         nodes = [(i, row) for i, row in enumerate(rows) if type(row) is NodeRow]
         variable_rows = [cast(VariableRow, rows[i]) for i in variables]
         self.variable_types = [row.type for row in variable_rows]
@@ -45,57 +37,101 @@ class Blueprint:
         by_owner: dict[type, list[int]] = {}
         for i, row in nodes:
             by_owner.setdefault(slot_owner(row.type), []).append(i)
-        self.node_types = {owner: [rows[i].type for i in found] for owner, found in by_owner.items()}
+        # The types of the nodes, by the class that declares their slots, which makes all of them at once.
+        self._node_types = {owner: [rows[i].type for i in found] for owner, found in by_owner.items()}
         made = {i: k for k, i in enumerate((*variables, *itertools.chain(*by_owner.values())))}
-        self.order = [made[i] for i in range(len(rows))]
-        self.marks = [(made[i], row.marks.value) for i, row in nodes if row.marks.value]
+        self._order = [made[i] for i in range(len(rows))]  # so Variables are made first; where each row is among these
+        self._marks = [(i, row.marks.value) for i, row in nodes if row.marks.value]
 
-        self.held = len(variables)
-        self.trees: list[tuple[Tree, int, int]] = []
-        self.constants: list[Const] = []
-        self._constant_places: dict[int, int] = {}  # of immutable ones, by the id of the value
-        self._leaf_start = len(rows) - len(variables)  # of leaf 0 in the pool, which lacks the values of Variables
-        self._tree_start = self._leaf_start + leaf_count
-        self.constant_start = self._tree_start + sum(type(spec) is Tree for _, row in nodes for _, spec in row.fields)
-        groups: dict[tuple, tuple[list[int], list[int]]] = {}
-        self.lists: list[tuple[int, list[int]]] = []
-        self.others: list[tuple[int, tuple, list[int]]] = []
-        self.contents: list[tuple[int, tuple, list[int]]] = []
+        # The pool behind the objects: immutable values, and MISSING for what is made anew by each build.
+        self._constants: list[Any] = []
+        self._made: list[tuple[int, Spec]] = []  # the place of the latter, and its spec
+        known: dict[int, int] = {}  # the places of immutable values, by id
+
+        def place_of(spec: Spec) -> int:
+            """Where in the pool the value of the next field is."""
+            if type(spec) is Ref:
+                return spec.index
+            place = len(rows) + len(self._constants)
+            if type(spec) is Const and not spec.mutable:
+                if (first := known.setdefault(id(spec.value), place)) != place:
+                    return first
+                self._constants.append(spec.value)
+            else:
+                self._made.append((place, spec))
+                self._constants.append(MISSING)
+            return place
+
+        # For each node its row, the names of its fields, and the places of their values.
+        self._contents: list[tuple[int, tuple, list[int]]] = []
+        # The same for all nodes whose attributes have the same names: the values of the first, then of the second...
+        alike: dict[tuple, tuple[list[int], list[int]]] = {}
+        self._lists: list[tuple[int, list[int]]] = []  # for Lists without attributes: the row, and the places of items
+        self._others: list[tuple[int, tuple, list[int]]] = []
         for i, row in nodes:
             kind, names = row.type, row.names
-            of_field = {name: self._place(spec) for name, spec in row.fields}
+            of_field = {name: place_of(spec) for name, spec in row.fields}
             places = [of_field[name] for name in names]
-            self.contents.append((i, names, places))
+            self._contents.append((i, names, places))
             if names and issubclass(kind, Pytree) and not kind._nnx_slot_names:
-                found, theirs = groups.setdefault(names, ([], []))
+                found, theirs = alike.setdefault(names, ([], []))
                 found.append(i)
                 theirs += places
             elif issubclass(kind, list) and names == tuple(range(len(names))):
-                self.lists.append((i, places))
+                self._lists.append((i, places))
             else:
-                self.others.append((i, names, places))
-        self.attributes = [(found, names, places) for names, (found, places) in groups.items()]
+                self._others.append((i, names, places))
+        self._alike = [(found, names, places) for names, (found, places) in alike.items()]
 
-        mutable = any(const.mutable for const in (*self.constants, *self.metadata))
+        mutable = any(const.mutable for const in self.metadata)
         guarded = all(row.type._nnx_guarded and not row.marks.mutable for _, row in nodes)
-        self.reliable = guarded and not (mutable or self.trees or self.held > len(variables))
+        self.reliable = guarded and not (mutable or self._made)
 
-    def _place(self, spec: Spec) -> int:
-        """Where in the pool the value of the next field is; constants and pytrees are added to it."""
-        if type(spec) is Ref:
-            return spec.index
-        if type(spec) is Const:
-            place = None if spec.mutable else self._constant_places.get(id(spec.value))
-            if place is None:
-                place = self._constant_places[id(spec.value)] = self.constant_start + len(self.constants)
-                self.constants.append(spec)
-            return place
-        first = self.held
-        self.held += count_leaves(spec)
-        if spec is LEAF:
-            return self._leaf_start + first
-        self.trees.append((cast(Tree, spec), first, self.held))
-        return self._tree_start + len(self.trees) - 1
+    def make(self, leaves: Sequence[Any], cell: Callable[[Any], Cell], stamps: Stamps) -> list[Any]:
+        """The objects by row: Variables, whose values are the first leaves, and empty nodes."""
+        made = make_variables(self.variable_types, leaves, fresh(self.metadata), cell, stamps)
+        for owner, kinds in self._node_types.items():
+            made += new_nodes(owner, kinds, stamps)
+        objects = [made[k] for k in self._order]
+        for i, marks in self._marks:
+            object.__setattr__(objects[i], "_nnx_marks", dict(marks))
+        return objects
+
+    def fill(self, objects: Sequence[Any], leaves: Iterator[Any]) -> None:
+        """Give the nodes among the objects their contents; ``leaves`` are those that nodes hold."""
+        pool = [*objects, *self._constants]
+        for place, spec in self._made:
+            pool[place] = next(leaves) if spec is LEAF else value_of(spec, objects, leaves)
+        for rows, names, places in self._alike:
+            fill_all(map(objects.__getitem__, rows), names, map(pool.__getitem__, places))
+        for i, places in self._lists:
+            list.extend(objects[i], map(pool.__getitem__, places))
+        for i, names, places in self._others:
+            objects[i]._nnx_fill(dict(zip(names, [pool[k] for k in places], strict=True)))
+
+    def as_built(self, objects: Sequence[Any]) -> set[int]:
+        """The rows of the objects that hold, except for values of Variables, what they were given.
+
+        Nodes that hold arrays, pytrees, or static values that can change in place are never among them.
+        """
+        rows, pool = self._rows, [*objects, *self._constants]
+        found = {
+            i
+            for i, names, places in self._contents
+            if tuple(held := objects[i]._nnx_contents()) == names
+            and all(map(operator.is_, held.values(), map(pool.__getitem__, places)))
+            and type(objects[i]) is rows[i].type
+            and _holds_same(objects[i]._nnx_marks or NO_METADATA, cast(NodeRow, rows[i]).marks.value)
+        }
+        for i, kind, metadata in zip(self._variables, self.variable_types, self.metadata, strict=True):
+            if type(objects[i]) is kind and _holds_same(objects[i]._metadata, metadata.value):
+                found.add(i)
+        return found
+
+
+def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
+    """Whether two mappings have the same keys in the same order, and the very same values."""
+    return a is b or (tuple(a) == tuple(b) and all(map(operator.is_, a.values(), b.values())))
 
 
 def fresh(constants: list[Const]) -> list[Any]:

@@ -38,21 +38,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple, cast
 
 from . import errors
-from .blueprint import fresh
 from .calls import entering
 from .cells import Cell, new_cell, write_cells
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
 from .finding import locate
 from .inputs import is_read, peek
 from .layout import Layout
-from .objects import Node, fill_all, new_node, new_nodes, structure_changed
+from .objects import Node, new_node, structure_changed
 from .rows import (
     ROOT,
     SAME,
@@ -69,7 +66,7 @@ from .rows import (
 )
 from .stamps import Stamp
 from .tracing import current_trace
-from .variables import MISSING, NO_METADATA, Variable, as_stored, make_variable, make_variables
+from .variables import NO_METADATA, Variable, as_stored, make_variable
 from .walk import Walk
 
 # --- pack -----------------------------------------------------------------------------------------------------------
@@ -124,32 +121,15 @@ def build(
       cell: makes the cells of the Variables.
       stamp: attached to the fresh objects: a change of their structure invalidates it.
     """
-    blueprint = layout.blueprint
-    stamps = () if stamp is None else (weakref.ref(stamp),)
     # First empty nodes, and Variables; then the contents of the nodes, which may refer to any of these.
-    made = make_variables(blueprint.variable_types, leaves, fresh(blueprint.metadata), cell, stamps)
-    for owner, kinds in blueprint.node_types.items():
-        made += new_nodes(owner, kinds, stamps)
-    for i, marks in blueprint.marks:
-        object.__setattr__(made[i], "_nnx_marks", dict(marks))
-    objects = [made[i] for i in blueprint.order]
-    del made  # saves memory: it is as long as the model
+    objects = layout.blueprint.make(leaves, cell, () if stamp is None else (weakref.ref(stamp),))
     for i, x in (given or {}).items():
         objects[i] = x
         if isinstance(x, Node):
             x._nnx_fill({})  # emptied, to be filled below like a fresh one
-    pool = objects  # extended for now, and cut back below: a copy of the list would be as long as the model
-    pool += leaves[len(layout.variables) :]
-    pool += [value_of(tree, objects, iter(leaves[start:stop])) for tree, start, stop in blueprint.trees]
-    pool += fresh(blueprint.constants)
-    for rows, names, places in blueprint.attributes:
-        fill_all(map(objects.__getitem__, rows), names, map(pool.__getitem__, places))
-    for i, places in blueprint.lists:
-        list.extend(objects[i], map(pool.__getitem__, places))
-    for i, names, places in blueprint.others:
-        objects[i]._nnx_fill(dict(zip(names, [pool[k] for k in places], strict=True)))
-    del pool[len(layout.rows) :]
-    return value_of(layout.root, objects, iter(leaves[blueprint.held :])), objects
+    remaining = iter(leaves[len(layout.variables) :])
+    layout.blueprint.fill(objects, remaining)
+    return value_of(layout.root, objects, remaining), objects
 
 
 # --- diff -----------------------------------------------------------------------------------------------------------
@@ -277,38 +257,11 @@ def _describe_again(walk: Walk, layout: Layout) -> None:
 
     One that is as it was built keeps its row without being visited, which would take most of the time of a diff.
     """
-    as_built = _as_built(layout, walk.objects)
+    as_built = layout.blueprint.as_built(walk.objects)
     walk.keep(layout, as_built)
     for i, path in enumerate(layout.paths):
         if i not in as_built:
             walk.revisit(i, path)
-
-
-def _as_built(layout: Layout, objects: Sequence[Any]) -> set[int]:
-    """The rows of the objects made by ``build`` that hold, except for values of Variables, what they were given.
-
-    Nodes that hold arrays, pytrees, or static values that can change in place are never among them: the pool has
-    MISSING in the places of the first two, and new copies of the last.
-    """
-    blueprint, rows = layout.blueprint, layout.rows
-    pool = [*objects, *repeat(MISSING, blueprint.constant_start - len(rows)), *fresh(blueprint.constants)]
-    found = {
-        i
-        for i, names, places in blueprint.contents
-        if tuple(held := objects[i]._nnx_contents()) == names
-        and all(map(operator.is_, held.values(), map(pool.__getitem__, places)))
-        and type(objects[i]) is rows[i].type
-        and _holds_same(objects[i]._nnx_marks or NO_METADATA, cast(NodeRow, rows[i]).marks.value)
-    }
-    for i, kind, metadata in zip(layout.variables, blueprint.variable_types, blueprint.metadata, strict=True):
-        if type(objects[i]) is kind and _holds_same(objects[i]._metadata, metadata.value):
-            found.add(i)
-    return found
-
-
-def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
-    """Whether two mappings have the same keys in the same order, and the very same values."""
-    return a is b or (tuple(a) == tuple(b) and all(map(operator.is_, a.values(), b.values())))
 
 
 # --- commit ---------------------------------------------------------------------------------------------------------

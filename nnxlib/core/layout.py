@@ -120,7 +120,7 @@ class Layout:
     @functools.cached_property
     def blueprint(self) -> Blueprint:
         """How to build objects of this layout."""
-        return Blueprint(self.rows, self.variables, len(self.leaf_paths))
+        return Blueprint(self.rows, self.variables)
 
     @functools.cached_property
     def is_tree(self) -> bool:

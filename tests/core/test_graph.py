@@ -215,7 +215,7 @@ CASES |= {f"Mixed, {name}": (Mixed, edit) for name, edit in IN_PLACE.items()}
 def test_a_glance_at_what_was_built_misses_nothing(make, edit, monkeypatch):
     """Where objects hold what they were given they are not described again; the result is that of describing them."""
     quick = run(edit, make())[1]
-    monkeypatch.setattr("nnxlib.core.graph._as_built", lambda *args: set())
+    monkeypatch.setattr("nnxlib.core.blueprint.Blueprint.as_built", lambda *args: set())
     assert quick == run(edit, make())[1]
 
 
