@@ -49,7 +49,9 @@ _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are add
 class Found(NamedTuple):
     """What was found of a call."""
 
-    key: tuple[Hashable, tuple, tuple]  # of its entry: the signature, the layout of each object, what they share
+    key: Hashable  # of its entry: the signature, the layout of each object, what they share
+    signature: Hashable
+    sharing: tuple[Sharing, ...]  # empty if they share nothing
     leaves: Sequence[Any]  # objects are leaves, too
     tables: list[LiveTable]  # of the objects
     plain: list[Any]  # the other leaves
@@ -72,7 +74,8 @@ class Dispatch:
 
     def __init__(self, has_static: bool, enabled: bool):
         self._has_static, self._enabled = has_static, enabled
-        self._flatten = _FLATTEN[0] if has_static else None  # None: so far all arguments were leaves
+        # How arguments are flattened, such as have come so far; None if all were leaves.
+        self._flatten: Callable | None = _flatten_containers if has_static else None
         self._sites: dict[Hashable, CallSite] = {}
         self._entries: dict[Hashable, CacheEntry] = {}
 
@@ -156,7 +159,7 @@ class Dispatch:
             wait_for_loans()
         found = _find(leaves, signature)
         if found is None:  # a leaf is a container, or an object has to be walked at each call
-            self._flatten = _FLATTEN[0] if self._flatten is None else _FLATTEN[1]
+            self._flatten = _flatten_containers if self._flatten is None else _flatten_pytrees
             raise Miss(None)
         entry = self._entries.get(found.key)
         if entry is None:
@@ -165,11 +168,11 @@ class Dispatch:
 
     def add(self, found: Found, arguments: Arguments, plan: Plan) -> None:
         """Add an entry for calls like one that was packed in the meantime, and has this plan."""
-        packed = [x for x in _FLATTEN[1](arguments)[0] if type(x) is not StaticArgument]
+        packed = [x for x in _flatten_pytrees(arguments)[0] if type(x) is not StaticArgument]
         if len(packed) != len(found.leaves) or not all(map(operator.is_, packed, found.leaves)):
-            self._flatten = _FLATTEN[1]  # a class registered with JAX has an order of its own
+            self._flatten = _flatten_pytrees  # a class registered with JAX has an order of its own
             return
-        again = _find(found.leaves, found.key[0])
+        again = _find(found.leaves, found.signature)
         if again is not None and again.key == found.key:  # no other thread has changed anything in between
             self._entries[found.key] = CacheEntry(plan, found)
 
@@ -178,10 +181,10 @@ class Dispatch:
 
 # Two ways to flatten arguments: the first only knows tuples, lists and dicts, and takes half the time of the second,
 # which knows all pytrees except nodes and Variables.
-_containers = type(jtu.default_registry)(
+_flatten_containers = type(jtu.default_registry)(
     enable_none=True, enable_tuple=True, enable_namedtuple=True, enable_list=True, enable_dict=True
-)
-_FLATTEN = _containers.flatten, functools.partial(jtu.tree_flatten, is_leaf=is_node)
+).flatten
+_flatten_pytrees = functools.partial(jtu.tree_flatten, is_leaf=is_node)
 
 
 def _unfolded(leaves: Sequence[Any], key: Hashable, flatten: Callable, has_static: bool) -> tuple[list[Any], Hashable]:
@@ -212,7 +215,7 @@ def _find(leaves: Sequence[Any], signature: Hashable) -> Found | None:
         else:
             return None
     sharing = sharing_of([x for x in leaves if is_node(x)], tables) if len(tables) > 1 else ()
-    return Found((signature, tuple(layouts), sharing), leaves, tables, plain)
+    return Found((signature, tuple(layouts), sharing), signature, sharing, leaves, tables, plain)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -262,12 +265,11 @@ class CacheEntry:
     __slots__ = ("__weakref__", "_arrays", "_cells", "_reads", "_writes", "plan")
 
     def __init__(self, plan: Plan, found: Found):
-        _, _, sharing = found.key
         whole = [Sharing((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
         self.plan = plan
         # In which table, and where in it, each Variable of the plan's layout has its cell; and each array of a node.
-        self._cells = [(k, j) for k, own in enumerate(sharing or whole) for j in own.cells]
-        self._arrays = [(k, j) for k, own in enumerate(sharing or whole) for j in own.arrays]
+        self._cells = [(k, j) for k, own in enumerate(found.sharing or whole) for j in own.cells]
+        self._arrays = [(k, j) for k, own in enumerate(found.sharing or whole) for j in own.arrays]
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: dict[Outcome, _Writes] = {}
 
@@ -311,7 +313,7 @@ class CacheEntry:
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k in range(len(found.leaves)) if k not in objects]
         places = objects[0], objects[1:], plain, len(found.leaves) == 1
-        site = sites.setdefault(found.key[0], CallSite(places))
+        site = sites.setdefault(found.signature, CallSite(places))
         site.places = places
         shortcut = Shortcut(self, reads.compiled, writes.output)
         for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):

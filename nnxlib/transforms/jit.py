@@ -45,11 +45,11 @@ from .classes import lifts_classes
 from .closure_inputs import Captures
 from .dispatch import Dispatch, Found, Miss
 from .jit_crossing import JitCrossing
-from .labels import Labels, label_arguments, lane_numbers
+from .labels import Labels, label_arguments, lanes_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, cross
 from .plan import Plan, WithOutcome
-from .prefixes import PrefixMapping, broadcast_prefix, labels_in, refuse_nodes, same_entries
+from .prefixes import PrefixMapping, argument_entries, refuse_nodes, same_entries
 from .retraces import Traces
 from .selection import Selection, as_static
 from .signatures import as_jit
@@ -350,8 +350,9 @@ class JitWrapped(Generic[P, R]):
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(new_crossing(), self._function, options, donated)
         out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
-        lanes: tuple[Any, ...] = tuple(dict.fromkeys([*in_order, *labels_in(entries), *labels_in(out)]))
-        crossing = new_crossing(lanes, lane_numbers(in_order, lanes), labels, out)
+        lanes: tuple[Any, ...]
+        lanes, lane_of = lanes_of(in_order, entries, out)
+        crossing = new_crossing(lanes, lane_of, labels, out)
         out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]
         options = {**options, "out_shardings": out_shardings}
         if self._in_shardings is not None:
@@ -363,8 +364,8 @@ class JitWrapped(Generic[P, R]):
         args, kwargs, captured = arguments
         count, bound = len(args), len(self._args)
         has_prefix = [i >= bound and type(x) is not StaticArgument for i, x in enumerate(args)]
-        prefix = tuple(self._in_shardings) if isinstance(self._in_shardings, list) else self._in_shardings
-        shardings = iter(broadcast_prefix(prefix, tuple(itertools.compress(args, has_prefix)), "in_shardings"))
+        own_args = tuple(itertools.compress(args, has_prefix))
+        shardings = iter(argument_entries(self._in_shardings, own_args, "in_shardings"))
         entries = []
         for i, x in enumerate(args):
             donated = donate and self._donated.has(i, count)

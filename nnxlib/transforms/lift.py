@@ -49,10 +49,10 @@ from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve
-from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, split_lanes
+from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, lanes_of, split_lanes
 from .leaf_checks import check_returned
 from .naming import named
-from .prefixes import broadcast_prefix, labels_in
+from .prefixes import broadcast_prefix
 
 
 class Arguments(NamedTuple):
@@ -282,6 +282,5 @@ def lift_lanes(
         labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
         function = repeated(function, on_labels(packed, in_order))
         recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked
-        lanes = tuple(dict.fromkeys([*in_order, *labels_in(list(entries)), *labels_in(out), *recorded]))
-        crossing = Crossing(packed.layout, lanes, lane_numbers(in_order, lanes), labels, out, axis_name=axis_name)
+        crossing = Crossing(packed.layout, *lanes_of(in_order, entries, out, recorded), labels, out, axis_name)
         return finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))

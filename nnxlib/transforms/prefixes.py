@@ -222,6 +222,11 @@ def _described(name: str, tree: Any, several: bool) -> str:
     return f"there are {len(tree)} values" if several else f"there is one value, {describe_nested(tree)}"
 
 
+def argument_entries(prefix: Any, args: tuple, name: str) -> list[Any]:
+    """The same for positional arguments; as in JAX, a list will do for a tuple."""
+    return broadcast_prefix(tuple(prefix) if isinstance(prefix, list) else prefix, args, name)
+
+
 def same_entries(entry: Any, tree: Any) -> list[Any]:
     """``entry`` for each node and leaf of ``tree``."""
     return [entry] * jtu.tree_structure(tree, is_leaf=is_node).num_leaves

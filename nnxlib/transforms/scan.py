@@ -47,7 +47,7 @@ from .data_transform import DataTransform, transformed_data
 from .labels import Labels, label_arguments, labels_after, mapped_size
 from .lift import Arguments
 from .naming import named
-from .prefixes import broadcast_prefix, check_axes, labels_in, prefix_key, same_entries
+from .prefixes import argument_entries, broadcast_prefix, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, Result, program_of, run_program, weakly
 
 
@@ -149,15 +149,14 @@ def looped(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
         kwargs = {**bound_kwargs, **kwargs}
-        axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-        entries = same_entries(None, bound) + broadcast_prefix(axes, args, "in_axes") + same_entries(None, kwargs)
+        entries = same_entries(None, bound) + argument_entries(in_axes, args, "in_axes") + same_entries(None, kwargs)
         arguments = Arguments((*bound, *args), kwargs)
         with recorded_anew(arguments):
             packed = pack_call(arguments)
             layout = packed.layout
             labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
             size = _length(layout, packed.leaves, in_order, length)
-            settings = (name, data_transform, *prefix_key(axes), *prefix_key(out_axes))
+            settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
             key = (loop.func, *loop.keywords.values(), layout, tuple(in_order), size, *settings)
 
             def make() -> Program:

@@ -20,7 +20,7 @@ from .callables import RemembersErrors, resolve
 from .classes import lifts_classes
 from .labels import label_arguments
 from .lift import Arguments, Crossing, lift_lanes
-from .prefixes import broadcast_prefix, same_entries
+from .prefixes import argument_entries, same_entries
 
 
 @lifts_classes()
@@ -63,7 +63,7 @@ def shard_map(
     @functools.wraps(f, updated=())
     def wrapped(*args: Any) -> Any:
         entries = same_entries(_REPLICATED, bound)
-        entries += broadcast_prefix(tuple(in_specs) if isinstance(in_specs, list) else in_specs, args, "in_specs")
+        entries += argument_entries(in_specs, args, "in_specs")
         entries += same_entries(_REPLICATED, bound_kwargs)
         arguments = Arguments((*bound, *args), bound_kwargs)
 

@@ -17,7 +17,7 @@ from .callables import RemembersErrors, by_position, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import mapped_size
 from .lift import Arguments, Crossing, lift_lanes
-from .prefixes import broadcast_prefix, check_axes, prefix_key, same_entries
+from .prefixes import argument_entries, check_axes, prefix_key, same_entries
 from .program import Program, program_of, watched, weakly
 
 
@@ -171,11 +171,10 @@ def mapped(
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-        if isinstance(axes, tuple) and len(axes) > len(args):  # some are for arguments that are passed by name
+        if isinstance(in_axes, tuple | list) and len(in_axes) > len(args):  # some are of arguments passed by name
             args, kwargs = by_position(f, args, kwargs)
         entries = same_entries(None, bound)  # what was bound to f is passed whole
-        entries += broadcast_prefix(axes, args, "in_axes")
+        entries += argument_entries(in_axes, args, "in_axes")
         named = {**bound_kwargs, **kwargs}
         for name in sorted(named):
             entries += same_entries(0 if name in kwargs else None, named[name])
