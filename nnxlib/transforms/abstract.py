@@ -73,7 +73,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
             if layout.rows:  # the output is described by itself, so what it has of the caller's objects will be new
                 after = contained(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
                 check_returned(after)
-            return after.leaves, Outcome(after.delta, ())
+            return after.leaves, Outcome(after.delta)
 
     pure = named(pure, f, layout.leaf_paths, ())
     try:

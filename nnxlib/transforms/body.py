@@ -91,8 +91,8 @@ def trace_body(
     def run(leaves: Sequence[Any]) -> list[Any]:
         return structure.unflatten(evaluate(*jtu.tree_leaves(list(leaves))))
 
-    found, owners, paths, labels = traced.found
-    return Body(run, found, owners, paths, labels, structure.unflatten(map(_struct, closed.out_avals)))
+    delta, owners, paths, labels = traced.found
+    return Body(run, delta, owners, paths, labels, structure.unflatten(map(_struct, closed.out_avals)))
 
 
 def own_states(out: Any) -> Any:

@@ -24,9 +24,9 @@ from .body import Body, own_states, structural_rows, trace_body, type_of, zeros
 from .body_checks import check_same_output, recordings_taken_out, structural_changes
 from .callables import resolve
 from .leaf_checks import type_changes
-from .lift import Arguments
+from .lift import Arguments, Outcome
 from .naming import named
-from .program import Result, call_program, weakly
+from .program import call_program, weakly
 
 R = TypeVar("R")
 
@@ -92,7 +92,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         if recorded:
             bodies = _once_each(lambda call: traced(_recording_all(call, recorded)), calls)
         runs, delta = _aligned(layout, leaves, bodies)
-        return jax.lax.switch(chosen, runs, leaves), Result(delta)
+        return jax.lax.switch(chosen, runs, leaves), Outcome(delta)
 
     return call_program(functions, ("switch",), run, arguments, _as_array(index, "The index of nnx.switch"))
 

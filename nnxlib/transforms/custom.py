@@ -304,7 +304,7 @@ class _Call:
         table, of_arguments = Layout(tuple(after.rows), root), count_leaves(self.layout.root)
         owners = [(i, of_arguments + k if i == ROOT else k) for i, k in after.owners]
         positions = tuple([table.owner_positions.get(owner, -1) for owner in owners])
-        return after.leaves, Outcome(after.delta, ()), Tangents(table, positions)
+        return after.leaves, Outcome(after.delta), Tangents(table, positions)
 
     def _describe(self, a: Delta, b: Delta) -> str:
         """Where two Deltas differ, for a message."""

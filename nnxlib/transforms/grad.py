@@ -111,7 +111,7 @@ def value_and_grad(
             leaves = join_lanes((differentiated, rest), lane_of)
             aux_of = lambda out: split_aux(out)[1] if has_aux else None
             out, after = cross(function, packed.layout, leaves, part=aux_of)
-            return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta, ()))
+            return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta))
 
         def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
             pure_loss = named(pure, function, packed.layout.leaf_paths, lane_of)

@@ -350,7 +350,6 @@ class JitWrapped(Generic[P, R]):
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(new_crossing(), self._function, options, donated)
         out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
-        lanes: tuple[Any, ...]
         lanes, lane_of = lanes_of(in_order, entries, out)
         crossing = new_crossing(lanes, lane_of, labels, out)
         out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]

@@ -183,7 +183,7 @@ def labels_after(before: Labels, after: After, out_entries: Sequence[Any]) -> li
     return labelling.labels.in_order(after.owners, own)
 
 
-def lanes_of(in_order: Sequence[Label], *prefixes: Any) -> tuple[tuple[Label, ...], tuple[int, ...]]:
+def lanes_of(in_order: Sequence[Label], *prefixes: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """A lane for each label that a leaf has, or that one of the prefixes may give to another; and that of each leaf."""
     lanes = tuple(dict.fromkeys([*in_order, *labels_in(prefixes)]))
     return lanes, lane_numbers(in_order, lanes)

@@ -69,8 +69,15 @@ class Outcome:
 
     __slots__ = ("_hash", "delta", "lane_of", "paths", "read", "returns_objects")
 
-    def __init__(self, delta: Delta, lane_of: tuple[int, ...], paths: tuple[tuple, ...] = (), read: Sequence[int] = ()):
-        self.delta, self.lane_of = delta, lane_of
+    def __init__(
+        self,
+        delta: Delta,
+        lane_of: tuple[int, ...] = (),
+        paths: tuple[tuple, ...] = (),
+        read: Sequence[int] = (),
+    ):
+        self.delta = delta
+        self.lane_of = lane_of  # of each leaf that comes back; empty if there is only one lane
         self.paths = paths  # of the leaves that come back, for messages
         self.read = read  # the positions of the leaves that it read, if it was watched
         self.returns_objects = has_refs(delta.root)  # if not, the output can be made from its leaves alone

@@ -28,9 +28,9 @@ from .body_checks import (
     successors,
 )
 from .callables import resolve
-from .lift import Arguments
+from .lift import Arguments, Outcome
 from .naming import named
-from .program import Result, call_program, weakly
+from .program import call_program, weakly
 
 
 @boundary
@@ -76,7 +76,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
             lambda carry: loop.body.run(loop.leaves(carry)),
             loop.carry,
         )
-        return carry, Result(loop.body.delta)
+        return carry, Outcome(loop.body.delta)
 
     return call_program((step, test), ("while",), run, arguments).args[0]
 
@@ -122,7 +122,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
             loop.carry,
             unroll=unroll,
         )
-        return carry, Result(loop.body.delta)
+        return carry, Outcome(loop.body.delta)
 
     key = ("fori", unroll, (first, last) if static else None)
     return call_program((step,), key, run, arguments, jnp.asarray(upper)).args[0]

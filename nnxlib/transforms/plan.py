@@ -165,7 +165,7 @@ class Plan:
         """
         traced = self.everything.jitted.trace(*leaves)
         outcome = self.everything.outcome_of(traced.out_info)
-        donated = self._donated.intersection(self._replaced(outcome))
+        donated = self._donated.intersection(self._donatable(outcome))
         if inputs is None:
             inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
         if len(inputs) == len(leaves) and not donated:
@@ -193,7 +193,7 @@ class Plan:
 
         return evaluated
 
-    def _replaced(self, outcome: Outcome) -> list[int]:
+    def _donatable(self, outcome: Outcome) -> list[int]:
         """The leaves that are not needed after the call: values of Variables that change, and plain leaves.
 
         With ``keep_unused``, no values of Variables: a trace for other shapes, which does not read them, would free

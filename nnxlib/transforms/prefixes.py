@@ -213,6 +213,11 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
     return entries
 
 
+def argument_entries(prefix: Any, args: tuple, name: str) -> list[Any]:
+    """The same for positional arguments; as in JAX, a list will do for a tuple."""
+    return broadcast_prefix(tuple(prefix) if isinstance(prefix, list) else prefix, args, name)
+
+
 _LIKE_THE_VALUES = "Give one label for all, or the same tuples, lists and dicts as the values, down to some level."
 
 
@@ -220,11 +225,6 @@ def _described(name: str, tree: Any, several: bool) -> str:
     if name.startswith("in"):
         return f"the function was called with {counted(len(tree), 'positional argument')}"
     return f"there are {len(tree)} values" if several else f"there is one value, {describe_nested(tree)}"
-
-
-def argument_entries(prefix: Any, args: tuple, name: str) -> list[Any]:
-    """The same for positional arguments; as in JAX, a list will do for a tuple."""
-    return broadcast_prefix(tuple(prefix) if isinstance(prefix, list) else prefix, args, name)
 
 
 def same_entries(entry: Any, tree: Any) -> list[Any]:

@@ -14,14 +14,14 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
 
 from ..core.calls import followed
 from ..core.closures import CapturedObjects, lending, watching
-from ..core.graph import Delta, Packed, commit
+from ..core.graph import Packed, commit
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
 from ..core.references import named_in
@@ -169,21 +169,14 @@ def _forget(reference: weakref.ref[_Programs], key: tuple, _: weakref.ref) -> No
         programs.pop(key, None)
 
 
-@jtu.register_static
-class Result(NamedTuple):
-    """The Delta of a program, static in its output."""
-
-    delta: Delta
-
-
 def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
-    """Run a program on the packed leaves and ``extra`` ones, and commit what it returns, (leaves, Result)."""
+    """Run a program on the packed leaves and ``extra`` ones, and commit what it returns, (leaves, Outcome)."""
     try:
-        leaves, result = program([*packed.leaves, *extra])
+        leaves, outcome = program([*packed.leaves, *extra])
     except TypeError:
         check_traceable(packed.layout, packed.leaves)
         raise
-    return commit(packed.layout, result.delta, leaves, packed.objects)
+    return commit(packed.layout, outcome.delta, leaves, packed.objects)
 
 
 def call_program(

@@ -45,10 +45,10 @@ from .callables import by_position, resolve
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
 from .labels import Labels, label_arguments, labels_after, mapped_size
-from .lift import Arguments
+from .lift import Arguments, Outcome
 from .naming import named
 from .prefixes import argument_entries, broadcast_prefix, check_axes, labels_in, prefix_key, same_entries
-from .program import Program, Result, program_of, run_program, weakly
+from .program import Program, program_of, run_program, weakly
 
 
 class _Label(type):
@@ -205,7 +205,7 @@ class _Scan(NamedTuple):
         found = labels_after(self.labels, after, broadcast_prefix(self.out_axes, out, "out_axes"))
         return list(stack_recorded(found, self.layout, after))
 
-    def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Result]:
+    def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Outcome]:
         """The loop; ``sources`` are the positions of the leaves that it carries."""
         handed_on = _handed_on(body)
         stacked = [k for k in range(len(body.owners)) if _is_axis(body.labels[k])]
@@ -232,7 +232,7 @@ class _Scan(NamedTuple):
         found = dict(zip(handed_on, last, strict=True))
         for k, y in zip(stacked, ys, strict=True):
             found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
-        return [found[k] for k in range(len(body.owners))], Result(body.delta)
+        return [found[k] for k in range(len(body.owners))], Outcome(body.delta)
 
 
 def _moved(x: Any, source: int, destination: int) -> Any:

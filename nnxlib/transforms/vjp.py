@@ -59,7 +59,7 @@ class Derivation:
         joined = join_lanes((leaves, self._rest), self.lane_of)
         (primal, _), after = cross(self._run, self.packed.layout, joined, part=operator.itemgetter(1))
         found = Tangents.of_leaves(primal.layout, primal.leaves)
-        return found.take(primal.leaves), (after.leaves, Outcome(after.delta, ()), found)
+        return found.take(primal.leaves), (after.leaves, Outcome(after.delta), found)
 
     def _run(self, *args: Any, **kwargs: Any) -> tuple[Packed, Any]:
         out = self.function(*args, **kwargs)
