@@ -23,6 +23,7 @@ from ..core.errors import AliasingError, format_path
 from ..core.static import same_items
 from ..core.variables import MISSING
 from ..transforms.custom import CustomVjp
+from ..transforms.grad import without_value
 from ..transforms.prefixes import PrefixMapping
 from ..transforms.tangents import is_inexact
 
@@ -189,14 +190,7 @@ def _value_and_grad(f: Callable, *, argnums: int | Sequence[int] = 0, **options:
 
 
 def _grad(f: Callable, *, has_aux: bool = False, **options: Any) -> Callable:
-    with_value = _value_and_grad(f, has_aux=has_aux, **options)
-
-    @functools.wraps(f, updated=())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        value, grads = with_value(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return wrapped
+    return without_value(_value_and_grad(f, has_aux=has_aux, **options), f, has_aux)
 
 
 def _vjp(f: Callable, *primals: Any, **options: Any) -> Any:

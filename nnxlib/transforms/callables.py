@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.data import is_data
-from ..core.errors import AliasingError, ArgumentError, PrefixError, describe
+from ..core.errors import AliasingError, ArgumentError, PrefixError, describe, describe_nested
 from ..core.objects import Node
 from ..core.static import StaticArgument
 
@@ -104,6 +104,13 @@ def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     if any(n in parameters and parameters[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for n in bound.kwargs):
         bound.apply_defaults()  # an argument in front of a named one was left out
     return bound.args, {name: value for name, value in bound.kwargs.items() if name in kwargs}
+
+
+def as_pair(returned: Any, said: str) -> tuple[Any, Any]:
+    """What a function has returned, if that is a pair; if not, an ArgumentError says so."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ArgumentError(f"{said}, but it returned {describe_nested(returned)}.")
+    return returned[0], returned[1]
 
 
 class RemembersErrors:

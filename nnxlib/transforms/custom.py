@@ -28,7 +28,7 @@ from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
-from .callables import resolve
+from .callables import as_pair, resolve
 from .leaf_checks import check_returned, check_traceable
 from .lift import Arguments, Outcome, cross, finish
 from .tangents import (
@@ -173,7 +173,7 @@ class CustomVjp(_Custom):
 
         def fwd(leaves: list[Any]) -> tuple[Any, tuple]:
             def run(*args: Any) -> Any:
-                out, residuals = _pair(forward(*args), "forward", "output, residuals")
+                out, residuals = as_pair(forward(*args), _FORWARD)
                 return pack((call.kept(args), residuals)), out
 
             (packed, _), after = cross(run, call.layout, leaves, part=operator.itemgetter(1))
@@ -223,7 +223,7 @@ class CustomJvp(_Custom):
             along = call.tangents_of(tangents[0])
 
             def run(*args: Any) -> Any:
-                return _pair(rule(*call.nondiff_of(args), call.diff_of(args), along), "rule", "output, tangent")
+                return as_pair(rule(*call.nondiff_of(args), call.diff_of(args), along), _RULE)
 
             (_, tangent), after = cross(run, call.layout, primals[0], part=operator.itemgetter(0))
             out = leaves, outcome, changed = call.outputs(after)
@@ -371,14 +371,11 @@ class _Call:
         return [found.get(k) for k in range(len(self._shapes))]
 
 
-def _pair(returned: Any, rule: str, names: str) -> tuple[Any, Any]:
-    """What a rule has returned, checked to be a pair."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ArgumentError(f"The {rule} rule must return a pair ({names}), but it returned a {describe(returned)}.")
-    return returned[0], returned[1]
-
-
 _PAIR = jtu.tree_structure((0, 0))  # the arguments, the output
+
+_FORWARD = "The forward rule must return a pair (output, residuals)"
+
+_RULE = "The rule must return a pair (output, tangent)"
 
 _OTHER_CHANGES = """\
 A rule must change its arguments as the function does, but they differ in {paths}. Let the rule call the function \

@@ -246,9 +246,9 @@ class _Reads(NamedTuple):
     arrays: Numbers
 
     def inputs(self, found: Found) -> list[Any]:
-        tables, (_, numbers, arrays) = found.tables, self
-        inputs = [cells[j].value for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
-        inputs += [values[j] for k, chosen in arrays for values in (tables[k].array_values(),) for j in chosen]
+        tables = found.tables
+        inputs = [cells[j].value for k, chosen in self.cells for cells in (tables[k].cells,) for j in chosen]
+        inputs += [values[j] for k, chosen in self.arrays for values in (tables[k].array_values(),) for j in chosen]
         return inputs + found.plain
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 
-from ..core.errors import ArgumentError, describe_nested
 from ..core.graph import commit
 from ..core.operators import unwrapped
 from ..core.tables import pack_call
 from ..core.variables import MISSING
-from .callables import by_position, resolve
+from .callables import as_pair, by_position, resolve
 from .checkify import note_nan
 from .classes import lifts_classes
 from .labels import join_lanes, split_lanes
@@ -44,14 +43,7 @@ def grad(
     [1.0, 1.0, 1.0]
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int, "reduce_axes": reduce_axes}
-    both = value_and_grad(f, argnums=argnums, has_aux=has_aux, **options)
-
-    @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return wrapped
+    return without_value(value_and_grad(f, argnums=argnums, has_aux=has_aux, **options), f, has_aux)
 
 
 @as_value_and_grad
@@ -136,8 +128,15 @@ def value_and_grad(
 
 
 def split_aux(out: Any) -> tuple[Any, Any]:
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise ArgumentError(
-            f"With has_aux=True the function must return a pair (loss, aux), but it returned {describe_nested(out)}."
-        )
-    return out[0], out[1]
+    return as_pair(out, "With has_aux=True the function must return a pair (loss, aux)")
+
+
+def without_value(differentiate: Callable, f: Callable, has_aux: bool) -> Callable:
+    """The gradient of ``f`` alone, given what returns the value, too."""
+
+    @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, grads = differentiate(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
