@@ -278,16 +278,15 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     check_commit(layout, delta, live)
     n, remaining = len(layout.rows), iter(leaves)
     objects = [*live, *[_new_object(row) for i, row in delta.rows if i >= n]]
-    targets = [objects[i] for i in delta.values]
-    values = list(itertools.islice(remaining, len(targets)))
+    cells = [objects[i]._cell for i in delta.values]
+    values = list(itertools.islice(remaining, len(cells)))
     variables = [(i, row) for i, row in delta.rows if type(row) is VariableRow]
     for i, row in variables:
         value, metadata = next(remaining), row.metadata.value
-        targets.append(objects[i])
+        cells.append(objects[i]._cell)
         values.append(as_stored(value, metadata) if "ref" in metadata else value)
     nodes = [(i, row, _contents(objects[i], row, objects, remaining)) for i, row in delta.rows if type(row) is NodeRow]
     out = value_of(delta.root, objects, remaining)
-    cells = [target._cell for target in targets]
 
     def write() -> None:  # gives the same result if it is done twice
         write_cells(cells, values)
