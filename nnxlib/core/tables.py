@@ -283,10 +283,11 @@ def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
 
 
 def _are_same(a: Contents, b: Contents) -> bool:
-    return a.keys() == b.keys() and all(_is_same(*a[i], *b[i]) for i in a)
+    return a.keys() == b.keys() and all(_is_same(a[i], b[i]) for i in a)
 
 
-def _is_same(marks: dict, held: tuple, other_marks: dict, other_held: tuple) -> bool:
+def _is_same(a: tuple[dict, tuple], b: tuple[dict, tuple]) -> bool:
+    (marks, held), (other_marks, other_held) = a, b
     return len(held) == len(other_held) and all(map(operator.is_, held, other_held)) and same_items(marks, other_marks)
 
 
@@ -297,8 +298,9 @@ def patched(table: LiveTable, root: Any) -> bool:
         if stamp.valid:  # another thread was first
             return True
         changed, stamp.changed = stamp.changed, [gone]  # unless all goes well, the table is made anew
-        nodes = list({id(x): x for x in [reference() for reference in changed]}.values())
-        if not all(isinstance(x, Node) for x in nodes):  # a Variable has changed, or an object was removed and is gone
+        objects = {id(x): x for x in [reference() for reference in changed]}
+        nodes = [x for x in objects.values() if isinstance(x, Node)]
+        if len(nodes) < len(objects):  # a Variable has changed, or an object was removed and is gone
             return False
         found = _variant_now(table, root, nodes)
         if found is None:
