@@ -205,7 +205,7 @@ def _find(leaves: Sequence[Any], signature: Hashable) -> Found | None:
             plain.append(x)
         elif is_node(x):
             table = table_of(x)
-            if table.snapshot is not None:
+            if not table.reliable:
                 return None
             layouts.append(table.layout)
             tables.append(table)
