@@ -1,6 +1,7 @@
 """The benchmark of structural operations: all do the same work, and ours takes few calls for each Variable."""
 
 import math
+import sys
 
 import jax
 import pytest
@@ -72,7 +73,7 @@ def test_taking_apart_and_putting_together_holds_little(unchecked) -> None:
     """So many bytes for each Variable at a time: itself, its part of the dict of a node, and a few lists of values."""
     nnx = structure.load()[structure.OURS]
     act = structure.round_trips({structure.OURS: nnx}, LARGE)[structure.OURS]
-    assert structure.peak(act) <= 320 * LARGE
+    assert structure.peak(act) <= (360 if sys.version_info >= (3, 14) else 320) * LARGE
 
 
 @pytest.fixture(scope="module")
