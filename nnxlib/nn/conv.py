@@ -133,6 +133,11 @@ def _masked(layer: Any, kernel: Array) -> Array:
     return _multiply(kernel, jnp.asarray(layer.mask))
 
 
+def _bias(layer: Any) -> Array | None:
+    """What is added to the channels; a layer that adds it elsewhere sets ``use_bias`` to False around the call."""
+    return value_or_none(layer.bias) if layer.use_bias else None
+
+
 def _sizes(layer: Any) -> str:
     return f"{layer.in_features}->{layer.out_features} kernel {layer.kernel_size}"
 
@@ -244,7 +249,7 @@ class Conv(Module):
         x, batch = _with_one_batch_axis(self, inputs, rank, channels, convolve is lax.conv_general_dilated)
         kernel_dilation = _per_axis(self.kernel_dilation, rank)
         x, padding = _pad(x, canonicalize_padding(self.padding, rank), self.kernel_size, kernel_dilation)
-        x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), value_or_none(self.bias)), dtype=self.dtype)
+        x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), _bias(self)), dtype=self.dtype)
         kwargs = given(out_sharding=out_sharding, preferred_element_type=self.preferred_element_type)
         y = (_conv_general_dilated if convolve is lax.conv_general_dilated else convolve)(
             x,
@@ -367,7 +372,7 @@ class ConvTranspose(Module):
             raise UsageError(
                 f"A transposed convolution has no {padding} padding; use SAME, VALID, CIRCULAR or numbers."
             )
-        x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), value_or_none(self.bias)), dtype=self.dtype)
+        x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), _bias(self)), dtype=self.dtype)
         kwargs = given(preferred_element_type=self.preferred_element_type)
         y = _conv_transpose(
             x,

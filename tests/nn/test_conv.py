@@ -110,6 +110,30 @@ def test_input_dilation_puts_zeros_between_the_elements():
 
 
 @pytest.mark.parametrize("make", [nnx.Conv, nnx.ConvTranspose])
+def test_use_bias_is_read_at_the_call(make):
+    """A layer that adds biases of its own, as one of an ensemble does, switches it off around the convolution."""
+
+    class Ensemble(make):
+        def __init__(self, *args, members, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.bias.value = jnp.stack([self.bias.value * k for k in range(members)])
+
+        def __call__(self, inputs):
+            self.use_bias = False
+            try:
+                y = super().__call__(inputs)
+            finally:
+                self.use_bias = True
+            return jnp.reshape(y, (len(self.bias), -1, *y.shape[1:])) + self.bias[:, None, None, :]
+
+    single = make(2, 4, 3, bias_init=normal, rngs=nnx.Rngs(0))
+    ensemble = Ensemble(2, 4, 3, members=3, bias_init=normal, rngs=nnx.Rngs(0))
+    x = array(2, 5, 2)
+    expected = jnp.stack([single(x) + (k - 1) * single.bias for k in range(3)])
+    np.testing.assert_allclose(nnx.jit(ensemble)(jnp.tile(x, (3, 1, 1))), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [nnx.Conv, nnx.ConvTranspose])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,), (2, 0)])
 def test_any_number_of_batch_axes(make, batch):
     """No batch axis, several, and empty ones give the stacked results of single examples."""
