@@ -9,13 +9,18 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.data import is_data
+import jax.tree_util as jtu
+
+from ..core.data import is_data, is_data_part, is_node
 from ..core.errors import AliasingError, ArgumentError, PrefixError, describe, describe_nested
 from ..core.objects import Node
+from ..core.registration import register_pytree
+from ..core.rows import LEAF, Tree, value_of
 from ..core.static import StaticArgument
+from ..core.traversals import path_key
 
 
 def name_of(f: Callable) -> str:
@@ -32,8 +37,7 @@ def _call_method(node: Node) -> Callable:
 def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     """Unwrap partials, bound methods of Modules and callable Modules: ``(function, arguments, keyword arguments)``.
 
-    What was bound becomes an argument like any other, so changes to Modules in it are written back. Values without
-    data are static.
+    What was bound becomes an argument, so changes to Modules in it are written back; see :func:`as_bound`.
 
     Raises:
       ArgumentError: for what cannot be called.
@@ -54,8 +58,39 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
             f"A transform takes a function, but got {describe(f)}. Pass the function itself, not what it returns: "
             "nnx.grad(f)(x), not nnx.grad(f(x))."
         )
-    bound = tuple([x if is_data(x) else StaticArgument(x) for x in args])
-    return f, bound, {name: x if is_data(x) else StaticArgument(x) for name, x in kwargs.items()}
+    return f, *as_bound(args, kwargs)
+
+
+def as_bound(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """These as arguments of which only the data is traced: all else is part of the program, as it is of a closure."""
+    return tuple(map(_bound, args)), {name: _bound(x) for name, x in kwargs.items()}
+
+
+def _bound(x: Any) -> Any:
+    if not is_data(x):
+        return StaticArgument(x)
+    return x if is_node(x) or all(map(is_data_part, jtu.tree_leaves(x, is_leaf=is_node))) else _PartlyStatic(x)
+
+
+class _PartlyStatic:
+    """A pytree that holds data and other leaves. It flattens to the data; unflattened, it is the pytree itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _flatten(x: _PartlyStatic) -> tuple[list[tuple[Any, Any]], Tree]:
+    """The parts of one level that hold data, by their keys; the other parts are in the Tree."""
+    keyed, treedef = jtu.tree_flatten_with_path(x.value, is_leaf=lambda part: part is not x.value)
+    parts = [(keys[0], _bound(part)) for keys, part in keyed]
+    specs = tuple([part.frozen() if type(part) is StaticArgument else LEAF for _, part in parts])
+    data = [(key, part) for (key, part), spec in zip(parts, specs, strict=True) if spec is LEAF]
+    return data, Tree(treedef, tuple([(path_key(key),) for key, _ in parts]), specs)
+
+
+register_pytree(_PartlyStatic, _flatten, lambda tree, parts: value_of(tree, (), iter(parts)))
 
 
 def or_closed_over(transform: Callable[[Callable], Callable], f: Callable) -> Callable:

@@ -27,7 +27,7 @@ from .body_checks import (
     structural_changes,
     successors,
 )
-from .callables import resolve
+from .callables import as_bound, resolve
 from .lift import Arguments, Outcome
 from .naming import named
 from .program import call_program, weakly
@@ -59,10 +59,10 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     """
     (test, *test_bound), (step, *step_bound) = resolve(cond_fun), resolve(body_fun)
     test, step = weakly(test), weakly(step)
-    arguments = Arguments((init_val, test_bound, step_bound), {})
+    arguments = Arguments((init_val, tuple(test_bound), tuple(step_bound)), {})
 
     def apply(value: Any, test_bound: Any, bound: Any) -> Arguments:
-        return Arguments((step(*bound[0], value, **bound[1]), test_bound, bound), {})
+        return Arguments((step(*bound[0], value, **bound[1]), as_bound(*test_bound), as_bound(*bound)), {})
 
     def is_on(value: Any, bound: Any, _: Any) -> Any:
         return test(*bound[0], value, **bound[1])
@@ -101,14 +101,14 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     """
     step, *bound = resolve(body_fun)
     step = weakly(step)
-    arguments = Arguments((init_val, bound, jnp.asarray(lower)), {})
+    arguments = Arguments((init_val, tuple(bound), jnp.asarray(lower)), {})
     first, last = _known(lower), _known(upper)
     # Only a loop with known bounds can be differentiated in reverse. At top level nothing differentiates it, so there
     # one program serves all bounds.
     static = first is not None and last is not None and (unroll is not None or not at_top_level())
 
     def apply(value: Any, bound: Any, i: Any) -> Arguments:
-        return Arguments((step(*bound[0], i, value, **bound[1]), bound, i), {})
+        return Arguments((step(*bound[0], i, value, **bound[1]), as_bound(*bound), i), {})
 
     def run(layout: Layout, leaves: list[Any]) -> Any:
         *leaves, stop = leaves

@@ -1,7 +1,10 @@
 """What a transform may be given as a function is taken apart into a function and its arguments."""
 
+import dataclasses
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -116,6 +119,84 @@ def test_arguments_that_share_under_two_prefixes_are_refused_also_for_a_bound_me
     part = nnx.Dict(w=nnx.Param(jnp.ones(2)))
     with pytest.raises(errors.AliasingError, match=r"args\[0\]\.w: 0, but args\[1\]\.w: None"):
         nnx.vmap(Two().f, in_axes=(0, None))(part, part)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Settings:
+    """A pytree whose leaves are an array, a Module, and what is no data."""
+
+    scale: Any
+    size: Any
+    parts: Any
+
+    def __post_init__(self):
+        assert isinstance(self.size, int)  # also where it is rebuilt
+
+
+def apply(*x, settings):
+    layer, names = settings.parts["layer"], settings.parts["names"]
+    if names[1]:
+        layer.calls += jnp.ones(settings.size).sum()
+    return settings.scale * layer(x[-1]) + len(names[0])
+
+
+X = jnp.array([1.0, 2.0])
+CALLS = {  # each calls a function of one argument once, on X
+    "jit": lambda f: nnx.jit(f)(X),
+    "jit within jit": lambda f: nnx.jit(lambda x: nnx.jit(f)(x))(X),
+    "remat": lambda f: nnx.remat(f)(X),
+    "checkify": lambda f: nnx.checkify(f)(X)[1],
+    "vmap": lambda f: nnx.vmap(f, axis_size=1, in_axes=None)(X)[0],
+    "scan": lambda f: nnx.scan(f, in_axes=nnx.Carry, out_axes=nnx.Carry, length=1)(X),
+    "cond": lambda f: nnx.cond(True, f, f, X),
+    "while": lambda f: nnx.while_loop(functools.partial(lambda end, x: x[0] < end, 2.0), f, X),
+    "fori": lambda f: nnx.fori_loop(0, 1, f, X),
+    "vjp": lambda f: nnx.vjp(f, X)[0],
+    "jvp": lambda f: nnx.jvp(f, (X,), (X,))[0],
+    "make_jaxpr": lambda f: nnx.make_jaxpr(f, return_shape=True)(X)[1],
+    "eval_shape": lambda f: nnx.eval_shape(f, X),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("by", ["position", "name"])
+def test_of_a_bound_pytree_only_the_data_is_traced(way, by):
+    """Numbers and strings in it are part of the program, as in a closure; a Module in it is written."""
+    layer = Layer()
+    layer.calls = nnx.Variable(jnp.array(0.0))
+    settings = Settings(jnp.array(3.0), 2, {"layer": layer, "names": ["ab", way != "scan"]})
+    first = lambda settings, *x: apply(*x, settings=settings)
+    bound = functools.partial(first, settings) if by == "position" else functools.partial(apply, settings=settings)
+    out = CALLS[way](bound)
+    assert out.shape == (2,)
+    if way not in ("make_jaxpr", "eval_shape"):
+        assert out.tolist() == [5.0, 8.0]
+        assert layer.calls == (0.0 if way == "scan" else 2.0)  # scan refuses it
+
+
+def test_settings_in_a_bound_pytree_are_seen_as_they_are_at_each_call():
+    """A change of one is another program; arrays are read anew, and an error names them by their path."""
+    settings = {"size": 2, "scale": jnp.array(3.0), "inner": [jnp.array(1.0), "ab"]}
+    traced = []
+
+    def f(settings, x):
+        traced.append(settings["size"])
+        return settings["scale"] * x + jnp.ones(settings["size"]) + settings["inner"][0]
+
+    jitted = nnx.jit(functools.partial(f, settings))
+    assert jitted(X).tolist() == jitted(X).tolist() == [5.0, 8.0]
+    settings["scale"] = jnp.array(1.0)
+    assert jitted(X).tolist() == [3.0, 4.0]
+    assert traced == [2]
+    settings["size"] = 1
+    assert jitted(X).tolist() == [3.0, 4.0]
+    assert traced == [2, 1]
+    settings["inner"][1] = "abc"
+    assert jitted(X).tolist() == [3.0, 4.0]
+    assert traced == [2, 1, 1]
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"argument args\[0\]\.inner\[0\]"):
+        nnx.jit(functools.partial(lambda settings, x: jnp.ones(int(settings["inner"][0])), settings))(X)
 
 
 @pytest.mark.parametrize(
