@@ -2,8 +2,8 @@
 
 ``merge`` and ``update`` take States in many forms: as ``split`` returned them, changed by a transformation, restored
 from a checkpoint as nested dicts, several of them, some with a part of the leaves. Here it is found out which leaf
-belongs to which position of the layout, and whether it fits there: the same type of Variable, the same shape, the same
-kind of dtype.
+belongs to which position of the layout, and whether it fits there: the same shape, the same kind of dtype, and for
+``update`` the same type of Variable.
 
 A State that is nested like the layout, with leaves of the types and avals at the split, is recognised in a few C calls
 (:func:`in_layout_order`, :func:`values_that_fit`). Anything else is matched path by path (:func:`matched`) and compared
@@ -31,7 +31,8 @@ from .tracing import Tracer
 from .traversals import path_sort_key
 from .variables import Variable, all_unshared, make_variable, stored_value, unshared
 
-Values = tuple[list[Any], dict[int, Any]]  # of the leaves; and by position, metadata that differs from the layout's
+# The values of leaves; and by position, the type and metadata of Variables where these are not those of the layout.
+Values = tuple[list[Any], dict[int, tuple[type, Any]]]
 
 
 def raw_values(leaves: Collection[Any]) -> list[Any]:
@@ -197,11 +198,11 @@ def values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
     metadata = [x._metadata for x in variables]
     same = [const.value for const in layout.blueprint.metadata]
     changed = [k for k in range(n) if metadata[k] is not same[k] and not same_items(metadata[k], same[k])]
-    return values, {k: metadata[k] for k in changed}
+    return values, {k: (type(variables[k]), metadata[k]) for k in changed}
 
 
 def values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> Values:
-    """The values of leaves, which are compared one by one with those at the split.
+    """The values of leaves, which are compared one by one with those at the split; a Variable may be of another type.
 
     Raises:
       StateMismatchError: naming the paths, and what was expected there.
@@ -211,13 +212,16 @@ def values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Pa
     leaves: list[Any] = [new.get(k) for k in range(len(graphdef.avals))]
     values = raw_values(leaves)
     avals = _avals_once_mapped(_kinds(layout), graphdef.avals, values)
-    found = misfitting(layout, dict(enumerate(avals)), new, unexpected)
+    types = dict(enumerate(layout.blueprint.variable_types))
+    types |= {k: type(x) for k in types if isinstance(x := leaves[k], Variable) and type(x) is not Variable}
+    found = misfitting(layout, dict(enumerate(avals)), new, unexpected, types)
     by_path = [x for x in found if x.kind in ("removed", "added")]
     remedy = _ALL_OF_THEM if by_path else "Pass strict=False to take these as they are."
     refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy)
     same = [const.value for const in layout.blueprint.metadata]
-    changed = [k for k in range(n) if isinstance(x := leaves[k], Variable) and not same_items(x._metadata, same[k])]
-    return unshared_leaves(values, n), {k: leaves[k]._metadata for k in changed}
+    changed = {k for k in range(n) if isinstance(x := leaves[k], Variable) and not same_items(x._metadata, same[k])}
+    changed |= {k for k, was in enumerate(layout.blueprint.variable_types) if types[k] is not was}
+    return unshared_leaves(values, n), {k: (types[k], leaves[k]._metadata) for k in changed}
 
 
 _ALL_OF_THEM = """\
@@ -260,14 +264,20 @@ def is_none(leaf: Any) -> bool:
 
 
 def misfitting(
-    layout: Layout, avals: Mapping[int, Aval], new: Mapping[int, Any], unexpected: dict[Path, Any]
+    layout: Layout,
+    avals: Mapping[int, Aval],
+    new: Mapping[int, Any],
+    unexpected: dict[Path, Any],
+    types: Mapping[int, type] | None = None,
 ) -> list[Difference]:
     """The differences between leaves and what they must be, by position, as :func:`merge` and :func:`update` see them.
+
+    They must have the types of the layout, or those in ``types``.
 
     Nearly all leaves certainly fit; these are left out first, which is fast. A leaf of the class Variable itself, which
     older code makes by ``VariableState(type=Param, value=x)``, is of any type.
     """
-    kinds = _kinds(layout)
+    kinds = [(types or {}).get(k, kind) for k, kind in enumerate(_kinds(layout))]
     now = dict(zip(new, avals_of(raw_values(new.values())), strict=True))
     compared = [
         k

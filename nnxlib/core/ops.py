@@ -49,7 +49,7 @@ from .state import FlatState, State, from_flat_state, is_without_leaves, state_o
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
-from .variables import Variable, make_variables, plain_value
+from .variables import Variable, make_variable, make_variables, plain_value
 
 A = TypeVar("A")
 
@@ -190,12 +190,15 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
         leaf is a Variable, its bare value, or ``{'value': array}``, as in checkpoints. In place of all States, a single
         list of leaves in the order of a State, such as ``jax.tree.leaves(state)``.
       copy: accepted for compatibility: the object always has its own Variables.
-      strict: with False, values of another type, shape or kind of dtype are accepted instead of refused.
+      strict: with False, values of another shape or kind of dtype are accepted instead of refused.
 
     >>> import nnxlib as nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     >>> nnx.merge(*nnx.split(model)).kernel.shape
     (2, 3)
+
+    The new object has Variables of the types that those in the States have, so parameters can be frozen by making them
+    Variables of a type that is not trained.
 
     States of several models may be stacked, and merged to one model whose arrays have an axis more. Conversely, one of
     the models that ``vmap`` has made can be taken out: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``.
@@ -203,7 +206,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     Raises:
       TypeError: without a State.
       StateMismatchError: for GraphStates of different structures, missing and unexpected paths, a list of another
-        length, and a type, shape or kind of dtype that differs from that at the split. Additional or missing axes are
+        length, and a shape or kind of dtype that differs from that at the split. Additional or missing axes are
         accepted if all leaves of a type have them alike; an additional first axis, if several leaves have it, and no
         shape differs otherwise; and values other than arrays if no leaf is an array. (Traced values are not compared:
         they may be those of one example or shard.)
@@ -225,13 +228,11 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
         states = listed_by_path(layout, states)
         given = in_layout_order(layout, states)
         fitting = None if given is None else values_that_fit(graphdef, given)
-    values, metadata = fitting or values_compared(graphdef, *matched(layout, states, graphdef.avals), strict)
-    if not metadata:
+    values, changed = fitting or values_compared(graphdef, *matched(layout, states, graphdef.avals), strict)
+    if not changed:
         return build_described(layout, values)
-    tree, objects = build(layout, values)
-    for position, found in metadata.items():
-        object.__setattr__(objects[layout.variables[position]], "_metadata", found)
-    return tree
+    made = {k: make_variable(kind, values[k], metadata) for k, (kind, metadata) in changed.items()}
+    return build(layout, values, {layout.variables[k]: variable for k, variable in made.items()})[0]
 
 
 def _of_graphdef(graphdef: GraphDef, state: Any) -> Any:
@@ -343,7 +344,7 @@ def _values_to_write(
         live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
         fitting = values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
         if fitting is not None:
-            return {k: fitting[0][k] for k in given}, fitting[1]
+            return {k: fitting[0][k] for k in given}, {k: metadata for k, (_, metadata) in fitting[1].items()}
     leaves_given, unexpected = (given, {}) if given else matched(layout, states, avals_of(leaves))
     new: dict[Any, Any] = {k: x for k, x in leaves_given.items() if not (is_none(x) and is_without_leaves(leaves[k]))}
     present = [leaves[k] for k in new]

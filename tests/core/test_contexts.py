@@ -349,7 +349,7 @@ def test_a_failing_update_changes_nothing(where):
         if where == "between":
             del state["scale"]
         else:
-            state["scale"] = nnx.BatchStat(1.0)
+            state["more"] = nnx.Param(jnp.ones(7))
         with nnx.merge_context("test", inner=False) as ctx:
             ctx.merge(graphdef, state)
     after = pack(m)
