@@ -42,7 +42,7 @@ from .ops import copies_of, graphdef_of, merge
 from .rows import NodeRow, Ref, Row, VariableRow
 from .state import FlatState, split_state, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace
-from .traversals import path_sort_key
+from .traversals import sorted_by_path
 from .variables import stored_value
 from .walk import Walk
 
@@ -189,7 +189,7 @@ class MergeContext:
     def unflatten(self, graphdef: GraphDef[A], flat_state: Any, /, *flat_states: Any) -> A:
         """Merge FlatStates, or the list of values that ``flatten(..., with_paths=False)`` has returned."""
         if isinstance(flat_state, list) and isinstance(graphdef, LinkedGraphDef):
-            order = tuple(sorted(graphdef.own_paths, key=path_sort_key))
+            order = tuple(sorted_by_path(graphdef.own_paths))
             flat_state = FlatState.from_sorted_keys_values(order, flat_state)
         return self.merge(graphdef, flat_state, *flat_states)
 

@@ -14,6 +14,7 @@ it passes a function that compares two values, and ignores other differences.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jax.tree_util import all_leaves, tree_flatten_with_path
 
 from .errors import Path, StateMismatchError, describe, format_path, listed
 from .rows import same_treedef
-from .traversals import path_key, path_sort_key
+from .traversals import path_key, sorted_by_path
 from .variables import Variable, stored_value
 
 Aval = tuple[tuple[int, ...], Any] | None
@@ -122,7 +123,7 @@ def leaf_differences(
             whole = all_leaves((x, y)) or aval_of(x) or aval_of(y)
             found += compare(path, x, y) if whole else _pytree_differences(path, x, y, compare)
     found += [Difference(p, "added", "nothing", _describe_leaf(y)) for p, y in after.items() if p not in before]
-    return sorted(found, key=lambda difference: path_sort_key(difference.path))
+    return sorted_by_path(found, operator.attrgetter("path"))
 
 
 def _pytree_differences(path: Path, x: Any, y: Any, compare: Comparison) -> list[Difference]:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .errors import FilterOrderError, InvalidFilterError, accepts
 from .tracing import level_of_user
-from .traversals import Key, path_sort_key
+from .traversals import Key, sorted_by_path
 from .variables import Identified, Variable
 
 PathParts = tuple[Key, ...]
@@ -372,7 +372,7 @@ class PathIn(FilterObject):
         return path in self.paths
 
     def __repr__(self) -> str:
-        return f"PathIn({', '.join(map(repr, sorted(self.paths, key=path_sort_key)))})"
+        return f"PathIn({', '.join(map(repr, sorted_by_path(self.paths)))})"
 
 
 class Not(FilterObject):

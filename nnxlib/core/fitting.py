@@ -28,7 +28,7 @@ from .rngs import implementation_of
 from .state import FlatState, State
 from .static import same_items
 from .tracing import Tracer
-from .traversals import path_sort_key
+from .traversals import sorted_by_path
 from .variables import Variable, all_unshared, make_variable, stored_value, unshared
 
 # The values of leaves; and by position, the type and metadata of Variables where these are not those of the layout.
@@ -82,7 +82,7 @@ def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:
     Raises:
       StateMismatchError: if the list has another number of leaves.
     """
-    expected = tuple(sorted(layout.leaf_paths, key=path_sort_key))
+    expected = tuple(sorted_by_path(layout.leaf_paths))
     if len(leaves) != len(expected):
         raise StateMismatchError(
             f"Expected {len(expected)} leaves, those of all States in their order, got {len(leaves)}; nothing was made."

@@ -37,7 +37,7 @@ from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_
 from .registration import register_pytree
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
 from .stamps import States
-from .traversals import empty_node, flatten_mapping, flattened, insert, nested, path_sort_key, sorted_keys
+from .traversals import empty_node, flatten_mapping, flattened, insert, nested, sorted_by_path, sorted_keys
 from .variables import Variable, plain_value
 
 K = TypeVar("K")
@@ -264,7 +264,7 @@ class FlatState(Sequence[tuple[PathParts, V]]):
     def __init__(self, items: Flat, /, *, sort: bool = True):
         pairs = list(_as_pairs(items))
         if sort:
-            pairs.sort(key=lambda pair: path_sort_key(pair[0]))
+            pairs = sorted_by_path(pairs, operator.itemgetter(0))
         self._paths, self._leaves = tuple([path for path, _ in pairs]), [leaf for _, leaf in pairs]
         self._positions = None
 

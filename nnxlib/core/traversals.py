@@ -11,7 +11,7 @@ level as :class:`IntKey`, an int in every other respect. No other level pays for
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -19,6 +19,7 @@ from .errors import ArgumentError, PathError, format_path
 
 Key = str | int
 Path = tuple[Key, ...]
+A = TypeVar("A")
 
 
 @jax.tree_util.register_static
@@ -60,9 +61,17 @@ def sort_key(key: Any) -> tuple[str, Any]:
     return ("int" if isinstance(key, int) else type(key).__name__), key
 
 
-def path_sort_key(path: Path) -> list[tuple[str, Any]]:
-    """Order paths key by key, as :func:`sort_key` orders keys."""
-    return [sort_key(key) for key in path]
+def sorted_by_path(items: Iterable[A], path_of: Callable[[Any], Path] = tuple) -> list[A]:
+    """Sort what has a path, key by key, as :func:`sorted_keys` sorts the keys of a level.
+
+    >>> sorted_by_path([('b', 'x'), ('b', 2), ('a',), ('b', 10)])
+    [('a',), ('b', 2), ('b', 10), ('b', 'x')]
+    """
+    items = list(items)
+    try:
+        return sorted(items, key=path_of)
+    except TypeError:  # a level has keys of several types
+        return sorted(items, key=lambda item: [sort_key(key) for key in path_of(item)])
 
 
 def path_key(entry: Any) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import html
+import itertools
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +29,7 @@ from ..core.reprs import static_repr
 from ..core.state import FlatState, State
 from ..core.static import same_items
 from ..core.tracing import Tracer
-from ..core.traversals import flatten_mapping, path_sort_key
+from ..core.traversals import flatten_mapping, sorted_by_path
 from ..core.variables import Variable
 from .entries import Entries, values_of
 from .grid import MOST_ROWS, draw_table
@@ -187,7 +189,7 @@ def _common(these: dict[Path, Any], those: Collection[Path]) -> dict[Path, Any]:
 
 
 def _sorted(*groups: Iterable[Difference]) -> Diff:
-    return Diff(sorted((x for group in groups for x in group), key=lambda found: path_sort_key(found.path)))
+    return Diff(sorted_by_path(itertools.chain(*groups), operator.attrgetter("path")))
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------

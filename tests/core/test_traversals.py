@@ -16,8 +16,8 @@ from nnxlib.core.traversals import (
     flatten_mapping,
     flatten_to_sequence,
     insert,
-    path_sort_key,
     sort_key,
+    sorted_by_path,
     sorted_keys,
     unflatten_mapping,
 )
@@ -143,9 +143,9 @@ def test_keys_have_one_order(level):
 
 
 def test_paths_sort_key_by_key():
-    """`path_sort_key` compares ints as numbers and puts them before strings at every depth."""
+    """`sorted_by_path` compares ints as numbers and puts them before strings at every depth."""
     paths = [("a", "x"), ("a", 10), ("a", 2, "y"), (3,)]
-    assert sorted(paths, key=path_sort_key) == [(3,), ("a", 2, "y"), ("a", 10), ("a", "x")]
+    assert sorted_by_path(paths) == [(3,), ("a", 2, "y"), ("a", 10), ("a", "x")]
 
 
 def test_only_mixed_levels_pay():
