@@ -18,10 +18,8 @@ class Cell:
     """The cell of a Variable that was made at top level."""
 
     __slots__ = ("value",)
+    value: Any  # set after it is made: with an ``__init__`` that would take twice the time
     trace: TraceRef = None  # the one that made, or has borrowed, the Variable: only under this one it may be written
-
-    def __init__(self, value: Any):
-        self.value = value
 
 
 class TracedCell(Cell):
@@ -36,7 +34,11 @@ class TracedCell(Cell):
 def new_cell(value: Any) -> Cell:
     """Make a cell of the running trace."""
     trace = current_trace()
-    return Cell(value) if trace is None else TracedCell(value, trace)
+    if trace is not None:
+        return TracedCell(value, trace)
+    cell = Cell()
+    cell.value = value
+    return cell
 
 
 def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:

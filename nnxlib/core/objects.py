@@ -46,7 +46,7 @@ _set = object.__setattr__
 
 
 class Node(Identified):
-    """Base class of Pytree, List and Dict; each of them declares the slots itself, as ``SLOTS``."""
+    """Base class of Pytree, List and Dict; each of them has its own slots, ``SLOTS``."""
 
     __slots__ = ()
 
@@ -56,17 +56,23 @@ class Node(Identified):
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
-    _nnx_empty: Any  # (cls) -> a node of the class whose slots are empty
-    _nnx_init_slots: Any  # (self): gives them their first values
+    _nnx_init_slots: Any  # (self, tree): gives the slots of a node their first values; ``tree`` is that of `_nnx_tree`
     _nnx_declares: bool = True  # False for a class with pytree=False: there declarations have no effect, as in flax.nnx
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         if "_nnx_trace" in vars(cls):
-            cls._nnx_empty, cls._nnx_init_slots = _base(cls).__new__, _slot_initializer(cls)
+            cls._nnx_init_slots = _slot_initializer(cls)
         cls._nnx_declares = pytree
         for register in PYTREE_REGISTRARS if pytree else ():
             register(cls)
+
+    @staticmethod
+    def _nnx_empty(kind: type, tree: Any) -> Any:
+        """An empty node of a class, of the running trace; ``tree`` is that of ``_nnx_tree``."""
+        self = _base(kind).__new__(kind)
+        self._nnx_init_slots(tree)
+        return self
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         """Yield each (key, value) that this node holds, static ones too, in insertion order."""
@@ -146,25 +152,24 @@ def _nodes_in(values: Any) -> Iterator[Node]:
             yield from _nodes_in(value)
 
 
-def new_node(kind: Any, marks: dict[str, Any] | None = None) -> Any:
+def new_node(kind: Any, marks: dict[str, Any] | None = None, tree: Any = None) -> Any:
     """Make an empty node of a class and of the running trace, without calling its ``__init__``."""
-    self = kind._nnx_empty(kind)
-    self._nnx_init_slots()
+    self = kind._nnx_empty(kind, tree)
     if marks:
         _set(self, "_nnx_marks", dict(marks))
     return self
 
 
-def _slot_initializer(owner: type) -> Callable[[Any], None]:
+def _slot_initializer(owner: type) -> Callable[..., None]:
     """The method that gives the slots of a new node their first values; ``owner`` declares them."""
     set_trace, set_stamps, set_table, set_marks, set_tree = (vars(owner)[name].__set__ for name in SLOTS)
 
-    def init_slots(self: Any) -> None:
+    def init_slots(self: Any, tree: Any = None) -> None:
         set_trace(self, current_trace())
         set_stamps(self, ())
         set_table(self, None)
         set_marks(self, None)
-        set_tree(self, None)
+        set_tree(self, tree)
 
     return init_slots
 
@@ -474,7 +479,17 @@ def _complete(cls: type) -> None:
             vars(own)["__init_subclass__"].__func__(base)
 
 
-class Pytree(HasAttributes):
+class BlankPytree(HasDict):
+    """The slots of a Pytree, in a class that does not check what is written to them.
+
+    CPython sets attributes of such a class in a tenth of the time that the descriptors of slots take. So an empty
+    Pytree gets its class last.
+    """
+
+    __slots__ = SLOTS
+
+
+class Pytree(HasAttributes, BlankPytree):
     """Base class of the objects of the graph: mutable, with attributes that transforms trace; also a JAX pytree.
 
     A class with ``pytree=False`` (``class Config(nnx.Pytree, pytree=False)``) works in nnxlib's transforms, but raw JAX
@@ -488,9 +503,22 @@ class Pytree(HasAttributes):
     3.0
     """
 
-    __slots__ = SLOTS
+    __slots__ = ()
 
+    _nnx_init_slots = _slot_initializer(BlankPytree)
     _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a class of the user declares in ``__slots__``
+
+    @staticmethod
+    def _nnx_empty(kind: type, tree: Any) -> Any:
+        self: Any = BlankPytree()
+        self._nnx_trace, self._nnx_stamps, self._nnx_tree = current_trace(), (), tree
+        self._nnx_table = self._nnx_marks = None
+        try:
+            self.__class__ = kind
+        except TypeError:  # a class with slots of its own
+            self = object.__new__(kind)
+            self._nnx_init_slots(tree)
+        return self
 
     def __new__(cls, *args: Any, **kwargs: Any):
         if (args or kwargs) and cls.__init__ is object.__init__:
@@ -562,7 +590,7 @@ Object = Pytree
 def _slot_names(cls: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
-        if base not in (Pytree, HasAttributes, HasDict, Node, object):
+        if base not in (Pytree, BlankPytree, HasAttributes, HasDict, Node, object):
             slots = base.__dict__.get("__slots__", ())
             names = [slots] if isinstance(slots, str) else list(slots)
             found += [_mangled(name, base) for name in names if name not in ("__dict__", "__weakref__")]

@@ -99,12 +99,12 @@ class NodeShape:
 
     def unflatten(self, children: Iterable[Any]) -> Any:
         items = self.contents.copy()
-        items.update(zip(self.children, children))
+        for name, child in zip(self.children, children):  # `update` takes four times as long for pairs
+            items[name] = child
         for name in self.mutable:
             items[name] = self.statics[name].fresh()
-        node = new_node(self.kind, self.marks)
+        node = new_node(self.kind, self.marks, self)
         node._nnx_fill_new(items)
-        _set(node, "_nnx_tree", self)
         return node
 
     def __eq__(self, other: object) -> bool:
