@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core import ops
 from ..core.filters import Filter
-from ..core.graph import build, pack, trace_of
+from ..core.graph import build, pack
 from ..core.iteration import iter_objects
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import current_trace
@@ -45,7 +45,7 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) ->
     """
     made, trace = ops.merge(graphdef, *states, **options), current_trace()
     leaves = itertools.chain(*map(_flat, () if copy else states))
-    given = {path: x for path, x in leaves if isinstance(x, Variable) and trace_of(x) is trace}
+    given = {path: x for path, x in leaves if isinstance(x, Variable) and x._nnx_trace is trace}
     if not given:
         return made
     layout, values, _ = pack(made)

@@ -76,7 +76,7 @@ def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tu
     if not is_node(self):  # `Layer.__call__(x, ...)` may lend a method to any object
         return method(self, *args, **kwargs)
     if Watch.count:
-        notice(self, self._nnx_trace)
+        notice(self)
     stack = listener.stack
     follow = None if stack and stack[-1][0] is self and stack[-1][1] == name else listener.on_call
     scope = "" if not scopes.shown or runs_eagerly() else scope_of_call(listener, self, name)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -78,9 +78,10 @@ class Watch:
         self.roots: list[Any] = []
         self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
 
-    def notice(self, x: Any, trace: TraceRef) -> None:
+    def notice(self, x: Any) -> None:
         if id(x) in self.covered:
             return
+        trace = x._nnx_trace
         if trace in self.outside or is_lent_elsewhere(trace):
             below = {id(node): node for _, node in reachable(x, set())}
             self.roots = [*(root for root in self.roots if id(root) not in below), x]
@@ -99,10 +100,17 @@ class Watch:
                 frame = frame.f_back
 
 
-def notice(x: Any, trace: TraceRef) -> None:
+def notice(x: Any) -> None:
     """Tell the innermost watch of this thread that an object is used; to be called if ``Watch.count`` is not 0."""
     if _thread.watch is not None:
-        _thread.watch.notice(x, trace)
+        _thread.watch.notice(x)
+
+
+def notice_all(objects: Iterable[Any]) -> None:
+    """Tell the innermost watch of this thread, if there is one, that these objects are used."""
+    if Watch.count:
+        for x in objects:
+            notice(x)
 
 
 def note_readers(readers: Readers) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .closures import Watch, notice
+from .closures import notice_all
 from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, refuse
 from .errors import Path, StateMismatchError, describe
 from .graphdef import Avals, GraphDef, avals_of
@@ -37,16 +37,8 @@ Values = tuple[list[Any], dict[int, tuple[type, Any]]]
 
 def raw_values(leaves: Collection[Any]) -> list[Any]:
     """The leaves, with values in place of Variables."""
-    _notice(leaves)
+    notice_all(x for x in leaves if isinstance(x, Variable))
     return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
-
-
-def _notice(leaves: Collection[Any]) -> None:
-    """Tell a trace that watches what it captures that the Variables among some leaves are read."""
-    if Watch.count:
-        for x in leaves:
-            if isinstance(x, Variable):
-                notice(x, x._cell.trace)
 
 
 def unshared_leaves(values: list[Any], count: int) -> list[Any]:
@@ -191,7 +183,7 @@ def values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
     variables = leaves[:n]
     if [type(x) for x in variables] != layout.blueprint.variable_types:
         return None
-    _notice(variables)
+    notice_all(variables)
     values = all_unshared([x._cell.value for x in variables]) + raw_values(leaves[n:])
     if not have_avals(values, graphdef.avals):
         return None

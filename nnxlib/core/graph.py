@@ -39,13 +39,13 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from . import errors
 from .calls import entering
 from .cells import Cell, new_cell, write_cells
-from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
+from .closures import is_lent_elsewhere, notice_all, wait_for_loans
 from .finding import locate
 from .inputs import is_read, peek
 from .layout import Layout
@@ -84,22 +84,10 @@ def pack(tree: Any) -> Packed:
     """Number the objects in a pytree, describe each by a row, and collect the leaves."""
     walk = Walk()
     root = walk.run(tree)
-    _notice(walk.objects)
+    notice_all(walk.objects)  # for a trace that watches which objects from outside of it are used (closures.py)
     layout = Layout(walk.all_rows(), root)
-    entering(layout, walk.objects)  # a transform packs what it takes; so the calls inside it know their paths
+    entering(layout, walk.objects)  # a transform packs its arguments; so the calls inside it know their paths
     return Packed(layout, walk.leaves(), walk.objects)
-
-
-def _notice(objects: Iterable[Any]) -> None:
-    """Tell the running trace, if it looks out for objects from outside of it (closures.py), that these are used."""
-    if Watch.count:
-        for x in objects:
-            notice(x, trace_of(x))
-
-
-def trace_of(x: Any) -> Any:
-    """The trace under which a node or Variable was made."""
-    return x._cell.trace if isinstance(x, Variable) else x._nnx_trace
 
 
 # --- build ----------------------------------------------------------------------------------------------------------
@@ -212,7 +200,7 @@ def diff(
     walk = Walk(objects)
     _describe_again(walk, layout)
     root = walk.run(out, (errors.OUTPUT,))
-    _notice(walk.objects[len(objects) :])  # the function may have returned or attached objects from outside
+    notice_all(walk.objects[len(objects) :])  # the function may have returned or attached objects from outside
 
     # Where it differs from the table before: in values of Variables, and in rows.
     values: list[int] = []
@@ -321,9 +309,9 @@ def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
         if live[i]._cell.trace is not trace:
             raise _refusal(layout, live[i], i, "the new value")
     for i, row in delta.rows:
-        if i < n and trace is None and is_lent_elsewhere(trace_of(live[i])):
+        if i < n and trace is None and is_lent_elsewhere(live[i]._nnx_trace):
             wait_for_loans()  # until the trace of another thread gives the object back (closures.py)
-        if i < n and trace_of(live[i]) is not trace:
+        if i < n and live[i]._nnx_trace is not trace:
             raise _refusal(layout, live[i], i, _what_changed(row))
 
 

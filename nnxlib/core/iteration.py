@@ -29,7 +29,7 @@ def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]
     """
     if isinstance(value, Node):
         if Watch.count:
-            notice(value, value._nnx_trace)
+            notice(value)
         held = value._nnx_contents()
         is_plain_list = isinstance(value, list) and len(held) == len(value)
         names = [name for name in held if type(held[name]) not in but] if but else held

@@ -123,7 +123,7 @@ class Node(Identified):
         memo = {} if memo is None else memo
         # Not recursive, so a graph may be of any depth: first empty nodes for all, then their contents.
         if Watch.count:
-            notice(self, self._nnx_trace)
+            notice(self)
         originals: list[Node] = []
         stack: list[Node] = [self]
         while stack:
@@ -217,7 +217,7 @@ def check_writable(node: Any, what: str) -> None:
             if node._nnx_trace is None:
                 return
         if Watch.count:
-            notice(node, node._nnx_trace)
+            notice(node)
         path = locate(node, skip=3)
         where = f"{type(node).__name__} at {path}" if path else f"a {type(node).__name__}"
         kind = type(node).__name__
@@ -574,7 +574,7 @@ class Pytree(HasAttributes, BlankPytree):
 
     def __getstate__(self) -> Any:
         if Watch.count:
-            notice(self, self._nnx_trace)
+            notice(self)
         return self._nnx_contents(), self._nnx_marks
 
     def __setstate__(self, state: Any) -> None:

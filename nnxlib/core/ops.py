@@ -63,7 +63,7 @@ def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
     """(layout, leaves, objects) of a node, from its table where it has one."""
     if isinstance(node, Node):
         if Watch.count:
-            notice(node, node._nnx_trace)
+            notice(node)
         table = table_of(node)
         return table.layout, table.leaves(), table.objects_with(node)
     if isinstance(node, GraphDef):

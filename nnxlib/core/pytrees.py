@@ -284,7 +284,7 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
 
 def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
     if Watch.count:
-        notice(node, node._nnx_trace)
+        notice(node)
     level = node._nnx_tree
     if level is None or level.stamp.valid != level.valid:
         level = _level(node)
@@ -297,7 +297,7 @@ def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
 
 def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | GraphShape]:
     if Watch.count:
-        notice(node, node._nnx_trace)
+        notice(node)
     level = node._nnx_tree
     if level is None or level.stamp.valid != level.valid:
         level = _level(node)

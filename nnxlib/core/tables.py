@@ -41,7 +41,7 @@ from .cells import Cell
 from .closures import Watch, notice
 from .data import is_bound_method, is_node
 from .foreign import Flattened
-from .graph import Packed, build, pack, trace_of
+from .graph import Packed, build, pack
 from .graphdef import differences_listed
 from .layout import KEPT, Layout
 from .objects import HasAttributes, Node, Pytree, attributes_of
@@ -411,7 +411,7 @@ def pack_call(arguments: tuple) -> Packed:
     walk = Walk(table.objects_with(root), index=table.index)
     layout = table.layout.with_root(walk.run(arguments))
     if Watch.count:
-        notice(root, trace_of(root))
+        notice(root)
     entering(layout, walk.objects)
     return Packed(layout, [*table.leaves(), *walk.arrays[ROOT]], walk.objects)
 

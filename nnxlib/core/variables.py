@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy as copy_lib
 import itertools
+import operator
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,7 +139,7 @@ class Variable(ArrayOperators[A], Blank):
     def get_value(self, *, index: Any = MISSING) -> A:
         """Return the value, through the ``on_get_value`` hooks; with ``index``, ``value[index]``."""
         if Watch.count:
-            notice(self, self._cell.trace)
+            notice(self)
         value: Any = self._cell.value
         metadata = self._metadata
         if metadata:
@@ -188,7 +189,7 @@ class Variable(ArrayOperators[A], Blank):
     def get_raw_value(self) -> A:
         """Return the value as stored, without hooks."""
         if Watch.count:
-            notice(self, self._cell.trace)
+            notice(self)
         return self._cell.value
 
     def set_raw_value(self, value: A) -> None:
@@ -212,10 +213,9 @@ class Variable(ArrayOperators[A], Blank):
 
     def check_writable(self) -> None:
         """Raise :class:`TraceContextError` unless this Variable belongs to the running trace, or is kept in a Ref."""
-        trace = self._cell.trace
-        if trace is not current_trace():
+        if self._cell.trace is not current_trace():
             if Watch.count:
-                notice(self, trace)
+                notice(self)
             if self.ref and isinstance(self._cell.value, jax.Ref):
                 return
             remedy = how_to_pass(f"the object that holds this {type(self).__name__}")
@@ -223,6 +223,7 @@ class Variable(ArrayOperators[A], Blank):
 
     # The value as stored, without hooks or checks, for the library itself.
     _value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
+    _nnx_trace = property(operator.attrgetter("_cell.trace"))  # the one under which it was made, as of a node
     # The table of a Variable that was packed as a root. That is rare, so there is no slot for it.
     _nnx_table = property(
         lambda self: getattr(self._stamps, "table", None),
@@ -276,7 +277,7 @@ class Variable(ArrayOperators[A], Blank):
     def get_metadata(self, name: str | None = None, default: Any = MISSING) -> Any:
         """Return a copy of all metadata; or the entry ``name``, or ``default`` if there is none (else KeyError)."""
         if Watch.count:
-            notice(self, self._cell.trace)
+            notice(self)
         if name is None:
             return dict(self._metadata)
         key = canonical_name(name)
@@ -612,13 +613,13 @@ _EMPTY = _Metadata(NO_METADATA)
 
 def _flatten(v: Variable) -> tuple[tuple[Any], _Metadata]:
     if Watch.count:
-        notice(v, v._cell.trace)
+        notice(v)
     return (v._cell.value,), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
 
 
 def _flatten_with_keys(v: Variable) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
     if Watch.count:
-        notice(v, v._cell.trace)
+        notice(v)
     return ((_VALUE_KEY, v._cell.value),), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
 
 

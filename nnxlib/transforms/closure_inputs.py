@@ -15,7 +15,6 @@ from typing import Any
 from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
-from ..core.graph import trace_of
 from ..core.layout import Layout
 from ..core.objects import Node
 from ..core.references import LookUp, named_in, ways_from
@@ -68,7 +67,7 @@ class Captures:
         if self.steps is None:
             self.steps = []
             named = [x for x in named_in(self._function) if issubclass(type(x), Node)]  # isinstance takes weak proxies
-            here = [x for x in named if trace_of(x) is current_trace() or is_lent_elsewhere(trace_of(x))]
+            here = [x for x in named if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
             if here:
                 raise CapturedObjects(here)
 

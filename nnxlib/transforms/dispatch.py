@@ -33,7 +33,7 @@ import numpy as np
 from ..core.cells import Cell, reader, write_cells, writer
 from ..core.closures import CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
 from ..core.data import is_node
-from ..core.graph import commit, pack, trace_of
+from ..core.graph import commit, pack
 from ..core.inputs import AbsentInput
 from ..core.layout import KEPT
 from ..core.rows import LEAF, Spec, Tree, value_of
@@ -155,7 +155,7 @@ class Dispatch:
     def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple) -> Any:
         if not self._enabled:
             raise Miss(None)
-        if Loans.now[1] and any(is_lent_elsewhere(trace_of(x)) for x in captured):
+        if Loans.now[1] and any(is_lent_elsewhere(x._nnx_trace) for x in captured):
             wait_for_loans()
         found = _find(leaves, signature)
         if found is None:  # a leaf is a container, or an object has to be walked at each call

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.graph import pack, trace_of
+from nnxlib.core.graph import pack
 from nnxlib.core.tables import table_of
 
 X = jnp.ones((1, 2))
@@ -41,7 +41,7 @@ def check(f, layer, times=1):
     np.testing.assert_allclose(f(X), times * expected(layer))
     assert int(layer.calls) == before + times
     assert layer._nnx_trace is None
-    assert trace_of(layer.w) is None
+    assert layer.w._nnx_trace is None
     assert not isinstance(layer.w.value, jax.core.Tracer)
 
 
