@@ -44,12 +44,16 @@ class _Key:
 class Layout:
     """The static half of a packed pytree. Interned: equal layouts are the same object, so they compare by ``is``."""
 
-    __slots__ = ("__dict__", "__weakref__", "avals", "root", "rows", "variables")  # the dict: cached properties
+    __slots__ = ("__dict__", "__weakref__", "avals", "root", "rows", "variables")  # the dict: what is cached
 
     rows: tuple[Row, ...]
     root: Spec  # of the pytree
     variables: tuple[int, ...]  # the rows of the Variables
     avals: Any  # of the leaves of the last model with this layout that was split; shared by its GraphDefs
+    shapes: dict[int, Any]  # as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py
+    _variants: weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]  # what `with_rows` has made
+    _around: dict[Spec, Layout]  # what `with_root` has made
+    _grouped: dict[Hashable, list[Nesting]]  # what `grouped` has made, by filters
 
     _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
@@ -60,6 +64,7 @@ class Layout:
             self = object.__new__(cls)
             self.rows, self.root, self.avals = rows, root, None
             self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
+            self.shapes, self._around, self._grouped, self._variants = {}, {}, {}, weakref.WeakValueDictionary()
             self = cls._interned.setdefault(key, self)
         return self
 
@@ -80,7 +85,22 @@ class Layout:
 
     @functools.cached_property
     def _all_paths(self) -> tuple[tuple, tuple]:
-        return _find_paths(self)
+        """The first path to each row, and the path of each leaf, found depth first in the order of the fields."""
+        paths: list[Any] = [None] * len(self.rows)
+        of_row: list[list] = [[] for _ in range(len(self.rows) + 1)]  # of ROOT: in the last entry
+        stack: list[tuple[tuple, Spec, int]] = [((), self.root, ROOT)]
+        while stack:
+            path, spec, owner = stack.pop()
+            if spec is LEAF:
+                of_row[owner].append(path)
+            elif type(spec) is Tree:
+                stack += [(below, child, owner) for below, child in reversed(spec.at(path))]
+            elif type(spec) is Ref and paths[spec.index] is None:
+                paths[spec.index], row = path, self.rows[spec.index]
+                if type(row) is NodeRow:
+                    stack += [(below, child, spec.index) for below, child in reversed(row.at(path))]
+        leaf_paths = [paths[i] for i in self.variables] + [path for found in of_row for path in found]
+        return tuple(paths), tuple(leaf_paths)
 
     @functools.cached_property
     def positions(self) -> dict[tuple, int]:
@@ -134,11 +154,6 @@ class Layout:
         )
 
     @functools.cached_property
-    def shapes(self) -> dict[int, Any]:
-        """The shapes as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py."""
-        return {}
-
-    @functools.cached_property
     def shared(self) -> frozenset[int]:
         """The rows that are referred to more than once."""
         trees = [spec for spec in self._specs if type(spec) is Tree]
@@ -166,10 +181,6 @@ class Layout:
             self._variants[rows] = found
         return found
 
-    @functools.cached_property
-    def _variants(self) -> weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]:
-        return weakref.WeakValueDictionary()
-
     def with_root(self, root: Spec) -> Layout:
         """The layout of another pytree that holds the same objects: one of arguments, around a model; cached."""
         found = self._around.get(root)
@@ -178,10 +189,6 @@ class Layout:
                 self._around.clear()
             found = self._around[root] = Layout(self.rows, root)
         return found
-
-    @functools.cached_property
-    def _around(self) -> dict[Spec, Layout]:
-        return {}
 
     # --- the leaves in nested dicts, those of States ---
 
@@ -205,10 +212,6 @@ class Layout:
             self._grouped[filters] = found
         return found
 
-    @functools.cached_property
-    def _grouped(self) -> dict[Hashable, list[Nesting]]:
-        return {}
-
     def leaves_in(self, levels: Any) -> dict[int, Any] | None:
         """The leaves in nested dicts, by position; None unless the dicts have the keys of all leaves, or of a group
         that :meth:`grouped` has made.
@@ -220,22 +223,3 @@ class Layout:
 
 
 _DEEPEST_TREE = 100  # JAX flattens recursively, and Python allows about 1,000 nested calls
-
-
-def _find_paths(layout: Layout) -> tuple[tuple, tuple]:
-    """The first path to each row, and the path of each leaf, found depth first in the order of the fields."""
-    paths: list[Any] = [None] * len(layout.rows)
-    of_row: list[list] = [[] for _ in range(len(layout.rows) + 1)]  # of ROOT: in the last entry
-    stack: list[tuple[tuple, Spec, int]] = [((), layout.root, ROOT)]
-    while stack:
-        path, spec, owner = stack.pop()
-        if spec is LEAF:
-            of_row[owner].append(path)
-        elif type(spec) is Tree:
-            stack += [(below, child, owner) for below, child in reversed(spec.at(path))]
-        elif type(spec) is Ref and paths[spec.index] is None:
-            paths[spec.index], row = path, layout.rows[spec.index]
-            if type(row) is NodeRow:
-                stack += [(below, child, spec.index) for below, child in reversed(row.at(path))]
-    leaf_paths = [paths[i] for i in layout.variables] + [path for found in of_row for path in found]
-    return tuple(paths), tuple(leaf_paths)
