@@ -233,6 +233,11 @@ def what_became(
     return [f"{format_path(path, root)}: {said.format(describe(a), describe(b))}" for path, a, b in places if a != b]
 
 
+RETURN_ALIKE = """\
+Return the same pytree, with the same objects in the same places, changed in place, or new ones of the same structure \
+that take their places."""
+
+
 def retyped(leaves: Sequence[Any], positions: Sequence[int], types: Sequence[Any]) -> list[Any] | None:
     """``leaves`` with weakly typed ones at ``positions`` cast to the dtype that comes out; None if there are none.
 

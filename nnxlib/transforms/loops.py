@@ -19,6 +19,7 @@ from ..core.rows import ROOT, Tree
 from ..core.tracing import at_top_level, boundary
 from .body import Body, structural_rows, trace_body, zeros
 from .body_checks import (
+    RETURN_ALIKE,
     check_same_output,
     check_types,
     refuse_structural,
@@ -176,7 +177,7 @@ class _Loop:
             if isinstance(out, Tree) and not any(path[:2] == ("args", 0) for path in out.paths):
                 raise BodyError(f"The {what} returned nothing. Return the value that it was given, changed or not.")
             said = f"The {what} must return a value like the one it is given:"
-            check_same_output(layout, layout.root, body.delta.root, said, _HINT)
+            check_same_output(layout, layout.root, body.delta.root, said, RETURN_ALIKE)
             replaced = {}
         refuse_written(layout, body, replaced, what)
         self.body, self.constant = body, leaves
@@ -193,12 +194,6 @@ class _Loop:
             if k is not None:
                 leaves[k] = leaf
         return leaves
-
-
-_HINT = (
-    "Return the same pytree, with the same objects in the same places, changed in place, or new ones of the same "
-    "structure that take their places."
-)
 
 
 def _output(test: Body, leaves: Sequence[Any]) -> Any:

@@ -22,6 +22,7 @@ import jax.tree_util as jtu
 from ..core.calls import followed
 from ..core.closures import CapturedObjects, lending, watching
 from ..core.graph import Packed, commit
+from ..core.layout import KEPT
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
 from ..core.references import named_in
@@ -136,9 +137,6 @@ class _Programs(dict):
         return _Programs, ()
 
 
-_KEPT = 64  # programs per function: with a model that grows, each call has another key
-
-
 def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], Program]) -> Program:
     """The program of some functions for ``key``, cached on the first of them, and as long as all of them live.
 
@@ -152,7 +150,7 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
     key = (functions, *key)  # with the function itself: functools.wraps copies the attribute to other functions
     program = programs.get(key)
     if program is None:
-        if len(programs) >= _KEPT:
+        if len(programs) >= KEPT:  # with a model that grows, each call has another key
             programs.pop(next(iter(programs)), None)
         program = programs[key] = make()
         forget = functools.partial(_forget, weakref.ref(programs), key)

@@ -33,6 +33,7 @@ from ..core.variables import MISSING, RngCount
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, stack_axes, stack_recorded, strip_axes
 from .body import Body, own_states, trace_body
 from .body_checks import (
+    RETURN_ALIKE,
     check_types,
     refuse_structural,
     refuse_written,
@@ -366,7 +367,7 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
         first = [path[1:] for path, _ in after if path[:1] == (0,)]
         if out_place == () and before and first == [path for path, _ in before]:
             raise BodyError(_CARRY_ALONE)
-        raise BodyError(listed(_OTHER_CARRY, what_became(layout, dict(before), dict(after), "carry"), _RETURN))
+        raise BodyError(listed(_OTHER_CARRY, what_became(layout, dict(before), dict(after), "carry"), RETURN_ALIKE))
     replaced = replaced or {}
     refuse_written(layout, body, replaced, "body of scan")
     return replaced
@@ -376,9 +377,6 @@ _OTHER_CARRY = "The carry of scan must come out with the structure, and the obje
 _CARRY_ALONE = """\
 The body of scan returned a tuple that begins with the carry. With out_axes=nnx.Carry it must return the carry alone; \
 for (carry, y), pass out_axes=(nnx.Carry, 0)."""
-_RETURN = """\
-Return the same pytree with the same objects in the same places, changed in place, or new ones of the same structure \
-that take their places."""
 
 
 def _is_axis(label: Any) -> bool:
