@@ -50,7 +50,7 @@ class Ended:
         return hash(self.message)
 
 
-def contained(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:
+def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:
     """The table at the end of a trace, without static values that refer to its tracers or to objects made in it.
 
     Args:

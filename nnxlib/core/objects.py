@@ -479,17 +479,17 @@ def _complete(cls: type) -> None:
             vars(own)["__init_subclass__"].__func__(base)
 
 
-class BlankPytree(HasDict):
-    """The slots of a Pytree, in a class that does not check what is written to them.
+class PytreeSlots(HasDict):
+    """The slots of a Pytree, without its ``__setattr__``, which checks every write.
 
-    CPython sets attributes of such a class in a tenth of the time that the descriptors of slots take. So an empty
-    Pytree gets its class last.
+    CPython sets an attribute of such a class in a tenth of the time that a slot's descriptor takes. So the slots of an
+    empty Pytree are set first, and then its ``__class__``.
     """
 
     __slots__ = SLOTS
 
 
-class Pytree(HasAttributes, BlankPytree):
+class Pytree(HasAttributes, PytreeSlots):
     """Base class of the objects of the graph: mutable, with attributes that transforms trace; also a JAX pytree.
 
     A class with ``pytree=False`` (``class Config(nnx.Pytree, pytree=False)``) works in nnxlib's transforms, but raw JAX
@@ -505,12 +505,12 @@ class Pytree(HasAttributes, BlankPytree):
 
     __slots__ = ()
 
-    _nnx_init_slots = _slot_initializer(BlankPytree)
+    _nnx_init_slots = _slot_initializer(PytreeSlots)
     _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a class of the user declares in ``__slots__``
 
     @staticmethod
     def _nnx_empty(kind: type, tree: Any) -> Any:
-        self: Any = BlankPytree()
+        self: Any = PytreeSlots()
         self._nnx_trace, self._nnx_stamps, self._nnx_tree = current_trace(), (), tree
         self._nnx_table = self._nnx_marks = None
         try:
@@ -590,7 +590,7 @@ Object = Pytree
 def _slot_names(cls: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
-        if base not in (Pytree, BlankPytree, HasAttributes, HasDict, Node, object):
+        if base not in (Pytree, PytreeSlots, HasAttributes, HasDict, Node, object):
             slots = base.__dict__.get("__slots__", ())
             names = [slots] if isinstance(slots, str) else list(slots)
             found += [_mangled(name, base) for name in names if name not in ("__dict__", "__weakref__")]

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, cast, final
 from .static import ATOMS, Const
 
 
-class _Mark:
-    """A spec that is just a name. Each is one object, also after it was pickled."""
+class _Symbol:
+    """A spec that is just a name. There is one object for each, also after pickling."""
 
     __slots__ = ("_name", "_shown")
 
@@ -36,8 +36,8 @@ class _Mark:
         return self._name
 
 
-LEAF = _Mark("LEAF", "*")  # the next array in the list of leaves
-SAME = _Mark("SAME", "same")  # in a row of a Delta (graph.py): the live node keeps what it holds in this field
+LEAF = _Symbol("LEAF", "*")  # the next array in the list of leaves
+SAME = _Symbol("SAME", "same")  # in a row of a Delta (graph.py): the live node keeps what it holds in this field
 
 
 @final
@@ -101,7 +101,7 @@ class BoundMethod(NamedTuple):
         return types.MethodType(self.function, *children)
 
 
-Spec = _Mark | Ref | Const | Tree
+Spec = _Symbol | Ref | Const | Tree
 
 
 @final

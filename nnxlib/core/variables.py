@@ -65,11 +65,11 @@ class Identified:
     __slots__ = ()
 
 
-class Blank(Identified):
-    """The slots of a Variable, in a class that does not check what is written to them.
+class VariableSlots(Identified):
+    """The slots of a Variable, without its ``__setattr__``, which checks every write.
 
-    CPython sets attributes of such a class in a tenth of the time that the descriptors of slots take. So
-    :func:`make_variable` gives a Variable its class last.
+    CPython sets an attribute of such a class in a tenth of the time that a slot's descriptor takes. So
+    :func:`make_variable` sets the slots first, and then the ``__class__``.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_cell", "_metadata", "_stamps")
@@ -79,7 +79,7 @@ class Blank(Identified):
     _metadata: dict[str, Any]
 
 
-class Variable(ArrayOperators[A], Blank):
+class Variable(ArrayOperators[A], VariableSlots):
     """A mutable box with a value of type ``A`` and static metadata.
 
     Args:
@@ -395,7 +395,7 @@ class Variable(ArrayOperators[A], Blank):
     # --- attributes: metadata first, then those of the value ---
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in Blank.__slots__:  # not the value's own; a slot that is not set yet
+        if name.startswith("__") or name in VariableSlots.__slots__:  # not the value's own; a slot that is not set yet
             raise AttributeError(name)
         metadata = self._metadata
         if name in metadata:
@@ -467,14 +467,14 @@ class _StampsOfRoot(tuple):
 _set = object.__setattr__
 _SAVED = ("_cell", "_metadata", "_stamps")
 _set_content = Cell.value.__set__  # type: ignore[attr-defined]
-_set_cell_slot = Blank._cell.__set__  # type: ignore[attr-defined]
-_set_stamps_slot = Blank._stamps.__set__  # type: ignore[attr-defined]
-_set_metadata_slot = Blank._metadata.__set__  # type: ignore[attr-defined]
+_set_cell_slot = VariableSlots._cell.__set__  # type: ignore[attr-defined]
+_set_stamps_slot = VariableSlots._stamps.__set__  # type: ignore[attr-defined]
+_set_metadata_slot = VariableSlots._metadata.__set__  # type: ignore[attr-defined]
 
 
 def make_variable(kind: type[V], value: Any, metadata: dict[str, Any], cell: Callable[[Any], Cell] = new_cell) -> V:
     """Make a Variable of the running trace, without hooks; ``metadata`` is shared, not copied."""
-    self: Any = Blank()
+    self: Any = VariableSlots()
     self._cell, self._stamps, self._metadata = cell(value), (), metadata
     try:
         self.__class__ = kind

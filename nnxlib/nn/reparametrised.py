@@ -23,7 +23,7 @@ from ..core.calls import entering, inside, listened, listening
 from ..core.containers import Dict
 from ..core.data import is_bound_method, is_node
 from ..core.errors import EmptySelectionError, Path, UsageError, describe, format_path
-from ..core.escapes import contained
+from ..core.escapes import without_escapes
 from ..core.filters import Filter, PathContains, to_predicate
 from ..core.formulas import step
 from ..core.graph import Delta, build, commit, diff
@@ -86,7 +86,7 @@ def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: lis
     with listening(inside(layout, objects, depth=0)):
         out = call(objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
-        after = contained(diff(layout, leaves, objects, out), layout, ())
+        after = without_escapes(diff(layout, leaves, objects, out), layout, ())
         return commit(layout, after.delta, after.leaves, live)
     values = [objects[i].get_raw_value() for i in layout.variables]
     changed = [k for k, value in enumerate(values) if value is not leaves[k]]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from ..core.closures import all_borrowed, borrowed
 from ..core.errors import TraceContextError
-from ..core.escapes import contained
+from ..core.escapes import without_escapes
 from ..core.finding import reachable
 from ..core.graph import Delta, Packed, commit, diff, pack
 from ..core.inputs import lend
@@ -71,7 +71,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
             out, after = cross(f, layout, leaves, part=lambda out: None if layout.rows else out)
             check_returned(after)
             if layout.rows:  # the output is described by itself, so what it has of the caller's objects will be new
-                after = contained(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
+                after = without_escapes(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
                 check_returned(after)
             return after.leaves, Outcome(after.delta)
 

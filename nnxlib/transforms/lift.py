@@ -38,7 +38,7 @@ from ..core.calls import inside, listening, recorded_types, repeated
 from ..core.cells import Cell, new_cell
 from ..core.closures import all_borrowed, borrowed
 from ..core.errors import place_of
-from ..core.escapes import contained
+from ..core.escapes import without_escapes
 from ..core.graph import After, Delta, Packed, build, commit, diff
 from ..core.inputs import lend
 from ..core.layout import Layout
@@ -130,8 +130,7 @@ def cross(
         with listening(inside(layout, objects)):  # so Modules that are called know their paths (core/calls.py)
             out = f(*args, **kwargs)
         after = diff(layout, leaves, objects, part(out), {*forced, *edited()})
-        # a static value could take a tracer out of the trace
-        return out, contained(after, layout, all_borrowed())
+        return out, without_escapes(after, layout, all_borrowed())
 
 
 def _own_pytrees(leaves: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], list[int]]]:

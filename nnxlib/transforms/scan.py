@@ -52,12 +52,12 @@ from .prefixes import argument_entries, broadcast_prefix, check_axes, labels_in,
 from .program import Program, program_of, run_program, weakly
 
 
-class _Label(type):
+class _NamedLabel(type):
     def __repr__(cls) -> str:
         return f"nnx.{cls.__name__}"
 
 
-class Carry(metaclass=_Label):
+class Carry(metaclass=_NamedLabel):
     """The label of what is passed from one iteration to the next. The class itself is the label: ``nnx.Carry``."""
 
 
