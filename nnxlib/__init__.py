@@ -244,6 +244,7 @@ if _typing.TYPE_CHECKING:
     from .transforms.branch import cond as cond
     from .transforms.branch import switch as switch
     from .transforms.capture import capture as capture
+    from .transforms.checkify import checkify as checkify
     from .transforms.custom import custom_jvp as custom_jvp
     from .transforms.custom import custom_vjp as custom_vjp
     from .transforms.extract import NodeStates as NodeStates
@@ -252,7 +253,6 @@ if _typing.TYPE_CHECKING:
     from .transforms.extract import split_inputs as split_inputs
     from .transforms.extract import to_tree as to_tree
     from .transforms.functional import functional as functional
-    from .transforms.general import checkify as checkify
     from .transforms.general import make_jaxpr as make_jaxpr
     from .transforms.general import named_call as named_call
     from .transforms.jacobian import hessian as hessian
@@ -291,7 +291,8 @@ else:
         **dict.fromkeys(("fori_loop", "while_loop"), ".transforms.loops"),
         **dict.fromkeys(("Carry", "scan"), ".transforms.scan"),
         **dict.fromkeys(("pmap", "vmap"), ".transforms.vmap"),
-        **dict.fromkeys(("checkify", "make_jaxpr", "named_call"), ".transforms.general"),
+        "checkify": ".transforms.checkify",
+        **dict.fromkeys(("make_jaxpr", "named_call"), ".transforms.general"),
         **dict.fromkeys(("cached_partial", "jit_partial"), ".transforms.partials"),
         **dict.fromkeys(("add_metadata_axis", "transform_metadata"), ".transforms.metadata"),
         **dict.fromkeys(("custom_jvp", "custom_vjp"), ".transforms.custom"),

@@ -3,5 +3,5 @@
 from .abstract import eval_shape as eval_shape
 from .branch import cond as cond
 from .branch import switch as switch
-from .general import checkify as checkify
+from .checkify import checkify as checkify
 from .general import make_jaxpr as make_jaxpr

@@ -1,13 +1,16 @@
-"""nnx.checkify names the layer that an error comes from, through transforms, cached helpers and checks in checks."""
+"""nnx.checkify: its errors name the layer, through transforms, cached helpers and checks in checks."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import checkify
 
 import nnxlib as nnx
+from nnxlib.core import errors
 
 X = jnp.ones((3, 2))
+Y = jnp.array([2.0, 3.0])
 
 
 class Log(nnx.Module):
@@ -27,6 +30,67 @@ class Net(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Counting(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.array([1.0, 2.0]))
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.w * x
+
+
+def checked(m, x):
+    checkify.check((x > 0).all(), "not positive: {x}", x=x)
+    m.calls += 1
+    return m.w / x
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit])
+def test_checkify(outer):
+    """The error is a value; what changes in the Module comes out either way."""
+    m = Counting()
+    error, y = outer(nnx.checkify(checked))(m, Y)
+    error.throw()
+    assert y.tolist() == [0.5, np.float32(2 / 3)]
+    assert m.calls == 1
+    error, _ = outer(nnx.checkify(checked))(m, -Y)
+    with pytest.raises(checkify.JaxRuntimeError, match="not positive"):
+        error.throw()
+    assert m.calls == 2
+
+
+def test_checkify_errors_and_forms():
+    """Other kinds of checks; as a decorator; of a jitted function; a method."""
+    m = Counting()
+    error, _ = nnx.checkify(errors=checkify.float_checks)(nnx.jit(lambda m, x: m.w / x))(m, 0 * Y)
+    assert "division by zero" in error.get()
+    error, _ = nnx.checkify(m)(Y)
+    assert error.get() is None
+    assert m.calls == 1
+
+
+def test_checkify_of_a_function_that_raises():
+    """An exception changes nothing."""
+    m = Counting()
+
+    def fails(m):
+        m.calls += 1
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        nnx.checkify(fails)(m)
+    assert m.calls == 0
+
+
+def test_checkify_across_traces():
+    """A write to an object of an outer trace is refused."""
+    m = Counting()
+    with pytest.raises(errors.TraceContextError, match="calls"):
+        jax.jit(lambda x: nnx.checkify(m)(x)[1])(Y)
+    assert m.calls == 0
 
 
 THROUGH = {

@@ -1,4 +1,4 @@
-"""nnx.make_jaxpr, nnx.checkify, nnx.named_call, and jax.export of a jitted function."""
+"""nnx.make_jaxpr, nnx.named_call, and jax.export of a jitted function."""
 
 import functools
 
@@ -7,10 +7,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
 
 import nnxlib as nnx
-from nnxlib.core import errors
 
 X = jnp.array([2.0, 3.0])
 
@@ -63,60 +61,6 @@ def test_make_jaxpr_return_shape():
     assert out is not m
     assert out.w.value == jax.ShapeDtypeStruct((2,), jnp.float32)
     assert out.calls.value.shape == ()
-    assert m.calls == 0
-
-
-# --- checkify -------------------------------------------------------------------------------------------------------
-
-
-def checked(m, x):
-    checkify.check((x > 0).all(), "not positive: {x}", x=x)
-    m.calls += 1
-    return m.w / x
-
-
-@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit])
-def test_checkify(outer):
-    """The error is a value; what changes in the Module comes out either way."""
-    m = Net()
-    error, y = outer(nnx.checkify(checked))(m, X)
-    error.throw()
-    assert y.tolist() == [0.5, np.float32(2 / 3)]
-    assert m.calls == 1
-    error, _ = outer(nnx.checkify(checked))(m, -X)
-    with pytest.raises(checkify.JaxRuntimeError, match="not positive"):
-        error.throw()
-    assert m.calls == 2
-
-
-def test_checkify_errors_and_forms():
-    """Other kinds of checks; as a decorator; of a jitted function; a method."""
-    m = Net()
-    error, _ = nnx.checkify(errors=checkify.float_checks)(nnx.jit(lambda m, x: m.w / x))(m, 0 * X)
-    assert "division by zero" in error.get()
-    error, _ = nnx.checkify(m)(X)
-    assert error.get() is None
-    assert m.calls == 1
-
-
-def test_checkify_of_a_function_that_raises():
-    """An exception changes nothing."""
-    m = Net()
-
-    def fails(m):
-        m.calls += 1
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        nnx.checkify(fails)(m)
-    assert m.calls == 0
-
-
-def test_checkify_across_traces():
-    """A write to an object of an outer trace is refused."""
-    m = Net()
-    with pytest.raises(errors.TraceContextError, match="calls"):
-        jax.jit(lambda x: nnx.checkify(m)(x)[1])(X)
     assert m.calls == 0
 
 
