@@ -290,8 +290,8 @@ class BatchNorm(Module):
           LayerInputError: if the feature axis has another size.
           ValueError: if neither the call nor the attribute says which statistics to use.
         """
-        frozen = self.use_running_average if use_running_average is None else use_running_average
-        if frozen is None:
+        use_running = self.use_running_average if use_running_average is None else use_running_average
+        if use_running is None:
             raise UsageError(NO_MODE.format("use_running_average", "BatchNorm"))
         feature_axes = _feature_axes(self, x, self.axis, self.num_features)
         axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
@@ -299,7 +299,7 @@ class BatchNorm(Module):
         x, mean, var, scale, bias = self.promote_dtype(
             (x, running_mean, running_var, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype
         )
-        if not frozen:
+        if not use_running:
             mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
             for statistic, running, batch in (self.mean, running_mean, mean), (self.var, running_var, var):
                 statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum))

@@ -176,6 +176,21 @@ class _Visit:
         return format_path(path, "" if self.depth else OUTPUT)
 
 
+def label_arguments(
+    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], entries: Sequence[Any]
+) -> tuple[Labels, list[Label]]:
+    """The labels of packed ``Arguments``, by row and in the order of the leaves.
+
+    Mappings see paths without the first two keys, those of the argument (``args[0]``).
+    """
+    values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
+    for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
+        values.setdefault(i, []).append(leaf)
+    labelling = Labelling(layout.rows, lambda i: values.get(i, ()))
+    own = labelling.visit(layout.root, entries, values.get(ROOT, ()), depth=2)
+    return labelling.labels, labelling.labels.in_order(layout.owners, own)
+
+
 def labels_after(before: Labels, after: After, out_entries: Sequence[Any]) -> list[Label]:
     """The labels of the leaves that come back from a call, given the labels of the arguments."""
     labelling = Labelling(after.rows, after.walk.values_of, before)
@@ -211,21 +226,6 @@ def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Seque
         return groups[0]
     sources = [iter(group) for group in groups]
     return [next(sources[lane]) for lane in lane_of]
-
-
-def label_arguments(
-    layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], entries: Sequence[Any]
-) -> tuple[Labels, list[Label]]:
-    """The labels of packed ``Arguments``, by row and in the order of the leaves.
-
-    Mappings see paths without the first two keys, those of the argument (``args[0]``).
-    """
-    values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
-    for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
-        values.setdefault(i, []).append(leaf)
-    labelling = Labelling(layout.rows, lambda i: values.get(i, ()))
-    own = labelling.visit(layout.root, entries, values.get(ROOT, ()), depth=2)
-    return labelling.labels, labelling.labels.in_order(layout.owners, own)
 
 
 def mapped_size(
