@@ -1,4 +1,4 @@
-"""A Module class as a pair of pure functions, ``init`` and ``apply``, in the manner of Linen."""
+"""A Module class as a pair of pure functions, ``init`` and ``apply``, as in Linen."""
 
 from __future__ import annotations
 

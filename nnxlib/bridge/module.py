@@ -121,7 +121,7 @@ def compact(f: F) -> F:
 
 
 class Module(core.Module):
-    """A Module in the manner of Linen: a dataclass that makes its parameters in compact methods or in ``setup``.
+    """A Module like those of Linen: a dataclass that makes its parameters in compact methods or in ``setup``.
 
     >>> class Dense(nnx.bridge.Module):
     ...   features: int

@@ -1,4 +1,4 @@
-"""Notes on errors: each call of a Module that an error leaves says where it was, and what it was given."""
+"""Notes on errors: each call of a Module that an error leaves adds where it was, and what it was given."""
 
 from __future__ import annotations
 

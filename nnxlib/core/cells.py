@@ -1,8 +1,8 @@
 """Cells: where Variables keep their values.
 
 A Variable has the same cell all its life, except while a trace borrows it. A compiled step reads and writes its cells
-in two loops, or for up to 128 cells in straight-line code, at some nanoseconds per cell. With Variables, whose
-attributes are computed, that would take much longer.
+in two loops, or for up to 128 cells in straight-line code, at some nanoseconds per cell. To go through the Variables,
+whose attributes are computed, would take much longer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Cell:
     """The cell of a Variable that was made at top level."""
 
     __slots__ = ("value",)
-    value: Any  # set after it is made: with an ``__init__`` that would take twice the time
-    trace: TraceRef = None  # the one that made, or has borrowed, the Variable: only under this one it may be written
+    value: Any  # set after the cell is made: with an ``__init__`` that would take twice the time
+    trace: TraceRef = None  # the one that made, or has borrowed, the Variable: no other may write it
 
 
 class TracedCell(Cell):

@@ -105,8 +105,8 @@ def _set_class(node: Node, cls: type) -> None:
     structure_changed(node)
 
 
-# What a List and a Dict have of a Module: methods that concern all Modules below. They are defined with Module, and
-# looked up last, so that an item or attribute of the name comes first.
+# The methods that a List and a Dict share with a Module: those that concern all Modules below. They are defined with
+# Module, and looked up last, so that an item or attribute of the same name comes first.
 MODULE_METHODS: dict[str, Callable[..., Any]] = {}
 
 

@@ -4,11 +4,11 @@ Arrays, Variables and nodes come out of a trace by way of the table, if nnxlib c
 as it is, and may refer to a tracer or to a fresh object where it cannot be replaced: in the closure of a function, in a
 partial, in the attributes of an object. A live object would then hold it, so a transform refuses such values.
 
-A function that belongs to a new object is often called while that is made and never again: an initializer whose scale
-was computed. So models whose layers keep theirs can be made in a trace. The function itself does not come out of it,
-which would keep the trace alive, but an :class:`Ended`, which says so if it is called. So it is for each function of a
-tuple: the ``init`` of an optax transformation refers to the hyperparameters that it has put into the state, and its
-``update`` does not.
+A function that belongs to a new object is often called only while the object is made: an initializer whose scale was
+computed, say. So that models whose layers keep their initializers can be made in a trace, what comes out of it is not
+the function itself, which would keep the trace alive, but an :class:`Ended`, which says so if it is called. In a tuple
+of functions each is treated by itself: the ``init`` of an optax transformation refers to the hyperparameters that it
+has put into the state, and its ``update`` does not.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Fitting: the leaves of given States, matched to the leaves of a layout.
 
 ``merge`` and ``update`` take States in many forms: as ``split`` returned them, changed by a transformation, restored
-from a checkpoint as nested dicts, several of them, some with a part of the leaves. Here it is found out which leaf
+from a checkpoint as nested dicts, or several of them, each with a part of the leaves. This file finds out which leaf
 belongs to which position of the layout, and whether it fits there: the same shape, the same kind of dtype, and for
 ``update`` the same type of Variable.
 
 A State that is nested like the layout, with leaves of the types and avals at the split, is recognised in a few C calls
 (:func:`in_layout_order`, :func:`values_that_fit`). Anything else is matched path by path (:func:`matched`) and compared
-leaf by leaf (:func:`values_compared`), which also finds what to say of each leaf that does not fit.
+leaf by leaf (:func:`values_compared`), which also finds what to say about each leaf that does not fit.
 """
 
 from __future__ import annotations

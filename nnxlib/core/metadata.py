@@ -1,7 +1,7 @@
 """Metadata of Variables: what initializers attach to a value, hooks, and names of axes.
 
 An initializer wrapped by :func:`with_metadata` returns a :class:`VariableMetadata` instead of a value, and the Variable
-that is made of it takes over the metadata. Names of axes are metadata under the key ``out_sharding``; where a transform
+made from it takes over the metadata. Names of axes are metadata under the key ``out_sharding``; where a transform
 stacks a Variable or takes a slice of it, the names follow (:func:`name_axis`, :func:`unname_axis`).
 """
 

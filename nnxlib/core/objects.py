@@ -199,7 +199,7 @@ def _base(kind: type) -> Any:
 
 
 def structure_changed(node: Any) -> None:
-    """Note that a node has changed by more than another array in place of an array."""
+    """Note that a node has changed, by more than an array in place of another one."""
     stamps = node._nnx_stamps
     if stamps:
         invalidate(stamps, node)
@@ -297,7 +297,7 @@ def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | Non
 
 
 class HasDict:
-    """Owns the real ``__dict__``, so that subclasses can have a checked view under that name, and theirs inherit it."""
+    """Owns the real ``__dict__``; so a subclass can offer a checked view of that name, which its subclasses inherit."""
 
     __slots__ = ("__dict__", "__weakref__")
 
@@ -370,7 +370,7 @@ def _reporting(method: Callable, name: str) -> Callable:
 
 
 class HasAttributes(Node, HasDict):
-    """A node whose attributes are checked and noted when they change: the base class of Pytree and List."""
+    """A node that checks writes to its attributes, and notes them: the base class of Pytree and List."""
 
     __slots__ = ()
 
@@ -419,7 +419,7 @@ class HasAttributes(Node, HasDict):
             check_writable(self, f"delete attribute {name!r}")
         try:
             object.__delattr__(self, name)
-            if self._nnx_marks:  # with an attribute go its marks
+            if self._nnx_marks:  # those of the attribute go with it
                 kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
                 _set(self, "_nnx_marks", kept or None)
         finally:
@@ -470,8 +470,8 @@ def _is_attribute(holder: Any, key: Any) -> bool:
 
 
 def _complete(cls: type) -> None:
-    """Do for a class what was left out when it was made, for a base class of the user has an ``__init_subclass__`` that
-    does not call the one of ``super()``.
+    """Do for a class what was left out when it was made, since a base class of the user's has an ``__init_subclass__``
+    that does not call that of ``super()``.
     """
     for base in reversed(cls.__mro__):
         if issubclass(base, Pytree) and "_nnx_slot_names" not in vars(base):

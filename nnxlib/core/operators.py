@@ -1,7 +1,7 @@
 """What makes a Variable behave like the array it holds: operators, indices, and the protocols of NumPy and JAX.
 
-Each is that of the value as the user reads it, through the hooks. The result is an array, and no Variable; only an
-operator in place (``v += 1``) and an assignment to an item write to the Variable, through its hooks as well.
+Each acts on the value as the user reads it, through the hooks. The result is an array, not a Variable. Only in-place
+operators (``v += 1``) and assignments to items write to the Variable; they do so through its hooks, too.
 """
 
 from __future__ import annotations

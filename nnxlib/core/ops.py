@@ -1,6 +1,6 @@
 """Operations on graphs: split, merge, state, update, clone, map.
 
-A *node* is here anything that can be packed: a Module, a List or Dict, a Variable, or any pytree of these. A leaf is
+Here a *node* is anything that can be packed: a Module, a List or Dict, a Variable, or any pytree of these. A leaf is
 identified by its path, the first one in the order of the walk. A State never shares Variables with the live model: it
 holds new ones.
 """

@@ -1,7 +1,7 @@
 """Where something is: the path of the Module that is running, and of any node below another.
 
-Both give the path that ``nnx.state`` stores the Variables under: the first one, in the order of the walk, without any
-trace of the transforms that the call went through. How the path of a call is found is told in ``calls.py``.
+Both are paths as ``nnx.state`` has them: the first one, in the order of the walk, whatever transforms the call went
+through. How the path of a call is found is explained in ``calls.py``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Pickles and copies of jitted functions with a name.
 
-Models hold functions such as ``jax.nn.relu`` as activations. Python pickles a function as its name and copies it as
-itself. JAX's jitted functions and those with custom derivatives do neither: pickling them fails, and ``copy.deepcopy``
-makes another function, so the copy of a model would have another structure than the model. Importing this module
-teaches them the manners of a function, if they are found under their name; others are left as they were. So are those
-of ``__main__`` for cloudpickle, which sends them whole, since another process has another ``__main__``.
+Models hold functions such as ``jax.nn.relu`` as activations. Python pickles a function as its name, and a copy of it is
+the function itself. With JAX's jitted functions, and those with custom derivatives, it is not so: pickling them fails,
+and ``copy.deepcopy`` makes another function, so the copy of a model would have another structure than the model. Once
+this module is imported, they are pickled and copied like functions, if they are found under their name; the others are
+left as they were. So are those of ``__main__`` for cloudpickle, which sends them whole, since another process has
+another ``__main__``.
 """
 
 from __future__ import annotations

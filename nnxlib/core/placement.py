@@ -4,9 +4,10 @@ The names (metadata ``out_sharding``) are names of mesh axes, or logical names t
 is the one in the metadata, else that of ``jax.set_mesh`` or ``with mesh:``. In place of names there may be a sharding,
 which has its own mesh, or a ``Format``, which also gives the memory layout of an array that is made eagerly. Names that
 the mesh of the context does not have are ignored, so the same model runs on one device, in a unit test without a mesh,
-and under any mesh; if they look mistyped, there is a warning. A mesh in the metadata has to have them. Rules and the
-switch are set per thread, and read when a Variable is made. JAX knows of them from when they are first set: it traces a
-compiled function again when they are others.
+and under any mesh; if they look mistyped, there is a warning. A mesh in the metadata has to have them.
+
+The rules, and whether Variables are sharded when they are made, are set per thread, and read when a Variable is made.
+Once they have been set, JAX knows of them, and traces a compiled function again when they differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``pop``: take leaves out of a live object.
 
-The other operations read and write by the table of an object (ops.py). What is taken out is deleted from every place
-where it is, by ``delattr`` or ``del``, so this one looks at the places themselves.
+The other operations go by the table of an object (ops.py). This one looks at the places themselves, since what is taken
+out has to be deleted, by ``delattr`` or ``del``, from every place where it is.
 """
 
 from __future__ import annotations

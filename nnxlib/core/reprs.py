@@ -397,7 +397,7 @@ def _tree_group(tree: Any) -> Group:
 
 
 def is_made(value: Any) -> bool:
-    """Whether a value is a node, and no Variable, whose ``__new__`` has run."""
+    """Whether a value is a node, not a Variable, whose ``__new__`` has run."""
     return is_node(value) and hasattr(value, "_nnx_stamps") and not isinstance(value, Variable)
 
 

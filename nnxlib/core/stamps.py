@@ -89,8 +89,10 @@ def invalidate(stamps: Iterable[weakref.ref[Stamp]], x: Any) -> None:
 
 
 class States:
-    """The stamps of all States. A State has none itself, to be as cheap as a dict, and there are many views of one: a
-    write looks which stamps know the level, a dict, that it changes.
+    """The stamps of all States.
+
+    A State has none itself: it is to be as cheap as a dict, and there are many views of one. So a write looks which
+    stamps know the level, a dict, that it changes.
     """
 
     stamps: Stamps = ()

@@ -121,7 +121,7 @@ class LiveTable:
 
 
 class PendingTable:
-    """What it takes to make the table of an object that was just built without walking it."""
+    """What is known of an object that was just built, from which its table can be made without a walk."""
 
     __slots__ = ("layout", "objects", "stamp")
 

@@ -93,7 +93,7 @@ class Walk:
         return tuple([self.rows[i] for i in range(len(self.objects))])
 
     def keep(self, layout: Layout, rows: Iterable[int]) -> None:
-        """In place of :meth:`revisit`, for known objects that are as the layout says, and nodes that hold no arrays."""
+        """Keep the rows of known objects that are as the layout says, without a visit; the nodes hold no arrays."""
         for i in rows:
             self.rows[i], self.paths[i] = layout.rows[i], layout.paths[i]
             if type(layout.rows[i]) is VariableRow:

@@ -3,8 +3,8 @@
 A Variable may have names for the axes of its value (``sharding=('in', 'out')``). ``vmap`` and ``scan`` pass slices to a
 function, which have one axis less, and stack what comes back. The names follow: at every level there is one for each
 axis of the value. The name of the stacked axis is given by ``transform_metadata={nnx.PARTITION_NAME: name}``; it is
-None by default. Other metadata with names of axes gets its name for this one from ``transform_metadata`` too, under its
-own key. The changes are made by :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their hooks.
+None by default. Where other metadata names axes, ``transform_metadata`` has a name for this one under the key of that
+metadata. The changes are made by :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their hooks.
 
 Both are changes of static tables: the function runs on a layout without the axes (:func:`strip_axes`), and the rows in
 its Delta get them back (:func:`stack_axes`).

@@ -1,7 +1,7 @@
-"""Errors about donated arrays that say which they are.
+"""Notes on errors about donated arrays, which name the arrays.
 
-JAX says of an array that was deleted its shape, and of one that is donated twice its number in a flat list. The paths
-of the arguments are known here.
+JAX only gives the shape of an array that was deleted, and the number in a flat list of one that is donated twice. Here
+the paths of the arguments are known.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ transform sees a method as the function that it is, with ``self`` for argument 0
 what is mapped, carried, differentiated or made static: the first entry of ``in_axes`` is for the Module,
 ``nnx.StateAxes`` there says it by kind of Variable, and ``argnums=0`` is the gradient with respect to the Module.
 
-``__init__`` is a method like any other. It runs as ever unless it is named; then ``self`` has nothing in it yet, and
+``__init__`` is a method like any other. Unless it is named, it runs as usual. If it is, ``self`` holds nothing yet, and
 what it makes gets the axis of ``self``. So a class whose instances hold stacked parameters is one that names both::
 
     Ensemble = nnx.vmap(Block, methods={"__init__": {"in_axes": 0}, "__call__": {"in_axes": (0, None)}})
     ensemble = Ensemble(64, rngs=nnx.Rngs(0).split(5))       # the numbers, strings, ... among the arguments are static
 
 Without ``methods`` a class is what it is to JAX, a function that makes an instance: ``nnx.vmap(Block)(keys)``,
-``nnx.jit(Block)(rngs)``. Only for transforms that would be of no use there (``remat``, ``map_variables``,
-``named_call``) the default is to lift ``__call__``.
+``nnx.jit(Block)(rngs)``. Only transforms that would be of no use there (``remat``, ``map_variables``, ``named_call``)
+lift ``__call__`` by default.
 
 A lifted class is made once per class, methods and options, and is pickled by these. So instances are picklable if those
 of the class are, and equal calls give the same class, and with it the same compiled functions.

@@ -1,5 +1,5 @@
-"""Checks of leaves: JAX must be able to trace what goes into a function, and to return what comes out; and what of two
-sets of leaves, before and after or in two branches, differs in type.
+"""Checks of leaves: JAX must be able to trace what goes into a function and to return what comes out, and some leaves
+must keep their types, in an iteration or from one branch to another.
 
 JAX's own errors name a position among hundreds of arrays. These name the path, and say what to do.
 """

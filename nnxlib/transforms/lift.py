@@ -12,8 +12,8 @@ is static data in the output pytree, so JAX itself returns the right one for eac
 only ever sees the fresh objects. So whatever it does, live objects stay as they were until ``commit``, and no tracer
 can reach them.
 
-(The code calls ``pack_call``, of core/tables.py: it gives what ``pack`` does, from the live table of an argument where
-that is known to hold.)
+(The code calls ``pack_call`` of core/tables.py. It returns what ``pack`` does, but takes it from the live table of an
+argument where there is a valid one.)
 
 Some transformations treat leaves differently: ``vmap`` maps some of them and not the others. Then each leaf has a
 *label* (for ``vmap`` its axis), which users give by prefixes (prefixes.py). The leaves with one label form a *lane*
@@ -110,7 +110,7 @@ def cross(
     loan: Mapping[int, Any] = MappingProxyType({}),
     cell: Callable[[Any], Cell] = new_cell,
 ) -> tuple[Any, After]:
-    """Call ``f`` on fresh objects built from a table, and describe them afterwards; returns its output, too.
+    """Call ``f`` on fresh objects built from a table; returns its output, and the table of the objects afterwards.
 
     Args:
       f: the user's function.
@@ -119,7 +119,7 @@ def cross(
       forced: positions of leaves that count as changed if they are read.
       part: the part of the output of ``f`` that is packed; all of it by default.
       loan: live objects by row, which ``f`` captures: they are used in place of fresh ones (core/closures.py).
-      cell: makes the cells of the Variables; of inputs that note whether they are read, for ``nnx.jit``.
+      cell: makes the cells of the Variables; for ``nnx.jit`` they note whether they are read (core/inputs.py).
     """
     leaves, edited = _own_pytrees(leaves)
     with borrowed(list(loan.values())):  # restored as they were when the block ends
@@ -155,7 +155,7 @@ class Crossing:
 
     Args:
       layout: of packed :class:`Arguments`.
-      lanes: the labels of the lanes, for leaves that go in and for those that come out.
+      lanes: the labels of the lanes, those of leaves that go in and of leaves that come out.
       lane_of: for each leaf of the layout, which lane it is in; unused if there is only one.
       labels: of the arguments; objects attached to these inherit their labels. None if there is only one lane.
       out_prefix: the prefix of the output.

@@ -1,6 +1,6 @@
-"""What JAX calls the functions that it is given, in its own messages: the user's, with the paths of their leaves.
+"""Names for JAX's own messages: of the user's function, and of its leaves by their paths.
 
-What crosses into JAX is a pure function of rows of leaves. An error of JAX about a traced value names the function that
+What JAX is given is a pure function of lists of leaves. An error of JAX about a traced value names the function that
 was traced and the arguments that the value depends on, and asks Python for both, by ``__wrapped__`` and
 ``__signature__``. So a pure function points to the user's, and its parameters are named by the paths of its leaves:
 
@@ -24,7 +24,7 @@ _GROUPS = [inspect.Parameter("groups", inspect.Parameter.VAR_POSITIONAL)]
 
 
 class _Name(str):
-    """The name of a parameter; Python takes identifiers only, and a path is none."""
+    """The name of a parameter. Python accepts identifiers only, and a path is not one."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ def named(
       pure: takes leaves, each as an argument of its own, or one list of them per lane.
       f: the user's function.
       paths: of the leaves, if they are known.
-      lane_of: the lane of each, if ``pure`` takes lists; of no use if there is only one.
+      lane_of: the lane of each, if ``pure`` takes lists; unused if there is only one lane.
     """
     made: Any = pure
     made.__name__ = made.__qualname__ = name_of(f)

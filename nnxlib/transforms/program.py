@@ -3,7 +3,7 @@
 At top level a program goes through ``jax.jit``. So a loop that is called again is neither traced nor compiled again, as
 with ``jax.lax``. Inside of a trace, such as that of a training step, a program is traced by itself, and its equations
 are put into the trace around it; another call with leaves of the same types only puts in the equations. So of forty
-equal layers that are computed again in the backward pass, one is traced.
+equal layers that are recomputed in the backward pass, only one is traced.
 
 A body that captures a Module, or arrays of the trace around it, is traced at each call, since these may have changed.
 """
@@ -94,9 +94,10 @@ def watched(function: Callable) -> Callable:
 
 
 class WeakFunction:
-    """A function, as the programs that are kept on it refer to it: what it closes over goes as soon as it goes itself.
+    """A weak reference to a function, which can be called in its place.
 
-    Whoever calls a program has to keep its functions alive meanwhile.
+    The programs that are kept on a function refer to it by this, so that it does not keep itself alive. Whoever calls a
+    program has to keep its functions alive meanwhile.
     """
 
     __slots__ = ("__weakref__", "_hash", "_reference")
