@@ -210,19 +210,16 @@ def inside(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listener:
 
     An object without one has its path in the layout, less the first ``depth`` keys (``args[0]``).
     """
-    outer = running()
-    if outer is None:
-        found: Callable[[], Sequence[Path | None] | None] = lambda: None
-    elif _active.listener is not None:
-        found = functools.partial(outer.entered.get, layout)
-    else:
-        packed = _active.packed.get(layout)
-        live = (lambda: None) if packed is None else weakref.ref(packed)
-        found = lambda: None if (x := live()) is None else list(map(outer.find, x))
+    outer, in_a_trace = running(), _active.listener is not None
+    packed = None if outer is None or in_a_trace else _active.packed.get(layout)
+    live = None if packed is None else weakref.ref(packed)
 
     def known() -> Sequence[Path]:
         own = [path[depth:] for path in layout.paths]
-        return [q if p is None else p for p, q in zip(found() or own, own, strict=True)]
+        if outer is None:
+            return own
+        found = outer.entered.get(layout) if in_a_trace else list(map(outer.find, (live and live()) or ()))
+        return [q if p is None else p for p, q in zip(found or own, own, strict=True)]
 
     listener = Listener(objects, known)
     if outer is not None:
