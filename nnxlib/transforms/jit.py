@@ -345,17 +345,14 @@ class JitWrapped(Generic[P, R]):
     def _new_plan(self, layout: Layout, entries: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
-        new_crossing = functools.partial(JitCrossing, layout, self._traces)
-        options, in_shardings = self._options, None
         if self._in_shardings is None and self._out_shardings is None:
-            return Plan(new_crossing(), self._function, options, donated)
+            return Plan(JitCrossing(layout, self._traces), self._function, self._options, donated)
         out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
         lanes, lane_of = lanes_of(in_order, entries, out)
-        crossing = new_crossing(lanes, lane_of, labels, out)
+        crossing = JitCrossing(layout, self._traces, lanes, lane_of, labels, out)
         out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]
-        options = {**options, "out_shardings": out_shardings}
-        if self._in_shardings is not None:
-            in_shardings = [label.sharding for label in in_order]
+        options = {**self._options, "out_shardings": out_shardings}
+        in_shardings = None if self._in_shardings is None else [label.sharding for label in in_order]
         return Plan(crossing, self._function, options, donated, in_shardings)
 
     def _entries(self, arguments: Arguments, donate: bool) -> list[Any]:

@@ -14,24 +14,15 @@ from ..core.graph import After
 from ..core.inputs import AbsentInput, Input, is_read
 from ..core.layout import Layout
 from .closure_inputs import captured_rows
-from .labels import Labels
 from .lift import Crossing, Outcome, cross
 from .retraces import Traces
 
 
 class JitCrossing(Crossing):
-    """A crossing of which each trace is watched, and noted in ``traces``; otherwise like any :class:`Crossing`."""
+    """A :class:`Crossing` each trace of which is watched, and noted in ``traces``; it takes lanes like any other."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        traces: Traces,
-        lanes: tuple = (None,),
-        lane_of: tuple[int, ...] = (),
-        labels: Labels | None = None,
-        out_prefix: Any = None,
-    ):
-        super().__init__(layout, lanes, lane_of, labels, out_prefix)
+    def __init__(self, layout: Layout, traces: Traces, *lanes: Any):
+        super().__init__(layout, *lanes)
         self.traces, self._captured = traces, captured_rows(layout)
 
     def run(
