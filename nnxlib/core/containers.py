@@ -99,12 +99,6 @@ def declared_items(items: Iterable[Any]) -> list[Any]:
     return list(map(_declared_again, items, item_marks(items)))
 
 
-def _set_class(node: Node, cls: type) -> None:
-    check_writable(node, "set the class")
-    object.__setattr__(node, "__class__", cls)
-    structure_changed(node)
-
-
 # The methods that a List and a Dict share with a Module: those that concern all Modules below. They are defined with
 # Module, and looked up last, so that an item or attribute of the same name comes first.
 MODULE_METHODS: dict[str, Callable[..., Any]] = {}
@@ -289,10 +283,12 @@ class Dict(_Container, dict[str, A], HasDict, Node):  # type: ignore[misc]  # a 
         raise AttributeError(f"{type(self).__name__} has no attribute or key {name!r}; keys: {list(self)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":
-            _set_class(self, value)
-        else:
+        if name != "__class__":
             self[name] = value
+            return
+        check_writable(self, "set the class")
+        object.__setattr__(self, name, value)
+        structure_changed(self)
 
     def __delattr__(self, name: str) -> None:
         if name not in self:

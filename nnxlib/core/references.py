@@ -38,6 +38,10 @@ _MOST = 1000  # values to visit: a function may refer to half of a program
 _MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not found; each takes a few microseconds
 _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then looked into
 
+_CONTAINERS = list, dict, deque, set
+_LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # their globals are no Modules
+_GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
+
 
 class Way(NamedTuple):
     """A way from a function to a value: how the value is looked up, and the way to what it is looked up in."""
@@ -267,11 +271,6 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
     """All names in some code, and the functions in it: of globals, attributes and imports."""
     inner = [_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
-
-
-_GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions; a class body reads them by name
-_LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # their globals are no Modules
-_CONTAINERS = list, dict, deque, set
 
 
 def _is_of_library(namespace: Mapping[str, Any]) -> bool:

@@ -101,7 +101,8 @@ def or_closed_over(transform: Callable[[Callable], Callable], f: Callable) -> Ca
     """
     transformed = transform(f)
     _, bound, named = resolve(f)
-    if not isinstance(transformed, types.FunctionType) or not any(map(_is_packed, (*bound, *named.values()))):
+    is_static = all(isinstance(x, StaticArgument) for x in (*bound, *named.values()))
+    if is_static or not isinstance(transformed, types.FunctionType):
         return transformed
 
     @functools.wraps(f, updated=())
@@ -116,10 +117,6 @@ def or_closed_over(transform: Callable[[Callable], Callable], f: Callable) -> Ca
             return transform(closure)(*args, **kwargs)
 
     return call
-
-
-def _is_packed(x: Any) -> bool:
-    return not isinstance(x, StaticArgument)
 
 
 def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

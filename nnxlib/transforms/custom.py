@@ -20,7 +20,7 @@ import jax.tree_util as jtu
 
 from ..core.data import is_data
 from ..core.errors import OUTPUT, ArgumentError, describe, format_path
-from ..core.filters import Filter, Nothing, to_predicate
+from ..core.filters import Nothing, to_predicate
 from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
 from ..core.rows import ROOT, Tree, count_leaves
@@ -243,17 +243,13 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
     packed = pack_call(Arguments(args, {}))
     check_traceable(packed.layout, packed.leaves)
     diff = {i: filters.get(i) for i in range(len(args)) if i not in nondiff}
-    taken = {i: filter_ for i, filter_ in diff.items() if filter_ is None or not _is_nothing(filter_)}
+    taken = {i: f for i, f in diff.items() if f is None or not isinstance(to_predicate(f), Nothing)}
     lane_of = differentiated(packed, args, taken, INEXACT)
     positions = [k for k in Tangents.of_lanes(packed.layout, lane_of).positions if is_inexact(packed.leaves[k])]
     static = frozenset(i for i in nondiff if isinstance(args[i], StaticArgument))
     shapes = tuple(map(shape_of, packed.leaves))
     tangents = Tangents(packed.layout, tuple(positions))
     return _Call(function, tangents, tuple(diff), tuple(nondiff), static, shapes), packed
-
-
-def _is_nothing(filter_: Filter) -> bool:
-    return isinstance(to_predicate(filter_), Nothing)
 
 
 class _Call:

@@ -200,7 +200,7 @@ class Functional(Generic[M]):
           MissingStreamError: if the call draws from a stream that ``rngs`` has no key for.
           ImmutableCollectionError: if the call changes, or makes, a Variable that is not mutable.
         """
-        is_mutable = _to_predicate(mutable)
+        is_mutable = _of_collections(to_predicate([*mutable] if isinstance(mutable, set | frozenset) else mutable))
         module = self.bind(variables, rngs=rngs)
         before = {id(x): (x, plain_value(x)) for x in leaves_of(module).values()}
         out = _call(module, method, args, kwargs)
@@ -211,7 +211,8 @@ class Functional(Generic[M]):
             if is_mutable(path, x):
                 updates[(collection, *path)] = value
             elif not isinstance(x, Intermediate) and (id(x) not in before or before[id(x)][1] is not value):
-                refused[f"{_said(collection, *path)} {describe(value)} {_past(id(x) in before)}"] = collection
+                done = "changed" if id(x) in before else "made"
+                refused[f"{_said(collection, *path)} {describe(value)} was {done}"] = collection
         if refused:
             remedy = _MUTABLE.format(collections=sorted({*refused.values()}))
             raise ImmutableCollectionError(listed(_REFUSED.format(mutable=mutable), [*refused], remedy))
@@ -435,10 +436,6 @@ def _call(module: Any, method: Method, args: tuple, kwargs: Mapping[str, Any]) -
     return getattr(module, method or "__call__")(*args, **kwargs)
 
 
-def _to_predicate(mutable: Mutable) -> FilterObject:
-    return _of_collections(to_predicate([*mutable] if isinstance(mutable, set | frozenset) else mutable))
-
-
 def _of_collections(filter: FilterObject) -> FilterObject:
     """The same filter, with the names of collections where there are tags."""
     match filter:
@@ -451,10 +448,6 @@ def _of_collections(filter: FilterObject) -> FilterObject:
         case AllOf() | AnyOf():
             return type(filter)(*map(_of_collections, filter.predicates))
     return filter
-
-
-def _past(was_there: bool) -> str:
-    return "was changed" if was_there else "was made"
 
 
 def _close(module: Any, out: Any) -> None:
