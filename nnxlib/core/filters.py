@@ -26,13 +26,13 @@ import typing
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
-from .errors import FilterOrderError, InvalidFilterError, accepts
+from .errors import FilterOrderError, InvalidFilterError, Path, accepts
 from .tracing import level_of_user
 from .traversals import Key, sorted_by_path
 from .variables import Identified, Variable
 
-PathParts = tuple[Key, ...]
-Predicate = Callable[[PathParts, typing.Any], bool]
+PathParts = Path  # as flax.nnx calls it
+Predicate = Callable[[Path, typing.Any], bool]
 FilterLiteral = type | str | Predicate | bool | types.EllipsisType | None
 Filter = FilterLiteral | tuple["Filter", ...] | list["Filter"]
 
@@ -100,8 +100,8 @@ def filters_to_predicates(filters: Sequence[Filter], /) -> tuple[FilterObject, .
 
 
 def group_by_filters(
-    items: Iterable[tuple[PathParts, typing.Any]], filters: Sequence[Filter], /
-) -> tuple[list[tuple[PathParts, typing.Any]], ...]:
+    items: Iterable[tuple[Path, typing.Any]], filters: Sequence[Filter], /
+) -> tuple[list[tuple[Path, typing.Any]], ...]:
     """Sort ``(path, value)`` pairs into one list per filter, the first that matches, and a last list for the rest.
 
     >>> import nnxlib as nnx
@@ -115,7 +115,7 @@ def group_by_filters(
     return groups
 
 
-def first_of(predicates: Sequence[FilterObject]) -> Callable[[PathParts, typing.Any], int]:
+def first_of(predicates: Sequence[FilterObject]) -> Callable[[Path, typing.Any], int]:
     """A function that says which predicate is the first to take a value; their number, if none of them does.
 
     Where the class of a Variable decides, the predicates are asked once for the class.
@@ -129,7 +129,7 @@ def first_of(predicates: Sequence[FilterObject]) -> Callable[[PathParts, typing.
                 return None if taken is None else number
         return len(predicates)
 
-    def first(path: PathParts, x: typing.Any) -> int:
+    def first(path: Path, x: typing.Any) -> int:
         kind = type(x)
         if kind not in by_class:
             by_class[kind] = of_class(kind)
@@ -171,7 +171,7 @@ class FilterObject:
     __slots__ = ()
     looks_at_values: bool = False
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         raise NotImplementedError
 
     def of_class(self, kind: type[Variable]) -> bool | None:
@@ -217,7 +217,7 @@ class Everything(FilterObject):
 
     __slots__ = ()
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         return True
 
     def of_class(self, kind: type[Variable]) -> bool:
@@ -232,7 +232,7 @@ class Nothing(FilterObject):
 
     __slots__ = ()
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         return False
 
     def of_class(self, kind: type[Variable]) -> bool:
@@ -262,7 +262,7 @@ class OfType(FilterObject):
         """False, but for a class that decides itself what its instances are, as ``jax.Array`` does."""
         return type(self.type).__instancecheck__ is not type.__instancecheck__
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         if isinstance(x, self.type):
             return True
         kind = getattr(x, "type", None)
@@ -296,7 +296,7 @@ class WithTag(FilterObject):
             raise InvalidFilterError(f"A tag is a string, got {tag!r} of type {type(tag).__name__}.")
         self.tag = tag
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         if hasattr(type(x), "get_metadata"):  # asking a Variable for an attribute would look at its value
             return x.get_metadata("tag", getattr(type(x), "tag", None)) == self.tag
         return isinstance(tag := getattr(x, "tag", None), str) and tag == self.tag
@@ -315,7 +315,7 @@ class PathContains(FilterObject):
     def __init__(self, key: Key, exact: bool = True):
         self.key, self.exact = key, exact
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         if self.exact:
             return self.key in path
         return any(str(self.key) in str(part) for part in path)
@@ -336,7 +336,7 @@ class Where(FilterObject):
     def looks_at_values(self) -> bool:
         return getattr(self.function, "looks_at_values", True)
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         try:
             return self.function(path, x)
         except TypeError:
@@ -362,13 +362,13 @@ class PathIn(FilterObject):
 
     __slots__ = ("paths",)
 
-    def __init__(self, *paths: PathParts):
+    def __init__(self, *paths: Path):
         for path in paths:
             if not isinstance(path, tuple):
                 raise InvalidFilterError(f"A path is a tuple such as ('layers', 0, 'kernel'), got {path!r}.")
         self.paths = frozenset(paths)
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         return path in self.paths
 
     def __repr__(self) -> str:
@@ -398,7 +398,7 @@ class Not(FilterObject):
     def looks_at_values(self) -> bool:
         return self.predicate.looks_at_values
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         return not self.predicate(path, x)
 
     def of_class(self, kind: type[Variable]) -> bool | None:
@@ -468,7 +468,7 @@ class Any(_Combination):
 
     neutral, absorbing = Nothing(), Everything()
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         return any(predicate(path, x) for predicate in self.predicates)
 
     def of_class(self, kind: type[Variable]) -> bool | None:
@@ -489,7 +489,7 @@ class All(_Combination):
 
     neutral, absorbing = Everything(), Nothing()
 
-    def __call__(self, path: PathParts, x: typing.Any) -> bool:
+    def __call__(self, path: Path, x: typing.Any) -> bool:
         return all(predicate(path, x) for predicate in self.predicates)
 
     def of_class(self, kind: type[Variable]) -> bool | None:

@@ -27,13 +27,14 @@ from .differences import leaf_differences, refuse
 from .errors import (
     ArgumentError,
     NonExhaustiveFiltersError,
+    Path,
     UsageError,
     describe_nested,
     did_you_mean,
     format_path,
     listed,
 )
-from .filters import Filter, PathIn, PathParts, filters_to_predicates, group_by_filters
+from .filters import Filter, PathIn, filters_to_predicates, group_by_filters
 from .registration import register_pytree
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
 from .stamps import States
@@ -46,8 +47,8 @@ S = TypeVar("S", bound="State")
 
 _NOT_LEVELS = "A State is made of a mapping, or of (key, value) pairs, but got {given}. Of a model: nnx.state(model)."
 
-Pairs = Iterable[tuple[PathParts, Any]]
-Flat = Mapping[PathParts, Any] | Pairs
+Pairs = Iterable[tuple[Path, Any]]
+Flat = Mapping[Path, Any] | Pairs
 
 
 class State(MutableMapping[K, V]):
@@ -238,7 +239,7 @@ _set_source = State._source.__set__
 _making = threading.RLock()  # held while the levels of a State are made, which several threads may look into
 
 
-class FlatState(Sequence[tuple[PathParts, V]]):
+class FlatState(Sequence[tuple[Path, V]]):
     """The leaves of a State as a sequence of ``(path, leaf)``, and a JAX pytree; a leaf can be looked up by its path.
 
     Args:
@@ -257,9 +258,9 @@ class FlatState(Sequence[tuple[PathParts, V]]):
     """
 
     __slots__ = ("__weakref__", "_leaves", "_paths", "_positions")
-    _paths: tuple[PathParts, ...]
+    _paths: tuple[Path, ...]
     _leaves: list[V]
-    _positions: dict[PathParts, int] | None  # by path, once they were asked for
+    _positions: dict[Path, int] | None  # by path, once they were asked for
 
     def __init__(self, items: Flat, /, *, sort: bool = True):
         pairs = list(_as_pairs(items))
@@ -269,7 +270,7 @@ class FlatState(Sequence[tuple[PathParts, V]]):
         self._positions = None
 
     @classmethod
-    def from_sorted_keys_values(cls, keys: tuple[PathParts, ...], values: Iterable[V], /) -> FlatState[V]:
+    def from_sorted_keys_values(cls, keys: tuple[Path, ...], values: Iterable[V], /) -> FlatState[V]:
         """Make a FlatState of paths that are sorted already, and a leaf for each."""
         self = object.__new__(cls)
         self._paths, self._leaves, self._positions = tuple(keys), list(values), None
@@ -278,7 +279,7 @@ class FlatState(Sequence[tuple[PathParts, V]]):
         return self
 
     @property
-    def paths(self) -> tuple[PathParts, ...]:
+    def paths(self) -> tuple[Path, ...]:
         """The paths, in order."""
         return self._paths
 
@@ -297,7 +298,7 @@ class FlatState(Sequence[tuple[PathParts, V]]):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def __iter__(self) -> Iterator[tuple[PathParts, V]]:
+    def __iter__(self) -> Iterator[tuple[Path, V]]:
         return zip(self._paths, self._leaves)
 
     def __contains__(self, item: object) -> bool:
@@ -306,12 +307,12 @@ class FlatState(Sequence[tuple[PathParts, V]]):
                 return path in self._paths and _same(self[path], leaf)
         return item in self._paths
 
-    def _by_path(self) -> dict[PathParts, int]:
+    def _by_path(self) -> dict[Path, int]:
         if self._positions is None:
             self._positions = {path: k for k, path in enumerate(self._paths)}
         return self._positions
 
-    def keys(self) -> KeysView[PathParts]:
+    def keys(self) -> KeysView[Path]:
         """The paths, as from a dict."""
         return self._by_path().keys()
 
@@ -319,11 +320,11 @@ class FlatState(Sequence[tuple[PathParts, V]]):
         """The leaves, in the order of their paths."""
         return list(self._leaves)
 
-    def items(self) -> Iterator[tuple[PathParts, V]]:
+    def items(self) -> Iterator[tuple[Path, V]]:
         """The pairs of path and leaf."""
         return iter(self)
 
-    def get(self, path: PathParts, default: Any = None) -> Any:
+    def get(self, path: Path, default: Any = None) -> Any:
         """The leaf at a path; ``default`` where there is none."""
         return self[path] if path in self._by_path() else default
 
@@ -391,7 +392,7 @@ def from_flat_state(flat_state: Flat, *, cls: type = State) -> Any:
     return cls._view(mapping) if issubclass(cls, State) else cls(mapping)
 
 
-def state_of_items(items: list[tuple[PathParts, Any]]) -> Any:
+def state_of_items(items: list[tuple[Path, Any]]) -> Any:
     """A State of pairs of path and leaf; a Variable or array that was split by itself is its own State."""
     if len(items) == 1 and items[0][0] == ():
         return items[0][1]
@@ -435,14 +436,14 @@ def replace_by_pure_dict(
     leaves = dict(_pairs(state))
     by_name = {tuple(map(str, path)): path for path in leaves}
 
-    def find(path: PathParts) -> PathParts | None:
+    def find(path: Path) -> Path | None:
         written = tuple(map(str, path))
         if path in leaves or written in by_name:
             return path if path in leaves else by_name[written]
         held = by_name.get(written[:-1]) if written[-1:] == ("value",) else None
         return held if isinstance(leaves.get(held or ()), Variable) else None
 
-    def children(path: PathParts, node: Any) -> Any:
+    def children(path: Path, node: Any) -> Any:
         """The items of a level; a mapping that is to be the value of a leaf holding one is none."""
         if isinstance(node, Mapping) and not isinstance(plain_value(leaves.get(find(path) or ())), Mapping):
             return node.items()
@@ -541,7 +542,7 @@ def create_path_filters(state: Mapping[Any, Any]) -> dict[PathIn, Any]:
     >>> create_path_filters(State({'a': {'x': 0, 'y': None}, 'b': 0}))
     {PathIn(('a', 'x'), ('b',)): 0, PathIn(('a', 'y')): None}
     """
-    paths: dict[Any, list[PathParts]] = {}
+    paths: dict[Any, list[Path]] = {}
     for path, leaf in _pairs(state):
         paths.setdefault(plain_value(leaf), []).append(path)
     return {PathIn(*those): value for value, those in paths.items()}
@@ -563,13 +564,13 @@ def _copy_levels(mapping: Mapping[Any, Any]) -> dict:
     return root
 
 
-def _pairs(state: Mapping[Any, Any]) -> list[tuple[PathParts, Any]]:
+def _pairs(state: Mapping[Any, Any]) -> list[tuple[Path, Any]]:
     """List the leaves with their paths, sorted by path."""
     if not isinstance(state, Mapping):
         raise ArgumentError(f"Expected a State or another nested mapping, got {type(state).__name__}.")
     top = state._mapping if isinstance(state, State) else state
-    pairs: list[tuple[PathParts, Any]] = []
-    stack: list[tuple[PathParts, Mapping[Any, Any], Iterator[Any]]] = [((), top, iter(sorted_keys(top)))]
+    pairs: list[tuple[Path, Any]] = []
+    stack: list[tuple[Path, Mapping[Any, Any], Iterator[Any]]] = [((), top, iter(sorted_keys(top)))]
     while stack:
         path, level, keys = stack[-1]
         for key in keys:

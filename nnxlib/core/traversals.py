@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from .errors import ArgumentError, PathError, format_path
+from .errors import ArgumentError, Path, PathError, format_path
 
 Key = str | int
-Path = tuple[Key, ...]
 A = TypeVar("A")
 
 

@@ -32,6 +32,7 @@ from ..core.errors import (
     MissingStreamError,
     MissingVariableError,
     NestedCollectionError,
+    Path,
     PathError,
     StateMismatchError,
     VariableShapeError,
@@ -61,7 +62,6 @@ from ..core.variables import (
 from .abstract import eval_shape
 
 M = TypeVar("M")
-Path = tuple[str | int, ...]
 Variables = dict[str, Any]
 Method = str | Callable[..., Any] | None
 Mutable = Filter | set[str] | frozenset[str]
