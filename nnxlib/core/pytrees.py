@@ -6,10 +6,11 @@ has sharing or cycles (or is very deep, or mixes arrays and static values in a t
 table: the children are the Variables and arrays, each once, with their whole path as key. So tied weights stay tied
 under ``jax.grad``, and cycles do no harm.
 
-The layout of the outermost node decides. How each node below it flattens is then cached on the node (``_nnx_tree``, a
-:class:`Level`) until its structure changes. So flattening a model takes time linear in its size, and only looks at the
-children of each node. Static values that can be changed in place are compared each time: one may have become data. A
-node with a part that can change unnoticed, such as a mutable dataclass of arrays, is walked each time.
+The layout of the outermost node decides. The *shape* of each node in a tree, which JAX keeps in the treedef, is then
+cached on the node (``_nnx_tree``, a :class:`KnownShape`) until its structure changes. So flattening a model takes time
+linear in its size, and only looks at the children of each node. Static values that can be changed in place are compared
+each time: one may have become data. A node with a part that can change unnoticed, such as a mutable dataclass of
+arrays, is walked each time.
 
 A node that JAX has made by unflattening keeps its shape until it changes: what were its children flatten as children,
 whatever ``jax.tree.map`` has put in their place, and nothing is walked.
@@ -73,7 +74,7 @@ class NodeShape:
     """The static half of a node that flattens as a tree: its class, its static values, the names of its children.
 
     From these follow the keys of the children, and how to take the children out of a node: ``take(open(node))``. On a
-    node that JAX has unflattened it stands in place of a :class:`Level`, which does not hold until it is looked at.
+    node that JAX has unflattened it stands in place of a :class:`KnownShape`, as one that has to be looked at.
     """
 
     __slots__ = ("_key", "children", "contents", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")
@@ -142,8 +143,8 @@ class GraphShape:
         return f"{root.type.__name__} with shared parts"
 
 
-class Level:
-    """That a node flattens as a tree, and into which shape, while a stamp is valid and some static values are equal."""
+class KnownShape:
+    """The shape of a node in a tree. It holds while a stamp is valid and some static values are equal."""
 
     __slots__ = ("edition", "mutable", "shape", "stamp", "valid")
 
@@ -183,11 +184,11 @@ def _takers(kind: type, names: tuple, children: tuple) -> tuple[Callable[[Any], 
     return lambda node: node._nnx_contents(), one_by_one
 
 
-def _level(node: Any) -> Level | None:
-    """How a node flattens as a tree; None if the graph below it is not one."""
+def _known_shape(node: Any) -> KnownShape | None:
+    """The shape of a node; None if the graph below it is not a tree."""
     known = node._nnx_tree
     if type(known) is NodeShape:
-        known = _level_of_unflattened(node)
+        known = _known_if_unflattened(node)
     elif known is not None and not known.holds():
         known = None
     if known is not None:
@@ -203,13 +204,13 @@ def _level(node: Any) -> Level | None:
             below[i] = mutable = _mutable_below(x, row, below)
             if i not in shapes:
                 shapes[i] = _shape_of(x)
-            level = Level(shapes[i], table.stamp, mutable or ())
-            _set(x, "_nnx_tree", None if mutable is None else level)
-    return level
+            known = KnownShape(shapes[i], table.stamp, mutable or ())
+            _set(x, "_nnx_tree", None if mutable is None else known)
+    return known
 
 
-def _level_of_unflattened(root: Any) -> Level | None:
-    """The level of a node that JAX has unflattened, if it and all nodes below are still of the shapes they came from.
+def _known_if_unflattened(root: Any) -> KnownShape | None:
+    """The shape of a node that JAX has unflattened, if it and all nodes below still have those that they came from.
 
     Then nothing has to be described. A program that passes a Module to ``jax.jit``, and goes on with the one that this
     returns, has another Module at every call.
@@ -248,10 +249,10 @@ def _level_of_unflattened(root: Any) -> Level | None:
             mutable[parents[k]] = [*mutable[parents[k]], *mutable[k]]
         if have_changed(mutable[0]):
             return None
-    levels = list(map(Level, shapes, itertools.repeat(stamp), mutable))
-    for node, level in zip(nodes, levels, strict=True):
-        _set(node, "_nnx_tree", level)
-    return levels[0]
+    known = list(map(KnownShape, shapes, itertools.repeat(stamp), mutable))
+    for node, shape in zip(nodes, known, strict=True):
+        _set(node, "_nnx_tree", shape)
+    return known[0]
 
 
 Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in place, and what they were
@@ -285,25 +286,25 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
 def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
     if Watch.count:
         notice(node)
-    level = node._nnx_tree
-    if level is None or level.stamp.valid != level.valid:
-        level = _level(node)
-        if level is None:
+    known = node._nnx_tree
+    if known is None or known.stamp.valid != known.valid:
+        known = _known_shape(node)
+        if known is None:
             keyed, shape = _flatten_shared(node)
             return [child for _, child in keyed], shape
-    shape = level.shape
+    shape = known.shape
     return shape.take(shape.open(node)), shape
 
 
 def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | GraphShape]:
     if Watch.count:
         notice(node)
-    level = node._nnx_tree
-    if level is None or level.stamp.valid != level.valid:
-        level = _level(node)
-        if level is None:
+    known = node._nnx_tree
+    if known is None or known.stamp.valid != known.valid:
+        known = _known_shape(node)
+        if known is None:
             return _flatten_shared(node)
-    shape = level.shape
+    shape = known.shape
     return zip(shape.keys, shape.take(shape.open(node))), shape  # strict=True would take 0.1 us
 
 
