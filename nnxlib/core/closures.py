@@ -124,8 +124,8 @@ def note_readers(readers: Readers) -> None:
 class watching:
     """Watch for captured objects within the block, unless it runs in the trace of its caller (under jax.disable_jit).
 
-    No generator: when one raises another error than it was thrown, contextlib leaves both in a reference cycle, with
-    all that the trace held.
+    It is not made from a generator: if that raises another error than was thrown into it, contextlib leaves both in a
+    reference cycle, with all that the trace held.
 
     Raises:
       CapturedObjects: when the block ends or fails, if it has captured some.

@@ -70,9 +70,9 @@ class Tree(NamedTuple):
 
 
 def same_treedef(a: Any, b: Any) -> bool:
-    """Whether two treedefs are equal, also if they have metadata that do not compare as a bool, such as arrays.
+    """Whether two treedefs are equal, even if they have metadata that do not compare as a bool, such as arrays.
 
-    JAX leaves the metadata of users' classes out of the hash of a treedef, so a look-up compares those of unlike ones.
+    JAX leaves the metadata of users' classes out of the hash of a treedef, so a look-up may compare ones that differ.
     """
     try:
         return a == b
@@ -83,7 +83,7 @@ def same_treedef(a: Any, b: Any) -> bool:
 
 
 def same_node(a: tuple[type, Any] | None, b: tuple[type, Any] | None) -> bool:
-    """The same for the outermost node alone: its class and metadata; None of a leaf."""
+    """The same for the outermost node alone, given its class and metadata; None stands for a leaf."""
     if a is None or b is None or a[0] is not b[0]:
         return a is b
     try:

@@ -74,7 +74,7 @@ class Dispatch:
 
     def __init__(self, has_static: bool, enabled: bool):
         self._has_static, self._enabled = has_static, enabled
-        # How arguments are flattened, such as have come so far; None if all were leaves.
+        # How the arguments that have come so far are flattened; None if all of them were leaves.
         self._flatten: Callable | None = _flatten_containers if has_static else None
         self._sites: dict[Hashable, CallSite] = {}
         self._entries: dict[Hashable, CacheEntry] = {}

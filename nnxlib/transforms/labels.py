@@ -53,7 +53,7 @@ class Labelling:
       rows: of the table.
       values: what filters see of each row: the Variable itself, or the arrays that a node holds.
       before: the labels before a call, if this is after it. Then the rows of before are visited here; a new object gets
-        its labels from its holder, and an array that a node holds in the place of another has the label of that.
+        its labels from its holder, and an array that a node holds in place of another one has the label of that one.
     """
 
     def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]], before: Labels | None = None):
@@ -160,7 +160,7 @@ def _yields(new: Label, old: Label) -> bool:
 
 
 class _Visit:
-    """To one argument or output: the entry that holds there, and how many keys of the path filters do not see."""
+    """A visit to one argument or output: the entry that holds there, and how many keys of a path filters do not see."""
 
     __slots__ = ("depth", "entry")
 

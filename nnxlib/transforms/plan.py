@@ -62,7 +62,7 @@ class Compiled:
       inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
       donated: positions of leaves; those of them that are inputs are donated.
       options: of ``jax.jit``.
-      replay: for the first trace, in place of the user's function: one of the inputs that does what that has done.
+      replay: used for the first trace in place of the user's function: a function of the inputs that does the same.
     """
 
     __slots__ = ("__weakref__", "_outcomes", "inputs", "jitted")
@@ -177,7 +177,7 @@ class Plan:
     def _replay(
         self, traced: Any, leaves: Sequence[Any], inputs: Sequence[int], outcome: Outcome
     ) -> Callable[..., Traced]:
-        """The function that was traced on all leaves, as one of some of them; user code does not run again."""
+        """The function that was traced on all leaves, as a function of some of them; user code does not run again."""
         everything = self.everything
         if len(inputs) == len(leaves) and not self._options and not self.has_shardings:
             # A call in a call, for which JAX has the trace. (Options are refused there, or would hold twice.)

@@ -115,8 +115,9 @@ def pmap(
         def transform(fun: Callable, out: Any) -> Callable:
             @functools.cache
             def compiled(*sizes: int) -> Callable:
-                axes = [[axis] * size for axis, size in zip(lanes, sizes, strict=True)]  # for JAX mistakes (0, None)
-                return jax.pmap(fun, in_axes=tuple(axes), out_axes=out, **options)  # above ([x], [])
+                # An axis for each leaf: JAX does not take (0, None) for a prefix of ([x], []).
+                axes = [[axis] * size for axis, size in zip(lanes, sizes, strict=True)]
+                return jax.pmap(fun, in_axes=tuple(axes), out_axes=out, **options)
 
             return lambda *groups: compiled(*map(len, groups))(*groups)
 
