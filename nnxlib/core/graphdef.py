@@ -51,9 +51,9 @@ class GraphDef(Generic[A]):
 
     @property
     def type(self) -> type:
-        """The class of the object that this describes."""
+        """The class of the object, or of the pytree around objects, that this describes."""
         spec = self.layout.root
-        return self.layout.rows[spec.index].type if isinstance(spec, Ref) else type(self.layout.root)
+        return self.layout.rows[spec.index].type if isinstance(spec, Ref) else type(self.unflatten(self.avals))
 
     @property
     def nodes(self) -> tuple[Row, ...]:

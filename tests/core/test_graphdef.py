@@ -158,6 +158,7 @@ def test_type_and_number_of_leaves():
     """graphdef.type is the class it describes."""
     graphdef = nnx.graphdef(Net())
     assert (graphdef.type, graphdef.num_leaves, nnx.graphdef(nnx.Param(1.0)).type) == (Net, 4, nnx.Param)
+    assert [nnx.graphdef(tree).type for tree in ([Net()], {"a": Net()}, (Net(), 1.0))] == [list, dict, tuple]
 
 
 def test_unflatten_from_leaves():
