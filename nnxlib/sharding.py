@@ -4,7 +4,7 @@ A Variable names the axes of its value (``out_sharding=``, ``nnx.with_partitioni
 of all Variables of a model, a State or any pytree, translated by the :func:`logical_axis_rules` around the call, and
 give a copy in which each value is a PartitionSpec, a sharding, or a shape with its sharding. Metadata and structure
 stay, so the copy is the prefix that ``jax.lax.with_sharding_constraint``, ``jax.device_put`` or ``in_shardings=``
-expects. When Variables are sharded on their own is told in core/placement.py.
+expects. core/placement.py tells when Variables are sharded by themselves.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 An instance is a description. ``init`` and ``apply`` run a copy of it that is *bound*: the copy has a :class:`Scope`,
 which says what random streams there are and what the run may do, and holds its variables as attributes, as any Module
-does. Variables that are given before the part exists that they belong to wait under its name; the part takes them over
-when it is attached.
+does. Variables may be given before the part that they belong to exists. They wait under its name, and the part takes
+them over when it is attached.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ its value and metadata                 the value in a *box*, an ``AxisMetadata``
                                        or the Linen box that it came in (metadata ``linen_meta_type``)
 =====================================  ==============================================================
 
-Linen allows one path in two collections; a Module has one attribute of a name. So that is refused, with both.
+Linen allows one path in two collections; a Module has one attribute of a name. So that is refused, and the error names
+both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Module paths that flax.nnx users import: aliases, with what little is of use only under that path.
+"""Module paths that flax.nnx users import: aliases, and the few things that are of use only under such a path.
 
 ``from nnxlib import graphlib`` and ``from nnxlib.variablelib import Param`` work as they do there; each name
 here stands for the files of ours that have its contents. ``nnx.compat.jit`` and the others that flax.nnx has in its own

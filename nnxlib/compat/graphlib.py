@@ -1,4 +1,4 @@
-"""The functions on graphs, under the name that flax.nnx has for them; with what asks what a value is in a graph.
+"""The functions on graphs, under the name that flax.nnx has for them; and those that tell what a value is in a graph.
 
 A :class:`GraphDef` has a row for each object: ``NodeDef`` and ``VariableDef`` are the types of these rows, ``NodeRef``
 is what stands for an object in the rows of others.

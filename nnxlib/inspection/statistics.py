@@ -1,11 +1,11 @@
 """``statistics``: how the arrays in a model or State are distributed: mean, spread, range, zeros and NaNs, by path.
 
-Of what ``nnx.capture`` takes out, of gradients, or of parameters, it shows the layer that is dead, that explodes, or
+In what ``nnx.capture`` takes out, in gradients or in parameters, it shows the layer that is dead, that explodes, or
 that makes the first NaN. The result is a value: a sequence of :class:`ValueStatistics`, a table as text, and in a
 notebook a picture with a histogram for each array.
 
-A histogram is kept as counts over bins of equal ratio, :data:`_BINS` to a factor of two, whatever the range: so it is
-made before it is known on which axis it will be drawn, and zeros are counted apart.
+A histogram is kept as counts over bins of equal ratio, :data:`_BINS` to a factor of two, whatever the range: so it can
+be made before the axis is known on which it will be drawn. Zeros are counted apart.
 """
 
 from __future__ import annotations

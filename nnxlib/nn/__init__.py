@@ -2,7 +2,7 @@
 
 A layer holds its parameters as Variables and its settings as plain attributes of the constructor's names. Its
 arithmetic is a few pure functions (see ``core/formulas.py``); what follows from the settings alone is worked out in
-Python before. ``_nnx_sizes()`` is a layer's declared sizes in words, for error messages and tables.
+Python beforehand. ``_nnx_sizes()`` is a layer's declared sizes in words, for error messages and tables.
 """
 
 import importlib

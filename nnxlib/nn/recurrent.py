@@ -1,12 +1,12 @@
 """Recurrent networks: cells, the loop RNN over a sequence, and Bidirectional.
 
-A *cell* is one step, ``(carry, x) -> (carry, y)``; its carry is what it remembers. It makes the carry of a beginning
-with ``initialize_carry``, and says with ``num_feature_axes`` how many of the last axes of its input are features.
+A *cell* is one step, ``(carry, x) -> (carry, y)``; its carry is what it remembers. ``initialize_carry`` makes the carry
+to begin with, and ``num_feature_axes`` says how many of the last axes of the input are features.
 :class:`RNN` scans a cell over the time axis of ``[*batch, time, *features]``, or of ``[time, *batch, *features]`` with
-``time_major``. The four cells below are defined for vectors; any Module with these three methods will do.
+``time_major``. The four cells below are defined for vectors; any Module that has these three will do.
 
 Sequences of different lengths are padded at the end. ``seq_lengths`` then says where each one ends: the carry that an
-RNN returns is the one at that place, and a reversed sequence begins there. The outputs beyond it mean nothing.
+RNN returns is the one at that place, and a reversed sequence begins there. The outputs beyond it are meaningless.
 """
 
 from __future__ import annotations
