@@ -267,7 +267,7 @@ def lift_lanes(
     function: Callable,
     arguments: Arguments,
     entries: Sequence[Any],
-    out: Any,
+    out_prefix: Any,
     on_labels: Callable[[Packed, Sequence[Any]], int | None],
     axis_name: Any = MISSING,
 ) -> Any:
@@ -278,7 +278,7 @@ def lift_lanes(
       function: the user's function.
       arguments: of the call.
       entries: what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
-      out: the prefix of the output.
+      out_prefix: as in :class:`Crossing`.
       on_labels: called with the packed arguments and the label of each leaf; raises if they do not fit, and returns how
         often the function will run for one trace of it, None if that is not known.
       axis_name: as in :class:`Crossing`.
@@ -288,5 +288,6 @@ def lift_lanes(
         labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
         function = repeated(function, on_labels(packed, in_order))
         recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked
-        crossing = Crossing(packed.layout, *lanes_of(in_order, entries, out, recorded), labels, out, axis_name)
+        lanes = lanes_of(in_order, entries, out_prefix, recorded)
+        crossing = Crossing(packed.layout, *lanes, labels, out_prefix, axis_name)
         return finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))
