@@ -359,7 +359,7 @@ def _adopt_variables(table: LiveTable, changed: Iterable[Node]) -> bool:
         for i, new in [(spec.index, held.get(name)) for name, spec in row.fields if type(spec) is Ref]:
             if not isinstance(new, Variable) or id(new) in table.index or i in layout.shared:
                 continue
-            object.__setattr__(new, "_stamps", with_stamp(new._stamps, stamp))
+            object.__setattr__(new, "_nnx_stamps", with_stamp(new._nnx_stamps, stamp))
             if walk.variable_row(new, ()) == layout.rows[i] and type(new._cell) is Cell:
                 del table.index[id(table.objects[i])]
                 table.objects[i], table.index[id(new)] = new, i

@@ -72,10 +72,10 @@ class VariableSlots(Identified):
     :func:`make_variable` sets the slots first, and then the ``__class__``.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_cell", "_metadata", "_stamps")
+    __slots__ = ("__dict__", "__weakref__", "_cell", "_metadata", "_nnx_stamps")
 
     _cell: Cell
-    _stamps: Stamps  # of the cached layouts that describe this Variable
+    _nnx_stamps: Stamps  # of the cached layouts that describe this Variable
     _metadata: dict[str, Any]
 
 
@@ -226,9 +226,9 @@ class Variable(ArrayOperators[A], VariableSlots):
     _nnx_trace = property(operator.attrgetter("_cell.trace"))  # the one under which it was made, as of a node
     # The table of a Variable that was packed as a root. That is rare, so there is no slot for it.
     _nnx_table = property(
-        lambda self: getattr(self._stamps, "table", None),
+        lambda self: getattr(self._nnx_stamps, "table", None),
         lambda self, table: _set(
-            self, "_stamps", tuple(self._stamps) if table is None else _StampsOfRoot(self._stamps, table)
+            self, "_nnx_stamps", tuple(self._nnx_stamps) if table is None else _StampsOfRoot(self._nnx_stamps, table)
         ),
     )
 
@@ -239,13 +239,13 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     def _nnx_join(self, trace: TraceRef) -> None:
         # The borrower gives it a cell of the trace; until then other threads read the present one.
-        _set(self, "_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
+        _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
 
     def _nnx_restore(self, state: tuple) -> None:
         kind, before = state
         if type(self) is not kind:
             _set(self, "__class__", kind)
-        seen_inside = self._stamps  # left by another thread, which described what the trace had made of the object
+        seen_inside = self._nnx_stamps  # left by another thread, which described what the trace had made of the object
         for name, value in before.items():
             _set(self, name, value)
         invalidate(seen_inside, self)
@@ -310,10 +310,10 @@ class Variable(ArrayOperators[A], VariableSlots):
         self._structure_changed()
 
     def _structure_changed(self) -> None:
-        stamps = self._stamps
+        stamps = self._nnx_stamps
         invalidate(stamps, self)
-        if self._stamps is stamps:  # else another thread has added a stamp, which is still valid
-            _set(self, "_stamps", ())
+        if self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
+            _set(self, "_nnx_stamps", ())
 
     @property
     def sharding_names(self) -> Any:
@@ -465,17 +465,17 @@ class _StampsOfRoot(tuple):
 
 
 _set = object.__setattr__
-_SAVED = ("_cell", "_metadata", "_stamps")
+_SAVED = ("_cell", "_metadata", "_nnx_stamps")
 _set_content = Cell.value.__set__  # type: ignore[attr-defined]
 _set_cell_slot = VariableSlots._cell.__set__  # type: ignore[attr-defined]
-_set_stamps_slot = VariableSlots._stamps.__set__  # type: ignore[attr-defined]
+_set_stamps_slot = VariableSlots._nnx_stamps.__set__  # type: ignore[attr-defined]
 _set_metadata_slot = VariableSlots._metadata.__set__  # type: ignore[attr-defined]
 
 
 def make_variable(kind: type[V], value: Any, metadata: dict[str, Any], cell: Callable[[Any], Cell] = new_cell) -> V:
     """Make a Variable of the running trace, without hooks; ``metadata`` is shared, not copied."""
     self: Any = VariableSlots()
-    self._cell, self._stamps, self._metadata = cell(value), (), metadata
+    self._cell, self._nnx_stamps, self._metadata = cell(value), (), metadata
     try:
         self.__class__ = kind
     except TypeError:  # a class with slots of its own

@@ -191,14 +191,12 @@ class Walk:
         """Write the row of a Variable, and return its spec; for a node, return the frame that will do so."""
         value = self.objects[number]
         self.paths[number] = path
+        if self.stamp is not None:
+            object.__setattr__(value, "_nnx_stamps", with_stamp(value._nnx_stamps, self.stamp))
         if isinstance(value, Variable):
-            if self.stamp is not None:
-                object.__setattr__(value, "_stamps", with_stamp(value._stamps, self.stamp))
             self.rows[number] = self.variable_row(value, path)
             self.cells[number] = value._cell
             return Ref(number)
-        if self.stamp is not None:
-            object.__setattr__(value, "_nnx_stamps", with_stamp(value._nnx_stamps, self.stamp))
         self.reliable = self.reliable and value._nnx_guarded
         self.arrays[number] = []
         held, marks, declares = value._nnx_contents(), value._nnx_marks, value._nnx_declares

@@ -168,7 +168,7 @@ def test_an_object_holds_only_stamps_that_are_in_use():
     for _ in range(10):
         table_of(nnx.List([part]))
     assert len(part._nnx_stamps) <= 2
-    assert len(part.w._stamps) <= 2
+    assert len(part.w._nnx_stamps) <= 2
 
 
 def test_writes_around_every_check_are_found_out():
