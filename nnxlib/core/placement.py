@@ -163,7 +163,7 @@ def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
 def fitted(spec: PartitionSpec, ndim: int) -> PartitionSpec:
     """The PartitionSpec for an array with this many axes: ``None`` in front is dropped if there are too many names.
 
-    There are, if code puts ``None`` in front of the names by hand after ``vmap``, because flax.nnx does not do it.
+    There are where code puts ``None`` in front of the names itself after ``vmap``, since flax.nnx does not do it.
     """
     surplus = len(spec) - ndim
     return PartitionSpec(*spec[surplus:]) if surplus > 0 and not any(map(_parts, spec[:surplus])) else spec

@@ -74,7 +74,7 @@ class NodeShape:
     """The static half of a node that flattens as a tree: its class, its static values, the names of its children.
 
     From these follow the keys of the children, and how to take the children out of a node: ``take(open(node))``. On a
-    node that JAX has unflattened it stands in place of a :class:`KnownShape`, as one that has to be looked at.
+    node that JAX has unflattened it stands in place of a :class:`KnownShape`, and counts as one to be looked at.
     """
 
     __slots__ = ("_key", "children", "contents", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")

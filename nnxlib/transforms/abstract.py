@@ -70,7 +70,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
                     lend(x, x.get_raw_value())
             out, after = cross(f, layout, leaves, part=lambda out: None if layout.rows else out)
             check_returned(after)
-            if layout.rows:  # the output is described by itself, so what it has of the caller's objects will be new
+            if layout.rows:  # the output is described by itself, so objects of the caller's in it become new ones
                 after = without_escapes(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
                 check_returned(after)
             return after.leaves, Outcome(after.delta)

@@ -1,4 +1,4 @@
-"""Bodies: what control flow needs to know of a function before it can build an operation from it.
+"""Bodies: what control flow needs to know about a function before it can build an operation from it.
 
 ``cond``, ``while_loop`` and ``scan`` must know which Variables have to be carried, and which rows every branch must
 return. So a body is first traced to a jaxpr, on the shapes of the leaves. Its Delta is taken from the trace and checked

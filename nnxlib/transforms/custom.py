@@ -253,7 +253,7 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
 
 
 class _Call:
-    """What the rules need to know of one call. What JAX traces refers to it, so it refers to no object and no array.
+    """What the rules need to know about one call. What JAX traces refers to it, so it refers to no object and no array.
 
     Args:
       function: the function.

@@ -156,7 +156,7 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
         program = programs[key] = make()
         forget = functools.partial(_forget, weakref.ref(programs), key)
         program.until = [weakref.ref(f, forget) for f in plain]
-        # Of a Module that they refer to directly, they may read no more than a flag, which nobody notices.
+        # Of a Module that they refer to directly they may read just a flag, which goes unnoticed.
         program.captures = any(isinstance(x, Node) for f in plain for x in named_in(f))
     return program
 
