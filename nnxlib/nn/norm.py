@@ -3,7 +3,8 @@
 All of them compute ``y = (x - mean) / sqrt(var + epsilon) * scale + bias`` and differ in the axes over which mean and
 variance are taken. Statistics are computed in float32 at least, whatever the dtype of the input, and the result is cast
 at the end. ``use_fast_variance`` computes the variance as ``E[x**2] - E[x]**2``, clipped at 0: one pass over the data,
-less exact when the mean is large against the deviation.
+less exact when the mean is large against the deviation. Where no element counts, since a mask excludes all of them or
+there are none, mean and variance are 0, and running statistics stay as they are; 0 / 0 would be in them for ever.
 
 The arithmetic is three formulas: :func:`moments` or :func:`mean_square`, then :func:`normalize`. They are made of
 compiled steps of a few operations: so an eager call is fast, and rounds as it would operation by operation
@@ -55,7 +56,19 @@ def _fast_variance(mean_of_square: Array, square_of_mean: Array) -> Array:
 
 @step("axes")
 def _mean(x: Array, mask: Array | None, axes: tuple[int, ...]) -> Array:
-    return jnp.mean(x, axes, where=None if mask is None else jnp.broadcast_to(mask, x.shape))
+    if mask is None:
+        return jnp.mean(x, axes)
+    mask = jnp.broadcast_to(mask, x.shape)
+    return jnp.sum(x, axes, where=mask) / _at_least_one(jnp.sum(mask, axes, dtype=x.real.dtype))
+
+
+def _at_least_one(count: Array) -> Array:
+    return jnp.maximum(count, 1)  # a sum of no elements is 0, and so is their mean
+
+
+def _mask_of(x: Array, mask: Array | None) -> Array | None:
+    """The mask; one that excludes everything for an array without elements."""
+    return jnp.zeros((1,) * x.ndim, bool) if mask is None and not x.size else mask
 
 
 @step("axes", "axis_name", "groups")
@@ -67,7 +80,7 @@ def _means_over_shards(
     mask = jnp.broadcast_to(mask, values[0].shape)  # shards may hold different numbers of elements that count
     sums = [jnp.sum(v, axes, where=mask) for v in values]
     sums, count = lax.psum((sums, jnp.sum(mask, axes, dtype=sums[-1].dtype)), axis_name, axis_index_groups=groups)
-    return [s / count for s in sums]
+    return [s / _at_least_one(count) for s in sums]
 
 
 def _means(values: list[Array], mask: Array | None, axes: tuple[int, ...], axis_name: Any, groups: Any) -> list[Array]:
@@ -98,7 +111,7 @@ def moments(
       use_fast_variance: see the top of this file.
     """
     x = convert(x, at_least_float32(x.dtype))
-    over = (mask, axes, axis_name, axis_index_groups)
+    over = (_mask_of(x, mask), axes, axis_name, axis_index_groups)
     if use_fast_variance:
         mean, mean_of_square = _means([x, squared(x)], *over)
         return mean, _fast_variance(mean_of_square, squared(mean))
@@ -112,7 +125,7 @@ def mean_square(
 ) -> Array:
     """Return the mean of ``x**2`` over ``axes``, in float32 at least; arguments as in :func:`moments`."""
     x = convert(x, at_least_float32(x.dtype))
-    return _means([squared(x)], mask, axes, axis_name, axis_index_groups)[0]
+    return _means([squared(x)], _mask_of(x, mask), axes, axis_name, axis_index_groups)[0]
 
 
 _rsqrt = step()(lax.rsqrt)
@@ -301,8 +314,9 @@ class BatchNorm(Module):
         )
         if not use_running:
             mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
+            counts = _counts(x, _mask_of(x, mask), axes, self.axis_name, self.axis_index_groups)
             for statistic, running, batch in (self.mean, running_mean, mean), (self.var, running_var, var):
-                statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum))
+                statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum, counts))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
@@ -321,10 +335,27 @@ def _sum(products: tuple[Array, Array], dtype: Any) -> Array:
     return lax.stop_gradient(products[0] + products[1]).astype(dtype)
 
 
+@step()
+def _where(counts: Array, moved: Array, running: Array) -> Array:
+    return jnp.where(jnp.reshape(counts, running.shape), moved, running)
+
+
 @formula()
-def _moved(running: Array, batch: Array, momentum: Any, rest: Any) -> Array:
-    """The running statistic, one step further towards that of the batch."""
-    return _sum(_products(running, batch, momentum, rest), running.dtype)
+def _moved(running: Array, batch: Array, momentum: Any, rest: Any, counts: Array | None) -> Array:
+    """The running statistic, one step further towards that of the batch, where one of its elements counts."""
+    moved = _sum(_products(running, batch, momentum, rest), running.dtype)
+    return moved if counts is None else _where(counts, moved, running)
+
+
+def _counts(x: Array, mask: Array | None, axes: tuple[int, ...], axis_name: Any, groups: Any) -> Array | None:
+    """For each feature whether an element of the batch counts; None if all of them do."""
+    return None if mask is None else _any(x, mask, axes, axis_name, groups)
+
+
+@step("axes", "axis_name", "groups")
+def _any(x: Array, mask: Array, axes: tuple[int, ...], axis_name: Any, groups: Any) -> Array:
+    counts = jnp.any(jnp.broadcast_to(mask, x.shape), axes)
+    return counts if axis_name is None else lax.psum(counts.astype(jnp.int32), axis_name, axis_index_groups=groups) > 0
 
 
 class LayerNorm(Module):

@@ -207,6 +207,42 @@ def test_shards_take_the_statistics_of_the_whole_batch(fast, masked):
     close(var, np.tile(whole.var.value, (4, 1)))
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"])
+def test_an_example_of_which_nothing_counts_leaves_the_gradients_finite(name, fast):
+    """A batch is filled up with empty examples, which the loss leaves out; 0 / 0 would be in all derivatives."""
+    layer = MAKERS[name](use_fast_variance=fast)
+    x, mask = array(2, 6, 4), jnp.array([True, False])[:, None, None]
+    assert jnp.isfinite(layer(x, mask=mask)).all()
+    gradient = nnx.grad(lambda layer: jnp.sum(jnp.where(mask, layer(x, mask=mask), 0.0)))(layer)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradient))
+    alone = nnx.grad(lambda layer: jnp.sum(layer(x[:1])))(layer)
+    jax.tree.map(close, gradient, alone)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("axis_name", [None, "shards"])
+def test_running_statistics_stay_where_nothing_counts(fast, axis_name):
+    """For a batch that the mask excludes, for a feature that it excludes, and for a batch of size 0."""
+    layer = nnx.BatchNorm(3, use_fast_variance=fast, axis_name=axis_name, rngs=rngs())
+    layer.mean.value, layer.var.value = mean, var = array(3), array(3) ** 2
+    graphdef, state = nnx.split(layer)
+
+    def run(x, mask):
+        layer = nnx.merge(graphdef, state)
+        return layer(x, mask=mask), layer.mean.value == mean, layer.var.value == var
+
+    batch, no, yes = array(2, 5, 3), [False] * 3, [True] * 3
+    cases = (batch, no, yes), (batch, [True, False, True], [False, True, False]), (batch[:, :0], yes, yes)
+    for x, counts, kept in cases:
+        mask = jnp.broadcast_to(jnp.array(counts), x.shape)
+        y, same_mean, same_var = jax.vmap(run, axis_name="shards")(x, mask)
+        assert jnp.isfinite(y).all()
+        assert same_mean.tolist() == same_var.tolist() == [kept, kept]
+    _, *same = jax.vmap(lambda x: run(x, None), axis_name="shards")(batch[:, :0])
+    assert all(s.all() for s in same)
+
+
 # --- dtypes, errors, copies -------------------------------------------------------------------------------------------
 
 MAKERS = {
