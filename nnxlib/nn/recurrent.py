@@ -461,6 +461,7 @@ class GRUCell(_GatedCell):
 
     Attributes: ``dense_i`` with the kernel ``[in_features, 3 * hidden_features]`` and the bias, ``dense_h`` with the
     kernel ``[hidden_features, 3 * hidden_features]``; in the order r, z, n. The carry is ``h``, and so is the output.
+    Linen and PyTorch add a bias to ``h @ W_hn``. To have it, put a ``Linear`` with a bias in the place of ``dense_h``.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))

@@ -1,6 +1,7 @@
 """Weights of PyTorch, loaded by the recipes of docs/from_pytorch.md, give PyTorch's numbers.
 
-``pytorch.npz`` has, for each layer, what PyTorch 2.2 gave on a CPU: its ``state_dict``, an input, and the output.
+``pytorch.npz`` has, for each layer, what PyTorch 2.2 gave on a CPU, 2.14 for ``GRU``: its ``state_dict``, an input, and
+the output.
 """
 
 import pathlib
@@ -90,6 +91,21 @@ def rnn(w):
     return nnx.RNN(cell)
 
 
+def gru(w):
+    cell = nnx.GRUCell(6, 3, rngs=RNGS)
+    cell.dense_h = nnx.Linear(3, 9, rngs=RNGS)
+    cell = loaded(
+        cell,
+        **{
+            "dense_i.kernel": w["weight_ih_l0"].T,
+            "dense_i.bias": w["bias_ih_l0"],
+            "dense_h.kernel": w["weight_hh_l0"].T,
+            "dense_h.bias": w["bias_hh_l0"],
+        },
+    )
+    return nnx.RNN(cell)
+
+
 def attention(w):
     e, h = 6, 2
     parts = zip(np.split(w["in_proj_weight"], 3), np.split(w["in_proj_bias"], 3), strict=True)
@@ -115,6 +131,7 @@ LAYERS = {
     "LSTM": lstm,
     "LSTM, bidirectional": lambda w: nnx.Bidirectional(lstm(w), lstm(w, "_reverse")),
     "RNN": rnn,
+    "GRU": gru,
     "MultiheadAttention": attention,
     "GELU": lambda w: lambda x: nnx.gelu(x, approximate=False),
     "PReLU": lambda w: nnx.PReLU(negative_slope_init=w["weight"].item()),
