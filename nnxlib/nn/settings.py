@@ -42,7 +42,7 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
     """What an initializer gives for a parameter, with the next key of the stream ``params``.
 
     Raises:
-      TypeError: if it is no initializer, or a function that makes one.
+      TypeError: if it is no initializer, or a function that makes one, or there is no such shape.
     """
     key = key_of(rngs)
     if not callable(init):
@@ -58,8 +58,13 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
             raise ArgumentError(
                 _NO_SIZE.format(shape=tuple(shape), size=sizes[0], kind=type(sizes[0]).__name__)
             ) from None
+        if any(isinstance(n, int | np.integer) and n < 0 for n in shape):
+            raise ArgumentError(f"A parameter cannot have the shape {tuple(shape)}: a size is negative.") from None
         if accepts(init, key, shape, dtype):
             raise
+    except ValueError as error:  # a bias has too few axes for an initializer that scales with the number of inputs
+        error.add_note(f"An initializer raised this for a parameter of shape {tuple(shape)}.")
+        raise
     if not fits:
         name = getattr(init, "__name__", describe(init))
         hint = f"If {name} makes one, write {name}()."

@@ -78,3 +78,16 @@ def test_a_size_that_is_a_tuple():
     """That is LinearGeneral's to take."""
     with pytest.raises(TypeError, match=r"shape \(\(2,\), 3\): sizes are integers, but \(2,\) is a tuple"):
         nnx.Linear((2,), 3, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("make", [lambda rngs: nnx.Linear(-1, 3, rngs=rngs), lambda rngs: nnx.LayerNorm(-1, rngs=rngs)])
+def test_a_negative_size(make):
+    with pytest.raises(TypeError, match=r"^A parameter cannot have the shape \(-1, ?3?\): a size is negative\.$"):
+        make(nnx.Rngs(0))
+
+
+def test_an_initializer_for_a_parameter_with_too_few_axes():
+    """That the bias is meant is not in the message of JAX."""
+    with pytest.raises(ValueError, match="1-dimensional weights") as raised:
+        nnx.Linear(3, 4, bias_init=nnx.initializers.lecun_uniform(), rngs=nnx.Rngs(0))
+    assert raised.value.__notes__ == ["An initializer raised this for a parameter of shape (4,)."]
