@@ -17,7 +17,7 @@ from jax import lax
 from ..core.errors import ArgumentError, UsageError
 from ..core.formulas import step
 from ..core.tracing import boundary
-from .dtypes import Array
+from .dtypes import Array, at_least_float32
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 
@@ -93,7 +93,13 @@ def _window(
 
 @step("window", "strides", "padding")
 def _sum_pool(x: Array, window: Any, strides: Any, padding: Any) -> Array:
-    return lax.reduce_window(x, np.zeros((), x.dtype)[()], lax.add, window, strides, padding)
+    """Sums that do not overflow, and are not rounded at each element: 256 + 1 is 256 in bfloat16."""
+    wide = at_least_float32(x.dtype) if _is_inexact(x) else jnp.promote_types(x.dtype, jnp.int32)
+    return lax.reduce_window(x.astype(wide), np.zeros((), wide)[()], lax.add, window, strides, padding)
+
+
+def _is_inexact(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @step("window", "strides", "padding")
@@ -125,20 +131,18 @@ def avg_pool(
 ) -> Array:
     """Average each window; arguments as in :func:`pool`.
 
-    With ``count_include_pad`` the zeros of the padding count as elements of a window, without it they do not.
+    With ``count_include_pad`` the zeros of the padding count as elements of a window, without it they do not. Sums are
+    computed in float32 at least; the result has the dtype of ``inputs``, float32 for integers.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> nnx.avg_pool(jnp.arange(4.).reshape(1, 4, 1), (2,), strides=(2,)).ravel()
     Array([0.5, 2.5], dtype=float32)
     """
     inputs = jnp.asarray(inputs)
-    if not jnp.issubdtype(inputs.dtype, jnp.inexact):  # sums of small integers do not fit their dtype
-        inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.int32))
     window = _window(inputs.shape, window_shape, strides, padding)
-    sums = _sum_pool(inputs, *window)
-    if count_include_pad:
-        return sums / math.prod(window_shape)
-    return sums / _sum_pool(jnp.ones_like(inputs), *window)
+    counts = math.prod(window_shape) if count_include_pad else _sum_pool(jnp.ones_like(inputs), *window)
+    means = _sum_pool(inputs, *window) / counts
+    return means.astype(inputs.dtype) if _is_inexact(inputs) else means
 
 
 @boundary

@@ -70,6 +70,17 @@ def test_averages_keep_the_dtype_of_floats():
         assert nnx.avg_pool(x, (2,), padding="SAME", count_include_pad=count).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("count", [True, False])
+def test_averages_of_large_windows_are_those_of_float32(dtype, count):
+    """Summed in bfloat16, 256 + 1 is 256, and the average of all pixels of an image has nothing to do with it."""
+    x = jnp.asarray(np.random.default_rng(0).uniform(2, 4, (1, 32, 32, 1)), dtype)
+    x = x.at[..., 0, 0, 0].set(60000.0)  # the sum overflows in float16
+    mean = lambda x: nnx.avg_pool(x, (32, 32), count_include_pad=count)[0, 0, 0, 0]
+    assert mean(x) == jax.jit(mean)(x) == jnp.mean(x.astype(jnp.float32)).astype(dtype)
+    assert jnp.array_equal(jax.grad(mean)(x), jnp.full(x.shape, 2.0**-10, dtype))
+
+
 def test_pool_reduces_by_any_function():
     """`pool` is the general form: here the product of each window."""
     x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)
