@@ -5,6 +5,7 @@ All of them take leading batch axes of any number and map the axes that hold fea
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..core.errors import UsageError
@@ -22,7 +24,7 @@ from ..core.rngs import Rngs
 from ..core.tracing import runs_eagerly
 from ..core.variables import Param
 from . import initializers
-from .dtypes import Array, Dtype, input_error, kernel_misfit, promote_dtype
+from .dtypes import Array, Dtype, convert, input_error, kernel_misfit, promote_dtype
 from .initializers import Initializer
 from .settings import (
     NO_METADATA,
@@ -395,7 +397,7 @@ class Embed(Module):
       dtype: what the output is cast to (default: ``param_dtype``).
       param_dtype: what the table is stored in.
       embedding_init: initializer of the table.
-      promote_dtype: what casts the table, and in :meth:`attend` the query too.
+      promote_dtype: what casts the vectors, and in :meth:`attend` the query too.
       rngs: the stream ``params`` gives one key.
       embedding_metadata: metadata of the Param.
 
@@ -443,7 +445,15 @@ class Embed(Module):
         indices = inputs if hasattr(inputs, "dtype") else jnp.asarray(inputs)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise input_error(self, "inputs of an integer dtype", indices)
-        (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
+        table = self.embedding[...]
+        # The gradient of a vector is a sum over all places where it stands, in the dtype that is looked up; in bfloat16
+        # it would stay at 256 where 1 is added. So a narrower dtype is made of what was found; that is less, too.
+        cast = functools.partial(self.promote_dtype, dtype=self.dtype, inexact=False)
+        if _is_narrower(self.dtype, table.dtype):
+            return cast((self._found(convert(table, table.dtype), indices, out_sharding),))[0]
+        return self._found(cast((table,))[0], indices, out_sharding)
+
+    def _found(self, table: Array, indices: Array, out_sharding: Any) -> Array:
         if self.num_embeddings == 1:  # there is nothing to look up, and a gather of one row is slow
             found = jnp.broadcast_to(table[0], (*indices.shape, self.features))
             return found if out_sharding is None else jax.sharding.reshard(found, out_sharding)
@@ -465,6 +475,13 @@ class Embed(Module):
         if out_sharding is None:
             return jnp.dot(x, table.T)
         return jnp.dot(x, table.T, out_sharding=out_sharding)
+
+
+def _is_narrower(dtype: Dtype | None, other: np.dtype) -> bool:
+    """Whether both are dtypes of floats, and the first one has fewer bits."""
+    if dtype is None or not all(jnp.issubdtype(d, jnp.floating) for d in (dtype, other)):
+        return False
+    return np.dtype(dtype).itemsize < other.itemsize
 
 
 def __getattr__(name: str) -> Any:

@@ -325,6 +325,30 @@ def test_a_table_of_one_row_is_broadcast():
 
 
 @pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_a_table_are_summed_in_its_own_dtype(rows, dtype):
+    """Over all places where a vector stands; in bfloat16, 256 + 1 is 256."""
+    layer = nnx.Embed(rows, 3, dtype=dtype, rngs=nnx.Rngs(0))
+    indices = jnp.zeros(5000, int)
+    assert jnp.array_equal(layer(indices[:2]), jnp.tile(layer.embedding.value[0].astype(dtype), (2, 1)))
+    gradient = nnx.grad(lambda layer: layer(indices).astype(jnp.float32).sum())
+    for run in (gradient, nnx.jit(gradient)):
+        assert run(layer)["embedding"].value[0].tolist() == [5000.0] * 3
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.int8])
+def test_a_table_is_cast_to_a_wider_dtype_before_it_is_looked_up(param_dtype):
+    """So gradients are summed in that, and an integer out of range gives NaN."""
+    ones = lambda key, shape, dtype: jnp.ones(shape, dtype)
+    layer = nnx.Embed(5, 3, dtype=jnp.float32, param_dtype=param_dtype, embedding_init=ones, rngs=nnx.Rngs(0))
+    assert layer(jnp.array([1, 5])).tolist()[0] == [1.0] * 3
+    assert jnp.isnan(layer(jnp.array([5]))).all()
+    if param_dtype == jnp.bfloat16:
+        grads = nnx.grad(lambda layer: layer(jnp.zeros(5120, int)).sum())(layer)
+        assert grads["embedding"].value[0].tolist() == [5120.0] * 3
+
+
+@pytest.mark.parametrize("rows", [1, 5])
 def test_embed_has_the_sharding_that_is_asked_for(rows):
     """Of its output, on a mesh with explicit axes; also where there is nothing to look up."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
