@@ -95,7 +95,7 @@ def product(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            return (function if _is_replaced() else compiled)(*args, **kwargs)
+            return (function if products_are_replaced() else compiled)(*args, **kwargs)
 
         return run
 
@@ -106,7 +106,8 @@ _DOT, _CONV = lax.dot_general, lax.conv_general_dilated
 _DOT_CODE, _CONV_CODE = _DOT.__code__, _CONV.__code__
 
 
-def _is_replaced() -> bool:
+def products_are_replaced() -> bool:
+    """Whether a quantiser has replaced the code of JAX's products."""
     return _DOT.__code__ is not _DOT_CODE or _CONV.__code__ is not _CONV_CODE
 
 
@@ -118,7 +119,7 @@ def formula(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            return (function if at_top_level() or _is_replaced() else inlined)(*args, **kwargs)
+            return (function if at_top_level() or products_are_replaced() else inlined)(*args, **kwargs)
 
         return run
 

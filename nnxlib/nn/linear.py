@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import UsageError
-from ..core.formulas import formula, product, step
+from ..core.formulas import formula, product, products_are_replaced, step
 from ..core.metadata import VariableMetadata
 from ..core.module import Module
 from ..core.rngs import Rngs
@@ -52,7 +52,7 @@ _SETTINGS = ("dimension_numbers", "precision", "preferred_element_type", "out_sh
 _dot_general = product(*_SETTINGS)(lax.dot_general)
 
 
-@product(*_SETTINGS)
+@step(*_SETTINGS)
 def _affine_eagerly(x: Array, kernel: Array, bias: Array, dimension_numbers: Any, **kwargs: Any) -> Array:
     """Product and sum in one dispatch; the barrier keeps XLA from rounding them once, as if they were one operation."""
     return add_bias(lax.optimization_barrier(lax.dot_general(x, kernel, dimension_numbers, **kwargs)), bias)
@@ -80,7 +80,8 @@ def contract(
     kwargs = given(out_sharding=out_sharding, preferred_element_type=layer.preferred_element_type)
     if dot_general is None or dot_general is lax.dot_general:
         if bias is not None:
-            affine = _affine_eagerly if runs_eagerly() else _affine
+            # a quantiser follows arrays from one operation to the next, and does not know the barrier
+            affine = _affine_eagerly if runs_eagerly() and not products_are_replaced() else _affine
             return affine(x, kernel, bias, dimension_numbers, precision=layer.precision, **kwargs)
         dot_general = _dot_general
     y = dot_general(x, kernel, dimension_numbers, precision=layer.precision, **kwargs)

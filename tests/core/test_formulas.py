@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,34 @@ def test_an_operation_of_jax_whose_code_is_replaced_runs_as_replaced(name):
     finally:
         operation.__code__ = code
     np.testing.assert_array_equal(layer(x), before)
+
+
+def test_the_bias_of_a_replaced_product_is_added_to_what_it_has_returned():
+    """A quantiser that follows arrays finds the very one that its product has returned, where the bias is added."""
+
+    class Marked:
+        """An array that a quantiser follows."""
+
+        def __init__(self, array):
+            self.array, self.ndim = array, array.ndim
+
+        def __add__(self, bias):
+            return "added", self.array + bias
+
+    layer, x, original = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((4, 2)), lax.dot_general
+    expected, code = layer(x), original.__code__
+    product = types.FunctionType(code, original.__globals__, "product", original.__defaults__)
+    product.__kwdefaults__ = original.__kwdefaults__
+    original.__globals__["followed_product"] = lambda *args, **kwargs: Marked(product(*args, **kwargs))
+    try:
+        original.__code__ = (lambda *args, **kwargs: followed_product(*args, **kwargs)).__code__  # noqa: F821
+        with jax.disable_jit():
+            mark, y = layer(x)
+    finally:
+        original.__code__ = code
+        del original.__globals__["followed_product"]
+    assert mark == "added"
+    np.testing.assert_array_equal(y, expected)
 
 
 UNKNOWN = Primitive("unknown")  # an exporter's own, which nothing else can run
