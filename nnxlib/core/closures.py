@@ -55,6 +55,10 @@ class Occupied(CapturedObjects):
     """Raised through JAX to end a trace that would borrow while another thread does; never reaches the user."""
 
 
+class AbsentInput(BaseException):
+    """Raised through JAX to end a trace that reads a value it was not given (inputs.py); never reaches the user."""
+
+
 class _Thread(threading.local):
     watch: Watch | None = None
     loan: tuple[object, Callable[[], Sequence[Any]]] | None = None
@@ -77,6 +81,7 @@ class Watch:
         self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
         self.roots: list[Any] = []
         self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
+        self.lacks_input = False  # that the trace reads a value it was not given
 
     def notice(self, x: Any) -> None:
         if id(x) in self.covered:
@@ -113,6 +118,20 @@ def notice_all(objects: Iterable[Any]) -> None:
             notice(x)
 
 
+def absent_input() -> AbsentInput:
+    """The error to raise where a value is read that was not given.
+
+    User code may catch it. So the outermost watch of this thread, that of the call which did not give the value, raises
+    it again.
+    """
+    watch = _thread.watch
+    while watch is not None and watch.outer is not None:
+        watch = watch.outer
+    if watch is not None:
+        watch.lacks_input = True
+    return AbsentInput()
+
+
 def note_readers(readers: Readers) -> None:
     """Note code that ran when a jitted function that is called now was traced."""
     watch = _thread.watch
@@ -129,6 +148,7 @@ class watching:
 
     Raises:
       CapturedObjects: when the block ends or fails, if it has captured some.
+      AbsentInput: the same, if it has read a value that it was not given.
     """
 
     __slots__ = ("_watch",)
@@ -147,10 +167,12 @@ class watching:
         with Watch.counting:
             Watch.count -= 1
         _thread.watch = watch.outer
-        if watch.roots or kind is not None:
+        if watch.roots or watch.lacks_input or kind is not None:
             abandon_trace()
         if watch.roots:
             raise CapturedObjects(watch.roots, watch.readers) from None
+        if watch.lacks_input:
+            raise AbsentInput from None
 
 
 class lending:

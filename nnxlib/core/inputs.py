@@ -12,12 +12,9 @@ from threading import get_ident
 from typing import Any
 
 from .cells import Cell, TracedCell
+from .closures import absent_input
 from .tracing import TraceRef, current_trace
 from .variables import Variable
-
-
-class AbsentInput(BaseException):
-    """Raised through JAX to end a trace that reads a value it was not given; never reaches the user."""
 
 
 class _Absent:
@@ -46,7 +43,7 @@ class Input(TracedCell):
         """The present value; reading the given one is noted."""
         if self.content is self.given:
             if self.given is ABSENT:
-                raise AbsentInput
+                raise absent_input()
             self.read = True
         return self.content
 

@@ -31,10 +31,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.cells import Cell, reader, write_cells, writer
-from ..core.closures import CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
+from ..core.closures import AbsentInput, CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
 from ..core.data import is_node
 from ..core.graph import commit, pack
-from ..core.inputs import AbsentInput
 from ..core.layout import KEPT
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.static import StaticArgument

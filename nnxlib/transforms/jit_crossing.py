@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ..core.closures import borrowable, watching
+from ..core.closures import AbsentInput, borrowable, watching
 from ..core.graph import After
-from ..core.inputs import AbsentInput, Input, is_read
+from ..core.inputs import Input, is_read
 from ..core.layout import Layout
 from .closure_inputs import captured_rows
 from .lift import Crossing, Outcome, cross

@@ -5,9 +5,9 @@ traces the function once on all leaves, finds out which of them were read (``cor
 of these alone. The cost of a call follows what the function touches, not the size of the model.
 
 Calls with other shapes are traced with the same inputs. If such a trace asks for another leaf, it is abandoned
-(:class:`~nnxlib.core.inputs.AbsentInput`), and the function is compiled again with more inputs. As inputs are only ever
-added, that happens a few times at most. Traces inside another trace, where passing an array costs nothing, and stages
-(``lower``) take all leaves.
+(:class:`~nnxlib.core.closures.AbsentInput`), and the function is compiled again with more inputs. As inputs are only
+ever added, that happens a few times at most. Traces inside another trace, where passing an array costs nothing, and
+stages (``lower``) take all leaves.
 
 Of donated arguments, the Variables that change and the plain arrays are donated. A Variable that is only read keeps its
 buffer, since a donated one must come back as an output. (So it does from a trace for other shapes that only reads it.)
@@ -28,10 +28,10 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.cells import Cell
-from ..core.closures import lending
+from ..core.closures import AbsentInput, lending
 from ..core.errors import describe, format_path, listed
 from ..core.graph import Packed, commit
-from ..core.inputs import ABSENT, AbsentInput
+from ..core.inputs import ABSENT
 from ..core.layout import Layout
 from ..core.placement import settle
 from ..core.rows import count_leaves

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.closures import AbsentInput
 from nnxlib.core.graph import pack
-from nnxlib.core.inputs import AbsentInput
 from nnxlib.transforms.jit_crossing import JitCrossing
 from nnxlib.transforms.lift import Arguments
 from nnxlib.transforms.retraces import Traces

@@ -99,6 +99,29 @@ def test_what_is_read_is_passed(function, expected):
             assert counted.runs == 1 or "metadata" in m.layers[1].get_metadata()
 
 
+@pytest.mark.parametrize("catch", [True, False], ids=["goes on", "raises another error"])
+@pytest.mark.parametrize("place", ["argument", "closure", "nested"])
+def test_a_function_that_catches_every_error_still_reads_what_it_needs(place, catch):
+    """The end of a trace that was given too little is no error of the function's own."""
+    net = Net()
+
+    def f(x, net):
+        total = net.layers[0].sum()
+        if len(x) > 1:
+            try:
+                total += net.layers[1].sum()
+            except BaseException:
+                if not catch:
+                    raise ValueError from None
+                total += 1000
+        return total
+
+    inner = nnx.jit(f)
+    jitted = nnx.jit({"argument": f, "closure": lambda x, _: f(x, net), "nested": lambda x, net: inner(x, net)}[place])
+    for n in (1, 1, 2, 1, 3):
+        assert jitted(jnp.ones(n), net) == f(jnp.ones(n), net)
+
+
 def test_a_read_only_call_returns_nothing_else():
     """A large layer that is only read is not copied: its arrays are no outputs."""
     layer = nnx.Linear(300, 300, rngs=nnx.Rngs(0))
