@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +65,39 @@ class Way(NamedTuple):
                 yield functools.partial(_is_as_long, holder, len(holder)), _true
             way = way.before
 
+    def places(self) -> tuple[Hashable, ...]:
+        """What is looked up at each step, from the last one on: the same if the way now leads to another value."""
+        way: Way = self
+        found = []
+        while way.before is not None:
+            found.append(_place_of(way.look_up))
+            way = way.before
+        return tuple(found)
+
+
+def _place_of(look_up: LookUp) -> Hashable:
+    """What a look-up looks up, wherever it does: a name, an index or a key, and what kind of thing it is in."""
+    if not isinstance(look_up, functools.partial):
+        return type(look_up)  # of a weak reference, or of a context variable
+    function, arguments = look_up.func, look_up.args
+    if function is _inside:
+        return _place_of(arguments[0]), arguments[1]
+    if function in (getattr, _item, _nth, _in_closure):
+        return function.__name__, *arguments[1:]  # the first is the holder
+    name = None
+    if function is not _in_class:  # it is the `get` of a mapping; the globals of a module say what that is called
+        holder = getattr(function, "__self__", None)
+        name = holder.get("__name__") if type(holder) is dict else None
+    return name if type(name) is str else None, *map(_weakly, arguments)
+
+
+def _weakly(key: Any) -> Any:
+    """A weak reference, which is equal to another one if the keys are; or what does not allow one, such as text."""
+    try:
+        return weakref.ref(key)
+    except TypeError:
+        return key
+
 
 def _is_as_long(container: Any, length: int) -> bool:
     return len(container) == length
@@ -94,7 +127,7 @@ def named_in(function: Callable) -> list[Any]:
 
 
 def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterable[Reader] = ()) -> list[Way]:
-    """The ways from a function: the shortest one to each value, then all others to Modules.
+    """The ways from a function: the shortest one to each value, then all others to Modules and Variables.
 
     Of a program with very many values it gives the nearest ones. It goes on if some that are sought are not among them,
     but not without end: from a test file all tests can be reached, and a search there takes a tenth of a second or two.
@@ -133,7 +166,7 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
         else:
             break
         if id(way.value) in found:
-            if issubclass(type(way.value), Node):  # isinstance would ask a weak proxy, perhaps to what is gone
+            if issubclass(type(way.value), Node | Variable):  # isinstance would ask a proxy, perhaps to what is gone
                 others.append(way)
         elif found_by(way.look_up) is way.value:  # a look-up that finds another value each time leads nowhere
             found[id(way.value)] = way
@@ -208,7 +241,7 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
                 if _is_read_from(x, name, y) and name != "__dict__":
                     yield functools.partial(getattr, x, name, None)
                 elif has_methods and name in names:
-                    yield functools.partial(vars(cls).get, name)
+                    yield functools.partial(_in_class, cls, name)
 
 
 def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
@@ -226,8 +259,8 @@ def _is_read_from(x: Any, name: str, y: Any) -> bool:
 
 def _cells_of(function: types.FunctionType) -> Iterator[LookUp]:
     """How to look up what is in the closure of a function."""
-    for cell in function.__closure__ or ():
-        yield functools.partial(getattr, cell, "cell_contents")
+    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+        yield functools.partial(_in_closure, cell, name)
 
 
 def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
@@ -280,6 +313,14 @@ def _is_of_library(namespace: Mapping[str, Any]) -> bool:
 
 def _inside(look_up: LookUp, name: str) -> Any:
     return getattr(look_up(), "__dict__", {}).get(name)
+
+
+def _in_class(cls: type, name: str) -> Any:
+    return vars(cls).get(name)
+
+
+def _in_closure(cell: types.CellType, name: str) -> Any:
+    return cell.cell_contents
 
 
 def _item(sequence: Any, index: int) -> Any:

@@ -3,13 +3,17 @@
 They are found while the function is traced (core/closures.py), and are inputs and outputs from then on. The function
 may refer to other ones at the next call, if a closure or a global has been set anew; so each step on the ways to them
 is looked up again, and compared with what was found before.
+
+A compiled function takes what is captured in a certain order: the Module under one name first, that under another name
+second. If all is found anew, there may be as many objects of the same structure, but others. So the places at which
+they were found are part of the key of a compiled function.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
@@ -21,6 +25,14 @@ from ..core.references import LookUp, named_in, ways_from
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.tracing import current_trace
 
+# The objects that a function captures at a call; and what stands for the places where they were found: the same object
+# if each was found at the same places.
+Captured = tuple[tuple[Any, ...], object]
+
+NOTHING: Captured = (), None
+
+Step = tuple[LookUp, LookUp, bool]  # a look-up, what that found before, whether this is a root
+
 
 class Captures:
     """The objects that a function captures, as found while it was traced; see core/closures.py."""
@@ -30,8 +42,9 @@ class Captures:
         self._roots: list[weakref.ref] = []
         self._readers: dict[int, Reader] = {}  # the code that ran when they were noticed
         self._adding = threading.Lock()
-        # Each step on the ways to the roots: its look-up, what that found, whether this is a root. None before a trace.
-        self.steps: list[tuple[LookUp, LookUp, bool]] | None = None
+        self._places: dict[Hashable, object] = {}  # what stands for them, see `Captured`
+        # Each step on the ways to the roots, and the places of the roots; empty if there are none, None before a trace.
+        self.known: tuple[list[Step], object] | tuple[()] | None = None
 
     def add(self, outside: CapturedObjects, before: Sequence[Any]) -> None:
         """Add objects that a trace has captured besides those that it was given ``before``."""
@@ -39,7 +52,7 @@ class Captures:
         if not _others(roots, before):
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         with self._adding:
-            if _others(roots, self.objects()):  # if not, another thread has added them
+            if _others(roots, self.now()[0]):  # if not, another thread has added them
                 self._readers |= outside.readers
                 self._add(roots)
 
@@ -48,13 +61,15 @@ class Captures:
         ways = ways_from(self._function, sought, self._readers.values())
         named = [way.value for way in ways if issubclass(type(way.value), Node)]
         self._roots += [weakref.ref(root) for root in _whole(roots, named)]
-        steps: list[tuple[LookUp, LookUp, bool]] = []
+        steps: list[Step] = []
+        places: list[Hashable] = []
         known = set[int]()
         for reference in self._roots:
-            found = [step for way in ways if way.value is reference() for step in way.steps(known)]
-            last, *others = found or [(reference, reference)]
+            to_root = [way for way in ways if way.value is reference()]
+            last, *others = [step for way in to_root for step in way.steps(known)] or [(reference, reference)]
             steps += [(*last, True), *[(*step, False) for step in others]]
-        self.steps = steps
+            places.append(frozenset([way.places() for way in to_root]) or object())  # else equal to no others
+        self.known = steps, self._places.setdefault(tuple(places), object())
 
     def capture_named(self) -> None:
         """Before the first trace, capture the Modules that the function refers to directly.
@@ -64,29 +79,32 @@ class Captures:
         Raises:
           CapturedObjects: if there are any.
         """
-        if self.steps is None:
-            self.steps = []
+        if self.known is None:
+            self.known = ()
             named = [x for x in named_in(self._function) if issubclass(type(x), Node)]  # isinstance takes weak proxies
             here = [x for x in named if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
             if here:
                 raise CapturedObjects(here)
 
-    def objects(self) -> tuple[Any, ...]:
-        """The captured objects; none, so that they are found again, if the function now refers to other ones."""
+    def now(self) -> Captured:
+        """What the function captures; nothing, so that it is found again, if it now refers to other objects."""
+        if not self.known:
+            return NOTHING
+        steps, places = self.known
         found = []
         try:
-            for look_up, before, is_root in self.steps or ():
+            for look_up, before, is_root in steps:
                 x = look_up()
                 if x is None or x is not before():
                     raise LookupError
                 if is_root:
                     found.append(x)
         except Exception:  # of the look-up, too
-            self._roots, self._readers, self.steps = [], {}, None
-            return ()
+            self._roots, self._readers, self.known = [], {}, None
+            return NOTHING
         if self._readers and Watch.count:
             note_readers(self._readers)
-        return tuple(found)
+        return tuple(found), places
 
 
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:

@@ -83,8 +83,10 @@ class Dispatch:
         self._sites.clear()
         self._entries.clear()
 
-    def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple) -> Any:
+    def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple, places: object) -> Any:
         """Call the function, and write what it changes; returns its output.
+
+        ``places`` are those of the ``captured`` objects.
 
         Raises:
           Miss: if the call has to be packed, also because the function reads more for these shapes than it did before.
@@ -95,7 +97,7 @@ class Dispatch:
             names = sorted(kwargs)  # they are packed in this order
             leaves, key = (*args, *[kwargs[name] for name in names]), (key, *names)
         if captured:
-            leaves, key = (*leaves, *captured), (key, len(captured))
+            leaves, key = (*leaves, *captured), (key, places)
         try:
             if self._flatten is not None:
                 leaves, key = _unfolded(leaves, key, self._flatten, self._has_static)

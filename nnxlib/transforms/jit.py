@@ -42,7 +42,7 @@ from .buffers import note_buffers
 from .callables import resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import Captures
+from .closure_inputs import NOTHING, Captures
 from .dispatch import Dispatch, Found, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
@@ -168,7 +168,7 @@ class JitWrapped(Generic[P, R]):
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
         self._captures = Captures(self._function)
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
-        self._plans: dict[Any, Plan] = {}  # by layout and lanes
+        self._plans: dict[Any, Plan] = {}  # by layout, places of captured objects, and lanes
         bound = (*self._args, *self._kwargs.values())
         has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
         # With filters that look at values each call may have other lanes.
@@ -181,23 +181,25 @@ class JitWrapped(Generic[P, R]):
         try:
             if self._binds:
                 args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
-            captured = self._captures.objects() if self._captures.steps else ()
+            captured, places = self._captures.now() if self._captures.known else NOTHING
             if running_trace() is not EAGER or following or (Watch.count and all_borrowed()):
-                return self._call_packed(args, kwargs, captured)
+                return self._call_packed(args, kwargs, captured, places)
             try:
-                return self._dispatch.call(args, kwargs, captured)
+                return self._dispatch.call(args, kwargs, captured, places)
             except Miss as miss:
                 found = miss.found
-            return self._call_packed(args, kwargs, captured, found)
+            return self._call_packed(args, kwargs, captured, places, found)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 note_nan_in_call(error, self._function, Arguments(args, kwargs))
             elif isinstance(error, RuntimeError):
-                note_buffers(error, Arguments(args, kwargs, self._captures.objects()))
+                note_buffers(error, Arguments(args, kwargs, self._captures.now()[0]))
             hide_frames(error)
             raise
 
-    def _call_packed(self, args: tuple, kwargs: dict[str, Any], captured: tuple, found: Found | None = None) -> Any:
+    def _call_packed(
+        self, args: tuple, kwargs: dict[str, Any], captured: tuple, places: object, found: Found | None = None
+    ) -> Any:
         """Call the function on packed arguments; ``found`` is for the dispatch of the next call."""
         if followed():
             return self._call_followed(Arguments(args, kwargs))
@@ -206,13 +208,13 @@ class JitWrapped(Generic[P, R]):
                 self._captures.capture_named()
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
-                plan = self._plan(packed, arguments, at_top_level())
+                plan = self._plan(packed, arguments, places, at_top_level())
                 if found is not None:
                     self._dispatch.add(found, arguments, plan)
                 return plan.call(packed)
             except CapturedObjects as outside:
                 self._prepare(outside, captured)
-                captured, found = self._captures.objects(), None
+                (captured, places), found = self._captures.now(), None
 
     def _prepare(self, outside: CapturedObjects, captured: tuple) -> None:
         """After a trace was abandoned: take what it captured as further inputs, or wait until that may be borrowed."""
@@ -280,19 +282,19 @@ class JitWrapped(Generic[P, R]):
         return self._stage("trace", args, kwargs)
 
     def _stage(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Stage:
-        captured = self._captures.objects()
+        captured, places = self._captures.now()
         try:
             self._captures.capture_named()
             arguments = Arguments(*self._bind(args, kwargs), captured)
             packed = pack(arguments)
-            plan = self._plan(packed, arguments, True)
+            plan = self._plan(packed, arguments, places, True)
             with lending(self._traces, lambda: packed.objects):
                 compiled = plan.staged(packed.leaves)
                 stage = getattr(compiled.jitted, name)(*packed.leaves)
         except CapturedObjects as outside:
             self._prepare(outside, captured)
             return self._stage(name, args, kwargs)
-        return Stage(stage, self._arguments, plan, compiled)
+        return Stage(stage, functools.partial(self._arguments, places), plan, compiled)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> R:
         """Return the output with abstract arrays; changes nothing."""
@@ -314,8 +316,10 @@ class JitWrapped(Generic[P, R]):
 
     # --- plans ---
 
-    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        return Arguments(*self._bind(args, kwargs), self._captures.objects())
+    def _arguments(self, places: object, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a stage; without captured objects, so that it refuses them, if these are at other places."""
+        captured, places_now = self._captures.now()
+        return Arguments(*self._bind(args, kwargs), captured if places_now is places else ())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All arguments, with those that were bound in front; static ones are wrapped."""
@@ -327,15 +331,15 @@ class JitWrapped(Generic[P, R]):
             kwargs = {k: as_static(x, k) if self._static.has(k) else x for k, x in kwargs.items()}
         return args, kwargs
 
-    def _plan(self, packed: Packed, arguments: Arguments, donate: bool) -> Plan:
-        """The plan for a layout; donation only matters at top level."""
+    def _plan(self, packed: Packed, arguments: Arguments, places: object, donate: bool) -> Plan:
+        """The plan for a layout, and the places of captured objects in it; donation only matters at top level."""
         layout, labels = packed.layout, None
         entries: list[Any] = []
         in_order: Sequence[Any] = ()
         if not self._one_lane:
             entries = self._entries(arguments, donate)
             labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
-        key = layout, tuple(in_order)
+        key = layout, places, tuple(in_order)
         plan = self._plans.get(key)
         if plan is None:
             check_traceable(layout, packed.leaves)

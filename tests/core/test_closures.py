@@ -482,7 +482,7 @@ def test_another_thread_is_not_watched():
 
     f(X)
     thread.join()
-    assert [x is layer for x in f._captures.objects()] == [True]
+    assert [x is layer for x in f._captures.now()[0]] == [True]
     assert int(bystander.calls) == 1
 
 

@@ -22,7 +22,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core import objects, stamps
-from nnxlib.core.errors import StaleLayoutError
+from nnxlib.core.errors import ArgumentError, StaleLayoutError
 from nnxlib.core.tables import table_of
 from nnxlib.transforms import jit
 from tests.properties.compare import assert_no_tracer, assert_same
@@ -714,6 +714,66 @@ def test_a_closure_over_a_plain_list_that_grows():
     jitted(1.0)
     layers.append(Layer(2.0))
     np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 3.0))
+
+
+def held_by_places():
+    """What holds Modules under two keys, how a function reads them, and how one is replaced."""
+    a, b = Layer(1.0), Layer(2.0)
+    held = {"a": a, "b": b}
+    listed = [a, b]
+    tied = {"a": a, "b": a}
+    variables = {"a": a.w, "b": a.w}
+    apart = types.SimpleNamespace(a=a, b=b)
+    first, second = [a], [b]
+
+    def swapped():
+        nonlocal first, second
+        first, second = [b], [Layer(3.0)]
+
+    class Reading(nnx.Module):
+        @property
+        def model(self):
+            return held[self.key]
+
+    def read(key, x):
+        reading = Reading()
+        reading.key = key
+        return reading.model.w * x
+
+    return {
+        "dict": (lambda key, x: held[key](x), lambda: held.update(b=Layer(3.0))),
+        "list": (lambda key, x: listed["ab".index(key)](x), lambda: listed.append(Layer(3.0))),
+        "one Module under two keys": (lambda key, x: tied[key](x), lambda: tied.update(b=Layer(3.0))),
+        "one Variable under two keys": (lambda key, x: variables[key] * x, lambda: variables.update(b=Layer(3.0).w)),
+        "attributes": (lambda key, x: getattr(apart, key)(x), lambda: setattr(apart, "b", Layer(3.0))),
+        "cells of a closure": (lambda key, x: (first if key == "a" else second)[0](x), swapped),
+        "property": (read, lambda: held.update(b=Layer(3.0))),
+    }
+
+
+@pytest.mark.parametrize("first", "ab")
+@pytest.mark.parametrize("kind", held_by_places())
+def test_a_closure_that_finds_other_modules_at_first(kind, first):
+    """Those that it finds again may be others of the same structure than it captured at first, or in another order."""
+    f, change = held_by_places()[kind]
+    jitted = nnx.jit(f, static_argnums=0)
+    for key in "ab":
+        np.testing.assert_array_equal(jitted(key, 1.0), f(key, 1.0))
+    change()
+    for key in (first, *"ab"):
+        np.testing.assert_array_equal(jitted(key, 1.0), f(key, 1.0))
+
+
+def test_a_stage_refuses_other_modules_than_it_was_compiled_for():
+    """The function has found others of the same structure since."""
+    held = {"a": Layer(1.0), "b": Layer(2.0)}
+    jitted = nnx.jit(lambda key, x: held[key](x), static_argnums=0)
+    compiled = jitted.lower("a", 1.0).compile()
+    np.testing.assert_array_equal(compiled("a", 1.0), jnp.full(2, 1.0))
+    held["a"], held["c"] = Layer(3.0), Layer(4.0)
+    jitted("b", 1.0)
+    with pytest.raises(ArgumentError, match="structure"):
+        compiled("a", 1.0)
 
 
 class Teacher:
