@@ -66,11 +66,15 @@ class Way(NamedTuple):
             way = way.before
 
     def places(self) -> tuple[Hashable, ...]:
-        """What is looked up at each step, from the last one on: the same if the way now leads to another value."""
+        """What is looked up at each step, from the last one on: the same if the way now leads to another value.
+
+        With the length of each container, over which the function may go as a whole.
+        """
         way: Way = self
-        found = []
+        found: list[Hashable] = []
         while way.before is not None:
-            found.append(_place_of(way.look_up))
+            holder = way.before.value
+            found += [_place_of(way.look_up), len(holder) if isinstance(holder, _CONTAINERS) else None]
             way = way.before
         return tuple(found)
 

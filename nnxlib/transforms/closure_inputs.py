@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
@@ -21,9 +21,10 @@ from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.layout import Layout
 from ..core.objects import Node
-from ..core.references import LookUp, named_in, ways_from
+from ..core.references import LookUp, Way, named_in, ways_from
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.tracing import current_trace
+from ..core.variables import Variable
 
 # The objects that a function captures at a call; and what stands for the places where they were found: the same object
 # if each was found at the same places.
@@ -59,8 +60,8 @@ class Captures:
     def _add(self, roots: Sequence[Any]) -> None:
         sought = [*roots, *[reference() for reference in self._roots]]
         ways = ways_from(self._function, sought, self._readers.values())
-        named = [way.value for way in ways if issubclass(type(way.value), Node)]
-        self._roots += [weakref.ref(root) for root in _whole(roots, named)]
+        present = {id(reference()) for reference in self._roots}
+        self._roots += [weakref.ref(x) for x in _with_holders(roots, _objects_on(ways)) if id(x) not in present]
         steps: list[Step] = []
         places: list[Hashable] = []
         known = set[int]()
@@ -85,6 +86,21 @@ class Captures:
             here = [x for x in named if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
             if here:
                 raise CapturedObjects(here)
+
+    def capture_parts(self, captured: Sequence[Any]) -> None:
+        """Before a trace that borrows these objects, capture the parts of them that the function refers to by itself.
+
+        The trace would not notice these. If another object takes the place of one, it is a part no more.
+
+        Raises:
+          CapturedObjects: if there are any.
+        """
+        seen = set[int]()
+        parts = {id(part) for x in captured for _, part in reachable(x, seen)} - set(map(id, captured))
+        ways = ways_from(self._function, captured, self._readers.values()) if parts else ()
+        found = [x for x in _objects_on(ways) if id(x) in parts]
+        if found:
+            raise CapturedObjects(found)
 
     def now(self) -> Captured:
         """What the function captures; nothing, so that it is found again, if it now refers to other objects."""
@@ -111,11 +127,18 @@ def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
     return {id(root) for root in roots} - {id(root) for root in before}
 
 
-def _whole(roots: Sequence[Any], named: Sequence[Node]) -> list[Any]:
-    """The roots, with a Module that the function refers to in place of a part of it: the part may be replaced."""
-    parts = [(x, {id(part) for _, part in reachable(x, set())}) for x in named]
-    whole = [next((x for x, below in parts if id(root) in below), root) for root in roots]
-    return list({id(x): x for x in whole}.values())
+def _objects_on(ways: Iterable[Way]) -> list[Any]:
+    """The Modules and Variables to which some ways lead, each once."""
+    return list({id(way.value): way.value for way in ways if issubclass(type(way.value), Node | Variable)}.values())
+
+
+def _with_holders(roots: Sequence[Any], named: Sequence[Any]) -> list[Any]:
+    """The roots; if the function refers to objects that hold a root, these in its place: there it may be replaced."""
+    holders: dict[int, list[Any]] = {}
+    for x in named:
+        for _, part in reachable(x, set()):
+            holders.setdefault(id(part), []).append(x)  # it holds itself
+    return list({id(x): x for root in roots for x in holders.get(id(root), [root])}.values())
 
 
 def captured_rows(layout: Layout) -> list[int]:

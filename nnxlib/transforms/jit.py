@@ -342,6 +342,8 @@ class JitWrapped(Generic[P, R]):
         key = layout, places, tuple(in_order)
         plan = self._plans.get(key)
         if plan is None:
+            if arguments.captured:
+                self._captures.capture_parts(arguments.captured)
             check_traceable(layout, packed.leaves)
             plan = self._plans[key] = self._new_plan(layout, entries, labels, in_order)
         return plan

@@ -9,6 +9,7 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import itertools
 import pickle
 import sys
 import threading
@@ -762,6 +763,55 @@ def test_a_closure_that_finds_other_modules_at_first(kind, first):
     change()
     for key in (first, *"ab"):
         np.testing.assert_array_equal(jitted(key, 1.0), f(key, 1.0))
+
+
+def test_a_closure_over_a_list_that_holds_a_module_twice():
+    """As often as the list holds it, also where the function was compiled for fewer."""
+    layers = [Layer(1.0), Layer(2.0)]
+    jitted = nnx.jit(lambda x: sum(layer(x) for layer in layers))
+    for k in (None, 1, 0, 0):
+        layers += [] if k is None else [layers[k]]
+        np.testing.assert_array_equal(jitted(1.0), sum(layer(1.0) for layer in layers))
+
+
+def test_a_closure_over_modules_that_are_parts_of_each_other():
+    """What the function refers to by itself may be replaced there, or in the Module that holds it, or in both."""
+    whole, part = Layer(1.0), Layer(2.0)
+    whole.part = part
+    held = [whole, part]
+
+    def f(x):
+        return held[0](x) + 10 * held[0].part(x) + 100 * held[1](x)
+
+    def changed():
+        whole.part = Layer(3.0)
+        yield
+        held[1] = Layer(4.0)
+        yield
+        whole.part = held[1]
+        yield
+        held[1] = part
+        yield
+        held[0] = Layer(5.0)
+        held[0].part = part
+        yield
+
+    jitted = nnx.jit(f)
+    np.testing.assert_array_equal(jitted(1.0), f(1.0))
+    for _ in changed():
+        np.testing.assert_array_equal(jitted(1.0), f(1.0))
+
+
+def test_a_closure_over_a_part_of_several_modules():
+    """The function uses the part alone, and only one of the Modules leads to it."""
+    part = Layer(1.0)
+    holders = types.SimpleNamespace(a=Layer(2.0), b=Layer(3.0))
+    holders.a.part = holders.b.part = part
+    functions = {name: nnx.jit(lambda x, name=name: getattr(holders, name).part(x)) for name in "ab"}
+    for name, other in itertools.product("ab", "ab"):
+        np.testing.assert_array_equal(functions[name](1.0), getattr(holders, name).part(1.0))
+        getattr(holders, other).part = Layer(4.0 + ord(other))
+        np.testing.assert_array_equal(functions[name](1.0), getattr(holders, name).part(1.0))
 
 
 def test_a_stage_refuses_other_modules_than_it_was_compiled_for():
