@@ -1,5 +1,6 @@
 """Variables: boxes that behave like the array they hold, with metadata, hooks, names and a trace they belong to."""
 
+import abc
 import copy
 import gc
 import operator
@@ -579,6 +580,111 @@ def test_deep_copies_and_pickles(copier):
     )
     c.value = 3.0
     assert copier(Scaled(jnp.array(2.0))).value.item() == 2.0
+
+
+class SlottedVariable(nnx.Param):
+    __slots__ = ("extra",)
+
+
+class OfSlotted(SlottedVariable):
+    """Without slots of its own."""
+
+
+class Mixin:
+    """A plain class, whose instances have a dict."""
+
+
+class Mixed(Mixin, nnx.Param):
+    pass
+
+
+class MixedLast(nnx.Param, Mixin):
+    pass
+
+
+class Abstract(nnx.Param, abc.ABC):
+    pass
+
+
+class Counting(type):
+    """A metaclass that counts the calls of its classes."""
+
+    made = 0
+
+    def __call__(cls, *args, **kwargs):
+        Counting.made += 1
+        return super().__call__(*args, **kwargs)
+
+
+class WithMetaclass(nnx.Param, metaclass=Counting):
+    pass
+
+
+class WithNew(nnx.Param):
+    def __new__(cls, *args, **kwargs):
+        assert args, "called without a value"
+        return super().__new__(cls)
+
+
+class Guarded(nnx.Param):
+    """What it sets and gets is looked at; nothing that the library does may go through these."""
+
+    def __setattr__(self, name, value):
+        assert name == "value"
+        super().__setattr__(name, value)
+
+    def __getattribute__(self, name):
+        assert name != "forbidden"
+        return super().__getattribute__(name)
+
+
+class Disguised(nnx.Param):
+    """Says that it is of another class, as a mock does."""
+
+    @property
+    def __class__(self):
+        return Mixin
+
+
+UNUSUAL = [SlottedVariable, OfSlotted, Mixed, MixedLast, Abstract, WithMetaclass, WithNew, Guarded, Disguised]
+
+
+@pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
+def test_unusual_subclasses(kind):
+    """However the class was made, what makes Variables of it makes them of this very class, and without calling it."""
+    v = kind(jnp.arange(2.0), tag="x")
+    m = nnx.Dict(v=v)
+    made_by_calls = Counting.made
+
+    def write(m):
+        m.v.value = m.v.value + 1
+
+    for transform in (nnx.jit, nnx.remat, nnx.jit):
+        transform(write)(m)
+    assert (m.v is v, v.value.tolist()) == (True, [3.0, 4.0])
+    copies = {
+        "merge": nnx.merge(*nnx.split(m)).v,
+        "clone": nnx.clone(m).v,
+        "tree.map of a Module": jax.tree.map(lambda x: x, m).v,
+        "tree.map": jax.tree.map(lambda x: x, v),
+        "raw jit": jax.jit(lambda m: m)(m).v,
+        "returned by jit": nnx.jit(lambda m: nnx.clone(m))(m).v,
+        "vmap": nnx.vmap(lambda m: nnx.clone(m))(m).v,
+        "copy": copy.copy(v),
+        "deepcopy": copy.deepcopy(m).v,
+        "copy method": v.copy(),
+        "from_metadata": kind.from_metadata(v.value, {"tag": "x"}),
+    }
+    if kind is not Disguised:  # pickle asks for `__class__`
+        copies["pickle"] = pickle.loads(pickle.dumps(m)).v
+    for name, made in copies.items():
+        assert (type(made), made.value.tolist(), made.tag) == (kind, [3.0, 4.0], "x"), name
+        made.value = jnp.zeros(2)
+    assert v.value.tolist() == [3.0, 4.0]
+    references = list(map(weakref.ref, copies.values()))
+    del copies, made
+    assert not any(reference() for reference in references), "each is freed at once"
+    assert Counting.made == made_by_calls
 
 
 def test_deepcopy_of_metadata_is_deep():
