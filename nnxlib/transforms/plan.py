@@ -164,6 +164,8 @@ class Plan:
         User code runs once, on all leaves.
         """
         traced = self.everything.jitted.trace(*leaves)
+        if len(traced.jaxpr.in_avals) > len(jtu.tree_leaves(leaves)):
+            return self.everything  # it uses a tracer of an earlier trace: JAX says so when it is called
         outcome = self.everything.outcome_of(traced.out_info)
         donated = self._donated.intersection(self._donatable(outcome))
         if inputs is None:

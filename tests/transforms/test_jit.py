@@ -1031,6 +1031,27 @@ def test_outputs_that_cannot_be_returned():
     assert_same(model, Net())
 
 
+@pytest.mark.parametrize("what", ["set", "used", "returned"])
+def test_a_tracer_of_an_earlier_call(what):
+    """JAX says what is wrong, also where the function does not read all that it is given; and nothing is changed."""
+    kept = []
+    model = Net()
+    nnx.jit(lambda m: kept.append(m.layers[0].w.value))(model)
+
+    def use(m):
+        if what == "set":
+            m.layers[0].w.value = kept[0]
+        elif what == "used":
+            m.layers[0].w.value = jnp.zeros(2) + kept[0]
+        return kept[0] if what == "returned" else None
+
+    jitted = nnx.jit(use)
+    for _ in range(2):
+        with pytest.raises(jax.errors.UnexpectedTracerError):
+            jitted(model)
+        assert_same(model, Net())
+
+
 def test_shape_errors_name_the_layer():
     """An error in a layer carries notes: path, class and input of each call on the way."""
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Sequential(nnx.Linear(2, 4, rngs=nnx.Rngs(0))))
