@@ -62,11 +62,14 @@ class Captures:
         ways = ways_from(self._function, sought, self._readers.values())
         present = {id(reference()) for reference in self._roots}
         self._roots += [weakref.ref(x) for x in _with_holders(roots, _objects_on(ways)) if id(x) not in present]
+        ways_to: dict[int, list[Way]] = {}
+        for way in ways:
+            ways_to.setdefault(id(way.value), []).append(way)
         steps: list[Step] = []
         places: list[Hashable] = []
         known = set[int]()
         for reference in self._roots:
-            to_root = [way for way in ways if way.value is reference()]
+            to_root = ways_to.get(id(reference()), [])
             last, *others = [step for way in to_root for step in way.steps(known)] or [(reference, reference)]
             steps += [(*last, True), *[(*step, False) for step in others]]
             places.append(frozenset([way.places() for way in to_root]) or object())  # else equal to no others
