@@ -37,13 +37,13 @@ def input_error(layer: Any, takes: str, inputs: Any) -> LayerInputError:
     return LayerInputError(f"{f'{where} ({name})' if where else name} takes {takes}, but got {describe(inputs)}.")
 
 
-def kernel_misfit(kernel: Array, *declared: int) -> str:
-    """What an error says of a kernel that was replaced by one of another shape than the layer declares."""
-    if kernel.shape == declared:
+def misfit(name: str, parameter: Array, *declared: int) -> str:
+    """What an error says of a parameter that was replaced by one of another shape than the layer declares."""
+    if parameter.shape == declared:
         return ""
-    stacked = kernel.ndim > len(declared) and declared == kernel.shape[-len(declared) :]
+    stacked = parameter.ndim > len(declared) and declared == parameter.shape[-len(declared) :]
     hint = ": it is a stack of layers, which nnx.vmap and nnx.scan can call" if stacked else ""
-    return f" (its kernel is {describe(kernel)}, not {list(declared)} as declared{hint})"
+    return f" (its {name} is {describe(parameter)}, not {list(declared)} as declared{hint})"
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

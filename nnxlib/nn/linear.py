@@ -24,7 +24,7 @@ from ..core.rngs import Rngs
 from ..core.tracing import runs_eagerly
 from ..core.variables import Param
 from . import initializers
-from .dtypes import Array, Dtype, convert, input_error, kernel_misfit, promote_dtype
+from .dtypes import Array, Dtype, convert, input_error, misfit, promote_dtype
 from .initializers import Initializer
 from .settings import (
     NO_METADATA,
@@ -157,8 +157,8 @@ class Linear(Module):
         """
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value_or_none(self.bias)), dtype=self.dtype)
         if x.shape[-1:] != kernel.shape[:1] and self.dot_general is lax.dot_general:
-            misfit = kernel_misfit(kernel, self.in_features, self.out_features)
-            raise input_error(self, f"inputs of shape [..., {kernel.shape[0]}]{misfit}", inputs)
+            unlike = misfit("kernel", kernel, self.in_features, self.out_features)
+            raise input_error(self, f"inputs of shape [..., {kernel.shape[0]}]{unlike}", inputs)
         return contract(self, self.dot_general, x, kernel, bias, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
 
 

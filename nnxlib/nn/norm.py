@@ -26,7 +26,7 @@ from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.variables import BatchStat, Param
 from . import initializers
-from .dtypes import Array, Dtype, at_least_float32, convert, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, convert, input_error, misfit, promote_dtype
 from .initializers import Initializer
 from .settings import NO_METADATA, NO_MODE, Metadata, as_tuple, drawn, frozen, value_or_none
 
@@ -177,13 +177,21 @@ def normalize(
     return _shifted(_scaled(x, mean, factor, shape, None), bias, feature_shape, x.dtype)
 
 
-def _feature_axes(layer: Any, x: Any, axes: Axes, features: int | None) -> tuple[int, ...]:
-    """The axes counted from the front, checked to hold ``features`` elements together; ``None`` for any number."""
+def _feature_axes(layer: Any, x: Any, axes: Axes, **parameters: Array | None) -> tuple[int, ...]:
+    """The axes counted from the front, checked to hold as many elements as the first parameter that there is.
+
+    The layer declares a number of features, too, but code prunes channels by replacing the parameters, and in a
+    ``shard_map`` they are parts of those that were declared.
+    """
     absolute = _absolute(axes, x.ndim)
-    sizes = [x.shape[a] if 0 <= a < x.ndim else -1 for a in absolute]
-    if features is not None and math.prod(sizes) != features:
-        listed = ", ".join(map(str, as_tuple(axes)))
-        raise input_error(layer, f"inputs with {features} features on axis {listed}", x)
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            sizes = [x.shape[a] if 0 <= a < x.ndim else -1 for a in absolute]
+            if math.prod(sizes) != parameter.size:
+                listed = ", ".join(map(str, as_tuple(axes)))
+                unlike = misfit(name, parameter, layer.num_features)
+                raise input_error(layer, f"inputs with {parameter.size} features on axis {listed}{unlike}", x)
+            break
     return absolute
 
 
@@ -306,12 +314,11 @@ class BatchNorm(Module):
         use_running = self.use_running_average if use_running_average is None else use_running_average
         if use_running is None:
             raise UsageError(NO_MODE.format("use_running_average", "BatchNorm"))
-        feature_axes = _feature_axes(self, x, self.axis, self.num_features)
-        axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
         running_mean, running_var = self.mean.get_value(), self.var.get_value()
-        x, mean, var, scale, bias = self.promote_dtype(
-            (x, running_mean, running_var, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype
-        )
+        scale, bias = value_or_none(self.scale), value_or_none(self.bias)
+        feature_axes = _feature_axes(self, x, self.axis, scale=scale, bias=bias, mean=running_mean)
+        axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
+        x, mean, var, scale, bias = self.promote_dtype((x, running_mean, running_var, scale, bias), dtype=self.dtype)
         if not use_running:
             mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
             counts = _counts(x, _mask_of(x, mask), axes, self.axis_name, self.axis_index_groups)
@@ -437,10 +444,10 @@ class LayerNorm(Module):
         Raises:
           LayerInputError: if the feature axis has another size.
         """
-        affine = self.scale is not None or self.bias is not None
-        feature_axes = _feature_axes(self, x, self.feature_axes, self.num_features if affine else None)
+        scale, bias = value_or_none(self.scale), value_or_none(self.bias)
+        feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale, bias=bias)
         axes = _absolute(self.reduction_axes, x.ndim)
-        x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
+        x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
         mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
@@ -496,9 +503,10 @@ class RMSNorm(Module):
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalise ``x``; see :meth:`LayerNorm.__call__`."""
-        feature_axes = _feature_axes(self, x, self.feature_axes, None if self.scale is None else self.num_features)
+        scale = value_or_none(self.scale)
+        feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale)
         axes = _absolute(self.reduction_axes, x.ndim)
-        x, scale = self.promote_dtype((x, value_or_none(self.scale)), dtype=self.dtype)
+        x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
         var = mean_square(x, mask, axes=axes, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
         return normalize(x, None, var, scale, None, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
@@ -691,13 +699,13 @@ class InstanceNorm(Module):
           LayerInputError: if the feature axis has another size.
           ValueError: if ``feature_axes`` includes the first axis.
         """
-        affine = self.scale is not None or self.bias is not None
-        feature_axes = _feature_axes(self, x, self.feature_axes, self.num_features if affine else None)
+        scale, bias = value_or_none(self.scale), value_or_none(self.bias)
+        feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale, bias=bias)
         if 0 in feature_axes:
             raise UsageError(
                 "The channel axes cannot include the leading dimension as this is assumed to be the batch axis."
             )
         axes = tuple([a for a in range(1, x.ndim) if a not in feature_axes])
-        x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
+        x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
         mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)

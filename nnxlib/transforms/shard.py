@@ -14,7 +14,7 @@ from ..core.errors import format_path
 from ..core.graph import Packed
 from ..core.placement import settle
 from ..core.tables import pack_call
-from ..core.tracing import at_top_level
+from ..core.tracing import at_top_level, current_mesh
 from ..core.variables import MISSING
 from .callables import RemembersErrors, resolve
 from .classes import lifts_classes
@@ -91,7 +91,7 @@ def shard_map(
             where.update(zip([packed.objects[i]._cell for i in packed.layout.variables], specs, strict=False))
 
         out = lift_lanes(over, function, arguments, entries, out_specs, note)
-        if at_top_level() and not axis_names:  # else a spec says nothing of the other axes
+        if at_top_level() and _names_all(mesh or current_mesh(), axis_names):
             settle(where, where.values(), mesh)
         return out
 
@@ -99,6 +99,11 @@ def shard_map(
 
 
 _REPLICATED = jax.sharding.PartitionSpec()
+
+
+def _names_all(mesh: Any, axis_names: Collection[Hashable]) -> bool:
+    """Whether all axes of the mesh are mapped over by hand: otherwise a spec says nothing of the others."""
+    return not axis_names or mesh is None or set(axis_names).issuperset(mesh.axis_names)
 
 
 # --- messages -------------------------------------------------------------------------------------------------------

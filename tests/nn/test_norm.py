@@ -285,6 +285,20 @@ def test_features_are_counted_if_there_is_a_scale_or_a_bias(kind):
     assert kind(4, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))(jnp.ones((2, 3, 7))).shape == (2, 3, 7)
 
 
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "GroupNorm"])
+def test_replaced_parameters_count_not_the_declared_features(name):
+    """Channels are pruned by replacing the parameters; an input that does not fit them is told how they differ."""
+    layer, x = MAKERS[name](), jax.random.normal(jax.random.key(0), (2, 3, 4))
+    kept = jnp.array([0, 2])
+    for _, variable in nnx.iter_graph(layer):
+        if isinstance(variable, nnx.Variable):
+            variable.value = variable[kept]
+    pruned = type(layer)(2, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(x[..., kept]), pruned(x[..., kept]))
+    with pytest.raises(LayerInputError, match=r"inputs with 2 .*its scale is float32\[2\], not \[4\] as declared"):
+        layer(x)
+
+
 def test_groups_that_do_not_fit_are_refused():
     """Exactly one of number and size, dividing the features; reduction axes with the feature axis, not the batch."""
     for kwargs in ({"num_groups": None}, {"num_groups": 2, "group_size": 2}):

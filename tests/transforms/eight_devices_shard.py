@@ -79,6 +79,11 @@ def test_what_is_only_read_stays_where_it_was_moved():
     total = sharded(lambda w: jax.lax.psum(w.sum(), "a"), in_specs=P("a"), out_specs=P(), mesh=GRID, axis_names={"a"})
     assert total(m.w) == X.sum()
     assert m.w.value is w
+    every = sharded(
+        lambda w: jax.lax.psum(w.sum(), "a"), in_specs=P("a"), out_specs=P(), mesh=GRID, axis_names={"a", "b"}
+    )
+    assert every(m.w) == X.sum()
+    assert m.w.value.sharding == jax.sharding.NamedSharding(GRID, P("a"))
 
 
 FORMS = {
@@ -256,3 +261,15 @@ def test_a_recurrent_layer_starts_where_its_inputs_are(cell):
         found = nnx.jit(lambda net, x: net(x))(time_major, swapped)
         assert found.sharding.spec[1] == "d"
     np.testing.assert_allclose(found.swapaxes(0, 1), net(ROWS), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [nnx.BatchNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm])
+def test_a_norm_whose_features_are_sharded(kind):
+    """Each device normalises its features with its part of the parameters, and LayerNorm over all of them."""
+    layer, x = kind(16, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (3, 5, 16))
+    layer.scale.value = jnp.arange(1.0, 17.0)
+    expected, last = layer(x), P(None, None, "d")
+    if kind in (nnx.LayerNorm, nnx.RMSNorm):
+        layer.axis_name = "d"
+    y = sharded(apply, in_specs=(P("d"), last), out_specs=last)(layer, x)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
