@@ -513,6 +513,12 @@ def _kept_stream(rngs: Rngs | RngStream | bool) -> RngStream | None:
     raise UsageError(f"rngs must be an Rngs, an RngStream, True or False, but got {type(rngs).__name__}.")
 
 
+def _draws_carry(rnn: Any) -> bool:
+    """Whether the first carry may be drawn: for zeros a layer leaves its own stream alone, so that it can be read."""
+    cell = getattr(rnn, "cell", None)
+    return not isinstance(cell, _VectorCell) or cell.carry_init is not None
+
+
 class RNN(Module):
     """A cell, applied along the time axis of its input.
 
@@ -619,9 +625,9 @@ class RNN(Module):
         step_shape = inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :]
         batch = step_shape[:n_batch]
         if initial_carry is None:
-            stream = self.rngs if rngs is None else rngs.carry.fork() if isinstance(rngs, Rngs) else rngs
-            is_zero = isinstance(self.cell, _VectorCell) and self.cell.carry_init is None
-            initial_carry = self.cell.initialize_carry(step_shape, None if is_zero else stream)
+            own = self.rngs if _draws_carry(self) else None
+            stream = own if rngs is None else rngs.carry.fork() if isinstance(rngs, Rngs) else rngs
+            initial_carry = self.cell.initialize_carry(step_shape, stream)
             initial_carry = _of_the_batch(inputs, time_axis, batch, initial_carry)
         if seq_lengths is not None:
             seq_lengths = jnp.asarray(seq_lengths)
@@ -809,7 +815,8 @@ class Bidirectional(Module):
         time_major = self.time_major if time_major is None else time_major
         forward, backward = (None, None) if initial_carry is None else initial_carry
         settings: dict[str, Any] = {"seq_lengths": seq_lengths, "time_major": time_major, "return_carry": True}
-        settings["rngs"] = self.rngs if rngs is None else rngs.carry if isinstance(rngs, Rngs) else rngs
+        own = self.rngs if _draws_carry(self.forward_rnn) or _draws_carry(self.backward_rnn) else None
+        settings["rngs"] = own if rngs is None else rngs.carry if isinstance(rngs, Rngs) else rngs
         forward, y = self.forward_rnn(inputs, initial_carry=forward, reverse=False, **settings)
         backward, z = self.backward_rnn(inputs, initial_carry=backward, reverse=True, keep_order=True, **settings)
         merged = self.merge_fn(y, z)

@@ -176,6 +176,24 @@ def test_random_carries():
     jax.tree.map(close, facts(nnx), facts(flax))
 
 
+@pytest.mark.parametrize("name", CELLS)
+def test_a_layer_with_a_carry_of_zeros_uses_up_the_keys_of_the_call(name):
+    """So a dropout that is given the same streams after an RNN, or a Bidirectional, has the same mask."""
+    x = jnp.zeros((2, 1, 3))
+
+    def facts(lib):
+        make = lambda: lib.RNN(getattr(lib, name)(3, 4, rngs=lib.Rngs(0)))
+        found = []
+        for layer in (make(), lib.Bidirectional(make(), make())):
+            rngs, carry = lib.Rngs(7), lib.Rngs(0, carry=5)
+            for streams_of_call in (rngs, carry, rngs.default):
+                layer(x, rngs=streams_of_call)
+            found.append([streams(lib, rngs), streams(lib, carry)])
+        return found
+
+    jax.tree.map(np.testing.assert_array_equal, facts(nnx), facts(flax))
+
+
 @pytest.mark.parametrize(("lengths", "time_major"), [(None, True), ([3, 4], False)], ids=["full", "padded"])
 def test_bidirectional(lengths, time_major):
     x = array(4, 2, 3) if time_major else array(2, 4, 3)
