@@ -44,7 +44,8 @@ def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
     >>> nnx.state(Counter())
     State({'steps': 0})
 
-    A plain list or dict that holds arrays alone stays one, so that ``jax.tree.map`` takes it together with another.
+    A plain list or dict that holds arrays alone, or pytrees of them, stays one, so that ``jax.tree.map`` takes it
+    together with another.
     ``**kwargs`` are those of :func:`dataclasses.field`.
     """
     return _field(True, value, kwargs)

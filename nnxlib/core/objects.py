@@ -27,7 +27,7 @@ import jax
 
 from . import errors
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
-from .data import DECLARED, declares, explicit_mark, is_array, is_data, mark_of, undeclared
+from .data import DECLARED, declares, explicit_mark, is_array, is_data, is_node, mark_of, undeclared
 from .finding import how_to_pass, locate
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
@@ -262,7 +262,7 @@ def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def holds_only_arrays(value: Any) -> bool:
-    """Whether ``value`` is a pytree of built-in containers around arrays, with at least one.
+    """Whether ``value`` is built-in containers around arrays and other pytrees of arrays, with at least one array.
 
     A list or dict of them that is declared data stays what it is: it is there for ``jax.tree.map`` over it and a batch
     or a State, and JAX compares types.
@@ -270,14 +270,19 @@ def holds_only_arrays(value: Any) -> bool:
     stack, seen, arrays = [value], set(), 0
     while stack:
         x = stack.pop()
-        if type(x) is dict and len(set(map(type, x))) <= 1:  # JAX sorts the keys
+        if type(x) is dict:
+            if len(set(map(type, x))) > 1:
+                return False  # JAX sorts the keys
             stack += x.values()
         elif type(x) is list or isinstance(x, tuple):
             stack += x
         elif is_array(x):
             arrays += 1
         elif x is not None:
-            return False
+            leaves = jax.tree.leaves(x, is_leaf=is_node)
+            if not all(map(is_array, leaves)):
+                return False
+            arrays += len(leaves)
         if type(x) in CONTAINERS:
             if id(x) in seen:
                 return False  # it may contain itself

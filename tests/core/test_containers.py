@@ -1,10 +1,12 @@
 """List and Dict: a list and a dict whose changes are seen, that refuse foreign traces, and adopt what is put in."""
 
 import copy
+import dataclasses
 import enum
 import json
 import operator
 import pickle
+from typing import Any
 
 import cloudpickle
 import jax
@@ -613,10 +615,21 @@ def test_an_enum_of_strings_is_a_key():
 
 # --- declared as data -----------------------------------------------------------------------------------------------
 
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Observation:
+    """What an environment of a user returns."""
+
+    image: Any
+    vectors: Any
+
+
 ARRAYS = {
     "dict": lambda x: {"a": x, "b": 2 * x},
     "list": lambda x: [x, 2 * x],
     "nested": lambda x: {"a": [x, (x, {"c": x}), None], "b": 3 * x},
+    "dataclass": lambda x: {"a": Observation(x, {"sizes": x}), "b": [Observation(x, 2 * x)]},
 }
 
 
@@ -687,6 +700,9 @@ OTHERS = {
     "a Module": lambda: [nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2)],
     "a Variable": lambda: {"a": param(), "b": jnp.ones(2)},
     "a setting": lambda: {"a": jnp.ones(2), "b": 3},
+    "a setting in a dataclass": lambda: {"a": Observation(jnp.ones(2), 3)},
+    "a State": lambda: {"a": nnx.State({"kernel": param()})},
+    "a Module in a dataclass": lambda: {"a": Observation(jnp.ones(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0)))},
     "the same list twice": lambda: [[jnp.ones(2)]] * 2,
     "mixed keys": lambda: {"a": jnp.ones(2), 1: jnp.ones(2)},
 }
