@@ -239,6 +239,21 @@ _set_source = State._source.__set__
 _making = threading.RLock()  # held while the levels of a State are made, which several threads may look into
 
 
+class _Pair(tuple[Path, Any]):
+    """A path and its leaf, as iterating a FlatState gives them.
+
+    They have no hash: code that makes a set of a FlatState expects it to hold the paths, and would find none of them.
+    """
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise ArgumentError(
+            "Iterating a FlatState gives pairs of a path and a leaf, which have no hash: for its paths write "
+            "set(flat.paths), for a dict with them as keys dict(flat)."
+        )
+
+
 class FlatState(Sequence[tuple[Path, V]]):
     """The leaves of a State as a sequence of ``(path, leaf)``, and a JAX pytree; a leaf can be looked up by its path.
 
@@ -299,7 +314,7 @@ class FlatState(Sequence[tuple[Path, V]]):
         return len(self._paths)
 
     def __iter__(self) -> Iterator[tuple[Path, V]]:
-        return zip(self._paths, self._leaves)
+        return map(_Pair, zip(self._paths, self._leaves))
 
     def __contains__(self, item: object) -> bool:
         match item:
@@ -361,7 +376,10 @@ class FlatState(Sequence[tuple[Path, V]]):
         from treescope import repr_lib
 
         return repr_lib.render_list_wrapper(
-            object_type=type(self), wrapped_sequence=list(self), path=path, subtree_renderer=subtree_renderer
+            object_type=type(self),
+            wrapped_sequence=list(map(tuple, self)),
+            path=path,
+            subtree_renderer=subtree_renderer,
         )
 
 
@@ -673,4 +691,9 @@ register_pytree(
     lambda flat: ([(jax.tree_util.DictKey(path), leaf) for path, leaf in flat], flat.paths),
     FlatState.from_sorted_keys_values,
     lambda flat: (flat.leaves, flat.paths),
+)
+register_pytree(
+    _Pair,  # like any tuple
+    lambda pair: ([(jax.tree_util.SequenceKey(k), x) for k, x in enumerate(pair)], None),
+    lambda _, children: tuple(children),
 )

@@ -502,6 +502,18 @@ def test_flat_state_is_a_pytree_that_names_paths():
     assert first.key == ("a", 0)
 
 
+def test_pairs_of_a_flat_state_have_no_hash():
+    """A set of them was a set of paths once, so code that selects leaves by it would silently select none."""
+    flat = FlatState([(("a", 0), 1.0), (("b",), 2.0)])
+    with pytest.raises(TypeError, match=r"for its paths write set\(flat.paths\)"):
+        set(flat)
+    assert dict(flat) == {("a", 0): 1.0, ("b",): 2.0}
+    assert list(flat) == [(("a", 0), 1.0), (("b",), 2.0)]
+    assert [*zip(*flat, strict=True)] == [(("a", 0), ("b",)), (1.0, 2.0)]
+    assert jax.tree.leaves(list(flat)) == ["a", 0, 1.0, "b", 2.0]
+    assert jax.tree.map(lambda x: x, list(flat)) == list(flat)
+
+
 def test_flat_state_from_sorted_keys_values():
     """Paths and leaves are taken as they are, one for one."""
     flat = FlatState.from_sorted_keys_values((("a",), ("b",)), [1, 2])
