@@ -15,7 +15,7 @@ import html
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -52,8 +52,8 @@ class CallInfo:
       type: its class.
       method: the name of the method.
       args, kwargs, outputs: with ``jax.ShapeDtypeStruct`` in place of arrays.
-      flops, vjp_flops: estimates, if they were asked for, of all that the call stands for; the second is of the forward
-        and the backward pass.
+      flops, vjp_flops: estimates of all that the call stands for; the second is of the forward and the backward pass.
+        None if they were not asked for, or if the call failed.
       call_order: how many calls began before.
       stacked: how many layers, or runs of one, the call stands for: more than 1 inside ``vmap`` or ``scan``.
     """
@@ -68,7 +68,6 @@ class CallInfo:
     vjp_flops: int | None = None
     call_order: int = 0
     stacked: int = 1
-    programs: list[Callable[[], int]] = field(default_factory=list, repr=False)
 
     @property
     def inputs_repr(self) -> str:
@@ -109,7 +108,7 @@ def tabulate(
 
     Nothing is computed and nothing changes. There is a row for each call, in order, with path, type, inputs, outputs,
     and a column for each type of Variable: those of the Module itself by name, with their metadata, and how many
-    elements and bytes it holds with all below. The name of a method other than ``__call__`` ends the path. Variables
+    elements and bytes it holds with all below it. The name of a method other than ``__call__`` ends the path. Variables
     that an earlier row of the same Module has shown, or that belong to another Module first, are left out. The last row
     has the totals. Layers that ``vmap`` or ``scan`` run over stacked Variables, and a layer that they run again and
     again, such as the cell of an RNN, are one row, marked ``×n``, with the inputs and outputs of one run, and the
@@ -125,8 +124,8 @@ def tabulate(
       row_filter: which rows to show; by default all but random streams.
       columns: which columns to show, in this order: ``path``, ``type``, ``inputs``, ``outputs``, ``flops``,
         ``vjp_flops`` and names of Variable types; all by default.
-      table_kwargs: ``title`` is used; other options of ``rich`` are accepted, and mean nothing here.
-      column_kwargs: accepted, and means nothing here.
+      table_kwargs: ``title`` is used; other options of ``rich`` have no effect.
+      column_kwargs: has no effect.
       console_kwargs: ``width`` is used, in characters: cells are wrapped to fit, to no less than six. The default is
         that of the terminal.
       compute_flops: add a column of estimated floating point operations; lowers each call again.
@@ -242,11 +241,11 @@ def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_fl
     follower = _Follower(flops, vjp_flops, {p: x.get_raw_value() for p, x in _variables_in(obj)})
     with listening(Listener(packed.objects, paths, follower.on_call)):
         eval_shape(call, traced)
-    for row in follower.rows:
+    for row, programs in follower.programs:
         if flops:
-            row.flops = row.stacked * row.programs[0]()
+            row.flops = row.stacked * programs[0]()
         if vjp_flops:
-            row.vjp_flops = row.stacked * row.programs[-1]()
+            row.vjp_flops = row.stacked * programs[-1]()
     return follower.rows
 
 
@@ -269,6 +268,7 @@ class _Follower:
 
     def __init__(self, flops: bool, vjp_flops: bool, stored: Mapping[tuple, Any]):
         self.rows: list[CallInfo] = []
+        self.programs: list[tuple[CallInfo, list[Callable[[], int]]]] = []  # of the calls that returned
         self.stacked: list[int] = [1]  # of the calls that are running
         self.stored = stored
         self.flops, self.vjp_flops = flops, vjp_flops
@@ -288,7 +288,8 @@ class _Follower:
             row.outputs = _shapes(out)
             if packed is not None:
                 with listening(None):
-                    row.programs = [_program(make(call, packed.layout), packed.leaves) for make in wanted]
+                    programs = [_program(make(call, packed.layout), packed.leaves) for make in wanted]
+                self.programs.append((row, programs))
 
         return finish
 

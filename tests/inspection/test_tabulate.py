@@ -290,6 +290,24 @@ def test_flops():
     assert int(by_path[""].replace(",", "")) > 2 * int(by_path["again"])
 
 
+def test_flops_of_a_call_that_failed():
+    """It has none, where its caller went on; the others have theirs."""
+
+    class Tried(nnx.Module):
+        def __init__(self, rngs):
+            self.wide, self.linear = nnx.Linear(5, 2, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+
+        def __call__(self, x):
+            try:
+                return self.wide(x)
+            except LayerInputError:
+                return self.linear(x)
+
+    names = ("path", "flops", "vjp_flops")
+    shown = rows(Tried(nnx.Rngs(0)), X, columns=names, compute_flops=True, compute_vjp_flops=True)
+    assert shown == [("", "54", "154"), ("wide", "", ""), ("linear", "54", "154")]
+
+
 def test_flops_of_a_scan():
     """The body counts as often as it runs, also nested and on the way back."""
     model = Lifted(nnx.Rngs(0))
