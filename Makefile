@@ -64,15 +64,9 @@ check: $(call env,dev)/.installed
 	$(<D)/bin/coverage report
 
 bench: $(call env,bench)/.installed
-	$(<D)/bin/python -m benchmarks.dispatch $(or $(ARGS),--results benchmarks/results)
-	$(<D)/bin/python -m benchmarks.train $(or $(ARGS),--results benchmarks/results)
-	$(<D)/bin/python -m benchmarks.few $(or $(ARGS),--results benchmarks/results)
-	$(<D)/bin/python -m benchmarks.compile $(or $(ARGS),--results benchmarks/results)
-	$(<D)/bin/python -m benchmarks.layers $(or $(ARGS),--results benchmarks/results)
-	$(<D)/bin/python -m benchmarks.structure $(or $(ARGS),--results benchmarks/results)
-	$(<D)/bin/python -m benchmarks.eager $(or $(ARGS),--results benchmarks/results)
-	$(<D)/bin/python -m benchmarks.memory $(or $(ARGS),--results benchmarks/results)
-	$(<D)/bin/python -m benchmarks.imports $(or $(ARGS),--results benchmarks/results)
+	for name in dispatch train few compile layers structure eager memory imports; do \
+		$(<D)/bin/python -m benchmarks.$$name $(or $(ARGS),--results benchmarks/results) || exit 1; \
+	done
 
 clean:
 	rm -rf .venv demo_output gpt_output lstm_output vit_output .coverage .pytest_cache .ruff_cache .hypothesis build dist

@@ -231,8 +231,8 @@ def run(cases: list[tuple[int, str]], rounds: int) -> Report:
             except ModuleNotFoundError:
                 remarks.append(f"Not installed: {label}.")
         gc.disable()
-        samples = {label: [seconds(lower) for lower in [calls[label]]] for label in calls}
-        for _ in range(rounds - 1):
+        samples: dict[str, list[float]] = {label: [] for label in calls}
+        for _ in range(rounds):
             for label, lower in calls.items():
                 samples[label].append(seconds(lower))
         gc.enable()

@@ -49,6 +49,11 @@ class Prepared:
         return self.call()
 
 
+def _parts(call: Call) -> tuple[Callable[[], None], Call]:
+    """What prepares a call, and what is measured of it."""
+    return (call.prepare, call.call) if isinstance(call, Prepared) else (lambda: None, call)
+
+
 @dataclass(frozen=True)
 class Effort:
     """How long to measure: the number of rounds, the seconds of one turn, and the seconds to watch the collector."""
@@ -133,14 +138,10 @@ def _turn(call: Call, seconds: float) -> list[float]:
     clock = time.perf_counter
     call().block_until_ready()
     samples = []
-    if isinstance(call, Prepared):
-        prepare, call = call.prepare, call.call
-    else:
-        prepare = None
+    prepare, call = _parts(call)
     end = clock() + seconds
     while not samples or clock() < end:
-        if prepare is not None:
-            prepare()
+        prepare()
         start = clock()
         call().block_until_ready()
         samples.append(clock() - start)
@@ -149,12 +150,11 @@ def _turn(call: Call, seconds: float) -> list[float]:
 
 def _counted(call: Call) -> int:
     """The calls of one call; the fewer of two, for nnxlib checks the uses number 2, 4, 8... of what it remembers."""
-    if not isinstance(call, Prepared):
-        return min(count_calls(call), count_calls(call))
+    prepare, call = _parts(call)
     counts = []
     for _ in range(2):
-        call.prepare()
-        counts.append(count_calls(call.call))
+        prepare()
+        counts.append(count_calls(call))
     return min(counts)
 
 
