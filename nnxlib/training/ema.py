@@ -37,6 +37,8 @@ class EMA(Pytree):
       decay: between 0 and 1; 0.999 averages over about the last 1,000 updates.
       only: which Variables are averaged, as a filter.
 
+    Attributes: ``params``, a State of the averages at the paths of the model; ``decay`` and ``filter`` as given.
+
     >>> import nnxlib as nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones)
     >>> ema = nnx.EMA(model, decay=0.75, only=nnx.Param)

@@ -72,7 +72,7 @@ class Metric(Pytree):
 
 
 class Average(Metric):
-    """The mean of all values; nan before the first.
+    """The mean of all values; nan before the first value.
 
     Args:
       argname: the keyword under which ``update`` takes the values.
@@ -96,7 +96,11 @@ class Average(Metric):
 
     @boundary
     def update(self, mask: jax.Array | None = None, **kwargs: Any) -> None:
-        """Take in a number or an array of any shape, those of its values that ``mask`` says.
+        """Take in values.
+
+        Args:
+          mask: which values count: true or not zero where they do; broadcasts against them.
+          **kwargs: the values, a number or an array of any shape, under the name ``argname``; others are ignored.
 
         Raises:
           TypeError: if the argument that this metric takes is missing.
@@ -112,12 +116,12 @@ class Average(Metric):
 
 
 class Accuracy(Average):
-    """The fraction of right predictions; nan before the first.
+    """The fraction of right predictions; nan before the first prediction.
 
     Args:
-      threshold: None for classes: the largest of ``logits[..., classes]`` is the prediction for ``labels[...]``. A
-        float for yes or no: it is yes where ``logits[...]`` is at least that, to be compared with ``labels[...]``.
-      *args: ignored, as are ``kwargs``: they are those of :class:`Average`.
+      threshold: None for several classes: the largest of ``logits[..., classes]`` is the prediction for
+        ``labels[...]``. A float for binary classification: the prediction is 1 where ``logits[...]`` is at least that.
+      *args: passed to :class:`Average`, and without effect.
       **kwargs: see ``args``.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
@@ -140,28 +144,34 @@ class Accuracy(Average):
     def update(  # type: ignore[override]  # flax.nnx has this signature
         self, *, logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None, **_: Any
     ) -> None:
-        """Take in predictions, those that ``mask`` (of the shape of ``labels``, or to be broadcast to it) says.
+        """Take in predictions.
+
+        Args:
+          logits: ``[..., classes]``, or ``[...]`` with a threshold.
+          labels: integers ``[...]``; with a threshold also bools.
+          mask: which predictions count: true or not zero where they do; broadcasts against ``labels``.
+          **_: ignored.
 
         Raises:
           ValueError: if ``labels`` is not of integers (or bools, with a threshold), or not of the shape that goes with
             ``logits``; without a threshold, if there is a single class.
         """
         logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-        shape = logits.shape if self.threshold is not None else logits.shape[:-1]
-        if labels.shape != shape or (self.threshold is None and logits.ndim == 0):
+        binary = self.threshold is not None
+        if labels.shape != (logits.shape if binary else logits.shape[:-1]) or (not binary and logits.ndim == 0):
             kind = (
                 "binary classification, labels need the shape of logits"
-                if self.threshold is not None
+                if binary
                 else "multi-class classification, labels need the shape of logits without its last axis"
             )
             found = f"got logits of shape {logits.shape} and labels of shape {labels.shape}"
-            alike = self.threshold is None and labels.shape == logits.shape
+            alike = not binary and labels.shape == logits.shape
             raise UsageError(f"For {kind}; {found}.{_ONE_LOGIT_OR_ONE_HOT if alike else ''}")
-        if self.threshold is None and logits.shape[-1] == 1:
+        if not binary and logits.shape[-1] == 1:
             raise UsageError(f"A single class leaves no choice; got logits of shape {logits.shape}.{_ONE_LOGIT}")
-        if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and self.threshold is not None)):
+        if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and binary)):
             raise UsageError(f"labels have to be integers, got {labels.dtype}.")
-        predicted = jnp.argmax(logits, axis=-1) if self.threshold is None else logits >= self.threshold
+        predicted = logits >= self.threshold if binary else jnp.argmax(logits, axis=-1)
         super().update(mask=mask, **{self.argname: predicted == labels})
 
     def compute(self) -> jax.Array:
@@ -213,7 +223,11 @@ class Welford(Metric):
 
     @boundary
     def update(self, mask: jax.Array | None = None, **kwargs: Any) -> None:
-        """Take in a number or an array of any shape, those of its values that ``mask`` says.
+        """Take in values.
+
+        Args:
+          mask: which values count: true or not zero where they do; broadcasts against them.
+          **kwargs: the values, a number or an array of any shape, under the name ``argname``; others are ignored.
 
         Raises:
           TypeError: if the argument that this metric takes is missing.
@@ -303,7 +317,7 @@ class MultiMetric(Metric):
         return {name: getattr(self, name).compute() for name in self._metric_names}
 
 
-# --- arithmetic -----------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 
 def _zero(*variables: MetricState) -> None:

@@ -3,9 +3,9 @@
 The state of an :class:`Optimizer` is the pytree that ``tx.init`` made, of the very same types, so that it fits whatever
 works on such states (``optax.tree_map_params``). Its leaves are Variables: an :class:`OptVariable` at each place where
 there is a value per parameter (with the metadata of the parameter, so that its sharding and the names of its axes
-follow, where the value has its shape) and an :class:`OptArray` for everything else. Moments that are to be sharded in
-another way than their parameter have their names in its metadata ``optimizer_sharding``. Below ``opt_state`` the path
-of a moment is the path of its parameter::
+follow, where the value has its shape) and an :class:`OptArray` for everything else. If moments are to be sharded in
+another way than their parameter, its metadata ``optimizer_sharding`` names their axes. Below ``opt_state`` the path of
+a moment is the path of its parameter::
 
     optimizer.opt_state[0].mu['layers'][0]['kernel']
     optimizer.opt_state.hyperparams['learning_rate'].value = 1e-4
@@ -256,20 +256,19 @@ class Optimizer(Pytree, Generic[M]):
         error for a ``tx`` that does not reduce them.
         """
 
-        def untrained() -> frozenset[tuple[Any, ...]]:
+        def paths_of_model() -> frozenset[tuple[Any, ...]]:
             return frozenset(to_flat_state(state(model)).paths)
 
         head = f"The gradients do not fit what this optimizer trains (wrt={shown(self.wrt)}); nothing was changed."
         expected, misfit = dict(to_flat_state(params)), None
         try:
-            found = matched(grads, expected, untrained, head, _DIFFERENTIATE)
+            found = matched(grads, expected, paths_of_model, head, _DIFFERENTIATE)
         except StateMismatchError as error:
-            misfit = _not_unpacked(grads)
-            if misfit is not None:
-                raise misfit from None
+            if (mistake := _not_unpacked(grads)) is not None:
+                raise mistake from None
             misfit = error
             try:
-                found = matched(grads, _of_examples(expected, grads), untrained, head, _DIFFERENTIATE)
+                found = matched(grads, _of_examples(expected, grads), paths_of_model, head, _DIFFERENTIATE)
             except StateMismatchError:
                 raise misfit from None
         return map_state(lambda path, _: found[path], params), misfit

@@ -54,9 +54,9 @@ def matched(
     Args:
       given: a State, FlatState, a Module, or any pytree with its items at these paths.
       expected: the leaves that the values are for, by path.
-      ignored: gives the paths of leaves that are not wanted; only called if there are others than the expected ones.
+      ignored: gives the paths of leaves that may be there and are left out; only called if some are not expected.
       head: the first line of the message: what does not fit what.
-      remedy: the last.
+      remedy: the last line: what to do instead.
 
     Raises:
       StateMismatchError: for missing and unexpected paths and for wrong shapes.
@@ -72,8 +72,8 @@ def matched(
         if path not in expected and not _is_within(path, expected):
             others[path] = leaf
     if others:
-        unwanted = ignored()
-        others = {path: plain_value(leaf) for path, leaf in others.items() if not _is_within(path, unwanted)}
+        left_out = ignored()
+        others = {path: plain_value(leaf) for path, leaf in others.items() if not _is_within(path, left_out)}
     differences = leaf_differences(expected, found | others)
     refuse([x for x in differences if x.kind != "dtype"], head, remedy)
     return found
