@@ -45,7 +45,7 @@ F = TypeVar("F", bound=Callable)
 
 
 class AttrPriority(enum.IntEnum):
-    """Which attribute names a part that is in several: the first by priority, then by name.
+    """Which attribute gives a part its name, if several hold it: the first by priority, then by name.
 
     >>> sorted(nnx.bridge.AttrPriority)[0].name
     'HIGH'
@@ -66,7 +66,7 @@ class Scope(Pytree):
 
 @dataclasses.dataclass
 class ModuleStackEntry:
-    """A Module that is run, or whose ``setup`` or compact method is; how many parts of each class it has named."""
+    """A Module that is run, or whose ``setup`` or compact method is; ``type_counter`` counts the parts named so far."""
 
     module: Module
     in_compact: bool
@@ -82,7 +82,7 @@ class ModuleContext:
 
     @property
     def module_stack(self) -> tuple[ModuleStackEntry | None, ...]:
-        """An entry for each, the innermost last, after a None for there being none."""
+        """An entry for each, the innermost last. The first is None: no Module."""
         return _stack.get()
 
 
@@ -90,12 +90,12 @@ MODULE_CONTEXT = ModuleContext()
 
 
 def current_context() -> ModuleStackEntry | None:
-    """Return the entry of the Module whose ``setup`` or compact method is running, or of the one that is run."""
+    """Return the entry of :func:`current_module`, None if there is none."""
     return _stack.get()[-1]
 
 
 def current_module() -> Module | None:
-    """Return the Module whose ``setup`` or compact method is running, or the one that is run."""
+    """Return the Module whose ``setup`` or compact method is running, else the one that is run, else None."""
     entry = current_context()
     return None if entry is None else entry.module
 
@@ -164,7 +164,7 @@ class Module(core.Module):
             _take_over(attributes_of(self)[name], waiting, self.scope)
 
     def set_attr_priority(self, name: str, value: AttrPriority | int) -> None:
-        """Say how early an attribute is asked for the name of a part that is in others, too.
+        """Set the priority with which an attribute gives a part its name, if other attributes hold it, too.
 
         >>> class Tied(nnx.bridge.Module):
         ...   def setup(self):
@@ -180,12 +180,13 @@ class Module(core.Module):
     # --- in a run ---
 
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, unbox: bool = True, **kwargs: Any) -> Any:
-        """Return the Param of this name; made by ``init_fn(key, *init_args)`` if there is none.
+        """Return the Param of this name; if there is none, ``init_fn(key, *init_args)`` makes it.
 
         A Param keeps the metadata that comes with its value: ``unbox`` has no effect.
 
         Raises:
-          StateMismatchError: if the one that there is has another shape than ``init_fn`` gives it.
+          StateMismatchError: if the Param has another shape than ``init_fn`` gives, or the given variables lack it.
+          ValueError: if there is none, and the Module is not run.
         """
         found = attributes_of(self).get(name)
         if isinstance(found, Variable) and self.scope is not None and not self.scope.initializing:
@@ -211,9 +212,12 @@ class Module(core.Module):
         unbox: bool = True,
         **kw: Any,
     ) -> Any:
-        """Return the Variable of this name; made by ``init_fn(*init_args)`` for this collection if there is none.
+        """Return the Variable of this name; if there is none, ``init_fn(*init_args)`` makes it for this collection.
 
         ``unbox`` has no effect, as in :meth:`param`.
+
+        Raises:
+          ValueError: if there is none, and the Module is not run.
         """
         return self._variable(col, name, lambda: None if init_fn is None else init_fn(*init_args, **kw))
 
@@ -233,7 +237,11 @@ class Module(core.Module):
         return variable
 
     def make_rng(self, name: str = "default") -> Any:
-        """Return a key from a random stream of the run."""
+        """Return a key from a random stream of the run.
+
+        Raises:
+          ValueError: if the Module is not run.
+        """
         if self.scope is None:
             raise errors.UsageError(_NOT_RUNNING.format(kind=type(self).__name__, what="draw a key"))
         return self.scope.rngs[name]()
@@ -268,7 +276,7 @@ class Module(core.Module):
         mutable: Any = True,
         **kw: Any,
     ) -> Any:
-        """Return what the call returns, and all variables that it makes, whatever is ``mutable``; see :meth:`init`."""
+        """Return what the call returns, and all variables that it makes, as :meth:`init`; ``mutable`` has no effect."""
         return self._run({}, Scope(_rngs(rngs), True, True), method, args, kw)
 
     def apply(
@@ -309,8 +317,11 @@ def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None =
     """Make a Module a part of the Module that is running.
 
     Args:
-      factory: makes the Module of random streams.
+      factory: makes the Module from random streams.
       name: its name, in a compact method; in ``setup`` it is that of the attribute.
+
+    Raises:
+      ValueError: if no ``setup`` or compact method is running.
     """
     entry = _entry("nnx_in_bridge_mdl")
     scope: Any = entry.module.scope

@@ -39,7 +39,7 @@ class ToLinen(flax.linen.Module):
       nnx_class: the class, or a function that returns a Module; it is called with ``args``, ``kwargs`` and ``rngs``.
       args, kwargs: the arguments of the constructor.
       skip_rng: whether the constructor takes no ``rngs``.
-      metadata_fn: makes of a Variable what Linen keeps of it; None keeps the bare value.
+      metadata_fn: turns a Variable into what Linen keeps of it; None keeps the bare value.
 
     >>> model = nnx.bridge.ToLinen(nnx.Linear, args=(3, 4))
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -48,8 +48,8 @@ class ToLinen(flax.linen.Module):
     >>> model.apply(variables, jnp.ones((2, 3))).shape
     (2, 4)
 
-    Random streams are those of ``rngs``. At ``init`` another one gets keys that are derived from those for ``params``,
-    to which Linen falls back, too. At ``apply`` it draws the same keys each time, and warns.
+    Random streams are those of ``rngs``. At ``init``, another one gets keys derived from those for ``params``, as in
+    Linen; at ``apply``, it draws the same keys each time, with a warning.
 
     Raises:
       StateMismatchError: if the variables lack a Param of the Module, or have one of another shape.
@@ -205,8 +205,8 @@ def to_linen(
 ) -> ToLinen:
     """Return the Module that ``nnx_class(*args, **kwargs, rngs=rngs)`` makes as a Linen module; see :class:`ToLinen`.
 
-    ``name`` is its name within another Linen module. ``abstract_init`` is taken and has no effect: what is computed and
-    replaced costs nothing under ``jax.jit``.
+    ``name`` is its name within another Linen module. ``abstract_init`` has no effect: under ``jax.jit``, what is
+    computed and then replaced costs nothing.
 
     >>> from flax import linen as nn
     >>> class Model(nn.Module):
@@ -226,7 +226,7 @@ def to_linen_class(
     base_skip_rng: bool = False,
     **partial_kwargs: Any,
 ) -> type[ToLinen]:
-    """Return a class of Linen modules that takes the arguments of a Module class, some of which may be given here.
+    """Return a class of Linen modules that takes the arguments of a Module class; some may be given here.
 
     >>> Dense = nnx.bridge.to_linen_class(nnx.Linear, use_bias=False)
     >>> Dense(3, out_features=4, name='inner').init(jax.random.key(0), jnp.ones((1, 3)))['params']['kernel'].shape
@@ -253,7 +253,7 @@ def to_linen_class(
         ToLinen.__init__(self, nnx_class, args, kwargs, skip_rng, metadata_fn, name=name, **given)
 
     ToLinenPartial.__init__ = __init__  # Linen, which makes dataclasses of its modules, would replace one in the class
-    ToLinenPartial.__name__ = ToLinenPartial.__qualname__ = "ToLinenPartial"
+    ToLinenPartial.__qualname__ = "ToLinenPartial"
     return ToLinenPartial
 
 

@@ -223,8 +223,8 @@ def lazy_init(fn: Any, *args: Any, **kwargs: Any) -> Any:
     root = getattr(root, "__self__", root)
     if not isinstance(root, Module):
         raise errors.UsageError(
-            f"lazy_init takes a Module or a method of one, whose {ToNNX.__name__} parts it can find: "
-            f"lazy_init(model, x) or lazy_init(model.encode, x). It got {fn!r}."
+            "lazy_init takes a Module or a method of one, whose ToNNX parts it can find: lazy_init(model, x) or "
+            f"lazy_init(model.encode, x). It got {fn!r}."
         )
     with initializing(all_in(root).values()):
         fn(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The names that flax.nnx has in ``bridge.wrappers``: an alias, no logic."""
+"""The names that flax.nnx has in ``bridge.wrappers``: aliases, no logic."""
 
 from .functional import Functional as Functional
 from .functional import functional as functional

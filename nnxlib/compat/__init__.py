@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "backup_keys":
         return __getattr__("rnglib").backup_keys
-    flax = importlib.import_module(".flax", __name__)  # which lies above all
+    flax = importlib.import_module(".flax", __name__)  # only now: it imports all of nnxlib
     found = getattr(flax, name)
     return functools.partial(found, graph=True, graph_updates=True) if name in flax.functional.TRANSFORMS else found
 
