@@ -106,7 +106,7 @@ def _dimension_numbers(ndim: int) -> lax.ConvDimensionNumbers:
 
 
 def _conv_dimension_numbers(input_shape: tuple[int, ...]) -> lax.ConvDimensionNumbers:
-    """The name of flax.nnx, for code that computes a convolution itself."""
+    """A name that flax.nnx has, for code that computes a convolution itself."""
     return _dimension_numbers(len(input_shape))
 
 
@@ -172,13 +172,13 @@ class Conv(Module):
     Attributes: ``kernel`` of shape ``[*kernel_size, in_features // feature_group_count, out_features]``, ``bias`` of
     shape ``[out_features]`` or ``None``.
 
-    Raises:
-      ValueError: if the groups do not divide the channels.
-
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> layer = nnx.Conv(3, 8, kernel_size=(5, 5), strides=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((16, 28, 28, 3))).shape, layer.kernel.shape
     ((16, 14, 14, 8), (5, 5, 3, 8))
+
+    Raises:
+      ValueError: if the groups do not divide the channels.
     """
 
     kernel: Param[Array]
@@ -238,7 +238,7 @@ class Conv(Module):
     _nnx_sizes = _sizes
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """Convolve ``inputs`` of shape ``[*batch, *spatial, in_features]``: ``[*batch, *spatial', out_features]``.
+        """Map ``inputs`` of shape ``[*batch, *spatial, in_features]`` to ``[*batch, *spatial', out_features]``.
 
         Raises:
           LayerInputError: if the input has too few axes, or not ``in_features`` channels.
@@ -396,9 +396,8 @@ class ConvTranspose(Module):
 def _wrap(y: Array, periods: tuple[int, ...], transpose_kernel: bool) -> Array:
     """Fold each spatial axis onto one period, adding what overlaps, with the kernel's centre at its position."""
     for axis, period in enumerate(periods, start=1):
-        excess = (period - y.shape[axis]) % (
-            2 * period
-        )  # an odd number of periods, so that the middle one stays in place
+        # To an odd number of periods, so that the middle one stays in place.
+        excess = (period - y.shape[axis]) % (2 * period)
         before = excess // 2 if transpose_kernel else (excess + 1) // 2
         widths = [(0, 0)] * y.ndim
         widths[axis] = (before, excess - before)

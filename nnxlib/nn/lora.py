@@ -142,7 +142,7 @@ class LoRA(Module):
         if base.shape != out.shape:
             raise UsageError(
                 f"LoRA {self._nnx_sizes()} adds {describe(out)} to the output of its base, which is {describe(base)}: "
-                f"give it the base's sizes."
+                "give it the base's sizes."
             )
         return _sum(out, base)
 

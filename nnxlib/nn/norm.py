@@ -2,9 +2,8 @@
 
 All of them compute ``y = (x - mean) / sqrt(var + epsilon) * scale + bias`` and differ in the axes over which mean and
 variance are taken. Statistics are computed in float32 at least, whatever the dtype of the input, and the result is cast
-at the end. ``use_fast_variance`` computes the variance as ``E[x**2] - E[x]**2``, clipped at 0: one pass over the data,
-less exact when the mean is large against the deviation. Where no element counts, since a mask excludes all of them or
-there are none, mean and variance are 0, and running statistics stay as they are; 0 / 0 would be in them for ever.
+at the end. Where no element counts, because a mask excludes all of them or there are none, mean and variance are 0, and
+running statistics stay as they are; 0 / 0 would be in them for ever.
 
 The arithmetic is three formulas: :func:`moments` or :func:`mean_square`, then :func:`normalize`. They are made of
 compiled steps of a few operations: so an eager call is fast, and rounds as it would operation by operation
@@ -40,7 +39,7 @@ def _absolute(axes: Axes, ndim: int) -> tuple[int, ...]:
 
 @step()
 def squared(x: Array) -> Array:
-    """The square of a number, that of the magnitude if it is complex."""
+    """The square of each number; of a complex one, that of its magnitude."""
     return lax.square(lax.real(x)) + lax.square(lax.imag(x)) if jnp.iscomplexobj(x) else lax.square(x)
 
 
@@ -108,7 +107,7 @@ def moments(
       axes: axes to reduce.
       axis_name: name of a mapped axis (``vmap``, ``pmap``, ``shard_map``) to average over as well.
       axis_index_groups: groups of indices of that axis that are averaged separately.
-      use_fast_variance: see the top of this file.
+      use_fast_variance: as in :class:`BatchNorm`.
     """
     x = convert(x, at_least_float32(x.dtype))
     over = (_mask_of(x, mask), axes, axis_name, axis_index_groups)
@@ -202,7 +201,7 @@ def _affine(
     return Param(drawn(init, rngs, shape, dtype), **metadata) if used else None
 
 
-def _of_statistics(layer: Any) -> dict[str, Any]:
+def _moments_settings(layer: Any) -> dict[str, Any]:
     """The settings of a layer that :func:`moments` takes."""
     return {
         "axis_name": layer.axis_name,
@@ -233,7 +232,8 @@ class BatchNorm(Module):
       bias_init, scale_init: initializers.
       axis_name: name of a mapped axis over which the batch is spread, to take statistics over the whole batch.
       axis_index_groups: groups of indices of that axis that take statistics separately.
-      use_fast_variance: see the top of this file.
+      use_fast_variance: whether to compute the variance as ``E[x**2] - E[x]**2``, clipped at 0: in one pass over the
+        data, but less exact where the mean is large against the deviation.
       promote_dtype: what brings ``(x, mean, var, scale, bias)`` to one dtype.
       rngs: the stream ``params`` gives one key for the scale and one for the bias.
       bias_metadata, scale_metadata: metadata of the Params.
@@ -320,7 +320,7 @@ class BatchNorm(Module):
         axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
         x, mean, var, scale, bias = self.promote_dtype((x, running_mean, running_var, scale, bias), dtype=self.dtype)
         if not use_running:
-            mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
+            mean, var = moments(x, mask, axes=axes, **_moments_settings(self))
             counts = _counts(x, _mask_of(x, mask), axes, self.axis_name, self.axis_index_groups)
             for statistic, running, batch in (self.mean, running_mean, mean), (self.var, running_var, var):
                 statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum, counts))
@@ -381,7 +381,7 @@ class LayerNorm(Module):
       feature_axes: axes that scale and bias have.
       axis_name: name of a mapped axis over which the features are spread.
       axis_index_groups: groups of indices of that axis that take statistics separately.
-      use_fast_variance: see the top of this file.
+      use_fast_variance: as in :class:`BatchNorm`.
       promote_dtype: what brings ``(x, scale, bias)`` to one dtype.
       rngs: the stream ``params`` gives one key for the scale and one for the bias.
       bias_metadata, scale_metadata: metadata of the Params.
@@ -448,7 +448,7 @@ class LayerNorm(Module):
         feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale, bias=bias)
         axes = _absolute(self.reduction_axes, x.ndim)
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
-        mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
+        mean, var = moments(x, mask, axes=axes, **_moments_settings(self))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
 
@@ -457,7 +457,7 @@ class RMSNorm(Module):
 
     Zhang & Sennrich, "Root mean square layer normalization", https://arxiv.org/abs/1910.07467.
 
-    Arguments as :class:`LayerNorm`, without a bias.
+    Arguments as :class:`LayerNorm`, without a bias; ``use_fast_variance`` has no effect, since no mean is subtracted.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> y = nnx.RMSNorm(2, rngs=nnx.Rngs(0))(jnp.array([[1., 7.]]))
@@ -612,7 +612,7 @@ class GroupNorm(Module):
             raise UsageError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
         x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
         others = tuple([a for a in axes if a != feature_axis])
-        mean, var = _group_moments(x, mask, groups=self.num_groups, axes=others, **_of_statistics(self))
+        mean, var = _group_moments(x, mask, groups=self.num_groups, axes=others, **_moments_settings(self))
         return normalize(x, mean, var, scale, bias, axes=others, feature_axes=(feature_axis,), epsilon=self.epsilon)
 
 
@@ -707,5 +707,5 @@ class InstanceNorm(Module):
             )
         axes = tuple([a for a in range(1, x.ndim) if a not in feature_axes])
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
-        mean, var = moments(x, mask, axes=axes, **_of_statistics(self))
+        mean, var = moments(x, mask, axes=axes, **_moments_settings(self))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)

@@ -119,7 +119,8 @@ class _VectorCell(RNNCellBase):
 
         Args:
           input_shape: shape of the input of one step.
-          rngs: where an initializer draws from: the stream ``carry``, one key for each vector. Zeros use them up, too.
+          rngs: the stream ``carry`` gives one key for each vector; also for zeros, which need none, so that the keys
+            drawn later are those of flax.nnx.
           carry_init: initializer to use instead of the cell's own.
 
         Raises:
@@ -232,7 +233,7 @@ class SimpleCell(_VectorCell):
       hidden_features: size of the carry and of the output.
       dtype: what the linear maps compute in (``None``: inferred from input and parameters).
       param_dtype: what parameters, and a fresh carry, are stored in.
-      carry_init: initializer of the carry; ``None``: zeros, for which no key is drawn.
+      carry_init: initializer of the carry; ``None``: zeros.
       residual: whether ``h`` itself is added inside of the activation.
       activation_fn: the nonlinearity.
       kernel_init, recurrent_kernel_init, bias_init: initializers.
@@ -523,7 +524,7 @@ class RNN(Module):
     """A cell, applied along the time axis of its input.
 
     Args:
-      cell: a Module as described at the top of this file, such as :class:`LSTMCell`.
+      cell: a Module such as :class:`LSTMCell`, with what :class:`RNNCellBase` has.
       time_major: whether the time axis is the first of the input, and not the one after the batch axes.
       return_carry: whether to return ``(carry, outputs)``, and not the outputs only.
       reverse: whether to go from the end of each sequence to its beginning.
@@ -533,10 +534,10 @@ class RNN(Module):
         step to step: ``nnx.StateAxes({...: nnx.Carry})``.
       broadcast_rngs: filter of the random streams in the cell that give each step the same keys: with ``'dropout'``,
         the dropout mask of a sequence is the same at each time (Gal & Ghahramani, https://arxiv.org/abs/1512.05287).
-      rngs: where to draw an initial carry from, if the cell draws one; the RNN keeps a fork of the stream ``carry``.
+      rngs: where a cell that draws its initial carry draws it from; the RNN keeps a fork of the stream ``carry``.
         ``True`` is a stream with the seed 0, ``False`` none.
 
-    The carry keeps the dtype that it begins with.
+    The carry keeps its initial dtype.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> rnn = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)))
@@ -594,10 +595,10 @@ class RNN(Module):
         keep_order: bool | None = None,
         rngs: Rngs | RngStream | None = None,
     ) -> Any:
-        """Run the cell over ``inputs`` of shape ``[*batch, time, *features]`` (``[time, *batch, *features]``).
+        """Run the cell over sequences.
 
         Args:
-          inputs: the sequences.
+          inputs: the sequences, ``[*batch, time, *features]``, or ``[time, *batch, *features]`` with ``time_major``.
           initial_carry: the carry to begin with; by default what the cell initializes.
           seq_lengths: integers of shape ``[*batch]``: the length of each sequence, without its padding. A sequence of
             length 0 returns the carry it began with.

@@ -45,16 +45,15 @@ from .settings import as_tuple, frozen, key_of
 
 
 class _Reparametrised(Module):
-    """A wrapper of a Module; a subclass says in ``_normalised`` what is to be called with which weights."""
+    """A wrapper that calls a Module with other weights than it holds."""
 
     layer_instance: Module
 
-    def _normalised(self, update_stats: bool) -> list[tuple[Param, Array]]:
-        raise NotImplementedError
+    def _call_with(self, weights_of: Callable[[Any], list[tuple[Param, Array]]], args: tuple, kwargs: dict) -> Any:
+        """Call the layer with the weights that ``weights_of`` gives for the Params of a copy of this wrapper."""
 
-    def _call_layer(self, update_stats: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # of a copy
-            weights = self._normalised(update_stats)
+            weights = weights_of(self)
             own = [param.get_raw_value() for param, _ in weights]
             for param, value in weights:
                 param.set_raw_value(value)
@@ -216,7 +215,8 @@ class SpectralNorm(_Reparametrised):
           update_stats: whether to store ``u`` and ``sigma``; overrides the attribute.
           **kwargs: passed on.
         """
-        return self._call_layer(not self.use_running_average if update_stats is None else update_stats, (x,), kwargs)
+        update = not self.use_running_average if update_stats is None else update_stats
+        return self._call_with(lambda copy: copy._normalised(update), (x,), kwargs)
 
     def _normalised(self, update_stats: bool) -> list[tuple[Param, Array]]:
         found = []
@@ -331,9 +331,9 @@ class WeightNorm(_Reparametrised):
         Raises:
           ValueError: if the layer has got a weight that it did not have when it was wrapped.
         """
-        return self._call_layer(False, (x, *args), kwargs)
+        return self._call_with(lambda copy: copy._normalised(), (x, *args), kwargs)
 
-    def _normalised(self, update_stats: bool) -> list[tuple[Param, Array]]:
+    def _normalised(self) -> list[tuple[Param, Array]]:
         found, takes = [], to_predicate(self.variable_filter)
         for path, param in _params(self.layer_instance):
             if takes(path, param):

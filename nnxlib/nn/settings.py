@@ -1,4 +1,4 @@
-"""What layers share: default initializers, keys, metadata, settings in one form, adding a bias, a message."""
+"""What layers share: default initializers, drawing parameters, metadata, immutable settings, biases, a message."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def aligned(x: Array, ndim: int) -> Array:
 
 
 def as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+    """A size or an axis, or several, as a tuple."""
     return (x,) if isinstance(x, int | float | np.number) else tuple(x)  # a float is refused where it is used
 
 

@@ -53,7 +53,7 @@ class Stack(Module):
 
     Call it as you would call a layer: what a layer returns is the first argument of the next; all other arguments go
     to each layer as they are (arrays, Modules, and Python values, which stay Python values). State inside the layers
-    (dropout, batch statistics, ``sow``), and in Modules among the arguments, changes as in a Python loop.
+    (dropout, batch statistics, ``sow``), and in Modules among the arguments, changes as it would in a Python loop.
 
     ``stack[3]`` is a layer, ``stack[2:5]`` a Stack, both with copies of the values; ``stack[3] = layer`` writes the
     values of a layer into the stack. ``for layer in stack`` goes over the layers.
@@ -219,7 +219,7 @@ class Stack(Module):
 
 _FROM_LAYERS = "Pass a layer built like those of the Stack; nnx.Stack.from_layers makes a Stack of others."
 _LAYERS = StateAxes([(lambda path, leaf: path[0] == "layers", 0), (..., None)])  # of the stack itself: for the paths
-# What changes in a Variable among the further arguments, the next layer finds; the rest is passed whole.
+# A change of a Variable in the other arguments reaches the next layer; what does not change is passed whole.
 _AS_IN_A_LOOP = StateAxes({Variable: Carry, ...: None})
 
 
