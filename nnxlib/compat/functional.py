@@ -54,14 +54,10 @@ def _refuse_filters(transform: str, options: dict[str, Any]) -> None:
                 )
 
 
-def _always(*_: Any) -> bool:
-    return True
-
-
 def _refuse_shared(
-    transform: str, places: dict[str, Any], is_refused: Callable[[nnxlib.Variable, list], bool] = _always
+    transform: str, places: dict[str, Any], is_refused: Callable[[nnxlib.Variable, list], bool] = lambda *_: True
 ) -> None:
-    """Refuse Variables with several paths, if each, and the first keys of its paths, ``is_refused``."""
+    """Refuse Variables with several paths, those for which ``is_refused(variable, first keys of its paths)``."""
     for paths in nnxlib.find_duplicates(places):
         for below, x in nnxlib.iter_graph(dict(nnxlib.iter_graph(places))[paths[0]]):
             if isinstance(x, nnxlib.Variable) and is_refused(x, [path[0] for path in paths]):
