@@ -95,7 +95,11 @@ def current_context() -> ModuleStackEntry | None:
 
 
 def current_module() -> Module | None:
-    """Return the Module whose ``setup`` or compact method is running, else the one that is run, else None."""
+    """Return the Module whose ``setup`` or compact method is running, else the one that is run, else None.
+
+    >>> nnx.bridge.current_module() is None
+    True
+    """
     entry = current_context()
     return None if entry is None else entry.module
 
@@ -110,7 +114,15 @@ def _running(entry: ModuleStackEntry) -> Iterator[None]:
 
 
 def compact(f: F) -> F:
-    """Let a method of a :class:`Module` make parameters and parts where it uses them."""
+    """Let a method of a :class:`Module` make parameters and parts where it uses them.
+
+    >>> class Scale(nnx.bridge.Module):
+    ...   @nnx.bridge.compact
+    ...   def __call__(self, x):
+    ...     return x * self.param('scale', nnx.initializers.ones, x.shape[-1:])
+    >>> Scale().init(0, jnp.zeros((2, 3)))
+    {'params': {'scale': Array([1., 1., 1.], dtype=float32)}}
+    """
 
     @functools.wraps(f)
     def method(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -320,6 +332,13 @@ def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None =
       factory: makes the Module from random streams.
       name: its name, in a compact method; in ``setup`` it is that of the attribute.
 
+    >>> class Model(nnx.bridge.Module):
+    ...   @nnx.bridge.compact
+    ...   def __call__(self, x):
+    ...     return nnx.bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 2, rngs=rngs), name='out')(x)
+    >>> Model().init(0, jnp.ones((1, 3)))['params']['out']['kernel'].shape
+    (3, 2)
+
     Raises:
       ValueError: if no ``setup`` or compact method is running.
     """
@@ -333,7 +352,16 @@ def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None =
 
 
 def linen_in_bridge_mdl(linen_module: flax.linen.Module, name: str | None = None) -> core.Module:
-    """Make a Linen module a part of the Module that is running; ``name`` as in :func:`nnx_in_bridge_mdl`."""
+    """Make a Linen module a part of the Module that is running; ``name`` and errors as in :func:`nnx_in_bridge_mdl`.
+
+    >>> from flax import linen as nn
+    >>> class Model(nnx.bridge.Module):
+    ...   @nnx.bridge.compact
+    ...   def __call__(self, x):
+    ...     return nnx.bridge.linen_in_bridge_mdl(nn.Dense(2), name='out')(x)
+    >>> Model().init(0, jnp.ones((1, 3)))['params']['out']['kernel'].shape
+    (3, 2)
+    """
     entry = _entry("linen_in_bridge_mdl")
     scope: Any = entry.module.scope
     part = ToNNX(linen_module, rngs=scope.rngs)

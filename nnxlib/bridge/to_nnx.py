@@ -91,6 +91,9 @@ class ToNNX(Module):
     ('BatchStat', [0.01, 0.01, 0.01])
 
     Other methods are called by name: ``model.encode(x)`` is ``model(x, method='encode')``.
+
+    Raises:
+      TypeError: if ``module`` is not a Linen module.
     """
 
     def __init__(self, module: flax.linen.Module, rngs: Rngs | jax.Array | None = None):

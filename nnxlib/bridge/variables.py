@@ -156,7 +156,7 @@ def to_linen_var(vs: Variable) -> Any:
 
 
 def unboxed(col: str, x: Any) -> tuple[type[Variable], Any, dict[str, Any]]:
-    """The type, the value and the metadata that a value has in a collection; see :func:`to_nnx_var`."""
+    """The type, the value and the metadata that a value has in a collection; errors as of :func:`to_nnx_var`."""
     kind = variable_type_from_name(col, allow_register=True)
     if isinstance(x, NNXMeta):
         if x.var_type is not kind:
@@ -225,6 +225,9 @@ def nnx_attrs_to_linen_vars(nnx_attrs: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> nnx.bridge.variables.nnx_attrs_to_linen_vars({'a': {'w': nnx.Param(1.0), 'mean': nnx.BatchStat(0.0)}})
     {'params': {'a': {'w': 1.0}}, 'batch_stats': {'a': {'mean': 0.0}}}
+
+    Raises:
+      TypeError: if a leaf is not a Variable.
     """
     leaves = {}
     for path, variable in flatten_mapping(nnx_attrs).items():

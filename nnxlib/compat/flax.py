@@ -74,11 +74,26 @@ class _Mode:
 
 
 class set_graph_mode(_Mode):
-    """Whether calls that do not say otherwise are in graph mode."""
+    """Whether calls that do not say otherwise are in graph mode.
+
+    >>> from nnxlib.compat import flax as nnx
+    >>> with nnx.set_graph_mode(False):
+    ...   nnx.set_graph_mode.current()
+    False
+    """
 
 
 class set_graph_updates(_Mode):
-    """Whether calls that do not say otherwise carry changes of structure."""
+    """Whether transforms that do not say otherwise carry changes of structure; asked when a transform is made.
+
+    >>> from nnxlib.compat import flax as nnx
+    >>> with nnx.set_graph_updates(False):
+    ...   attach = nnx.jit(lambda model: model.update(seen=jnp.ones(())))
+    >>> model = nnx.Dict()
+    >>> attach(model)
+    >>> len(model)
+    0
+    """
 
 
 def with_vars(
@@ -96,6 +111,10 @@ def with_vars(
 
     Variables that have them already, and those that the filter does not take, are not copied. ``mutable`` has no
     effect: a Variable can always be written.
+
+    >>> from nnxlib.compat import flax as nnx
+    >>> nnx.with_vars(nnx.Dict(w=nnx.Param(1.0)), ref=True)['w'].ref
+    True
 
     Raises:
       ValueError: for a Variable with two paths that would be copied, unless ``allow_duplicates``.

@@ -42,6 +42,11 @@ class Diff(Entries[Difference]):
     Each has a ``path``, a ``kind``, and how it was ``before`` and is ``after``, as text. The kinds are those of
     structure (``added``, ``removed``, ``type``, ``static``, ``sharing``, ``declaration``, ``order``), ``metadata``,
     ``shape``, ``dtype`` and ``value``.
+
+    >>> import nnxlib as nnx
+    >>> found = nnx.diff(nnx.Dict(rate=0.1), nnx.Dict(rate=0.2))
+    >>> [(x.path, x.kind) for x in found]
+    [(('rate',), 'static')]
     """
 
     def _rows(self) -> list[tuple[str, ...]]:

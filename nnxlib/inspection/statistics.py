@@ -70,7 +70,13 @@ class ValueStatistics:
 
 
 class Statistics(Entries[ValueStatistics]):
-    """What :func:`statistics` returns: an entry for each array, in the order of the paths."""
+    """What :func:`statistics` returns: an entry for each array, in the order of the paths.
+
+    >>> import nnxlib as nnx
+    >>> found = nnx.statistics({'a': jnp.zeros(2), 'b': jnp.ones(3)})
+    >>> [x.size for x in found], found[0].zeros
+    ([2, 3], 2)
+    """
 
     def __repr__(self) -> str:
         return self._text(_rows(self[:MOST_ROWS], _COLUMNS), _RIGHT)

@@ -57,7 +57,14 @@ A = TypeVar("A")
 
 
 class OptState(Variable[A]):
-    """State of an optimizer."""
+    """State of an optimizer.
+
+    >>> import nnxlib as nnx, optax
+    >>> optimizer = nnx.Optimizer(nnx.Dict(w=nnx.Param(1.0)), optax.adam(0.1), wrt=nnx.Param)
+    >>> adam = optimizer.opt_state[0]
+    >>> type(adam.count).__name__, type(adam.mu['w']).__name__
+    ('OptArray', 'OptVariable')
+    """
 
 
 class OptArray(OptState[A]):
