@@ -36,18 +36,11 @@ from .dtypes import Array, Dtype, at_least_float32, broadcasts, input_error, pro
 from .initializers import Initializer
 from .linear import LinearGeneral
 from .norm import LayerNorm
-from .settings import NO_METADATA, Metadata, aligned, as_tuple, default_kernel_init, frozen
+from .settings import NO_METADATA, NO_MODE, Metadata, aligned, as_tuple, default_kernel_init, frozen, given
 
 _NOTHING_TO_DROP_WITH = """\
 `deterministic` is False, but MultiHeadAttention has no stream to draw from. Pass `rngs` to the call:
 attention(x, rngs=rngs), or let the layer keep a stream: nnx.MultiHeadAttention(..., keep_rngs=True, rngs=rngs)."""
-
-_NO_MODE = """\
-No `deterministic` argument was provided to MultiHeadAttention, which has a dropout_rate. One of these says it:
-
-1. Pass `deterministic` to the constructor: nnx.MultiHeadAttention(..., deterministic=False)
-2. Pass it to the call: attention(x, deterministic=False)
-3. Set it on the whole model: model.train() or model.eval()"""
 
 _NO_CACHE = """\
 Autoregressive cache not initialized: before the first call with decode=True write
@@ -801,7 +794,7 @@ class MultiHeadAttention(Module):
         deterministic, dropout_rng = self._dropout(deterministic, rngs)
 
         # By name, and only if given: any Module may take the place of a projection.
-        qkv_settings = {} if qkv_sharding is None else {"out_sharding": qkv_sharding}
+        qkv_settings = given(out_sharding=qkv_sharding)
         query = self.query(inputs_q, **qkv_settings)
         key = self.key(inputs_k, **qkv_settings)
         value = self.value(inputs_v, **qkv_settings)
@@ -828,12 +821,12 @@ class MultiHeadAttention(Module):
             precision=self.precision,
             module=self if sow_weights else None,
             is_causal=is_causal,
-            **({} if input_positions is None else {"input_positions": input_positions}),
+            **given(input_positions=input_positions),
         )
         if cache is not None:  # written last: a call that fails leaves the cache as it was
             for variable, new in zip((self.cached_key, self.cached_value, self.cache_index), cache):
                 variable.set_value(new)  # type: ignore[union-attr]  # there is a cache, or extending it had raised
-        return self.out(attended) if out_sharding is None else self.out(attended, out_sharding=out_sharding)
+        return self.out(attended, **given(out_sharding=out_sharding))
 
     def _inputs_of_keys_and_values(self, inputs_q: Array, inputs_k: Any, inputs_v: Any) -> tuple[Array, Array]:
         """Those that are given, or what they are by default; checked to fit the layer and each other."""
@@ -876,7 +869,7 @@ class MultiHeadAttention(Module):
             return True, None
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic is None:
-            raise UsageError(_NO_MODE)
+            raise UsageError(NO_MODE.format("deterministic", "MultiHeadAttention"))
         if deterministic:
             return True, None
         rngs = self.rngs if rngs is None else rngs
