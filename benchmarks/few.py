@@ -46,12 +46,20 @@ def none(model: Any) -> jax.Array:
     return jnp.zeros(())
 
 
-class Exact:
-    """`jax.jit` on the arrays that the step reads or changes, which the caller keeps."""
+def few_of_arrays(kernel: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same with arrays: what is read of one, and what the other becomes."""
+    return kernel.sum(), changed(bias)
 
-    def __init__(self) -> None:
+
+RAW_STEP = jax.jit(few_of_arrays)
+
+
+class Exact:
+    """A jitted step on the two arrays that it reads or changes, which the caller keeps."""
+
+    def __init__(self, step: Callable = RAW_STEP) -> None:
         self.kernel, self.bias = small(), small()
-        self.step = jax.jit(lambda kernel, bias: (kernel.sum(), changed(bias)))
+        self.step = step
 
     def __call__(self) -> jax.Array:
         result, self.bias = self.step(self.kernel, self.bias)
@@ -136,57 +144,38 @@ DELAYED = "raw and ten empty iterations, from four threads"  # not nnxlib: what 
 
 def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
     """For each way of calling: nnxlib, and `exact` called in the same way."""
-    step = nnxlib.jit(few)
-
-    def exact(jitted: Callable, as_arguments: Callable[[Any, Any], tuple[tuple, dict]]) -> Call:
-        kernel, bias = small(), small()
-
-        def call() -> jax.Array:
-            nonlocal bias
-            args, kwargs = as_arguments(kernel, bias)
-            result, bias = jitted(*args, **kwargs)
-            return result
-
-        return call
-
-    raw = jax.jit(lambda kernel, bias: (kernel.sum(), changed(bias)))
-
-    def plain_exact() -> Call:
-        return exact(raw, lambda kernel, bias: ((kernel, bias), {}))
-
-    x = jnp.zeros(())
+    step, x = nnxlib.jit(few), jnp.zeros(())
 
     def with_array() -> tuple[Call, Call]:
         jitted = nnxlib.jit(lambda model, x: few(model) + x)
-        raw = jax.jit(lambda kernel, bias, x: (kernel.sum() + x, changed(bias)))
-        return partial(jitted, model_of(variables), x), exact(raw, lambda kernel, bias: ((kernel, bias, x), {}))
+        raw = jax.jit(lambda x, kernel, bias: (kernel.sum() + x, changed(bias)))
+        return partial(jitted, model_of(variables), x), Exact(partial(raw, x))
 
     def in_containers() -> tuple[Call, Call]:
         jitted = nnxlib.jit(lambda models, more: few(models["model"]) + more[0])
         raw = jax.jit(lambda models, more: (models["model"][0].sum() + more[0], changed(models["model"][1])))
         call = partial(jitted, {"model": model_of(variables)}, (x,))
-        return call, exact(raw, lambda kernel, bias: (({"model": (kernel, bias)}, (x,)), {}))
+        return call, Exact(lambda kernel, bias: raw({"model": (kernel, bias)}, (x,)))
 
     def as_keyword() -> tuple[Call, Call]:
         jitted = nnxlib.jit(lambda *, model: few(model))
-        raw = jax.jit(lambda *, kernel, bias: (kernel.sum(), changed(bias)))
-        call = partial(jitted, model=model_of(variables))
-        return call, exact(raw, lambda kernel, bias: ((), {"kernel": kernel, "bias": bias}))
+        exact = Exact(lambda kernel, bias: RAW_STEP(kernel=kernel, bias=bias))
+        return partial(jitted, model=model_of(variables)), exact
 
     def on_method() -> tuple[Call, Call]:
         model = stepping(variables)
-        return lambda: model.jitted(), plain_exact()
+        return lambda: model.jitted(), Exact()
 
     def on_bound_method() -> tuple[Call, Call]:
-        return nnxlib.jit(stepping(variables).step), plain_exact()
+        return nnxlib.jit(stepping(variables).step), Exact()
 
     def on_closure() -> tuple[Call, Call]:
         model = model_of(variables)
-        return nnxlib.jit(lambda: few(model)), plain_exact()
+        return nnxlib.jit(lambda: few(model)), Exact()
 
     def alternately() -> tuple[Call, Call]:
         models = [model_of(variables), model_of(variables)]
-        exacts = [plain_exact(), plain_exact()]
+        exacts = [Exact(), Exact()]
         return _alternating([partial(step, model) for model in models]), _alternating(exacts)
 
     def others_change() -> tuple[Call, Call]:
@@ -199,7 +188,7 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
             other.layers.pop()
             made.flag = True
 
-        return Prepared(partial(step, model), prepare), Prepared(plain_exact(), prepare)
+        return Prepared(partial(step, model), prepare), Prepared(Exact(), prepare)
 
     def assigned() -> tuple[Call, Call]:
         model, value = model_of(variables), small()
@@ -222,9 +211,9 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
     def with_pytree() -> tuple[Call, Call]:
         model = model_of(variables)
         model.moments = (x, x)
-        raw = jax.jit(lambda kernel, bias, moments: (kernel.sum() + moments[0], changed(bias)))
+        raw = jax.jit(lambda moments, kernel, bias: (kernel.sum() + moments[0], changed(bias)))
         jitted = nnxlib.jit(lambda model: few(model) + model.moments[0])
-        return partial(jitted, model), exact(raw, lambda kernel, bias: ((kernel, bias, model.moments), {}))
+        return partial(jitted, model), Exact(partial(raw, model.moments))
 
     def toggled() -> tuple[Call, Call]:
         model = model_of(variables)
@@ -236,23 +225,22 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
             if count % 10 == 0:
                 model.flag = not model.flag
 
-        return Prepared(partial(step, model), prepare), plain_exact()
+        return Prepared(partial(step, model), prepare), Exact()
 
     def from_threads() -> tuple[Call, Call]:
         models = [model_of(variables) for _ in range(4)]
-        return _in_threads([partial(step, model) for model in models]), _in_threads([plain_exact() for _ in range(4)])
+        return _in_threads([partial(step, model) for model in models]), _in_threads([Exact() for _ in range(4)])
 
     def delayed_in_threads() -> tuple[Call, Call]:
-        calls = [_delayed(plain_exact()) for _ in range(4)]
-        return _in_threads(calls), _in_threads([plain_exact() for _ in range(4)])
+        calls = [_delayed(Exact()) for _ in range(4)]
+        return _in_threads(calls), _in_threads([Exact() for _ in range(4)])
 
     def donated() -> tuple[Call, Call]:
         jitted = nnxlib.jit(few, donate_argnums=0)
-        raw = jax.jit(lambda kernel, bias: (kernel.sum(), changed(bias)), donate_argnums=1)
-        return partial(jitted, model_of(variables)), exact(raw, lambda kernel, bias: ((kernel, bias), {}))
+        return partial(jitted, model_of(variables)), Exact(jax.jit(few_of_arrays, donate_argnums=1))
 
     return {
-        "as an argument": (partial(step, model_of(variables)), plain_exact()),
+        "as an argument": (partial(step, model_of(variables)), Exact()),
         "with an array": with_array(),
         "in a dict, and a tuple": in_containers(),
         "as a keyword": as_keyword(),
