@@ -75,7 +75,7 @@ def predict(model, images):
 
 
 def new_training(steps):
-    """A fresh model, its optimizer and its metrics, ready for so many steps."""
+    """A fresh model, its optimizer and its metrics, for training in this many steps."""
     model = DigitNet(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(optax.cosine_decay_schedule(3e-3, steps)), wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
@@ -101,7 +101,7 @@ def train(data, epochs):
         metrics.reset()
         for batch in batches(images, labels, epoch):
             train_step(model, optimizer, metrics, *batch)
-        model.eval()  # Dropout and BatchNorm stand still
+        model.eval()  # Dropout passes everything on, BatchNorm keeps its statistics
         logits = predict(model, held_images)
         measured = metrics.compute()
         history["train loss"].append(float(measured["loss"]))

@@ -76,7 +76,7 @@ class GPT(nnx.Module):
 
 
 def docstrings(modules, seen):
-    """Docstrings of modules and of their functions, classes and methods, but for those `seen`, which grows."""
+    """Docstrings of modules, and of their functions, classes and methods, each once: they are added to `seen`."""
     for module in map(importlib.import_module, modules):
         for owner in module, *vars(module).values():
             for x in owner, *(vars(owner).values() if inspect.isclass(owner) else ()):
@@ -164,7 +164,7 @@ def evaluate(model, windows):
 
 
 def new_training(steps, **sizes):
-    """A fresh model and its optimizer, ready for so many steps."""
+    """A fresh model and its optimizer, for training in this many steps."""
     model = GPT(rngs=nnx.Rngs(0), **sizes)
     rate = optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 20, steps)
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
@@ -209,7 +209,7 @@ def next_token(model, tokens, last, key, temperature):
 
 
 def write(model, prompt, count, temperature=0.0, seed=0):
-    """Continue the tokens of a prompt by so many: first the model reads the prompt, then one token at a time."""
+    """Continue a prompt by `count` tokens: the model first reads the prompt, then one token at a time."""
     model = nnx.view(model, decode=True, batch_size=1, max_length=len(prompt) + count)  # its weights, and a new cache
     written = [prompt[None]]
     for key in jax.random.split(jax.random.key(seed), count):
@@ -219,7 +219,7 @@ def write(model, prompt, count, temperature=0.0, seed=0):
 
 def write_without_cache(model, prompt, count):
     """What `write` writes at temperature 0, but the model reads the whole text again for each token."""
-    tokens = np.zeros((1, len(prompt) + count), np.int32)  # of one size, which is compiled once
+    tokens = np.zeros((1, len(prompt) + count), np.int32)  # of one size, so next_token is compiled once
     tokens[0, : len(prompt)] = prompt
     for last in range(len(prompt) - 1, tokens.size - 1):
         tokens[0, last + 1] = next_token(model, tokens, last, jax.random.key(0), 0.0)[0]

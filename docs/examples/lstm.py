@@ -1,6 +1,6 @@
 """Train an LSTM to read handwritten digits row by row, and to say after each row what it takes the digit for.
 
-The network sees one row of eight pixels at a time, from top to bottom, and keeps in its memory what it needs of those
+The network sees one row of eight pixels at a time, from top to bottom, and keeps in memory what it needs of the rows
 before (Hochreiter & Schmidhuber, "Long short-term memory", 1997). The data are the 1,797 images of 8 x 8 pixels that
 scikit-learn carries in its package, so nothing is downloaded. Run it, and look into the folder it names:
 
@@ -66,7 +66,7 @@ def predict(model, rows):
 
 
 def new_training(steps, **sizes):
-    """A fresh model and its optimizer, ready for so many steps."""
+    """A fresh model and its optimizer, for training in this many steps."""
     model = RowReader(rngs=nnx.Rngs(0), **sizes)
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-2, steps)))
     return model, nnx.Optimizer(model, adam, wrt=nnx.Param)

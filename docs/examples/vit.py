@@ -98,7 +98,7 @@ def predict(model, images):
 
 
 def new_training(steps, **sizes):
-    """A fresh model and its optimizer, ready for so many steps."""
+    """A fresh model and its optimizer, for training in this many steps."""
     model = VisionTransformer(rngs=nnx.Rngs(0), **sizes)
     rate = optax.warmup_cosine_decay_schedule(0, 3e-3, steps // 10, steps)
     return model, nnx.Optimizer(model, optax.adamw(rate, weight_decay=0.05), wrt=nnx.Param)

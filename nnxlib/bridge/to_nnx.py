@@ -83,7 +83,7 @@ class ToNNX(Module):
     ((3, 4), (2, 4))
 
     Collections become types: ``params`` is :class:`Param`, ``batch_stats`` :class:`BatchStat`, a name that is not
-    registered becomes one. A call changes those that it declares ``mutable``, as Linen's ``apply`` does:
+    registered a new type. A call changes those that it declares ``mutable``, as Linen's ``apply`` does:
 
     >>> norm = nnx.bridge.ToNNX(nn.BatchNorm(use_running_average=False), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((2, 3)))
     >>> _ = norm(jnp.ones((2, 3)), mutable=['batch_stats'])

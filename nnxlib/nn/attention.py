@@ -603,7 +603,7 @@ class MultiHeadAttention(Module):
       rngs: the stream ``params`` gives two keys for each map; ``dropout`` is forked for dropout.
       keep_rngs: whether to keep that fork; if not, each call that drops needs ``rngs``.
       kernel_metadata, bias_metadata, out_kernel_metadata, out_bias_metadata, query_ln_scale_metadata,
-        key_ln_scale_metadata: metadata of the Params. Empty ones of the map to the output are those of the others.
+        key_ln_scale_metadata: metadata of the Params; if empty for the map to the output, that of the other maps.
 
     Attributes: ``query``, ``key``, ``value``, ``out``, of class :class:`LinearGeneral`; ``query_ln`` and ``key_ln`` or
     ``None``; ``cached_key`` and ``cached_value``, Caches of shape ``[..., max_length, kv_heads, depth]``, and

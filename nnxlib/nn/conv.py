@@ -157,7 +157,7 @@ class Conv(Module):
       kernel_dilation: spacing of the kernel's elements (atrous convolution).
       feature_group_count: number of groups of channels that are convolved separately.
       use_bias: whether to add a bias to each channel.
-      mask: an array of the kernel's shape that it is multiplied by.
+      mask: an array of the kernel's shape, by which the kernel is multiplied.
       dtype: what to compute in (default: inferred from input and parameters).
       param_dtype: what parameters are stored in.
       precision: as in :func:`jax.lax.conv_general_dilated`.
@@ -294,7 +294,7 @@ class ConvTranspose(Module):
       padding: ``'SAME'``, ``'VALID'``, ``'CIRCULAR'`` (periodic), an int, or for each axis an int or a pair; explicit
         numbers pad the dilated input.
       kernel_dilation: spacing of the kernel's elements.
-      mask: an array of the kernel's shape that it is multiplied by.
+      mask: an array of the kernel's shape, by which the kernel is multiplied.
       transpose_kernel: whether to flip the kernel and exchange its channel axes, so that the layer is the transpose of
         the Conv with the same kernel.
       Others as in :class:`Conv`.

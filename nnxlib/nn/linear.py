@@ -169,7 +169,7 @@ class LinearGeneral(Module):
       in_features: sizes of the axes that are contracted.
       out_features: sizes of the axes that replace them, at the end of the output.
       axis: the axes that are contracted, of the sizes ``in_features`` in ascending order of axes.
-      batch_axis: axis to size, for the leading axes along which each entry has a kernel and a bias of its own.
+      batch_axis: a mapping from axis to size, for the leading axes along which each index has its own kernel and bias.
       dot_general_cls: makes the ``dot_general``, anew at each call.
       Others as in :class:`Linear`.
 
@@ -245,7 +245,7 @@ class LinearGeneral(Module):
         return f"{self.in_features}->{self.out_features}"
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """Contract the axes ``axis`` of ``inputs``: ``[*batch, ..., *out_features]``.
+        """Contract the axes ``axis`` of ``inputs``; the result is ``[*batch, ..., *out_features]``.
 
         Raises:
           LayerInputError: if an axis of the input does not fit the kernel, or is missing.
@@ -436,7 +436,7 @@ class Embed(Module):
         return f"{self.num_embeddings}x{self.features}"
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """Look up integers of shape ``[...]``: ``[..., features]``.
+        """Return the vectors ``[..., features]`` for integers of shape ``[...]``.
 
         An index out of range gives NaN, or the vector if there is only one.
 

@@ -251,8 +251,8 @@ class WeightNorm(_Reparametrised):
 
     Args:
       layer_instance: the layer.
-      feature_axes: the axes of a weight that have a length for each index, and are not summed over; ``None``: one
-        length for all of the weight.
+      feature_axes: the axes of a weight along which each index has its own length; ``None``: one length for the whole
+        weight.
       use_scale: whether lengths are learned; else they are 1.
       scale_init: initializer of the scales.
       epsilon: added to the squared norm.

@@ -46,10 +46,10 @@ class Stack(Module):
       remat: whether to compute what is inside a layer again in the backward pass, instead of keeping it. As a sequence
         of lengths whose product is ``depth``, such as ``(10, 10)``: nested, in memory that grows with the square root
         of the depth, see :func:`nnxlib.remat_scan`.
-      policy: with ``remat``, which values to keep all the same, of ``jax.checkpoint_policies``.
+      policy: with ``remat``, which values to keep nevertheless: one of ``jax.checkpoint_policies``.
       unroll: how many layers to put into one step of the compiled loop; True for all.
       has_aux: whether a layer returns a pair ``(x, aux)``; then the stack does, with each ``aux`` stacked.
-      partition: what a Variable that names its axes calls the axis of the layers.
+      partition: the name of the axis of the layers, in Variables that name their axes.
 
     Call it as you would call a layer: what a layer returns is the first argument of the next; all other arguments go
     to each layer as they are (arrays, Modules, and Python values, which stay Python values). State inside the layers

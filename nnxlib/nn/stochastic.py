@@ -24,7 +24,7 @@ class Dropout(Module):
 
     Args:
       rate: probability of an element to become zero, from 0 to 1.
-      broadcast_dims: axes along which all elements share one fate.
+      broadcast_dims: axes along which all elements are dropped or kept together.
       deterministic: whether to pass the input through; ``None``: each call says. ``model.eval()`` sets it and
         ``model.train()`` undoes that.
       rng_collection: name of the stream in ``rngs``.

@@ -106,7 +106,7 @@ class Optimizer(Pytree, Generic[M]):
       model: the Module to train, or a pytree of Modules; it is not kept.
       tx: the transformation, for example ``optax.adam(1e-3)``.
       wrt: which Variables to train, as a filter. The same filter serves :func:`nnx.grad`, as
-        ``nnx.DiffState(0, filter)``; gradients of more than these Variables are welcome.
+        ``nnx.DiffState(0, filter)``; gradients of more Variables than these are accepted.
 
     Attributes:
       step: how many updates were made, a uint32 in an :class:`OptState`.

@@ -26,8 +26,8 @@ _STATIC: Any = {"static": True, "pytree_node": False}  # as jax.tree_util.regist
 class TrainState(Generic[M]):
     """A GraphDef with its parameters, an optimizer and its state, and a count of steps.
 
-    A subclass may declare more fields, which are part of the pytree, or static with
-    ``dataclasses.field(metadata={'static': True})``; it is made a frozen dataclass and a pytree by itself.
+    A subclass may declare more fields, which are part of the pytree, or static by
+    ``dataclasses.field(metadata={'static': True})``; it becomes a frozen dataclass and a pytree without a decorator.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp, optax
     >>> graphdef, params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
