@@ -20,6 +20,7 @@ from ..core.layout import Layout
 from ..core.rows import Owner, Row, only_arrays_change
 from ..core.state import State
 from ..core.tracing import jaxpr_as_fun
+from .leaf_checks import check_returned
 from .lift import cross
 from .naming import named
 
@@ -74,6 +75,9 @@ def trace_body(
       label: ``label(after, output)`` gives the labels of the leaves that come back.
       adjust: ``adjust(after, labels)`` gives what comes back, if that is not what the trace has found.
       enter: ``enter(leaves)`` gives the leaves that the function sees in place of these.
+
+    Raises:
+      OutputError: if the function returns, or sets, what JAX cannot return; names the path.
     """
 
     def pure(*leaves: Any) -> tuple[list[Any], _Traced]:
@@ -81,6 +85,7 @@ def trace_body(
         out, after = cross(function, layout, seen)
         labels = () if label is None else tuple(label(after, out))
         after = adjust(after, labels)
+        check_returned(after)
         return after.leaves, _Traced(after.delta, tuple(after.owners), after.paths, labels)
 
     pure = named(pure, function, layout.leaf_paths)

@@ -7,7 +7,7 @@ not recorded them: the branches are traced once more, and zeros are added to eac
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +23,7 @@ from ..core.tracing import boundary
 from .body import Body, own_states, structural_rows, trace_body, type_of, zeros
 from .body_checks import check_same_output, recordings_taken_out, structural_changes
 from .callables import resolve
-from .leaf_checks import type_changes
+from .leaf_checks import as_scalar, type_changes
 from .lift import Arguments, Outcome
 from .naming import named
 from .program import call_program, weakly
@@ -52,7 +52,7 @@ def cond(pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *op
       TypeError: if ``pred`` is not a number.
       BodyError: if the outputs, or the structure of the operands afterwards, differ between the two.
     """
-    chosen = jnp.asarray(_as_array(pred, "The predicate of nnx.cond"), bool)
+    chosen = jnp.asarray(as_scalar(pred, "The predicate of nnx.cond"), bool)
     return switch(chosen.astype(jnp.int32), (false_fun, true_fun), *operands)
 
 
@@ -71,8 +71,13 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     20.0
 
     Raises:
+      TypeError: if ``index`` is not an integer, or there is one function in place of a list of them.
       BodyError: if the outputs, or the structure of the operands afterwards, differ between branches.
     """
+    if not isinstance(branches, Iterable):
+        raise ArgumentError(
+            f"nnx.switch takes a list of functions, nnx.switch(index, [f, g], *operands), but got {describe(branches)}."
+        )
     resolved = [resolve(f) for f in branches]
     if not resolved:
         raise UsageError("nnx.switch needs at least one branch.")
@@ -94,14 +99,10 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         runs, delta = _aligned(layout, leaves, bodies)
         return jax.lax.switch(chosen, runs, leaves), Outcome(delta)
 
-    return call_program(functions, ("switch",), run, arguments, _as_array(index, "The index of nnx.switch"))
-
-
-def _as_array(value: Any, what: str) -> jax.Array:
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{what} must be a scalar, got {describe(value)}.") from error
+    number = as_scalar(index, "The index of nnx.switch")
+    if not jnp.issubdtype(number.dtype, jnp.integer):
+        raise ArgumentError(f"The index of nnx.switch must be an integer, got {describe(number)}.")
+    return call_program(functions, ("switch",), run, arguments, number)
 
 
 def _once_each(function: Callable[[Any], R], items: Sequence[Any]) -> list[R]:

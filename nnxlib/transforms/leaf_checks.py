@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
-from ..core.errors import ArgumentError, OutputError, format_path, place_of
+from ..core.errors import ArgumentError, OutputError, describe, format_path, place_of
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.reprs import static_repr
@@ -65,6 +65,21 @@ static_argnums=... or static_argnames=...; or bind it beforehand with functools.
 _UNTRACEABLE_VALUE = """\
 The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \
 attribute of its own, `module.name = value`, which is a part of the program."""
+
+
+def as_scalar(value: Any, what: str) -> jax.Array:
+    """A number, as which branch to take, as an array.
+
+    Raises:
+      ArgumentError: if it is something else; ``what`` begins the message.
+    """
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{what} must be a scalar, got {describe(value)}.") from error
+    if array.shape:
+        raise ArgumentError(f"{what} must be a scalar, got {describe(array)}.")
+    return array
 
 
 BECAME = "{} became {}"

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import BodyError, format_path
+from ..core.errors import BodyError, describe, format_path
 from ..core.layout import Layout
 from ..core.rows import ROOT, Tree
 from ..core.tracing import at_top_level, boundary
+from ..core.variables import unwrapped
 from .body import Body, structural_rows, trace_body, zeros
 from .body_checks import (
     RETURN_ALIKE,
@@ -29,6 +30,7 @@ from .body_checks import (
     successors,
 )
 from .callables import as_bound, resolve
+from .leaf_checks import as_scalar
 from .lift import Arguments, Outcome
 from .naming import named
 from .program import call_program, weakly
@@ -66,14 +68,15 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
         return Arguments((step(*bound[0], value, **bound[1]), as_bound(*test_bound), as_bound(*bound)), {})
 
     def is_on(value: Any, bound: Any, _: Any) -> Any:
-        return test(*bound[0], value, **bound[1])
+        return unwrapped(test(*bound[0], value, **bound[1]))
 
     def run(layout: Layout, leaves: list[Any]) -> Any:
         loop = _loop(layout, named(apply, step), leaves, "body of while_loop")
         check = trace_body(named(is_on, test), layout, loop.constant)
         _refuse_changes(layout, check)
+        found = _found(check)
         carry = jax.lax.while_loop(
-            lambda carry: _output(check, loop.leaves(carry)),
+            lambda carry: check.run(loop.leaves(carry))[found],
             lambda carry: loop.body.run(loop.leaves(carry)),
             loop.carry,
         )
@@ -102,7 +105,8 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     """
     step, *bound = resolve(body_fun)
     step = weakly(step)
-    arguments = Arguments((init_val, tuple(bound), jnp.asarray(lower)), {})
+    arguments = Arguments((init_val, tuple(bound), as_scalar(lower, "The lower bound of nnx.fori_loop")), {})
+    end = as_scalar(upper, "The upper bound of nnx.fori_loop")
     first, last = _known(lower), _known(upper)
     # Only a loop with known bounds can be differentiated in reverse. At top level nothing differentiates it, so there
     # one program serves all bounds.
@@ -126,7 +130,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         return carry, Outcome(loop.body.delta)
 
     key = ("fori", unroll, (first, last) if static else None)
-    return call_program((step,), key, run, arguments, jnp.asarray(upper)).args[0]
+    return call_program((step,), key, run, arguments, end).args[0]
 
 
 def _known(bound: Any) -> int | None:
@@ -196,10 +200,16 @@ class _Loop:
         return leaves
 
 
-def _output(test: Body, leaves: Sequence[Any]) -> Any:
-    """The output of a test; if there are several values, JAX raises an error."""
-    found = [x for x, (row, _) in zip(test.run(leaves), test.owners, strict=True) if row == ROOT]
-    return found[0] if len(found) == 1 else found
+def _found(test: Body) -> int:
+    """Which of the leaves that a test returns is its output."""
+    numbers = [k for k, (row, _) in enumerate(test.owners) if row == ROOT]
+    types = [test.types[k] for k in numbers]
+    if len(types) != 1 or types[0].shape or types[0].dtype != bool:
+        raise BodyError(
+            "cond_fun of while_loop must return a boolean scalar, but it returned "
+            f"{', '.join(map(describe, types)) or 'no array'}. Compare numbers, and reduce arrays with all() or any()."
+        )
+    return numbers[0]
 
 
 def _refuse_changes(layout: Layout, check: Body) -> None:

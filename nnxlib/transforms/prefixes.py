@@ -16,7 +16,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from ..core.data import is_node
-from ..core.errors import PrefixError, counted, describe_nested, format_path
+from ..core.errors import ArgumentError, PrefixError, counted, describe_nested, format_path
 from ..core.filters import Filter, FilterObject, PathIn, filters_to_predicates, shown
 from ..core.graph import pack
 from ..core.state import State, from_flat_state, map_state, to_flat_state
@@ -36,6 +36,7 @@ class PrefixMapping(Mapping):
         :func:`nnxlib.get_named_sharding`.
 
     Raises:
+      ArgumentError: if it is neither a mapping nor pairs.
       FilterOrderError: if ``...`` or ``True`` comes before a filter that would then never be asked.
       PrefixError: when used, if no filter takes a leaf; names its path.
     """
@@ -44,7 +45,14 @@ class PrefixMapping(Mapping):
         if isinstance(mapping, State):
             mapping = [(PathIn(path), plain_value(label)) for path, label in to_flat_state(mapping)]
         items = mapping.items() if isinstance(mapping, Mapping) else mapping
-        self._items = tuple([(key, label) for key, label in items])
+        try:
+            self._items = tuple([(key, label) for key, label in items])
+        except (TypeError, ValueError):
+            name = type(self).__name__
+            raise ArgumentError(
+                f"{name} takes a dict of filters and labels, such as {name}({{nnx.Param: 0, ...: None}}), or pairs of "
+                f"these, but got {describe_nested(mapping)}."
+            ) from None
         predicates = filters_to_predicates([key for key, _ in self._items])
         self._predicates = tuple([(p, label) for p, (_, label) in zip(predicates, self._items, strict=True)])
 

@@ -15,6 +15,7 @@ from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
+from .leaf_checks import check_traceable
 from .lift import Arguments, Crossing, finish
 from .program import Program, program_of, weakly
 
@@ -59,7 +60,12 @@ def remat(
             return Program(program, compiled=False)
 
         program = program_of((function,), ("remat", layout, prevent_cse, policy), make)
-        return finish(packed, _as_arrays(program(packed.leaves)))
+        try:
+            out = program(packed.leaves)
+        except TypeError:
+            check_traceable(layout, packed.leaves)
+            raise
+        return finish(packed, _as_arrays(out))
 
     return static_arguments(wrapped, static_argnums)
 

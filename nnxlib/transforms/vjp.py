@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ..core.errors import OUTPUT, ArgumentError
+from ..core.errors import OUTPUT, ArgumentError, describe
 from ..core.graph import Packed, commit, pack
 from ..core.tables import pack_call
 from ..core.tracing import boundary
@@ -165,6 +165,12 @@ def jvp(
         return functools.partial(jvp, has_aux=has_aux)
     if primals is MISSING or tangents is MISSING:
         return functools.wraps(f, updated=())(lambda primals, tangents: jvp(f, primals, tangents, has_aux))
+    for name, given in ("primals", primals), ("tangents", tangents):
+        if not isinstance(given, tuple | list):
+            raise ArgumentError(
+                f"nnx.jvp takes a tuple of arguments and one of tangents: nnx.jvp(f, (x,), (tangent,)); {name} is "
+                f"{describe(given)}."
+            )
     call = Derivation(f, primals, has_aux)
     _check_count(primals, tangents)
     numbers = call.choose(range(len(primals)))

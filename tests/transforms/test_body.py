@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core import errors
 from nnxlib.core.graph import commit, pack
 from nnxlib.transforms.body import structural_rows, trace_body, type_of
 from nnxlib.transforms.body_checks import BodyError, check_types, retyped, structural_changes
@@ -117,6 +118,24 @@ def test_types_are_compared_without_weakness_and_errors_name_paths():
     check_types([{"a": 1.0}], [{"a": types[0]}], [("d",)], "body")
     with pytest.raises(BodyError, match=r"d: \{'a': float32\[\]\} became \{'b'"):
         check_types([{"a": 1.0}], [{"b": types[0]}], [("d",)], "body")
+
+
+def test_what_jax_cannot_return_is_an_error_by_path():
+    def set_name(layer):
+        layer.w.value = "name"
+
+    m = Layer()
+    before = m.w.value
+    for run in (
+        lambda: nnx.cond(True, set_name, set_name, m),
+        lambda: nnx.fori_loop(0, 2, lambda i, m: set_name(m), m),
+        lambda: nnx.scan(lambda m, x: (set_name(m), m)[1], in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(m, X),
+    ):
+        with pytest.raises(errors.OutputError, match=r"args\[0\]\.w is set to a str \('name'\)"):
+            run()
+        assert m.w.value is before
+    with pytest.raises(errors.OutputError, match=r"<output>\['a'\] is set to a str|<output>\.a is set to a str"):
+        nnx.switch(0, [lambda m: {"a": "b"}], m)
 
 
 def test_only_weakly_typed_numbers_are_retyped():

@@ -227,9 +227,11 @@ def test_branches_that_do_not_fit_together_are_errors_and_change_nothing(case):
 def test_no_branches_and_choices_that_are_no_scalar_are_errors():
     with pytest.raises(ValueError, match="at least one branch"):
         nnx.switch(0, [])
-    with pytest.raises(TypeError, match="scalar"):
+    with pytest.raises(errors.ArgumentError, match=r"nnx.switch takes a list of functions, .* but got function"):
+        nnx.switch(0, skip, Layer(), X)
+    with pytest.raises(errors.ArgumentError, match=r"The predicate of nnx.cond must be a scalar, got bool\[2\]"):
         nnx.cond(jnp.array([True, False]), skip, skip, Layer(), X)
-    with pytest.raises(TypeError, match="integer"):
+    with pytest.raises(errors.ArgumentError, match=r"The index of nnx.switch must be an integer, got float32\[\]"):
         nnx.switch(1.5, [skip, skip], Layer(), X)
     for choice in ("no", None):  # `bool("no")` is True
         with pytest.raises(errors.ArgumentError, match=r"The predicate of nnx.cond must be a scalar, got (str|None)"):

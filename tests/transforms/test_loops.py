@@ -454,8 +454,32 @@ def test_a_condition_that_changes_something_is_an_error_by_path():
 
 
 def test_a_condition_that_is_no_scalar_is_an_error():
-    with pytest.raises(TypeError, match=r"scalar|boolean"):
-        nnx.while_loop(lambda x: x > 0, lambda x: x - 1, X)
+    said = r"cond_fun of while_loop must return a boolean scalar, but it returned "
+    for test, found in (lambda x: x > 0, r"bool\[3\]"), (lambda x: x.sum(), "float32"), (lambda x: (), "no array"):
+        with pytest.raises(BodyError, match=said + found):
+            nnx.while_loop(test, lambda x: x - 1, X)
+
+
+def test_a_condition_may_be_a_variable():
+    """As it may be what an ``if`` tests."""
+    layer = Layer()
+    layer.on = nnx.Variable(jnp.array(True))
+
+    def stop(layer):
+        layer.on.value = ~layer.on
+        return layer
+
+    assert not nnx.while_loop(lambda layer: layer.on, stop, layer).on
+
+
+def test_bounds_that_are_no_scalars_are_errors():
+    for bounds, said in (
+        ((0, X), r"upper .* float32\[3\]"),
+        ((None, 2), "lower .* None"),
+        ((0, Layer()), "upper .* Layer"),
+    ):
+        with pytest.raises(errors.ArgumentError, match=f"The {said}"):
+            nnx.fori_loop(*bounds, lambda i, x: x, X)
 
 
 def test_a_python_number_takes_the_type_that_comes_out_as_in_jax():

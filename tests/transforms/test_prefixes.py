@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.errors import FilterOrderError, InvalidFilterError, PrefixError
+from nnxlib.core.errors import ArgumentError, FilterOrderError, InvalidFilterError, PrefixError
 from nnxlib.core.filters import PathIn
 from nnxlib.transforms.prefixes import PrefixMapping, broadcast_prefix
 
@@ -31,6 +31,12 @@ def test_a_filter_that_would_never_be_asked_is_an_error():
     for everything in (..., True):
         with pytest.raises(FilterOrderError, match="can only be used as the last filters"):
             nnx.StateAxes({everything: None, nnx.Param: 0})
+
+
+def test_what_is_neither_a_mapping_nor_pairs_is_an_error():
+    for wrong, shown in (([nnx.Param, 0], r"\[type, int\]"), (nnx.Param, "type"), (0, "int")):
+        with pytest.raises(ArgumentError, match=f"StateAxes takes a dict of filters and labels, .* but got {shown}"):
+            nnx.StateAxes(wrong)
 
 
 def test_a_mapping_is_a_mapping():

@@ -263,3 +263,14 @@ def test_a_nan_is_found_in_eager_code():
         with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as caught:
             nnx.remat(layer)(jnp.ones((1, 2)))
         assert any("dot_general. In Linear" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("call", [lambda f, m: f(m, "a"), lambda f, m: f(m, name="a")], ids=["args[1]", "kwargs.name"])
+def test_an_argument_that_cannot_be_traced_is_an_error_that_says_what_to_do(call, request):
+    where = request.node.callspec.id.replace("[", r"\[").replace("]", r"\]")
+    f = nnx.remat(lambda m, name: m(X) if name == "a" else X)
+    with pytest.raises(
+        errors.ArgumentError, match=rf"{where} is a str \('a'\), which JAX cannot trace.*static_argnums"
+    ):
+        call(f, Layer())
+    assert nnx.remat(lambda m, name: m(X), static_argnums=1)(Layer(), "a").shape == X.shape

@@ -201,6 +201,14 @@ def test_jvp_along_a_state():
     assert aux == "aux"
 
 
+def test_jvp_takes_tuples():
+    m = Net()
+    with pytest.raises(errors.ArgumentError, match=r"nnx.jvp\(f, \(x,\), \(tangent,\)\); primals is Net"):
+        nnx.jvp(lambda m: m(X), m, nnx.state(m))
+    with pytest.raises(errors.ArgumentError, match="tangents is State"):
+        nnx.jvp(lambda m: m(X), (m,), nnx.state(m))
+
+
 def test_jvp_along_a_module():
     """A Module serves as a tangent too, if what it holds has one."""
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
