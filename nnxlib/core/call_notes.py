@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .call_paths import Listener
-from .errors import describe, describe_nested, format_path
+from .errors import NnxError, describe, describe_nested, format_path
 from .tracing import is_deleted
 from .variables import Variable, stored_value
 
@@ -28,8 +28,17 @@ def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) ->
         error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
     if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(stored_value(x))]:
         error.add_note(_DELETED.format(names=", ".join(deleted[:_MOST])))
-    if "out_sharding" in str(error) and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters:
+    foreign = not isinstance(error, NnxError)
+    if (
+        foreign
+        and "out_sharding" in str(error)
+        and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters
+    ):
         error.add_note(_OUT_SHARDING)
+    if isinstance(error, NameError) and "unbound axis name" in str(error) and _AXIS_NAME not in error.__notes__:
+        error.add_note(_AXIS_NAME)
+    if isinstance(error, AttributeError) and error.name and error.obj is None and any(x is None for x in args):
+        error.add_note(_NOTHING)
     if "__jax_array__()" in str(error) and _PASS_THE_VALUE not in error.__notes__:
         error.add_note(_PASS_THE_VALUE)
 
@@ -49,6 +58,10 @@ arrays of a model, nnx.clone(model) copies them"""
 
 
 _PASS_THE_VALUE = "a Variable was passed to a function of jax.lax, which takes arrays alone: pass variable.value"
+_NOTHING = "an input is None: is a `return` missing where it was made?"
+_AXIS_NAME = """\
+axis_name is the name of a mapped axis, which a transform around the call gives: nnx.vmap(..., axis_name=...), \
+nnx.pmap, nnx.shard_map; without one, leave it out"""
 _OUT_SHARDING = "the sharding of its output can be given in the call: layer(x, out_sharding=jax.P(...))"
 
 

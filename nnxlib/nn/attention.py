@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core.errors import UsageError, describe
+from ..core.errors import ArgumentError, UsageError, describe
 from ..core.formulas import formula, product, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
@@ -507,6 +507,12 @@ def make_attention_mask(
            [False, False]], dtype=bool)
     """
     query_input, key_input = jnp.asarray(query_input), jnp.asarray(key_input)
+    batches = zip(reversed(query_input.shape[:-1]), reversed(key_input.shape[:-1]))
+    if not (query_input.ndim and key_input.ndim) or any(a != b and 1 not in (a, b) for a, b in batches):
+        raise UsageError(
+            "make_attention_mask takes inputs [..., q_length] and [..., kv_length] whose batch axes fit each other, "
+            f"but got {describe(query_input)} and {describe(key_input)}."
+        )
     mask = pairwise_fn(query_input[..., :, None], key_input[..., None, :])
     shape = (*(1,) * extra_batch_dims, *mask.shape[:-2], 1, *mask.shape[-2:])
     return jnp.reshape(mask, shape).astype(dtype)
@@ -529,7 +535,13 @@ def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.flo
             [1, 1, 0],
             [1, 1, 1]]], dtype=int32)
     """
-    positions = jnp.broadcast_to(jnp.arange(x.shape[-1]), x.shape)
+    shape = np.shape(x)
+    if not shape:
+        raise ArgumentError(
+            "make_causal_mask takes an array of shape [..., length], whose values do not matter, but got "
+            f"{describe(x)}. For a given length write nnx.make_causal_mask(jnp.ones((1, length)))."
+        )
+    positions = jnp.broadcast_to(jnp.arange(shape[-1]), shape)
     return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
 
 
@@ -913,8 +925,14 @@ class MultiHeadAttention(Module):
         ((3, 5, 2, 2), 0)
 
         Raises:
+          TypeError: if it is not a shape.
           ValueError: if the shape has fewer than two axes.
         """
+        if not isinstance(input_shape, Sequence | np.ndarray):
+            raise ArgumentError(
+                f"init_cache takes a shape (*batch, max_length, features), but got {describe(input_shape)}. Of an "
+                "array pass array.shape."
+            )
         if len(input_shape) < 2:
             raise UsageError(f"init_cache takes a shape (*batch, max_length, features), but got {tuple(input_shape)}.")
         shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)

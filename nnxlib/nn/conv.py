@@ -90,10 +90,13 @@ def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, 
     )
 
 
-def _per_axis(x: Sizes, rank: int) -> tuple[int, ...]:
+def _per_axis(name: str, x: Sizes, rank: int) -> tuple[int, ...]:
+    """The setting of this name for each spatial axis."""
     sizes = (1 if x is None else x,) * rank if x is None or isinstance(x, int | np.integer) else tuple(x)
-    if len(sizes) != rank:
-        raise UsageError(f"Expected one number or {rank}, one for each spatial axis, but got {x}.")
+    if len(sizes) != rank or min(sizes, default=1) < 1:
+        raise UsageError(
+            f"{name} has to be one positive number, or {rank} of them, one for each spatial axis, but is {x}."
+        )
     return sizes
 
 
@@ -247,16 +250,16 @@ class Conv(Module):
         kernel, rank = self.kernel[...], len(self.kernel_size)
         convolve, channels = self.conv_general_dilated, kernel.shape[-2] * self.feature_group_count
         x, batch = _with_one_batch_axis(self, inputs, rank, channels, convolve is lax.conv_general_dilated)
-        kernel_dilation = _per_axis(self.kernel_dilation, rank)
+        kernel_dilation = _per_axis("kernel_dilation", self.kernel_dilation, rank)
         x, padding = _pad(x, canonicalize_padding(self.padding, rank), self.kernel_size, kernel_dilation)
         x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), _bias(self)), dtype=self.dtype)
         kwargs = given(out_sharding=out_sharding, preferred_element_type=self.preferred_element_type)
         y = (_conv_general_dilated if convolve is lax.conv_general_dilated else convolve)(
             x,
             kernel,
-            _per_axis(self.strides, rank),
+            _per_axis("strides", self.strides, rank),
             padding,
-            lhs_dilation=_per_axis(self.input_dilation, rank),
+            lhs_dilation=_per_axis("input_dilation", self.input_dilation, rank),
             rhs_dilation=kernel_dilation,
             dimension_numbers=_dimension_numbers(rank + 2),
             feature_group_count=self.feature_group_count,
@@ -366,7 +369,7 @@ class ConvTranspose(Module):
         """
         kernel, rank = self.kernel[...], len(self.kernel_size)
         x, batch = _with_one_batch_axis(self, inputs, rank, kernel.shape[-1 if self.transpose_kernel else -2])
-        spatial, strides = x.shape[1:-1], _per_axis(self.strides, rank)
+        spatial, strides = x.shape[1:-1], _per_axis("strides", self.strides, rank)
         padding = canonicalize_padding(self.padding, rank)
         if padding in ("CAUSAL", "REFLECT", "SAME_LOWER"):
             raise UsageError(
@@ -379,7 +382,7 @@ class ConvTranspose(Module):
             kernel,
             strides=strides,
             padding="VALID" if padding == "CIRCULAR" else padding,
-            rhs_dilation=_per_axis(self.kernel_dilation, rank),
+            rhs_dilation=_per_axis("kernel_dilation", self.kernel_dilation, rank),
             transpose_kernel=self.transpose_kernel,
             precision=self.precision,
             **kwargs,

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ..core.calls import running
-from ..core.errors import LayerInputError, UsageError, describe, format_path
+from ..core.errors import LayerInputError, UsageError, describe, describe_nested, format_path
 from ..core.finding import locate
 from ..core.formulas import step
 
@@ -68,7 +68,7 @@ def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = T
       ValueError: if ``dtype`` is an integer dtype and ``inexact`` is set, or if there is nothing to go by.
     """
     if dtype is None:
-        found = jnp.result_type(*[jnp.asarray(x) for x in args if x is not None])
+        found = jnp.result_type(*[_as_array(x) for x in args if x is not None])
         return jnp.promote_types(jnp.float32, found) if inexact and not _is_inexact(found) else found
     if inexact and not _is_inexact(jnp.dtype(dtype)):
         raise UsageError(f"Dtype must be inexact (floating or complex): {dtype}")
@@ -107,7 +107,14 @@ def convert(x: Any, dtype: np.dtype) -> Array:
     """Make an array of ``dtype``; one that has it is returned as it is."""
     if isinstance(x, jax.Array):
         return x if x.dtype == dtype and not x.weak_type else _convert_array(x, dtype)
-    return jnp.asarray(x, dtype)
+    return _as_array(x, dtype)
+
+
+def _as_array(x: Any, dtype: np.dtype | None = None) -> Array:
+    try:
+        return jnp.asarray(x, dtype)
+    except (TypeError, ValueError) as error:
+        raise LayerInputError(f"Layers compute with arrays and numbers, but got {describe_nested(x)}.") from error
 
 
 _convert_array = step("new_dtype")(lax.convert_element_type)

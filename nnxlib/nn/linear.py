@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core.errors import UsageError
+from ..core.errors import ArgumentError, UsageError, describe
 from ..core.formulas import formula, product, products_are_replaced, step
 from ..core.metadata import VariableMetadata
 from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.tracing import runs_eagerly
-from ..core.variables import Param
+from ..core.variables import Param, Variable
 from . import initializers
 from .dtypes import Array, Dtype, convert, input_error, misfit, promote_dtype
 from .initializers import Initializer
@@ -76,7 +76,15 @@ def contract(
     """``dot_general`` with the layer's precision and accumulator, and a bias added to the last axes.
 
     ``None`` stands for ``lax.dot_general``.
+
+    Raises:
+      ArgumentError: if ``out_sharding`` is an array or a flag: a layer takes one input.
     """
+    if out_sharding is not None and isinstance(out_sharding, jax.Array | np.ndarray | Variable | bool):
+        raise ArgumentError(
+            f"{type(layer).__name__} takes one input; what follows it is out_sharding, how the output is sharded, but "
+            f"got {describe(out_sharding)}."
+        )
     kwargs = given(out_sharding=out_sharding, preferred_element_type=layer.preferred_element_type)
     if dot_general is None or dot_general is lax.dot_general:
         if bias is not None:

@@ -19,13 +19,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..core.errors import UsageError
+from ..core.errors import LayerInputError, UsageError, describe
 from ..core.formulas import formula, step
 from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.variables import BatchStat, Param
 from . import initializers
-from .dtypes import Array, Dtype, at_least_float32, convert, input_error, misfit, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, broadcasts, convert, input_error, misfit, promote_dtype
 from .initializers import Initializer
 from .settings import NO_METADATA, NO_MODE, Metadata, as_tuple, drawn, frozen, value_or_none
 
@@ -89,6 +89,11 @@ def _means(values: list[Array], mask: Array | None, axes: tuple[int, ...], axis_
     return _means_over_shards(values, mask, axes, axis_name, groups)
 
 
+def _check_mask(mask: Array | None, x: Array) -> None:
+    if mask is not None and not broadcasts(jnp.shape(mask), x.shape):
+        raise LayerInputError(f"The mask has to broadcast to the inputs, {describe(x)}, but is {describe(mask)}.")
+
+
 @formula("axes", "axis_name", "axis_index_groups", "use_fast_variance")
 def moments(
     x: Array,
@@ -109,6 +114,7 @@ def moments(
       axis_index_groups: groups of indices of that axis that are averaged separately.
       use_fast_variance: as in :class:`BatchNorm`.
     """
+    _check_mask(mask, x)
     x = convert(x, at_least_float32(x.dtype))
     over = (_mask_of(x, mask), axes, axis_name, axis_index_groups)
     if use_fast_variance:
@@ -123,6 +129,7 @@ def mean_square(
     x: Array, mask: Array | None, *, axes: tuple[int, ...], axis_name: str | None = None, axis_index_groups: Any = None
 ) -> Array:
     """Return the mean of ``x**2`` over ``axes``, in float32 at least; arguments as in :func:`moments`."""
+    _check_mask(mask, x)
     x = convert(x, at_least_float32(x.dtype))
     return _means([squared(x)], _mask_of(x, mask), axes, axis_name, axis_index_groups)[0]
 
@@ -174,6 +181,16 @@ def normalize(
     if bias is None:
         return _scaled(x, mean, factor, shape, x.dtype)
     return _shifted(_scaled(x, mean, factor, shape, None), bias, feature_shape, x.dtype)
+
+
+def _reduction_axes(layer: Any, x: Any) -> tuple[int, ...]:
+    """The axes that a layer reduces, counted from the front."""
+    axes = _absolute(layer.reduction_axes, x.ndim)
+    for axis in axes:
+        if not 0 <= axis < x.ndim:
+            listed = ", ".join(map(str, as_tuple(layer.reduction_axes)))
+            raise input_error(layer, f"inputs with the axes that it reduces (reduction_axes: {listed})", x)
+    return axes
 
 
 def _feature_axes(layer: Any, x: Any, axes: Axes, **parameters: Array | None) -> tuple[int, ...]:
@@ -446,7 +463,7 @@ class LayerNorm(Module):
         """
         scale, bias = value_or_none(self.scale), value_or_none(self.bias)
         feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale, bias=bias)
-        axes = _absolute(self.reduction_axes, x.ndim)
+        axes = _reduction_axes(self, x)
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
         mean, var = moments(x, mask, axes=axes, **_moments_settings(self))
         return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
@@ -505,7 +522,7 @@ class RMSNorm(Module):
         """Normalise ``x``; see :meth:`LayerNorm.__call__`."""
         scale = value_or_none(self.scale)
         feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale)
-        axes = _absolute(self.reduction_axes, x.ndim)
+        axes = _reduction_axes(self, x)
         x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
         var = mean_square(x, mask, axes=axes, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
         return normalize(x, None, var, scale, None, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
@@ -607,7 +624,7 @@ class GroupNorm(Module):
             features = self.num_groups * self.group_size
             raise input_error(self, f"inputs of shape [batch, *spatial, {features}]", x)
         feature_axis = x.ndim - 1
-        axes = tuple(range(1, x.ndim)) if self.reduction_axes is None else _absolute(self.reduction_axes, x.ndim)
+        axes = tuple(range(1, x.ndim)) if self.reduction_axes is None else _reduction_axes(self, x)
         if feature_axis not in axes:
             raise UsageError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
         x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
@@ -623,6 +640,7 @@ def _group_moments(
     """Moments over ``axes`` and within groups of the last axis, with one entry for each feature."""
     size = x.shape[-1] // groups
     grouped = (*x.shape[:-1], groups, size)
+    _check_mask(mask, x)
     if mask is not None:
         mask = _reshape(jnp.broadcast_to(mask, x.shape), grouped)
     mean, var = moments(_reshape(x, grouped), mask, axes=(*axes, x.ndim), **options)

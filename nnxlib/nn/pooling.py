@@ -69,6 +69,8 @@ def _window(
             f"window_shape has a size for each spatial axis, such as (2, 2) for images, but is {window_shape!r}."
         )
     spatial = tuple(window_shape)
+    if any(size < 1 for size in spatial):
+        raise UsageError(f"window_shape has a positive size for each spatial axis, but is {spatial}.")
     strides = 1 if strides is None else strides
     if isinstance(strides, str | float):
         raise ArgumentError(f"strides has a step for each spatial axis, or is one for all, but is {strides!r}.")
@@ -83,12 +85,17 @@ def _window(
     ones = (1,) * batch
     window, steps = (*ones, *spatial, 1), (*ones, *steps, 1)
     if isinstance(padding, str):
+        if padding.upper() not in _NAMED:
+            raise UsageError(f"padding has to be one of {', '.join(_NAMED)}, or numbers, but is {padding!r}.")
         return window, steps, padding
     each = (padding,) * len(spatial) if isinstance(padding, int | np.integer) else tuple(padding)
     pairs = [(p, p) if isinstance(p, int | np.integer) else p for p in each]
     if len(pairs) != len(spatial) or not all(isinstance(p, Sequence) and len(p) == 2 for p in pairs):
         raise UsageError(f"padding {padding} must have one pair (before, after) for each axis of window {spatial}.")
     return window, steps, (*[(0, 0)] * batch, *[(before, after) for before, after in pairs], (0, 0))
+
+
+_NAMED = ("SAME", "VALID", "SAME_LOWER")
 
 
 @step("window", "strides", "padding")

@@ -12,7 +12,7 @@ RNN returns is the one at that place, and a reversed sequence begins there. The 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError, UsageError
+from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError, UsageError, describe
 from ..core.filters import Filter, to_predicate
 from ..core.formulas import step
 from ..core.iteration import iter_objects
@@ -131,6 +131,11 @@ class _VectorCell(RNNCellBase):
     def _initial_vectors(
         self, count: int, input_shape: Shape, rngs: Rngs | RngStream | None, carry_init: Initializer | None
     ) -> tuple[Array, ...]:
+        if not isinstance(input_shape, Sequence | np.ndarray):
+            raise ArgumentError(
+                f"initialize_carry takes the shape of an input, (*batch, {self.in_features}), but got "
+                f"{describe(input_shape)}. Of an array pass array.shape."
+            )
         shape = (*input_shape[:-1], self.hidden_features)
         init = self.carry_init if carry_init is None else carry_init
         if init is None:
@@ -161,6 +166,8 @@ class _VectorCell(RNNCellBase):
         if inputs.shape[-1:] != (self.in_features,):
             raise input_error(self, f"inputs of shape [..., {self.in_features}]", inputs)
         for h in vectors:
+            if not hasattr(h, "shape"):
+                raise input_error(self, f"a carry of arrays {list(expected)}", h)
             if h.shape != expected and (h.shape[-1:] != expected[-1:] or not _agree(h.shape, expected)):
                 raise input_error(self, f"a carry of {list(expected)} with inputs of {list(inputs.shape)}", h)
 

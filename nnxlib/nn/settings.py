@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ArgumentError, accepts, describe
+from ..core.errors import ArgumentError, UsageError, accepts, describe
 from ..core.formulas import step
 from ..core.metadata import VariableMetadata
 from ..core.rngs import Rngs
@@ -43,6 +43,7 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
 
     Raises:
       TypeError: if it is no initializer, or a function that makes one, or there is no such shape.
+      ValueError: if the initializer fails for a dtype that is not floating.
     """
     key = key_of(rngs)
     if not callable(init):
@@ -52,24 +53,39 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
     try:
         value = init(key, shape, dtype)
         fits = not isinstance(value.raw_value if isinstance(value, VariableMetadata) else value, FunctionType)
-    except TypeError:
+    except Exception as error:  # XLA has one of its own for a negative size
         fits = False
-        if sizes := [n for n in shape if not isinstance(n, int | np.integer) and not hasattr(n, "dtype")]:
-            raise ArgumentError(
-                _NO_SIZE.format(shape=tuple(shape), size=sizes[0], kind=type(sizes[0]).__name__)
-            ) from None
-        if any(isinstance(n, int | np.integer) and n < 0 for n in shape):
-            raise ArgumentError(f"A parameter cannot have the shape {tuple(shape)}: a size is negative.") from None
-        if accepts(init, key, shape, dtype):
+        problem = _problem(init, shape, dtype)
+        if problem is not None:
+            raise problem from (error if isinstance(problem, UsageError) else None)
+        if isinstance(error, ValueError):  # a bias has too few axes for one that scales with the number of inputs
+            error.add_note(f"An initializer raised this for a parameter of shape {tuple(shape)}.")
+        if not isinstance(error, TypeError) or accepts(init, key, shape, dtype):
             raise
-    except ValueError as error:  # a bias has too few axes for an initializer that scales with the number of inputs
-        error.add_note(f"An initializer raised this for a parameter of shape {tuple(shape)}.")
-        raise
     if not fits:
         name = getattr(init, "__name__", describe(init))
         hint = f"If {name} makes one, write {name}()."
         raise ArgumentError(_NO_INITIALIZER.format(shape=shape, found=f"the function {name}", hint=hint))
     return value
+
+
+def _problem(init: Any, shape: Sequence[int], dtype: Any) -> Exception | None:
+    """Why no parameter of this shape and dtype can be made; None if that is not known."""
+    if sizes := [n for n in shape if not isinstance(n, int | np.integer) and not hasattr(n, "dtype")]:
+        return ArgumentError(_NO_SIZE.format(shape=tuple(shape), size=sizes[0], kind=type(sizes[0]).__name__))
+    if any(isinstance(n, int | np.integer) and n < 0 for n in shape):
+        return ArgumentError(f"A parameter cannot have the shape {tuple(shape)}: a size is negative.")
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        return ArgumentError(f"param_dtype has to be a dtype, such as jnp.bfloat16 or 'bfloat16', but got {dtype!r}.")
+    if not jnp.issubdtype(found, jnp.inexact):
+        name = getattr(init, "__qualname__", describe(init)).partition(".")[0]
+        return UsageError(
+            f"The initializer {name} of a parameter of shape {tuple(shape)} fails for param_dtype={found}: most draw "
+            "floating numbers. Parameters are floating, and dtype= says what to compute in."
+        )
+    return None
 
 
 _NO_SIZE = """\

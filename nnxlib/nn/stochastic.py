@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core.errors import ArgumentError, UsageError
+from ..core.errors import ArgumentError, UsageError, describe
 from ..core.formulas import formula, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
@@ -106,6 +106,8 @@ class Dropout(Module):
             return jnp.zeros_like(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.inexact):
             raise input_error(self, "inputs of a floating dtype", inputs)
+        if self.broadcast_dims and not all(-inputs.ndim <= axis < inputs.ndim for axis in self.broadcast_dims):
+            raise input_error(self, f"inputs with the axes broadcast_dims={self.broadcast_dims}", inputs)
         key = self._key(self.rngs if rngs is None else rngs)
         if self.axis_name is not None:
             key = jax.random.fold_in(key, lax.axis_index(self.axis_name))
@@ -119,7 +121,11 @@ class Dropout(Module):
             )
         if isinstance(rngs, Rngs):
             rngs = rngs[self.rng_collection]
-        return rngs() if isinstance(rngs, RngStream) else rngs
+        if isinstance(rngs, RngStream):
+            return rngs()
+        if not hasattr(rngs, "dtype"):
+            raise ArgumentError(f"rngs has to be an Rngs, a stream or a key, but got {describe(rngs)}: nnx.Rngs(seed).")
+        return rngs
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Set what :func:`nnxlib.view` may set on this layer."""

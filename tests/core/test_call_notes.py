@@ -219,3 +219,19 @@ def test_notes_never_take_the_place_of_the_error():
     with pytest.raises(AttributeError, match="no attribute") as info:
         Incomplete()(X)
     assert any("Incomplete, kernel float32[2, 3]" in note for note in info.value.__notes__)
+
+
+def test_a_note_asks_where_an_input_that_is_none_comes_from():
+    """Mostly from a function without a ``return``."""
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(AttributeError, match="NoneType") as caught:
+        nnx.Sequential(layer, lambda x: None, layer)(X)
+    assert [note for note in caught.value.__notes__ if "return" in note] == [
+        "an input is None: is a `return` missing where it was made?"
+    ]
+
+
+def test_a_note_says_what_an_axis_name_is():
+    with pytest.raises(NameError, match="batch") as caught:
+        nnx.BatchNorm(2, axis_name="batch", rngs=nnx.Rngs(0))(X)
+    assert any("nnx.vmap(..., axis_name=...)" in note for note in caught.value.__notes__)

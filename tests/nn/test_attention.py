@@ -585,3 +585,23 @@ def test_eager_calls_run_few_python_functions():
     for call, most in (lambda: nnx.dot_product_attention(heads, heads, heads), 120), (lambda: layer(x), 400):
         call()  # compiles
         assert count_calls(call) <= most
+
+
+def test_a_length_or_an_array_in_place_of_a_shape_is_refused():
+    for wrong, shown in (5, "int"), (None, "None"):
+        with pytest.raises(
+            TypeError, match=rf"make_causal_mask takes an array .*, but got {shown}.*ones\(\(1, length\)\)"
+        ):
+            nnx.make_causal_mask(wrong)
+    layer = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    for wrong, shown in (8, "int"), (jnp.ones((3, 5, 4)), r"float32\[3, 5, 4\]"):
+        with pytest.raises(TypeError, match=rf"init_cache takes a shape .*, but got {shown}"):
+            layer.init_cache(wrong)
+    assert layer.cached_key is None
+
+
+def test_inputs_of_masks_that_do_not_fit_are_refused():
+    for a, b in ((2, 3), (3, 4)), ((), (3,)):
+        with pytest.raises(ValueError, match=r"make_attention_mask takes inputs .* batch axes fit each other, but got"):
+            nnx.make_attention_mask(jnp.ones(a), jnp.ones(b))
+    assert nnx.make_attention_mask(jnp.ones((2, 1, 3)), jnp.ones((2, 4))).shape == (2, 2, 1, 3, 4)

@@ -273,3 +273,14 @@ def test_published_code_computes_a_convolution_with_the_axes_that_the_layer_uses
     numbers = linear._conv_dimension_numbers(x.shape)
     y = jax.lax.conv_general_dilated(x, layer.kernel[...], (1,) * rank, padding, dimension_numbers=numbers)
     np.testing.assert_array_equal(layer(x), y)
+
+
+@pytest.mark.parametrize("layer", [nnx.Conv, nnx.ConvTranspose])
+@pytest.mark.parametrize(
+    "setting", [{"strides": 0}, {"strides": (2,)}, {"kernel_dilation": (1, 2, 3)}, {"strides": (1, -1)}]
+)
+def test_a_setting_that_does_not_fit_the_spatial_axes_is_named(layer, setting):
+    conv = layer(2, 3, (3, 3), **setting, rngs=nnx.Rngs(0))
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"{name} has to be one positive number, or 2 of them, .*, but is"):
+        conv(jnp.ones((1, 5, 5, 2)))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nnxlib as nnx
-from nnxlib.nn.dtypes import canonicalize_dtype, promote_dtype
+from nnxlib.nn.dtypes import LayerInputError, canonicalize_dtype, promote_dtype
 
 VALUES = st.sampled_from(
     [jnp.ones(2, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.bool_)]
@@ -95,3 +95,14 @@ def test_parameters_of_another_dtype_than_the_inputs_are_refused_where_promotion
     layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="no available implicit dtype promotion"):
         layer(jnp.ones((2, 8), jnp.bfloat16))
+
+
+NO_ARRAYS = {"str": "text", "{'a': float": {"a": jnp.ones(2)}, "type": nnx.Linear, "object": np.ones((1, 2), object)}
+
+
+@pytest.mark.parametrize("shown", NO_ARRAYS)
+def test_what_is_no_array_is_an_error_that_names_it(shown):
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(LayerInputError, match=f"Layers compute with arrays and numbers, but got {shown}") as caught:
+        layer(NO_ARRAYS[shown])
+    assert any("Linear 2->3" in note for note in caught.value.__notes__)

@@ -12,6 +12,7 @@ from jax.experimental.jet import jet
 
 import nnxlib as nnx
 from benchmarks.timing import count_calls
+from nnxlib.core.errors import ArgumentError
 from nnxlib.nn.dtypes import LayerInputError
 
 normal = jax.nn.initializers.normal(1.0)
@@ -74,6 +75,18 @@ def test_wrong_input_names_the_layer_its_sizes_and_the_input():
     assert isinstance(caught.value, ValueError)
     with pytest.raises(LayerInputError, match=r"float32\[\]"):
         model(jnp.float32(1))
+
+
+@pytest.mark.parametrize(
+    "second", [jnp.ones((2, 3)), np.ones(2), True, nnx.Param(jnp.ones(2))], ids=lambda x: type(x).__name__
+)
+def test_a_second_input_is_refused(second):
+    """It would be taken for out_sharding, and JAX would find that it cannot be hashed."""
+    for layer in nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LinearGeneral(3, (2, 2), rngs=nnx.Rngs(0)):
+        with pytest.raises(
+            ArgumentError, match=f"{type(layer).__name__} takes one input; what follows it is out_sharding"
+        ):
+            layer(jnp.ones((2, 3)), second)
 
 
 def test_a_kernel_of_another_shape_is_told_from_a_wrong_input():

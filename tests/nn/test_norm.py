@@ -357,3 +357,31 @@ def test_running_mean_of_complex_numbers():
         trained = layer(x)
         np.testing.assert_allclose(layer(x, use_running_average=True), trained, atol=1e-5)
         np.testing.assert_allclose(layer.mean[...], x.mean(0), atol=1e-5)
+
+
+NORMS = {
+    "BatchNorm": lambda **kw: nnx.BatchNorm(2, rngs=nnx.Rngs(0), **kw),
+    "LayerNorm": lambda **kw: nnx.LayerNorm(2, rngs=nnx.Rngs(0), **kw),
+    "RMSNorm": lambda **kw: nnx.RMSNorm(2, rngs=nnx.Rngs(0), **kw),
+    "GroupNorm": lambda **kw: nnx.GroupNorm(2, 2, rngs=nnx.Rngs(0), **kw),
+    "InstanceNorm": lambda **kw: nnx.InstanceNorm(2, rngs=nnx.Rngs(0), **kw),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_mask_that_does_not_fit_is_refused(name):
+    norm = NORMS[name]()
+    before = nnx.state(norm)
+    with pytest.raises(
+        LayerInputError, match=r"The mask has to broadcast to .* float32\[4, 3, 2\], but is bool\[3, 3, 2\]"
+    ):
+        norm(jnp.ones((4, 3, 2)), mask=jnp.ones((3, 3, 2), bool))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, before, nnx.state(norm)))
+    norm(jnp.ones((4, 3, 2)), mask=jnp.ones((1, 3, 1), bool))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm"])
+def test_axes_to_reduce_that_are_not_there_are_refused(name):
+    norm = NORMS[name](reduction_axes=(1, 5))
+    with pytest.raises(LayerInputError, match=rf"{name} .*reduction_axes: 1, 5.*float32\[4, 3, 2\]"):
+        norm(jnp.ones((4, 3, 2)))

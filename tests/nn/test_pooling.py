@@ -128,3 +128,15 @@ def test_average_under_strict_promotion(dtype):
         averages = nnx.avg_pool(jnp.ones((1, 4, 2), dtype), (2,))
     assert averages.dtype == dtype
     assert (averages == 1).all()
+
+
+def test_a_padding_of_no_name_and_windows_without_size_are_refused():
+    x = jnp.ones((1, 4, 4, 2))
+    for pool in nnx.max_pool, nnx.min_pool, nnx.avg_pool:
+        with pytest.raises(
+            ValueError, match="padding has to be one of SAME, VALID, SAME_LOWER, or numbers, but is 'smae'"
+        ):
+            pool(x, (2, 2), padding="smae")
+        with pytest.raises(ValueError, match=r"a positive size for each spatial axis, but is \(0, 2\)"):
+            pool(x, (0, 2))
+        assert pool(x, (2, 2), padding="same").shape == (1, 4, 4, 2)

@@ -504,3 +504,12 @@ def test_sequences_that_are_no_jax_arrays():
 def test_a_layer_that_is_no_cell():
     with pytest.raises(TypeError, match=r"^RNN takes a cell such as nnx\.LSTMCell, got Linear"):
         nnx.RNN(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))(jnp.ones((1, 2, 3)))
+
+
+def test_what_is_no_carry_and_no_shape_is_refused():
+    cell = nnx.GRUCell(2, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(LayerInputError, match=r"GRUCell 2->4.* takes a carry of arrays \[3, 4\], but got tuple"):
+        cell((jnp.ones((3, 4)), jnp.ones((3, 4))), jnp.ones((3, 2)))
+    for wrong, shown in (3, "int"), (jnp.ones((3, 2)), r"float32\[3, 2\]"):
+        with pytest.raises(TypeError, match=rf"takes the shape of an input, \(\*batch, 2\), but got {shown}"):
+            cell.initialize_carry(wrong)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core import errors
 
 LAYERS = {
     "Linear": lambda rngs: nnx.Linear(2, 3, rngs=rngs),
@@ -80,10 +81,34 @@ def test_a_size_that_is_a_tuple():
         nnx.Linear((2,), 3, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("make", [lambda rngs: nnx.Linear(-1, 3, rngs=rngs), lambda rngs: nnx.LayerNorm(-1, rngs=rngs)])
+NEGATIVE = {
+    "Linear": lambda: nnx.Linear(-2, 3, rngs=nnx.Rngs(0)),
+    "a bias": lambda: nnx.Linear(2, -3, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0)),
+    "Embed": lambda: nnx.Embed(3, -1, rngs=nnx.Rngs(0)),
+    "LoRA": lambda: nnx.LoRA(2, -1, 3, rngs=nnx.Rngs(0)),
+    "LayerNorm": lambda: nnx.LayerNorm(-1, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("make", NEGATIVE)
 def test_a_negative_size(make):
-    with pytest.raises(TypeError, match=r"^A parameter cannot have the shape \(-1, ?3?\): a size is negative\.$"):
-        make(nnx.Rngs(0))
+    with pytest.raises(errors.ArgumentError, match=r"cannot have the shape \(.*-.*\): a size is negative\.$"):
+        NEGATIVE[make]()
+
+
+def test_a_dtype_that_is_none():
+    with pytest.raises(errors.ArgumentError, match=r"param_dtype has to be a dtype, .* but got 'flaot32'"):
+        nnx.Linear(2, 3, param_dtype="flaot32", rngs=nnx.Rngs(0))
+
+
+def test_integer_parameters_cannot_be_drawn():
+    with pytest.raises(
+        errors.UsageError, match=r"variance_scaling of a parameter of shape \(2, 3\) .*=int8.* floating"
+    ):
+        nnx.Linear(2, 3, param_dtype="int8", rngs=nnx.Rngs(0))
+    assert (
+        nnx.Linear(2, 3, param_dtype="int8", kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0)).kernel.dtype == "int8"
+    )
 
 
 def test_an_initializer_for_a_parameter_with_too_few_axes():

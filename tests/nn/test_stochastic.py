@@ -172,3 +172,11 @@ def test_what_cannot_work_is_refused():
         nnx.Dropout(0.5, rngs=nnx.Rngs(params=0))
     with pytest.raises(TypeError, match="rngs must be a Rngs, RngStream or None"):
         nnx.Dropout(0.5, rngs=0)
+
+
+def test_axes_and_keys_that_are_not_there_are_refused():
+    with pytest.raises(LayerInputError, match=r"broadcast_dims=\(5,\), but got float32\[2, 3\]"):
+        nnx.Dropout(0.5, broadcast_dims=(5,), rngs=nnx.Rngs(0))(jnp.ones((2, 3)))
+    with pytest.raises(TypeError, match=r"an Rngs, a stream or a key, but got int: nnx.Rngs\(seed\)"):
+        nnx.Dropout(0.5)(jnp.ones((2, 3)), rngs=0)
+    assert nnx.Dropout(0.5, broadcast_dims=(-1,))(jnp.ones((2, 3)), rngs=jax.random.key(0)).shape == (2, 3)
