@@ -335,8 +335,22 @@ else:
         "nnx.List": "ModuleList",
         "nnx.Dict": "ModuleDict",
         "nnx.Param": "Parameter",
+        "the function nnx.identity": "Identity",
+        "jax.numpy.reshape": "Flatten",
+        "nnx.functional(Model, ...), which has init and apply": "init apply",
+        "optax, as in nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)": "optim",
+        "nnx.bridge.lazy_init, for a Linen module": "lazy_init",
+        "a constructor: layers are made in __init__": "compact",
+        "a stream of nnx.Rngs: rngs.dropout()": "make_rng",
+        "nnx.state, and Orbax or NumPy: docs/training.md": "save load save_checkpoint restore_checkpoint",
+        "nnx.jit": "filter_jit",
+        "nnx.grad": "filter_grad",
+        "nnx.value_and_grad": "filter_value_and_grad",
+        "nnx.vmap": "filter_vmap",
         **{f"the function nnx.{name.lower()}": name for name in "ELU GELU ReLU SiLU Sigmoid Softmax Tanh".split()},
-        "a loss of optax, such as optax.l2_loss": "MSELoss L1Loss CrossEntropyLoss BCEWithLogitsLoss",
+        "a loss of optax, such as optax.l2_loss": (
+            "MSELoss L1Loss CrossEntropyLoss BCEWithLogitsLoss softmax_cross_entropy cross_entropy"
+        ),
     }
     _INSTEAD = {  # of names that flax.nnx has, or had in an earlier version
         **dict.fromkeys(_OF_MODES, "nnxlib has one mode; code that sets others imports it from nnxlib.compat.flax"),

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .core.errors import PlacementError, format_path, listed
+from .core.errors import ArgumentError, PlacementError, describe, format_path, listed
 from .core.graphdef import GraphDef
 from .core.metadata import with_partitioning as with_partitioning
 from .core.ops import map as map_leaves
@@ -83,8 +83,11 @@ def get_named_sharding(tree: A, mesh: Mesh) -> A:
     'model'
 
     Raises:
+      ArgumentError: if it is no mesh.
       PlacementError: if the mesh has no axis of a name, or would be used twice for one array; lists the paths.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ArgumentError(f"get_named_sharding takes a mesh, such as of jax.make_mesh, but got {describe(mesh)}.")
     problems: list[str] = []
 
     def shard(path: tuple, x: Any) -> Any:

@@ -213,3 +213,8 @@ def test_the_module_path_of_flax():
     assert with_partitioning is nnx.with_partitioning
     assert get_var_pspec(nnx.Param(jnp.ones(2))) == PartitionSpec()
     assert nnx.spmd.PARTITION_NAME == nnx.PARTITION_NAME
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(TypeError, match=r"get_named_sharding takes a mesh, such as of jax.make_mesh, but got str"):
+        nnx.get_named_sharding(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), "data")

@@ -8,7 +8,7 @@ stacks a Variable or takes a slice of it, the names follow (:func:`name_axis`, :
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from jax.experimental.layout import Format
@@ -118,7 +118,13 @@ def _same_kind(found: Any, names: list[Any]) -> Any:
 
 def as_hooks(hooks: Any) -> tuple[Callable, ...]:
     """The hooks that a user has given as one function or a sequence."""
-    return (hooks,) if callable(hooks) else tuple(hooks)
+    if callable(hooks):
+        return (hooks,)
+    if not isinstance(hooks, Iterable):
+        raise errors.ArgumentError(
+            f"A hook, such as on_set_value, is a function or a sequence of functions, but got {hooks!r:.80}."
+        )
+    return tuple(hooks)
 
 
 def canonical(metadata: Mapping[str, Any]) -> dict[str, Any]:

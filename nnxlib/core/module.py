@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -78,7 +79,8 @@ class Module(Pytree):
 
         An attribute that :meth:`eval` has overridden gets the value it had before. One that the user has set (such as
         ``use_running_average=True`` on a BatchNorm that is to stay frozen) keeps its value. One that was never set
-        (``None``) becomes False. ``**attributes`` are set on all Modules that have them.
+        (``None``) becomes False. ``**attributes`` are set on all Modules that have them; if none has, there
+        is a warning.
 
         >>> import nnxlib as nnx
         >>> frozen = nnx.BatchNorm(2, use_running_average=True, rngs=nnx.Rngs(0))
@@ -90,8 +92,7 @@ class Module(Pytree):
             own = (module._nnx_marks or {}).get((name,), MISSING)
             if own is not MISSING or getattr(module, name) is None:
                 setattr(module, name, False if own is MISSING or own is None else own)
-        if attributes:
-            self.set_attributes(raise_if_not_found=False, **attributes)
+        _set_with_mode(self, attributes)
 
     def eval(self, **attributes: Any) -> None:
         """Switch to evaluation: ``deterministic`` and ``use_running_average`` become True; :meth:`train` undoes it."""
@@ -100,8 +101,7 @@ class Module(Pytree):
             if own is not True:
                 setattr(module, name, True)
                 module._nnx_mark((name,), own)
-        if attributes:
-            self.set_attributes(raise_if_not_found=False, **attributes)
+        _set_with_mode(self, attributes)
 
     def set_attributes(
         self, *filters: Filter, raise_if_not_found: bool = True, graph: bool | None = None, **attributes: Any
@@ -121,11 +121,9 @@ class Module(Pytree):
         """
         missing = _set_where_found(self, filters or (...,), attributes)
         if raise_if_not_found and missing:
-            known = {name for _, module in iter_modules(self) for name, _ in module._nnx_children()}
-            hint = did_you_mean(missing, known)
             raise UsageError(
                 f"No Module in {type(self).__name__}{' that the filters take' if filters else ''} has the attributes "
-                f"{sorted(missing)}; pass raise_if_not_found=False to set those that exist.{hint}"
+                f"{sorted(missing)}; pass raise_if_not_found=False to set those that exist.{_near(self, missing)}"
             )
 
     # --- recording ---
@@ -214,6 +212,26 @@ def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
         for name in _MODES:
             if isinstance(module, HasAttributes) and _has_attribute(module, name):
                 yield module, name
+
+
+def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:
+    """Set the attributes that were given to ``train`` or ``eval``.
+
+    A model may lack some of them. But it is a mistake that nothing else tells: ``model.train(mode=False)`` trains.
+    """
+    missing = attributes and _set_where_found(root, (...,), attributes)
+    if missing:
+        warnings.warn(
+            f"No Module in {type(root).__name__} has the attributes {sorted(missing)}, so they were not set; the mode "
+            f"itself is set by model.train() and model.eval().{_near(root, missing)}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _near(root: Any, missing: Iterable[str]) -> str:
+    known = {name for _, module in iter_modules(root) for name, _ in module._nnx_children()}
+    return did_you_mean(missing, known)
 
 
 def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:

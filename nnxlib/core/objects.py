@@ -141,7 +141,14 @@ class Node(Identified):
         """Fill an empty node with deep copies of what this node holds."""
         held = self._nnx_contents()
         memo |= {id(value): value for value in held.values() if isinstance(value, FUNCTION_TYPES)}
-        shell._nnx_fill({key: copy.deepcopy(value, memo) for key, value in held.items()})
+        copied = {}
+        for key, value in held.items():
+            try:
+                copied[key] = copy.deepcopy(value, memo)
+            except TypeError as error:  # of a file, a lock
+                error.add_note(f"in {key!r} of a {type(self).__name__}")
+                raise
+        shell._nnx_fill(copied)
 
 
 def _nodes_in(values: Any) -> Iterator[Node]:

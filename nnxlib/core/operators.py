@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import jax
 import numpy as np
 
+from . import errors
+
 A = TypeVar("A")
 V = TypeVar("V", bound="ArrayOperators")
 
@@ -103,7 +105,11 @@ class ArrayOperators(Generic[A]):
         self.set_raw_value(value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.get_value()(*args, **kwargs)  # type: ignore[operator]
+        value: Any = self.get_value()
+        if not callable(value):
+            name, found = type(self).__name__, errors.describe(value)
+            raise errors.ArgumentError(f"This {name} cannot be called: its value is {found}.")
+        return value(*args, **kwargs)
 
     def __len__(self) -> int:
         return len(self.get_value())  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .errors import PlacementError, describe
+from .errors import ArgumentError, PlacementError, describe
 from .tracing import at_top_level, concrete_mesh, current_mesh, level_of_user
 
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
@@ -105,6 +105,12 @@ def logical_axis_rules(rules: Rules):
     True
     """
     eager, before = _settings()
+    rules = rules if isinstance(rules, Mapping | str) else tuple(rules)
+    if isinstance(rules, Mapping | str) or not all(isinstance(rule, tuple | list) and len(rule) == 2 for rule in rules):
+        raise ArgumentError(
+            "The rules are pairs of a logical name and a mesh axis, [('embed', None), ('mlp', 'model')], but got "
+            f"{rules!r:.200}."
+        )
     _set(eager, tuple([(name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules]))
     try:
         yield
@@ -125,6 +131,11 @@ def spec_of(metadata: Mapping[str, Any]) -> PartitionSpec | None:
     rules = (*(metadata.get("sharding_rules") or ()), *(_settings()[1] or _rules_of_linen()))
     if isinstance(names, PartitionSpec) and not rules:
         return names
+    if not isinstance(names, str | tuple | list | PartitionSpec):
+        raise ArgumentError(
+            "The names of axes (out_sharding, sharding, sharding_names) are a name or None for each, such as "
+            f"('embed', None), a PartitionSpec or a NamedSharding, but got {names!r:.200}."
+        )
     return _translated([names] if isinstance(names, str) else names, rules)
 
 

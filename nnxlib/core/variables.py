@@ -281,8 +281,14 @@ class Variable(ArrayOperators[A], VariableSlots):
         if name is None:
             return dict(self._metadata)
         key = canonical_name(name)
-        if key in self._metadata or default is MISSING:
+        if key in self._metadata:
             return self._metadata[key]
+        if default is MISSING:
+            error = KeyError(name)
+            known = ", ".join(map(repr, self._metadata)) or "none"
+            hint = errors.did_you_mean([key], self._metadata)
+            error.add_note(f"This {type(self).__name__} has no metadata {name!r}; it has: {known}.{hint}")
+            raise error
         return default
 
     def set_metadata(self, *args: Any, **metadata: Any) -> None:
@@ -290,6 +296,8 @@ class Variable(ArrayOperators[A], VariableSlots):
         if len(args) == 2:
             metadata = {args[0]: args[1], **metadata}
         replace = len(args) == 1
+        if replace and not isinstance(args[0], Mapping):
+            raise errors.ArgumentError(f"set_metadata takes set_metadata(name=value) or a dict, not {args[0]!r:.80}.")
         self._replace_metadata(canonical({**(args[0] if replace else self._metadata), **metadata}))
 
     # What flax.nnx calls it inside, and published code reads; here a view, for metadata is never edited in place.

@@ -90,6 +90,12 @@ class Stack(Module):
     ):
         if type(depth) is not int or depth < 1:
             raise ArgumentError(f"The depth of a Stack is the number of its layers, at least 1, but got {depth!r}.")
+        if isinstance(make_layer, Module):
+            raise ArgumentError(
+                f"A Stack is given what makes its layers, but got a {type(make_layer).__name__}. Write "
+                "nnx.Stack(lambda rngs: Layer(..., rngs=rngs), depth, rngs=rngs), or, of layers that exist, "
+                "nnx.Stack.from_layers(layers)."
+            )
         self._set_up(depth, remat, policy, unroll, has_aux, partition)
         names = {"axis_size": depth, "transform_metadata": self._metadata()}
         if rngs is None:

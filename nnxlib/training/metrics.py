@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import ArgumentError, UsageError
+from ..core.errors import ArgumentError, UsageError, describe_nested
 from ..core.objects import Pytree
 from ..core.ops import split
 from ..core.tracing import boundary
@@ -344,7 +344,10 @@ def _argument(metric: Any, kwargs: dict[str, Any]) -> Any:
 
 def _masked(values: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
     """The values, and which of them count; both of the same shape."""
-    values = jnp.asarray(values)
+    try:
+        values = jnp.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"A metric takes arrays and numbers, but got {describe_nested(values)}.") from error
     if mask is None:
         return values, None
     try:

@@ -50,7 +50,7 @@ from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
 from ..core.variables import MISSING, Param, Variable, as_stored, plain_value
-from .stored import flat, is_variable, matched, set_values, without_aliases
+from .stored import check_transformation, flat, is_variable, matched, set_values, without_aliases
 
 M = TypeVar("M")
 A = TypeVar("A")
@@ -137,11 +137,7 @@ class Optimizer(Pytree, Generic[M]):
     step: OptState
 
     def __init__(self, model: M, tx: Any, *, wrt: Filter = Param):
-        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-            raise ArgumentError(
-                f"tx has to be a transformation with `init` and `update`, such as optax.adam(1e-3), got "
-                f"{describe(tx) if isinstance(tx, Node) else repr(tx)}. Write nnx.Optimizer(model, tx, wrt=nnx.Param)."
-            )
+        check_transformation(tx, "nnx.Optimizer(model, tx, wrt=nnx.Param)")
         _check_model(model)
         params = _trained(model, wrt)
         try:

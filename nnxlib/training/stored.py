@@ -9,13 +9,26 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.differences import leaf_differences, refuse
-from ..core.errors import Path
+from ..core.errors import ArgumentError, Path, describe
 from ..core.objects import Node
 from ..core.ops import state
 from ..core.state import FlatState, from_flat_state
 from ..core.tracing import Tracer
 from ..core.traversals import path_key
 from ..core.variables import Variable, plain_value
+
+
+def check_transformation(tx: Any, call: str) -> None:
+    """Check that ``tx`` is a transformation of gradients; ``call`` is what to write.
+
+    Raises:
+      ArgumentError: if it is something else, such as the function that makes one.
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ArgumentError(
+            "tx has to be a transformation with `init` and `update`, such as optax.adam(1e-3), got "
+            f"{describe(tx) if isinstance(tx, Node) else repr(tx)}. Write {call}."
+        )
 
 
 def is_variable(value: Any) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ..core.graphdef import GraphDef
 from ..core.ops import call
 from .optimizer import added
+from .stored import check_transformation
 
 M = TypeVar("M")
 T = TypeVar("T", bound="TrainState")
@@ -54,7 +55,12 @@ class TrainState(Generic[M]):
 
     @classmethod
     def create(cls: type[T], graphdef: GraphDef[M], *, params: Any, tx: Any, step: int = 0, **kwargs: Any) -> T:
-        """Make a TrainState with a new state of ``tx``; ``kwargs`` are the fields that a subclass has declared."""
+        """Make a TrainState with a new state of ``tx``; ``kwargs`` are the fields that a subclass has declared.
+
+        Raises:
+          ArgumentError: if ``tx`` is not a transformation.
+        """
+        check_transformation(tx, f"{cls.__name__}.create(graphdef, params=params, tx=tx)")
         return cls(graphdef=graphdef, params=params, opt_state=tx.init(params), step=jnp.asarray(step), tx=tx, **kwargs)
 
     def apply(self, state: Any, *states: Any) -> Any:

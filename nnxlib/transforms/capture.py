@@ -78,7 +78,8 @@ def capture(
     [(('layers', 0, '__call__'), (3,)), (('layers', 2, '__call__'), (1,))]
 
     Raises:
-      ArgumentError: if neither a type of Variable nor ``init`` is given, or it is not clear which Module is meant.
+      ArgumentError: if neither a type of Variable nor ``init`` is given, or something else in place of a type; or if it
+        is not clear which Module is meant.
       EmptySelectionError: if ``only`` takes none of the Modules that are called.
       PathError: if ``init`` has a Variable where the Module has nothing to hold it.
     """
@@ -88,6 +89,9 @@ def capture(
     kinds = tuple(dict.fromkeys((*var_types, *((method_outputs,) if method_outputs is not None else ()))))
     if not kinds and init is None:
         raise ArgumentError("nnx.capture needs a type of Variable to take out: nnx.capture(model, nnx.Intermediate).")
+    for kind in kinds:
+        if not (inspect.isclass(kind) and issubclass(kind, Variable)):
+            raise ArgumentError(f"nnx.capture takes types of Variable, such as nnx.Intermediate, but got {kind!r}.")
     function, bound, bound_kwargs = resolve(fn)
 
     def is_asked(owner: Node, name: str, variable: Variable) -> bool:

@@ -116,9 +116,10 @@ def test_a_mode_that_was_never_set():
 
 
 def test_train_and_eval_set_further_attributes():
-    """Keyword arguments are set on all Modules that have them; unknown ones are ignored, as in flax."""
+    """Keyword arguments are set on all Modules that have them; unknown ones are ignored, as in flax, with a warning."""
     m = Net()
-    m.eval(rate=0.1, unknown=1)
+    with pytest.warns(UserWarning, match="'unknown'"):
+        m.eval(rate=0.1, unknown=1)
     assert (m.drop.rate, m.drop.deterministic, hasattr(m, "unknown")) == (0.1, True, False)
     m.train(deterministic=True)
     assert m.drop.deterministic is True
@@ -512,3 +513,17 @@ def test_lists_and_dicts_switch_the_modes_of_what_is_in_them():
         _ = layers.evaluate
     with pytest.raises(AttributeError, match="no attribute or key 'evaluate'"):
         _ = nnx.Dict().evaluate
+
+
+@pytest.mark.parametrize("set_mode", [nnx.Module.train, nnx.Module.eval])
+def test_an_attribute_that_no_module_has_is_a_warning_in_train_and_eval(set_mode):
+    """``train(mode=False)`` of PyTorch would train, and say nothing."""
+    model = nnx.Sequential(nnx.Dropout(0.5), nnx.Dropout(0.2))
+    with pytest.warns(
+        UserWarning, match=r"No Module in Sequential has the attributes \['mode'\], .* model.eval\(\)"
+    ) as w:
+        set_mode(model, mode=False, rate=0.1)
+    assert w[0].filename == __file__
+    assert [layer.rate for layer in model.layers] == [0.1, 0.1]
+    with pytest.warns(UserWarning, match="Did you mean 'deterministic'"):
+        set_mode(model, deterministc=True)

@@ -1187,3 +1187,11 @@ def test_without_a_pytree_declarations_have_no_effect():
     assert set(nnx.state(Settings())) == {"table"}
     assert set(nnx.state(Traced())) == {"rate", "table"}
     nnx.jit(lambda settings: settings.table * (2 if settings.rate == 0.5 else 3))(Settings())
+
+
+def test_deepcopy_says_which_attribute_cannot_be_copied():
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    model.layers[0].lock = threading.Lock()
+    with pytest.raises(TypeError, match="lock") as caught:
+        copy.deepcopy(model)
+    assert caught.value.__notes__ == ["in 'lock' of a Linear"]

@@ -1302,3 +1302,20 @@ def test_merge_refuses_shapes_that_are_no_stacks(shapes):
         state["head"][name].value = jnp.zeros(shape)
     with pytest.raises(StateMismatchError, match=r"head\.bias: expected shape"):
         nnx.merge(graphdef, state)
+
+
+def test_update_says_how_a_wrong_path_is_to_be_written():
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    model = nnx.Dict(first=layer, more=[layer])
+    with pytest.raises(StateMismatchError, match=r"weight: unexpected.*\n.* There it has: bias, kernel\.$"):
+        nnx.update(layer, {"weight": jnp.ones((3, 2))})
+    with pytest.raises(StateMismatchError, match="Did you mean 'kernel'"):
+        nnx.update(layer, {"kernl": jnp.ones((2, 3))})
+    for key, sep in ("first.kernel", "."), ("first/kernel", "/"):
+        given = {key: jnp.zeros((2, 3))}
+        with pytest.raises(
+            StateMismatchError, match=rf"nest these: nnx.traversals.unflatten_mapping\(state, sep='{sep}'\)"
+        ):
+            nnx.update(model, given)
+        nnx.update(model, nnx.traversals.unflatten_mapping(given, sep=sep))
+    assert (layer.kernel == 0).all()

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnxlib as nnx
 from nnxlib.core import placement
+from nnxlib.core.errors import ArgumentError
 from nnxlib.core.tracing import current_mesh
 
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
@@ -89,3 +90,17 @@ def test_a_name_that_the_mesh_of_the_context_nearly_has_causes_a_warning(recwarn
             kernel = nnx.Param(jnp.ones((2, 3)), out_sharding=("dta", "mlp"))
     assert kernel.value.sharding.is_fully_replicated
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("names", [3, jnp.ones])
+def test_names_of_axes_that_are_no_names(names):
+    with pytest.raises(ArgumentError, match=r"The names of axes .* such as \('embed', None\).*, but got"):
+        nnx.Param(jnp.ones((2, 3)), sharding=names)
+
+
+@pytest.mark.parametrize("rules", [{"embed": "model"}, [("embed",)], ["embed"], "embed"])
+def test_rules_that_are_no_pairs(rules):
+    with pytest.raises(ArgumentError, match="The rules are pairs of a logical name and a mesh axis"):
+        nnx.logical_axis_rules(rules).__enter__()
+    with nnx.logical_axis_rules(iter([["embed", "model"]])):  # a list is a pair, too
+        assert nnx.get_partition_spec(nnx.Param(jnp.ones(2), sharding=("embed",))).value == jax.P("model")

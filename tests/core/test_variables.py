@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import nnxlib as nnx
+from nnxlib.core.errors import ArgumentError
 from nnxlib.core.tables import table_of
 
 
@@ -905,3 +906,26 @@ def test_a_missing_attribute_ends_with_the_suggestion_of_python():
         with pytest.raises(AttributeError) as caught:
             ask()
         assert (caught.value.name, str(caught.value)[-1] == ".") == ("valeu", False)
+
+
+def test_wrong_metadata_and_hooks_are_errors_that_say_what_is_asked_for():
+    v = nnx.Param(jnp.ones(2), sharding=("a",), eager_sharding=False)
+    with pytest.raises(KeyError) as caught:
+        v.get_metadata("eager_shardng")
+    (note,) = caught.value.__notes__
+    assert note.startswith("This Param has no metadata 'eager_shardng'; it has: 'out_sharding', 'eager_sharding'.")
+    assert note.endswith("Did you mean 'eager_sharding'?")
+    assert v.get_metadata("other", None) is None
+    with pytest.raises(ArgumentError, match=r"set_metadata takes set_metadata\(name=value\) or a dict, not 3"):
+        v.set_metadata(3)
+    hooked = nnx.Variable(jnp.ones(2), on_set_value=3)
+    before = hooked.value
+    with pytest.raises(ArgumentError, match=r"A hook, such as on_set_value, is a function .*, but got 3"):
+        hooked.value = jnp.zeros(2)
+    assert hooked.value is before
+
+
+def test_a_value_that_is_no_function_cannot_be_called():
+    with pytest.raises(ArgumentError, match=r"This Param cannot be called: its value is float32\[2\]"):
+        nnx.Param(jnp.ones(2))()
+    assert nnx.Variable(lambda x: x + 1)(1) == 2

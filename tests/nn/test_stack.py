@@ -385,3 +385,8 @@ def test_each_layer_is_known_by_the_path_under_which_it_is_stored():
     with pytest.raises(ValueError, match="takes inputs of shape") as found:
         forward(model, jnp.ones((2, 3)))
     assert found.value.__notes__[0].startswith("in inner.layers.linear (Linear 4->4)")
+
+
+def test_a_layer_in_place_of_what_makes_layers_is_refused():
+    with pytest.raises(TypeError, match=r"what makes its layers, but got a Linear. .* nnx.Stack.from_layers\(layers\)"):
+        nnx.Stack(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 3)

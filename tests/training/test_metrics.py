@@ -381,3 +381,12 @@ def test_a_class_in_a_multi_metric_is_refused():
 def test_one_hot_labels_are_told_what_to_pass():
     with pytest.raises(ValueError, match=r"Of one-hot labels pass labels.argmax\(-1\)"):
         nnx.metrics.Accuracy().update(logits=jnp.eye(3), labels=jnp.eye(3))
+
+
+@pytest.mark.parametrize(("wrong", "shown"), [(None, "None"), ("a", "str"), ([None], r"\[None\]")])
+def test_what_is_no_number_is_refused(wrong, shown):
+    for metric in nnx.metrics.Average("loss"), nnx.metrics.Welford("loss"):
+        before = nnx.state(metric)
+        with pytest.raises(TypeError, match=f"A metric takes arrays and numbers, but got {shown}"):
+            metric.update(loss=wrong)
+        assert jax.tree.all(jax.tree.map(lambda a, b: a is b, before, nnx.state(metric)))

@@ -4,6 +4,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import nnxlib as nnx
@@ -121,3 +122,9 @@ def test_fields_have_to_be_declared():
     graphdef, params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
         nnx.TrainState.create(graphdef, params=params, tx=Momentum(0.1), foo=3)
+
+
+def test_what_is_no_transformation_is_refused():
+    graphdef, params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"tx has to be a transformation .* adam .* Write TrainState.create\("):
+        nnx.TrainState.create(graphdef, params=params, tx=optax.adam)
