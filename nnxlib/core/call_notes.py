@@ -39,8 +39,18 @@ def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) ->
         error.add_note(_AXIS_NAME)
     if isinstance(error, AttributeError) and error.name and error.obj is None and any(x is None for x in args):
         error.add_note(_NOTHING)
+    if isinstance(error, AttributeError) and error.obj is module:
+        base = _owner(type(module), name)
+        own = _owner(type(module), "__init__")
+        if own is not base and issubclass(own, base) and "__init__" in vars(base):
+            error.add_note(_NO_SUPER.format(own=own.__name__, base=base.__name__))
     if "__jax_array__()" in str(error) and _PASS_THE_VALUE not in error.__notes__:
         error.add_note(_PASS_THE_VALUE)
+
+
+def _owner(kind: type, method: str) -> type:
+    """The class that a method of a class comes from."""
+    return next(base for base in kind.__mro__ if method in vars(base))
 
 
 def _shown(x: Any) -> str:
@@ -58,7 +68,8 @@ arrays of a model, nnx.clone(model) copies them"""
 
 
 _PASS_THE_VALUE = "a Variable was passed to a function of jax.lax, which takes arrays alone: pass variable.value"
-_NOTHING = "an input is None: is a `return` missing where it was made?"
+_NOTHING = "an input is None: is an argument of the call missing, or a `return` where it was made?"
+_NO_SUPER = "the constructor of {own} replaces that of {base}: does it call super().__init__(...)?"
 _AXIS_NAME = """\
 axis_name is the name of a mapped axis, which a transform around the call gives: nnx.vmap(..., axis_name=...), \
 nnx.pmap, nnx.shard_map; without one, leave it out"""

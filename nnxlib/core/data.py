@@ -8,11 +8,13 @@ field, overrides that for one attribute: its *mark*. The marks of a class are fo
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 import re
 import types
 import typing
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -120,6 +122,26 @@ def is_data(value: Any, /) -> bool:
 
 
 _PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, complex}
+
+
+SEEN = frozenset({*_PLAIN, list, dict, tuple})  # types of values that hide no node
+_UNSEEN = (set, frozenset, collections.deque)
+
+
+def warn_of_unseen(holder: Any, name: str, value: Any) -> None:
+    """Warn of nodes and Variables in a container in which they are not found: nothing else tells of them.
+
+    An object of another kind that is no pytree, such as a trainer or a configuration, may well refer to a Module.
+    """
+    found = [type(item).__name__ for item in value if is_node(item)] if isinstance(value, _UNSEEN) else []
+    if found:
+        owner, kind = type(holder).__name__, type(value).__name__
+        warnings.warn(
+            f"{owner}.{name} is a {kind}, in which nnxlib does not find the {found[0]}: it is not trained, copied and "
+            f"saved with this {owner}. Use a list, a tuple or a dict; or, if that is meant, nnx.static({kind}(...)).",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def is_data_part(value: Any) -> bool:

@@ -33,6 +33,7 @@ import numpy as np
 from ..core.cells import Cell, reader, write_cells, writer
 from ..core.closures import AbsentInput, CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
 from ..core.data import is_node
+from ..core.errors import NnxError
 from ..core.graph import commit, pack
 from ..core.layout import KEPT
 from ..core.rows import LEAF, Spec, Tree, value_of
@@ -148,6 +149,8 @@ class Dispatch:
             return out
         except (AbsentInput, CapturedObjects):
             raise Miss(None) from None
+        except NnxError:  # that says what is wrong
+            raise
         except TypeError:
             packed = pack(Arguments(args, kwargs, captured))
             check_traceable(packed.layout, packed.leaves)

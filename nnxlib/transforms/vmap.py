@@ -139,7 +139,16 @@ def pmap(
         program = program_of((function,), key, make)
         return lambda *groups: program(groups)
 
-    size = functools.partial(_size, "pmap", axis_size)
+    def size(packed: Packed, labels: Sequence[Any]) -> int | None:
+        found = _size("pmap", axis_size, packed, labels)
+        available = len(devices) if devices is not None else jax.local_device_count(backend)
+        if found is not None and found > available:
+            raise PrefixError(
+                f"pmap needs a device for each of the {found} slices of the mapped axis, and there are {available}. "
+                "nnx.vmap maps over an axis of any size; jax.pmap is superseded by nnx.jit with shardings."
+            )
+        return found
+
     call = mapped(f, over, in_axes, out_axes, "pmap", axis, size)
     return static_arguments(call, static_broadcasted_argnums)
 

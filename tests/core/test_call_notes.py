@@ -227,7 +227,7 @@ def test_a_note_asks_where_an_input_that_is_none_comes_from():
     with pytest.raises(AttributeError, match="NoneType") as caught:
         nnx.Sequential(layer, lambda x: None, layer)(X)
     assert [note for note in caught.value.__notes__ if "return" in note] == [
-        "an input is None: is a `return` missing where it was made?"
+        "an input is None: is an argument of the call missing, or a `return` where it was made?"
     ]
 
 
@@ -235,3 +235,25 @@ def test_a_note_says_what_an_axis_name_is():
     with pytest.raises(NameError, match="batch") as caught:
         nnx.BatchNorm(2, axis_name="batch", rngs=nnx.Rngs(0))(X)
     assert any("nnx.vmap(..., axis_name=...)" in note for note in caught.value.__notes__)
+
+
+def test_a_note_asks_for_the_constructor_of_the_base():
+    class Wide(nnx.Linear):
+        def __init__(self, rngs):
+            self.factor = 2
+
+    with pytest.raises(AttributeError) as caught:
+        Wide(nnx.Rngs(0))(X)
+    said = "the constructor of Wide replaces that of Linear: does it call super().__init__(...)?"
+    assert said in caught.value.__notes__
+
+    class Own(nnx.Module):
+        def __init__(self):
+            pass
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    with pytest.raises(AttributeError) as caught:
+        Own()(X)
+    assert not any("super" in note for note in caught.value.__notes__)

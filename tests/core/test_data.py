@@ -1,5 +1,6 @@
 """What of an object is data and what is static, and how users declare it."""
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -270,3 +271,25 @@ def test_static_values_are_compared_by_value():
     assert len(traces) == 1
     models[0].config["sizes"].append(3)
     assert (f(models[0]).item(), f(models[1]).item(), len(traces)) == (6, 4, 2)
+
+
+UNSEEN = {"a set": lambda x: {x}, "a frozenset": lambda x: frozenset({x}), "a deque": lambda x: collections.deque([x])}
+
+
+@pytest.mark.parametrize("hold", UNSEEN)
+@pytest.mark.parametrize("make", [lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), lambda: nnx.Param(1)])
+def test_a_module_where_it_is_not_found_is_a_warning(hold, make):
+    """It would stay as it was drawn: not trained, not saved, and nothing would say so."""
+    held = make()
+    kind = type(held).__name__
+    m = nnx.Module()
+    with pytest.warns(
+        UserWarning, match=rf"Module\.held is a \w+, in which nnxlib does not find the {kind}: it is not"
+    ) as w:
+        m.held = UNSEEN[hold](held)
+    assert w[0].filename == __file__
+    assert not nnx.state(m)
+    m.held = nnx.static(UNSEEN[hold](held))
+    m.sizes = {1, 2}
+    m.found = [held]
+    assert nnx.state(m)

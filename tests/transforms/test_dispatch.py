@@ -110,3 +110,12 @@ def test_a_value_that_cannot_be_traced_is_named_in_a_trace():
     model[0].value = "text"
     with pytest.raises(errors.ArgumentError, match=r"The Variable args\[0\]\[0\] holds a str"):
         add(1)
+
+
+def test_a_static_array_is_one_error():
+    """And not one while another is handled."""
+    f = nnx.jit(lambda x, y: x, static_argnums=1)
+    for _ in range(2):
+        with pytest.raises(errors.StaticValueError, match=r"float32\[2\] at args\[1\]") as caught:
+            f(jnp.ones(2), jnp.ones(2))
+        assert caught.value.__context__ is None

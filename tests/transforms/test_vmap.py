@@ -458,3 +458,11 @@ def test_what_is_passed_whole_is_named_attribute_by_attribute():
         nnx.vmap(Recorder.__call__, in_axes=(None, 0), out_axes=None)(Recorder(), jnp.ones(3))
     for path in ("args[0].last", "args[0].log[0][1]", "<output>.y"):
         assert f"\n  {path}\n" in str(caught.value)
+
+
+def test_more_slices_than_devices_are_refused():
+    n = jax.device_count() + 1
+    with pytest.raises(
+        errors.PrefixError, match=rf"pmap needs a device for each of the {n} slices .* there are {n - 1}\. nnx\.vmap"
+    ):
+        nnx.pmap(lambda layer, x: layer(x), in_axes=(None, 0))(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((n, 2)))
