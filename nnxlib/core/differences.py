@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jax.tree_util import all_leaves, tree_flatten_with_path
 
-from .errors import Path, StateMismatchError, describe, format_path, listed
+from .errors import Path, StateMismatchError, describe, did_you_mean, format_path, listed
 from .rows import same_treedef
 from .traversals import path_key, sorted_by_path
 from .variables import Variable, stored_value
@@ -67,6 +67,37 @@ def refuse(found: Sequence[Difference], head: str, remedy: str, error: type[Exce
     """Raise an error that lists these misfits, if there are any."""
     if found:
         raise error(listed(head, list(map(as_misfit, found)), remedy))
+
+
+def path_hint(unknown: Sequence[Path], known: Sequence[Path]) -> str:
+    """What may have been meant by unknown paths: a near name, a path that was written as one key, or what is there."""
+    levels: dict[str, dict[str, None]] = {}  # by path, the keys that are there
+    for path in known:
+        for n, key in enumerate(path):
+            levels.setdefault(format_path(path[:n]), {})[str(key)] = None
+    there = ""
+    for path in map(_numbered, unknown):
+        n = 0
+        while n < len(path) and str(path[n]) in levels.get(format_path(path[:n]), ()):
+            n += 1
+        level, key = format_path(path[:n]), str(path[n]) if n < len(path) else ""
+        names = [*levels.get(level, ())]
+        if near := did_you_mean([key], names):
+            return near
+        for sep in "./":
+            if sep in key and key.split(sep)[0] in names:
+                return f" Each level has its own key: nnx.traversals.unflatten_mapping(state, sep={sep!r}) nests them."
+        found = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        there = there or (found and f" {level if n else 'It'} has: {found}.")
+    return there
+
+
+_SHOWN = 8
+
+
+def _numbered(path: Path) -> Path:
+    """A path with numbers in place of strings of digits, as which a checkpoint has them."""
+    return tuple([int(key) if isinstance(key, str) and key.isdecimal() else key for key in path])
 
 
 def _describe_leaf(x: Any) -> str:

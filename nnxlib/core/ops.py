@@ -16,8 +16,8 @@ import numpy as np
 
 from .blueprint import fresh
 from .closures import Watch, notice
-from .differences import refuse
-from .errors import ArgumentError, Path, StateMismatchError, UsageError, did_you_mean, format_path
+from .differences import path_hint, refuse
+from .errors import ArgumentError, Path, StateMismatchError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, warn_of_node_classes
 from .fitting import (
     Values,
@@ -354,33 +354,11 @@ def _values_to_write(
     found = misfitting(layout, stacked_where_all_are_given(layout, before, new), new, unexpected)
     if strict and found:
         head = "The State does not fit the object; nothing was written."
-        hint = _hint([x.path for x in found if x.kind == "added" and x.path], layout.leaf_paths)
+        hint = path_hint([x.path for x in found if x.kind == "added" and x.path], layout.leaf_paths)
         refuse(found, head, f"Pass strict=False to skip these.{hint}")
     for x in found:
         new.pop(layout.positions.get(x.path), None)
     return values_and_metadata(layout, new)
-
-
-def _hint(unknown: Sequence[Path], known: Sequence[Path]) -> str:
-    """What may have been meant by unknown paths: a near name, a path that was written as one key, or what is there."""
-    beside = {path[:-1]: path[-1] for path in unknown}
-    there = [path for path in known if path[:-1] in beside]
-    if near := did_you_mean(beside.values(), [path[-1] for path in there if path]):
-        return near
-    written = {format_path(path) for path in known}
-    for sep in "./":
-        if any(format_path((*path, *_keys(key, sep))) in written for path, key in beside.items()):
-            return f" Each level has its own key; nest these: nnx.traversals.unflatten_mapping(state, sep={sep!r})."
-    names = [format_path(path) for path in there]
-    return f" There it has: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}." if names else ""
-
-
-_SHOWN = 8
-
-
-def _keys(key: Any, sep: str) -> list[Any]:
-    """What a path that was written as one key consists of."""
-    return [int(part) if part.isdecimal() else part for part in str(key).split(sep)]
 
 
 def _settable(tree: Any, path: Path) -> tuple[Any, Any]:

@@ -1307,15 +1307,19 @@ def test_merge_refuses_shapes_that_are_no_stacks(shapes):
 def test_update_says_how_a_wrong_path_is_to_be_written():
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     model = nnx.Dict(first=layer, more=[layer])
-    with pytest.raises(StateMismatchError, match=r"weight: unexpected.*\n.* There it has: bias, kernel\.$"):
+    with pytest.raises(StateMismatchError, match=r"weight: unexpected.*\n.* It has: bias, kernel\.$"):
         nnx.update(layer, {"weight": jnp.ones((3, 2))})
     with pytest.raises(StateMismatchError, match="Did you mean 'kernel'"):
         nnx.update(layer, {"kernl": jnp.ones((2, 3))})
+    with pytest.raises(StateMismatchError, match="Did you mean 'first'"):
+        nnx.update(model, {"frst": {"kernel": jnp.ones((2, 3))}})
+    with pytest.raises(StateMismatchError, match=r"first has: bias, kernel\.$"):
+        nnx.update(model, {"first": jnp.ones(3)})
+    with pytest.raises(StateMismatchError, match=r"bias\.w: unexpected.*\nPass strict=False to skip these\.$"):
+        nnx.update(layer, {"bias": {"w": 1.0}})
     for key, sep in ("first.kernel", "."), ("first/kernel", "/"):
         given = {key: jnp.zeros((2, 3))}
-        with pytest.raises(
-            StateMismatchError, match=rf"nest these: nnx.traversals.unflatten_mapping\(state, sep='{sep}'\)"
-        ):
+        with pytest.raises(StateMismatchError, match=rf"unflatten_mapping\(state, sep='{sep}'\) nests them"):
             nnx.update(model, given)
         nnx.update(model, nnx.traversals.unflatten_mapping(given, sep=sep))
     assert (layer.kernel == 0).all()
