@@ -37,8 +37,11 @@ def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) ->
         error.add_note(_OUT_SHARDING)
     if isinstance(error, NameError) and "unbound axis name" in str(error) and _AXIS_NAME not in error.__notes__:
         error.add_note(_AXIS_NAME)
-    if isinstance(error, AttributeError) and error.name and error.obj is None and any(x is None for x in args):
-        error.add_note(_NOTHING)
+    if isinstance(error, AttributeError) and error.name and any(error.obj is x for x in args):
+        if error.obj is None:
+            error.add_note(_NOTHING)
+        elif error.name in ("shape", "ndim", "dtype"):
+            error.add_note(_NO_ARRAY.format(found=type(error.obj).__name__))
     if isinstance(error, AttributeError) and error.obj is module:
         base = _owner(type(module), name)
         own = _owner(type(module), "__init__")
@@ -69,6 +72,7 @@ arrays of a model, nnx.clone(model) copies them"""
 
 _PASS_THE_VALUE = "a Variable was passed to a function of jax.lax, which takes arrays alone: pass variable.value"
 _NOTHING = "an input is None: is an argument of the call missing, or a `return` where it was made?"
+_NO_ARRAY = "it takes an array here, and was given a {found}: jax.numpy.asarray makes one of numbers"
 _NO_SUPER = "the constructor of {own} replaces that of {base}: does it call super().__init__(...)?"
 _AXIS_NAME = """\
 axis_name is the name of a mapped axis, which a transform around the call gives: nnx.vmap(..., axis_name=...), \

@@ -61,6 +61,8 @@ class Dropout(Module):
     ):
         if isinstance(rate, int | float) and not 0 <= rate <= 1:
             raise UsageError(f"The rate of Dropout is a probability, from 0 to 1, but got {rate}.")
+        if isinstance(rate, str):
+            raise ArgumentError(f"The rate of Dropout is a number from 0 to 1, but got {rate!r}.")
         if isinstance(rate, Rngs | RngStream):
             kind = type(rate).__name__
             raise ArgumentError(f"Dropout takes its rate first, but got {kind}: nnx.Dropout(0.5, rngs=rngs).")

@@ -61,6 +61,8 @@ class EMA(Pytree):
     def __init__(self, params: Any, decay: float, *, only: Filter = ...):
         if isinstance(decay, int | float) and not 0 <= decay <= 1:
             raise UsageError(f"The decay of an EMA is between 0 and 1, but got {decay}.")
+        if isinstance(decay, str):
+            raise ArgumentError(f"The decay of an EMA is a number between 0 and 1, but got {decay!r}.")
         if isinstance(decay, Node):
             raise ArgumentError(f"EMA takes the model first: nnx.EMA(model, decay), but got decay={describe(decay)}.")
         self.decay = decay

@@ -231,6 +231,15 @@ def test_a_note_asks_where_an_input_that_is_none_comes_from():
     ]
 
 
+@pytest.mark.parametrize("wrong", [[[1.0, 2.0]], (1.0, 2.0), "text"], ids=repr)
+def test_a_note_says_that_an_array_is_wanted(wrong):
+    with pytest.raises(AttributeError) as caught:
+        nnx.LayerNorm(2, rngs=nnx.Rngs(0))(wrong)
+    assert any(
+        f"takes an array here, and was given a {type(wrong).__name__}" in note for note in caught.value.__notes__
+    )
+
+
 def test_a_note_says_what_an_axis_name_is():
     with pytest.raises(NameError, match="batch") as caught:
         nnx.BatchNorm(2, axis_name="batch", rngs=nnx.Rngs(0))(X)

@@ -180,3 +180,8 @@ def test_axes_and_keys_that_are_not_there_are_refused():
     with pytest.raises(TypeError, match=r"an Rngs, a stream or a key, but got int: nnx.Rngs\(seed\)"):
         nnx.Dropout(0.5)(jnp.ones((2, 3)), rngs=0)
     assert nnx.Dropout(0.5, broadcast_dims=(-1,))(jnp.ones((2, 3)), rngs=jax.random.key(0)).shape == (2, 3)
+
+
+def test_a_rate_that_is_text_is_refused():
+    with pytest.raises(TypeError, match="The rate of Dropout is a number from 0 to 1, but got 'a'"):
+        nnx.Dropout("a", rngs=nnx.Rngs(0))

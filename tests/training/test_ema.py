@@ -179,3 +179,8 @@ def test_a_decay_that_is_none():
         nnx.EMA(model, decay=1.5)
     with pytest.raises(TypeError, match=r"the model first: nnx\.EMA\(model, decay\), but got decay=Linear"):
         nnx.EMA(0.999, model)
+
+
+def test_a_decay_that_is_text_is_refused():
+    with pytest.raises(TypeError, match="The decay of an EMA is a number between 0 and 1, but got 'a'"):
+        nnx.EMA(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "a")
