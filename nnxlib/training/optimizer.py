@@ -224,13 +224,13 @@ class Optimizer(Pytree, Generic[M]):
         extra = {name: given[0] if x is gradients else seen(x, is_node) for name, x in extra.items()}
         updates, new_state = map(_without_variables, self.tx.update(*given, **extra))
         moved = [added(*pair) for pair in zip(values, structure.flatten_up_to(updates))]
-        if _shapes(moved) != _shapes(values):
+        if shapes(moved) != shapes(values):
             items = zip(to_flat_state(trained).paths, values, moved, strict=True)
-            grown = [(path, old, new) for path, old, new in items if _shapes(old) != _shapes(new)]
+            grown = [(path, old, new) for path, old, new in items if shapes(old) != shapes(new)]
             lines = [f"{format_path(path)}: expected {describe(old)}, got {describe(new)}" for path, old, new in grown]
             raise StateMismatchError(listed(_OTHER_SHAPES, lines, _RETURN_ONE_EACH))
         new_kept = without_aliases(_like(kept_structure, new_state), moved)
-        if _shapes(new_kept) != _shapes(old):  # a moment of size 1 is broadcast to any parameter
+        if shapes(new_kept) != shapes(old):  # a moment of size 1 is broadcast to any parameter
             self._check_state(trained, model)
         for variable in (self.step, *kept):
             variable.check_writable()
@@ -435,7 +435,8 @@ def _of_examples(leaves: dict[Any, Any], grads: Any) -> dict[Any, Any]:
     return {path: jax.tree.map(with_axis, plain_value(leaf)) for path, leaf in leaves.items()}
 
 
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
+def shapes(tree: Any) -> list[tuple[int, ...]]:
+    """Of the leaves of a pytree, in order."""
     return [jnp.shape(x) for x in jax.tree.leaves(tree)]
 
 

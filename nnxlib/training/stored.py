@@ -40,6 +40,12 @@ def flat(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=is_variable)
 
 
+def leaves_by_path(tree: Any) -> dict[Path, Any]:
+    """The leaves of a pytree, with the plain values of Variables."""
+    found = jtu.tree_flatten_with_path(tree, is_leaf=is_variable)[0]
+    return {tuple(map(path_key, keys)): plain_value(leaf) for keys, leaf in found}
+
+
 def set_values(variables: Iterable[Variable], values: Iterable[Any]) -> None:
     """Replace the raw values of Variables."""
     for variable, value in zip(variables, values, strict=True):

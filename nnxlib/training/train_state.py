@@ -12,10 +12,11 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ..core.differences import leaf_differences, refuse
 from ..core.graphdef import GraphDef
 from ..core.ops import call
-from .optimizer import added
-from .stored import check_transformation
+from .optimizer import added, shapes
+from .stored import check_transformation, leaves_by_path
 
 M = TypeVar("M")
 T = TypeVar("T", bound="TrainState")
@@ -77,14 +78,33 @@ class TrainState(Generic[M]):
         return call((self.graphdef, given))
 
     def apply_gradients(self: T, grads: Any, **kwargs: Any) -> T:
-        """Return the TrainState after one step of the optimizer; ``kwargs`` are further fields to replace."""
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        params = added(self.params, updates)
+        """Return the TrainState after one step of the optimizer; ``kwargs`` are further fields to replace.
+
+        Raises:
+          StateMismatchError: if the gradients have other paths or shapes than the parameters.
+        """
+        try:
+            updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+            params = added(self.params, updates)
+        except (TypeError, ValueError):
+            _check_gradients(grads, self.params)
+            raise
+        if shapes(params) != shapes(self.params):  # they have been broadcast
+            _check_gradients(grads, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     def replace(self: T, **changes: Any) -> T:
         """Return a copy with other fields."""
         return dataclasses.replace(self, **changes)
+
+
+def _check_gradients(grads: Any, params: Any) -> None:
+    found = leaf_differences(leaves_by_path(params), leaves_by_path(grads))
+    refuse([x for x in found if x.kind != "dtype"], _DO_NOT_FIT, _DIFFERENTIATE)
+
+
+_DO_NOT_FIT = "The gradients do not fit the params of this TrainState."
+_DIFFERENTIATE = "Pass what jax.grad returns for train_state.params."
 
 
 def _register(cls: type) -> None:

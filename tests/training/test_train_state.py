@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import nnxlib as nnx
+from nnxlib import errors
 
 X = jnp.arange(6.0).reshape(3, 2)
 
@@ -128,3 +129,15 @@ def test_what_is_no_transformation_is_refused():
     graphdef, params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError, match=r"tx has to be a transformation .* adam .* Write TrainState.create\("):
         nnx.TrainState.create(graphdef, params=params, tx=optax.adam)
+
+
+def test_gradients_that_do_not_fit_are_refused_by_path():
+    graphdef, params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    train_state = nnx.TrainState.create(graphdef, params=params, tx=optax.adam(0.1))
+    with pytest.raises(
+        errors.StateMismatchError, match=r"bias: missing, expected float32\[3\](.|\n)*train_state.params"
+    ):
+        train_state.apply_gradients({"kernel": jnp.ones((2, 3))})
+    with pytest.raises(errors.StateMismatchError, match=r"bias: expected shape \(3,\), got \(1, 3\)"):
+        train_state.apply_gradients(jax.tree.map(lambda x: x[None], params))  # would be broadcast
+    assert train_state.apply_gradients(params).step == 1
