@@ -217,9 +217,10 @@ def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
 def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:
     """Set the attributes that were given to ``train`` or ``eval``.
 
-    A model may lack some of them. But it is a mistake that nothing else tells: ``model.train(mode=False)`` trains.
+    A model without dropout has no ``deterministic``. But if no Module has another one, that is a mistake which nothing
+    else tells: ``model.train(mode=False)`` trains.
     """
-    missing = attributes and _set_where_found(root, (...,), attributes)
+    missing = _set_where_found(root, (...,), attributes).difference(_MODES) if attributes else ()
     if missing:
         warnings.warn(
             f"No Module in {type(root).__name__} has the attributes {sorted(missing)}, so they were not set; the mode "

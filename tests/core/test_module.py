@@ -1,6 +1,7 @@
 """Module: training and evaluation, recording, submodules, views; Sequential."""
 
 import copy
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -527,3 +528,5 @@ def test_an_attribute_that_no_module_has_is_a_warning_in_train_and_eval(set_mode
     assert [layer.rate for layer in model.layers] == [0.1, 0.1]
     with pytest.warns(UserWarning, match="Did you mean 'deterministic'"):
         set_mode(model, deterministc=True)
+    with warnings.catch_warnings(action="error"):
+        set_mode(model, use_running_average=True)  # a model without running statistics
