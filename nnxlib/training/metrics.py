@@ -157,7 +157,8 @@ class Accuracy(Average):
             ``logits``; without a threshold, if there is a single class.
         """
         logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-        binary = self.threshold is not None
+        threshold = self.threshold
+        binary = threshold is not None
         if labels.shape != (logits.shape if binary else logits.shape[:-1]) or (not binary and logits.ndim == 0):
             kind = (
                 "binary classification, labels need the shape of logits"
@@ -171,7 +172,7 @@ class Accuracy(Average):
             raise UsageError(f"A single class leaves no choice; got logits of shape {logits.shape}.{_ONE_LOGIT}")
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and binary)):
             raise UsageError(f"labels have to be integers, got {labels.dtype}.")
-        predicted = logits >= self.threshold if binary else jnp.argmax(logits, axis=-1)
+        predicted = logits >= threshold if binary else jnp.argmax(logits, axis=-1)
         super().update(mask=mask, **{self.argname: predicted == labels})
 
     def compute(self) -> jax.Array:
