@@ -39,6 +39,7 @@ _MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not foun
 _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then looked into
 
 _CONTAINERS = list, dict, deque, set
+_DATA = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 _LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # their globals are no Modules
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
 
@@ -65,18 +66,27 @@ class Way(NamedTuple):
                 yield functools.partial(_is_as_long, holder, len(holder)), _true
             way = way.before
 
-    def places(self) -> tuple[Hashable, ...]:
+    def places(self, widths: dict[int, int]) -> tuple[Hashable, ...]:
         """What is looked up at each step, from the last one on: the same if the way now leads to another value.
 
-        With the length of each container, over which the function may go as a whole.
+        With how many members each container has besides numbers, text and arrays: the function may go over all of them.
+        ``widths`` has these numbers, by the ids of containers, as far as they are known from other ways.
         """
         way: Way = self
         found: list[Hashable] = []
         while way.before is not None:
             holder = way.before.value
-            found += [_place_of(way.look_up), len(holder) if isinstance(holder, _CONTAINERS) else None]
+            if isinstance(holder, _CONTAINERS) and id(holder) not in widths:
+                widths[id(holder)] = _width(holder)
+            found += [_place_of(way.look_up), widths.get(id(holder))]
             way = way.before
         return tuple(found)
+
+
+def _width(container: Any) -> int:
+    """How many members of a container are no mere data, which a compiled function may have as constants."""
+    members = list(container.items()) if isinstance(container, dict) else [(member,) for member in list(container)]
+    return sum(not all(issubclass(type(x), _DATA) for x in member) for member in members)
 
 
 def _place_of(look_up: LookUp) -> Hashable:

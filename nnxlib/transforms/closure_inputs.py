@@ -62,18 +62,29 @@ class Captures:
         ways = ways_from(self._function, sought, self._readers.values())
         present = {id(reference()) for reference in self._roots}
         self._roots += [weakref.ref(x) for x in _with_holders(roots, _objects_on(ways)) if id(x) not in present]
+        self.known = self._along(ways)
+
+    def _along(self, ways: Iterable[Way]) -> tuple[list[Step], object]:
+        """Each step on these ways to the roots, and the places of the roots."""
         ways_to: dict[int, list[Way]] = {}
         for way in ways:
             ways_to.setdefault(id(way.value), []).append(way)
+        to_roots = [ways_to.get(id(reference()), []) for reference in self._roots]
         steps: list[Step] = []
-        places: list[Hashable] = []
         known = set[int]()
-        for reference in self._roots:
-            to_root = ways_to.get(id(reference()), [])
+        for reference, to_root in zip(self._roots, to_roots, strict=True):
             last, *others = [step for way in to_root for step in way.steps(known)] or [(reference, reference)]
             steps += [(*last, True), *[(*step, False) for step in others]]
-            places.append(frozenset([way.places() for way in to_root]) or object())  # else equal to no others
-        self.known = steps, self._places.setdefault(tuple(places), object())
+        return steps, self._what_stands_for(to_roots)
+
+    def _what_stands_for(self, to_roots: list[list[Way]]) -> object:
+        """What stands for the places of each root; equal to no other if one is unknown, or if a key has no hash."""
+        widths = dict[int, int]()
+        try:
+            places = tuple([frozenset([way.places(widths) for way in ways]) for ways in to_roots])
+            return self._places.setdefault(places, object()) if all(places) else object()
+        except Exception:  # of user code, such as a comparison of two keys
+            return object()
 
     def capture_named(self) -> None:
         """Before the first trace, capture the Modules that the function refers to directly.
@@ -107,9 +118,10 @@ class Captures:
 
     def now(self) -> Captured:
         """What the function captures; nothing, so that it is found again, if it now refers to other objects."""
-        if not self.known:
+        known = self.known
+        if not known:
             return NOTHING
-        steps, places = self.known
+        steps, places = known
         found = []
         try:
             for look_up, before, is_root in steps:
@@ -119,11 +131,23 @@ class Captures:
                 if is_root:
                     found.append(x)
         except Exception:  # of the look-up, too
-            self._roots, self._readers, self.known = [], {}, None
-            return NOTHING
+            found = self._found_again(places)
+            if not found:
+                self._roots, self._readers, self.known = [], {}, None
+                return NOTHING
         if self._readers and Watch.count:
             note_readers(self._readers)
         return tuple(found), places
+
+    def _found_again(self, places: object) -> list[Any]:
+        """The roots, if they still are at these places, so that only the ways have changed: there is more in a dict."""
+        roots = [reference() for reference in self._roots]
+        if not any(root is None for root in roots):
+            known = self._along(ways_from(self._function, (), self._readers.values()))
+            if known[1] is places:
+                self.known = known
+                return roots
+        return []
 
 
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:

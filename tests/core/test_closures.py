@@ -1,10 +1,12 @@
 """Closures (promise 6): what a jitted function refers to is seen as it is now, and its changes come out."""
 
+import collections
 import copy
 import functools
 import gc
 import threading
 import time
+import types
 import weakref
 from concurrent import futures
 
@@ -90,6 +92,70 @@ def test_how_often_a_closure_is_traced(named):
         f(X)
         layer.w.value += 1
     assert len(traces) == (1 if named else 2)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named too", "held alone"])
+@pytest.mark.parametrize("kind", ["dict", "list", "deque", "object in a dict"])
+def test_data_beside_a_captured_module_costs_no_trace(kind, named):
+    """A dict or list that holds a Module grows by the losses of each step, or the object that holds it is exchanged."""
+    layer, traces = Layer(), []
+    held = {
+        "dict": {"layer": layer},
+        "list": [layer],
+        "deque": collections.deque([layer]),
+        "object in a dict": {"layer": types.SimpleNamespace(layer=layer)},
+    }[kind]
+
+    def read():
+        found = held["layer" if isinstance(held, dict) else 0]
+        return found.layer if kind == "object in a dict" else found
+
+    def grow(loss):
+        if kind == "object in a dict":
+            held.update(layer=types.SimpleNamespace(layer=layer, loss=loss))
+        elif kind == "dict":
+            held[len(held)] = loss
+        else:
+            held.append(loss)
+
+    naming, holding = (
+        (lambda x: (traces.append(1), layer(x), read()(x))[2]),
+        (lambda x: (traces.append(1), read()(x))[1]),
+    )
+    f = nnx.jit(naming if named else holding)
+    for loss in (0.5, jnp.ones(()), np.float32(1)):
+        f(X)
+        grow(loss)
+        layer.w.value += 1
+    np.testing.assert_array_equal(f(X), layer(X))
+    assert len(traces) == (1 if named else 2)
+
+
+def test_a_module_beside_a_captured_module_is_seen():
+    """Also if the function would have found the first by its name, and the second comes in the place of a number."""
+    first, second = Layer(1.0), Layer(2.0)
+    held = {"first": first, "second": 3.0}
+
+    @nnx.jit
+    def f(x):
+        return first(x) + sum(layer(x) for layer in held.values() if isinstance(layer, Layer))
+
+    one = first(X)
+    np.testing.assert_array_equal(f(X), 2 * one)
+    held["third"] = 4.0
+    np.testing.assert_array_equal(f(X), 2 * one)
+    held["fourth"] = second
+    np.testing.assert_array_equal(f(X), 2 * one + second(X))
+
+
+def test_a_module_that_becomes_a_key_beside_another():
+    """The values of the dict are numbers."""
+    first, second = Layer(1.0), Layer(2.0)
+    rates = {first: 0.5}
+    f = nnx.jit(lambda x: first(x) + sum(rate * layer(x) for layer, rate in rates.items()))
+    np.testing.assert_array_equal(f(X), 1.5 * first(X))
+    rates[second] = 1.0
+    np.testing.assert_array_equal(f(X), 1.5 * first(X) + second(X))
 
 
 def test_a_function_without_closures_is_traced_once():

@@ -814,6 +814,27 @@ def test_a_closure_over_a_part_of_several_modules():
         np.testing.assert_array_equal(functions[name](1.0), getattr(holders, name).part(1.0))
 
 
+class NotComparable:
+    def __eq__(self, other):
+        raise TypeError
+
+    def __hash__(self):
+        return 1
+
+
+@pytest.mark.parametrize("key", [NotComparable, lambda: (NotComparable(), 1), lambda: float("nan")])
+def test_a_closure_over_a_dict_with_keys_that_cannot_be_compared(key):
+    """Another key of the same hash takes the place of the first, which lives on."""
+    held = {key(): Layer(1.0)}
+    jitted = nnx.jit(lambda x: next(iter(held.values()))(x))
+    for value in (1.0, 2.0, 3.0):
+        former = dict(held)
+        held.clear()
+        held[key()] = Layer(value)
+        np.testing.assert_array_equal(jitted(1.0), jnp.full(2, value))
+        del former
+
+
 def test_a_stage_refuses_other_modules_than_it_was_compiled_for():
     """The function has found others of the same structure since."""
     held = {"a": Layer(1.0), "b": Layer(2.0)}
