@@ -131,7 +131,8 @@ class Captures:
                 if is_root:
                     found.append(x)
         except Exception:  # of the look-up, too
-            found = self._found_again(places)
+            is_exchanged = issubclass(type(before()), Node | Variable)  # so it no longer is at its place
+            found = [] if is_exchanged else self._found_again(places)
             if not found:
                 self._roots, self._readers, self.known = [], {}, None
                 return NOTHING
