@@ -90,8 +90,8 @@ class Model(nnx.Module):
     pass
 
 
-def chain(size: int, cyclic: bool = True) -> Any:
-    shared, setting = nnx.Param(X + 1), types.SimpleNamespace(sizes=[1, 2])
+def chain(size: int, cyclic: bool = True, **settings: Any) -> Any:
+    shared, setting = nnx.Param(X + 1), types.SimpleNamespace(sizes=[1, 2], **settings)
     parts = [Part(shared, setting) for _ in range(size)]
     for part, following in itertools.pairwise(parts):
         part.next = part.again = following
@@ -119,6 +119,7 @@ def fail(m: Any, other: Any, x: Any) -> Any:
 # --- calls in proportion to the model -------------------------------------------------------------------------------
 
 SIZES = 5, 10, 20
+_tests = itertools.count()
 
 
 class TooMany(BaseException):
@@ -149,7 +150,9 @@ def count_calls(f: Callable[[], Any], most: float) -> int:
 def assert_linear(call: Callable[[Any], Any]) -> None:
     """Fail if the calls of Python and C functions grow faster than the model, in the first call or the second."""
     call(chain(3))  # JAX prepares operations when they are first used
-    models = [chain(size) for size in SIZES]
+    # Of a structure of their own: some of them would find what an earlier test has prepared for a model like it.
+    test = next(_tests)
+    models = [chain(size, test=test) for size in SIZES]
     for time in ("first", "second"):
         counts: list[int] = []
         for model in models:
