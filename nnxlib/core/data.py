@@ -124,17 +124,16 @@ def is_data(value: Any, /) -> bool:
 _PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, complex}
 
 
-SEEN = frozenset({*_PLAIN, list, dict, tuple})  # types of values that hide no node
-_UNSEEN = (set, frozenset, collections.deque)
+HIDING = frozenset({set, frozenset, collections.deque})  # types of containers in which no nodes are found
 
 
-def warn_of_unseen(holder: Any, name: str, value: Any) -> None:
+def warn_of_hidden(holder: Any, name: str, value: Any) -> None:
     """Warn of nodes and Variables in a container in which they are not found: nothing else tells of them.
 
     An object of another kind that is no pytree, such as a trainer or a configuration, may well refer to a Module.
     """
-    found = [type(item).__name__ for item in value if is_node(item)] if isinstance(value, _UNSEEN) else []
-    if found:
+    found = [type(item).__name__ for item in value if is_node(item)]
+    if found and explicit_mark(holder, name) is None:
         owner, kind = type(holder).__name__, type(value).__name__
         warnings.warn(
             f"{owner}.{name} is a {kind}, in which nnxlib does not find the {found[0]}: it is not trained, copied and "

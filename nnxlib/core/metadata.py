@@ -8,7 +8,7 @@ stacks a Variable or takes a slice of it, the names follow (:func:`name_axis`, :
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from jax.experimental.layout import Format
@@ -120,11 +120,12 @@ def as_hooks(hooks: Any) -> tuple[Callable, ...]:
     """The hooks that a user has given as one function or a sequence."""
     if callable(hooks):
         return (hooks,)
-    if not isinstance(hooks, Iterable):
+    try:
+        return tuple(hooks)
+    except TypeError:
         raise errors.ArgumentError(
             f"A hook, such as on_set_value, is a function or a sequence of functions, but got {hooks!r:.80}."
-        )
-    return tuple(hooks)
+        ) from None
 
 
 def canonical(metadata: Mapping[str, Any]) -> dict[str, Any]:

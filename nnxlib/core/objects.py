@@ -29,7 +29,7 @@ from . import errors
 from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
 from .data import (
     DECLARED,
-    SEEN,
+    HIDING,
     declares,
     explicit_mark,
     is_array,
@@ -37,7 +37,7 @@ from .data import (
     is_node,
     mark_of,
     undeclared,
-    warn_of_unseen,
+    warn_of_hidden,
 )
 from .finding import how_to_pass, locate
 from .pickling import FUNCTION_TYPES
@@ -428,8 +428,8 @@ class HasAttributes(Node, HasDict):
         if (kind is list or kind is dict or kind is tuple) and type(getattr(type(self), name, None)) is not property:
             is_tree = explicit_mark(self, name) and holds_only_arrays(value)
             value = value if is_tree else adopt(value)
-        elif kind not in SEEN and explicit_mark(self, name) is None:
-            warn_of_unseen(self, name, value)
+        elif kind in HIDING:
+            warn_of_hidden(self, name, value)
         old = attributes_of(self).get(name, MISSING)
         try:
             _set(self, name, value)

@@ -117,8 +117,9 @@ class Variable(ArrayOperators[A], VariableSlots):
         _set_cell_slot(self, cell)
         _set_stamps_slot(self, ())
         _set_metadata_slot(self, metadata or NO_METADATA)
-        for hook in as_hooks(metadata.get("on_create_value", ())):
-            value = hook(self, value)
+        if "on_create_value" in metadata:
+            for hook in as_hooks(metadata["on_create_value"]):
+                value = hook(self, value)
         if isinstance(value, Variable):
             value = value.get_raw_value()
         value = placed(value, metadata, type(self)) if "out_sharding" in metadata else value
