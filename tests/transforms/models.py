@@ -29,6 +29,18 @@ class Layer(nnx.Module):
         return jnp.sin(self.w * x)
 
 
+class Counting(nnx.Module):
+    """Two weights, and a count of calls that is written in place."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.array([1.0, 2.0]))
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        return self.w * x
+
+
 class Norm(nnx.Module):
     """Subtracts a running mean, which it updates while `training`; counts like BatchNorm."""
 

@@ -9,6 +9,8 @@ from jax.experimental import checkify
 import nnxlib as nnx
 from nnxlib.core import errors
 
+from .models import Counting
+
 X = jnp.ones((3, 2))
 Y = jnp.array([2.0, 3.0])
 
@@ -30,16 +32,6 @@ class Net(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class Counting(nnx.Module):
-    def __init__(self):
-        self.w = nnx.Param(jnp.array([1.0, 2.0]))
-        self.calls = nnx.Variable(jnp.array(0))
-
-    def __call__(self, x):
-        self.calls += 1
-        return self.w * x
 
 
 def checked(m, x):

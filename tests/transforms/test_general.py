@@ -10,17 +10,9 @@ import pytest
 
 import nnxlib as nnx
 
+from .models import Counting
+
 X = jnp.array([2.0, 3.0])
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        self.w = nnx.Param(jnp.array([1.0, 2.0]))
-        self.calls = nnx.Variable(jnp.array(0))
-
-    def __call__(self, x):
-        self.calls += 1
-        return self.w * x
 
 
 def apply(m, x):
@@ -32,7 +24,7 @@ def apply(m, x):
 
 def test_make_jaxpr_is_that_of_jax():
     """The equations are those of the same function on arrays; the inputs are the leaves; nothing is changed."""
-    m = Net()
+    m = Counting()
     jaxpr = nnx.make_jaxpr(apply)(m, X)
     expected = jax.make_jaxpr(lambda calls, w, x: (calls + 1, w * x))(m.calls.value, m.w.value, X)
     assert type(jaxpr) is type(expected)
@@ -43,7 +35,7 @@ def test_make_jaxpr_is_that_of_jax():
 
 def test_make_jaxpr_forms():
     """Modules, methods and partials; as a decorator; static arguments; keyword arguments; under another trace."""
-    m = Net()
+    m = Counting()
     expected = str(nnx.make_jaxpr(apply)(m, X))
     assert str(nnx.make_jaxpr(m)(X)) == expected
     assert str(nnx.make_jaxpr(functools.partial(apply, m))(X)) == expected
@@ -55,7 +47,7 @@ def test_make_jaxpr_forms():
 
 def test_make_jaxpr_return_shape():
     """The output has abstract arrays; a Module in it is a new one, abstract as well."""
-    m = Net()
+    m = Counting()
     jaxpr, (y, out) = nnx.make_jaxpr(lambda m, x: (m(x), m), return_shape=True)(m, X)
     assert y == jax.ShapeDtypeStruct((2,), jnp.float32)
     assert out is not m
@@ -69,7 +61,7 @@ def test_make_jaxpr_return_shape():
 
 def test_named_call():
     """The label is in the compiled program; the function works on the very objects."""
-    m = Net()
+    m = Counting()
     f = nnx.named_call(apply, name="my_label")
     assert f(m, X).tolist() == [2.0, 6.0]
     assert m.calls == 1
