@@ -7,6 +7,9 @@ is looked up again, and compared with what was found before.
 A compiled function takes what is captured in a certain order: the Module under one name first, that under another name
 second. If all is found anew, there may be as many objects of the same structure, but others. So the places at which
 they were found are part of the key of a compiled function.
+
+A captured Variable that holds a bool or text is no input. Such a value says what to do (``if first.value:``, the labels
+of a mask), and nothing can be computed from a traced one. It is a *constant*: part of the key, and seen as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
+from ..core.graph import Packed
 from ..core.layout import Layout
 from ..core.objects import Node
 from ..core.references import LookUp, Way, named_in, ways_from
@@ -34,6 +38,17 @@ NOTHING: Captured = (), None
 
 Step = tuple[LookUp, LookUp, bool]  # a look-up, what that found before, whether this is a root
 
+_CONSTANT = frozenset((bool, str))  # the types of values that are constants
+
+
+class _WithConstants:
+    """Stands for the places of captured objects, and for these values of the Variables that hold constants."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: tuple[Any, ...]):
+        self.values = values
+
 
 class Captures:
     """The objects that a function captures, as found while it was traced; see core/closures.py."""
@@ -44,6 +59,7 @@ class Captures:
         self._readers: dict[int, Reader] = {}  # the code that ran when they were noticed
         self._adding = threading.Lock()
         self._places: dict[Hashable, object] = {}  # what stands for them, see `Captured`
+        self._constants: list[weakref.ref] = []  # the Variables that hold them
         # Each step on the ways to the roots, and the places of the roots; empty if there are none, None before a trace.
         self.known: tuple[list[Step], object] | tuple[()] | None = None
 
@@ -134,11 +150,33 @@ class Captures:
             is_exchanged = issubclass(type(before()), Node | Variable)  # so it no longer is at its place
             found = [] if is_exchanged else self._found_again(places)
             if not found:
-                self._roots, self._readers, self.known = [], {}, None
+                self._roots, self._readers, self.known, self._constants = [], {}, None, []
                 return NOTHING
         if self._readers and Watch.count:
             note_readers(self._readers)
+        if self._constants:
+            places = self._with_constants(places)
         return tuple(found), places
+
+    def _with_constants(self, places: object) -> object:
+        """What stands for these places and the present constants; equal to no other if one is no constant any more."""
+        variables = [reference() for reference in self._constants]
+        values = tuple([None if x is None else x._cell.value for x in variables])
+        if not _CONSTANT.issuperset(map(type, values)):
+            return object()
+        return self._places.setdefault((places, values), _WithConstants(values))
+
+    def has_other_constants(self, packed: Packed, places: object) -> bool:
+        """Whether what was packed has other constants than :meth:`now` has said; if so, they are known from now on."""
+        found = constants_in(packed.layout, packed.leaves)
+        if not found and not self._constants:
+            return False
+        variables = [packed.objects[packed.layout.variables[k]] for k in found]
+        known = [reference() for reference in self._constants]
+        if list(map(id, variables)) == list(map(id, known)) and (*found.values(),) == getattr(places, "values", None):
+            return False
+        self._constants = list(map(weakref.ref, variables))
+        return True
 
     def _found_again(self, places: object) -> list[Any]:
         """The roots, if they still are at these places, so that only the ways have changed: there is more in a dict."""
@@ -149,6 +187,12 @@ class Captures:
                 self.known = known
                 return roots
         return []
+
+
+def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:
+    """The constants among the leaves of packed :class:`Arguments`, by position."""
+    positions = [k for k in range(len(layout.variables)) if type(leaves[k]) in _CONSTANT]
+    return {k: leaves[k] for k in positions if layout.leaf_paths[k][0] == "captured"}
 
 
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:

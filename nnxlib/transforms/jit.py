@@ -42,7 +42,7 @@ from .buffers import note_buffers
 from .callables import resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import NOTHING, Captures
+from .closure_inputs import NOTHING, Captures, constants_in
 from .dispatch import Dispatch, Found, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
@@ -208,6 +208,9 @@ class JitWrapped(Generic[P, R]):
                 self._captures.capture_named()
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
+                if captured and self._captures.has_other_constants(packed, places):
+                    (captured, places), found = self._captures.now(), None
+                    continue
                 plan = self._plan(packed, arguments, places, at_top_level())
                 if found is not None:
                     self._dispatch.add(found, arguments, plan)
@@ -287,10 +290,12 @@ class JitWrapped(Generic[P, R]):
             self._captures.capture_named()
             arguments = Arguments(*self._bind(args, kwargs), captured)
             packed = pack(arguments)
+            if captured and self._captures.has_other_constants(packed, places):
+                return self._stage(name, args, kwargs)
             plan = self._plan(packed, arguments, places, True)
             with lending(self._traces, lambda: packed.objects):
                 compiled = plan.staged(packed.leaves)
-                stage = getattr(compiled.jitted, name)(*packed.leaves)
+                stage = getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
         except CapturedObjects as outside:
             self._prepare(outside, captured)
             return self._stage(name, args, kwargs)
@@ -345,17 +350,25 @@ class JitWrapped(Generic[P, R]):
             if arguments.captured:
                 self._captures.capture_parts(arguments.captured)
             check_traceable(layout, packed.leaves)
-            plan = self._plans[key] = self._new_plan(layout, entries, labels, in_order)
+            constants = constants_in(layout, packed.leaves) if arguments.captured else {}
+            plan = self._plans[key] = self._new_plan(layout, constants, entries, labels, in_order)
         return plan
 
-    def _new_plan(self, layout: Layout, entries: list[Any], labels: Labels | None, in_order: Sequence[Any]) -> Plan:
+    def _new_plan(
+        self,
+        layout: Layout,
+        constants: dict[int, Any],
+        entries: list[Any],
+        labels: Labels | None,
+        in_order: Sequence[Any],
+    ) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
         if self._in_shardings is None and self._out_shardings is None:
-            return Plan(JitCrossing(layout, self._traces), self._function, self._options, donated)
+            return Plan(JitCrossing(layout, self._traces, constants), self._function, self._options, donated)
         out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
         lanes, lane_of = lanes_of(in_order, entries, out)
-        crossing = JitCrossing(layout, self._traces, lanes, lane_of, labels, out)
+        crossing = JitCrossing(layout, self._traces, constants, lanes, lane_of, labels, out)
         out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]
         options = {**self._options, "out_shardings": out_shardings}
         in_shardings = None if self._in_shardings is None else [label.sharding for label in in_order]

@@ -6,7 +6,7 @@ capture others. The Variables keep their values in cells that note whether they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..core.closures import AbsentInput, borrowable, watching
@@ -19,11 +19,14 @@ from .retraces import Traces
 
 
 class JitCrossing(Crossing):
-    """A :class:`Crossing` each trace of which is watched, and noted in ``traces``; it takes lanes like any other."""
+    """A :class:`Crossing` each trace of which is watched, and noted in ``traces``; it takes lanes like any other.
 
-    def __init__(self, layout: Layout, traces: Traces, *lanes: Any):
+    The ``constants``, by the positions of the leaves, are not passed to :meth:`run` (closure_inputs.py).
+    """
+
+    def __init__(self, layout: Layout, traces: Traces, constants: Mapping[int, Any], *lanes: Any):
         super().__init__(layout, *lanes)
-        self.traces, self._captured = traces, captured_rows(layout)
+        self.traces, self.constants, self._captured = traces, constants, captured_rows(layout)
 
     def run(
         self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()
@@ -34,8 +37,9 @@ class JitCrossing(Crossing):
           CapturedObjects: if the function captures objects that it is not lent.
           AbsentInput: if it reads a leaf that it was not given, or if nothing is lent, since no trace was expected.
         """
+        leaves = [self.constants.get(k, leaf) for k, leaf in enumerate(leaves)] if self.constants else leaves
         found = super().run(f, leaves, forced)
-        self.traces.note(self.layout, leaves)
+        self.traces.note(self.layout, leaves, self.constants)
         return found
 
     def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
@@ -52,5 +56,5 @@ class JitCrossing(Crossing):
     def _read(self, after: After) -> list[int]:
         """The positions of the leaves that were read; leaves outside of Variables always count."""
         variables, cells = self.layout.variables, after.walk.cells
-        read = [k for k, i in enumerate(variables) if is_read(cells[i])]
+        read = [k for k, i in enumerate(variables) if k not in self.constants and is_read(cells[i])]
         return read + [*range(len(variables), len(self.layout.leaf_paths))]

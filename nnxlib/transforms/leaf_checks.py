@@ -39,7 +39,7 @@ def check_returned(after: After) -> None:
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments.
+    """Check that JAX can trace each leaf of the arguments; text in what is captured is a constant (closure_inputs.py).
 
     Raises:
       ArgumentError: naming the argument, and what to do.
@@ -48,7 +48,7 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
         return
     places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
     for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or (path[:1] == ("captured",) and type(leaf) is str):
             continue
         try:
             jax.typeof(leaf)

@@ -142,7 +142,7 @@ class Plan:
     ):
         self.crossing, self._function, self._options = crossing, function, options
         self._donated, self._in_shardings = donated, in_shardings
-        self._all = range(len(crossing.layout.leaf_paths))
+        self._all = [k for k in range(len(crossing.layout.leaf_paths)) if k not in crossing.constants]
         self.everything = self._compiled(self._all)
         self.compiled: Compiled | None = None
 
@@ -163,14 +163,15 @@ class Plan:
 
         User code runs once, on all leaves.
         """
-        traced = self.everything.jitted.trace(*leaves)
-        if len(traced.jaxpr.in_avals) > len(jtu.tree_leaves(leaves)):
+        all_leaves = self.everything.of(leaves)
+        traced = self.everything.jitted.trace(*all_leaves)
+        if len(traced.jaxpr.in_avals) > len(jtu.tree_leaves(all_leaves)):
             return self.everything  # it uses a tracer of an earlier trace: JAX says so when it is called
         outcome = self.everything.outcome_of(traced.out_info)
         donated = self._donated.intersection(self._donatable(outcome))
         if inputs is None:
             inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
-        if len(inputs) == len(leaves) and not donated:
+        if len(inputs) == len(all_leaves) and not donated:
             return self.everything
         compiled = self._compiled(inputs, donated, self._replay(traced, leaves, inputs, outcome))
         compiled.jitted.trace(*compiled.of(leaves))  # uses up `replay`, before another thread can see `compiled`
@@ -181,10 +182,11 @@ class Plan:
     ) -> Callable[..., Traced]:
         """The function that was traced on all leaves, as a function of some of them; user code does not run again."""
         everything = self.everything
-        if len(inputs) == len(leaves) and not self._options and not self.has_shardings:
+        if len(inputs) == len(self._all) and not self._options and not self.has_shardings:
             # A call in a call, for which JAX has the trace. (Options are refused there, or would hold twice.)
             return lambda *values: (groups_of(everything.jitted(*values)), outcome)
-        starts = [0, *accumulate([len(jtu.tree_leaves(leaf)) for leaf in leaves])]  # a leaf may be a pytree
+        sizes = [0 if k in self.crossing.constants else len(jtu.tree_leaves(leaf)) for k, leaf in enumerate(leaves)]
+        starts = [0, *accumulate(sizes)]  # a leaf may be a pytree
         evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(groups_of(traced.out_info))
 
         def evaluated(*values: Any) -> Traced:
@@ -202,9 +204,10 @@ class Plan:
         them and return nothing in their place.
         """
         layout, delta = self.crossing.layout, outcome.delta
+        count = len(layout.leaf_paths)
         changed = set() if self._options.get("keep_unused") else {*delta.values, *[i for i, _ in delta.rows]}
         return [k for k, i in enumerate(layout.variables) if i in changed] + [
-            *self._all[self._all.stop - count_leaves(layout.root) :]
+            *range(count - count_leaves(layout.root), count)
         ]
 
     def staged(self, leaves: Sequence[Any]) -> Compiled:
@@ -246,7 +249,7 @@ class Plan:
 
     def _call(self, leaves: Sequence[Any]) -> tuple[Compiled, tuple[Any, ...]]:
         if not at_top_level() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return self.everything, self.everything.jitted(*leaves)
+            return self.everything, self.everything.jitted(*self.everything.of(leaves))
         compiled = self.compiled
         while True:
             if compiled is None:

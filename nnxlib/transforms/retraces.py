@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ _IN_A_ROW = 8  # how many traced calls cause a warning
 class _Note(NamedTuple):
     call: int  # the number of the call
     layout: Layout
-    types: dict[tuple, list[Any]]  # of the arrays that the trace was given, by the path of the leaf
+    types: dict[tuple, list[Any]]  # of the arrays that the trace was given, by the path of the leaf; or a constant
 
 
 class Traces:
@@ -48,13 +49,14 @@ class Traces:
         self._in_a_row = 0
         self._reason: list[tuple] = []
 
-    def note(self, layout: Layout, leaves: Sequence[Any]) -> None:
+    def note(self, layout: Layout, leaves: Sequence[Any], constants: Mapping[int, Any] = MappingProxyType({})) -> None:
         """Note that a trace has succeeded; warn if the last calls were all traced, and for the same reason."""
         types = {
             path: [jax.typeof(leaf)] if isinstance(leaf, Tracer) else list(map(jax.typeof, jax.tree.leaves(leaf)))
-            for path, leaf in zip(layout.leaf_paths, leaves, strict=True)
-            if leaf is not ABSENT
+            for k, (path, leaf) in enumerate(zip(layout.leaf_paths, leaves, strict=True))
+            if leaf is not ABSENT and k not in constants
         }
+        types |= {layout.leaf_paths[k]: [value] for k, value in constants.items()}
         previous = self._notes[-1] if self._notes else None
         self._notes.append(_Note(self.calls, layout, types))
         self.count += 1
@@ -98,8 +100,11 @@ _PAD = "Give inputs a common shape (pad them) and dtype."
 
 
 def _text(types: Iterable[Any]) -> str:
-    weak = {False: "", True: " (weakly typed)"}
-    return ", ".join([t.str_short(short_dtypes=False) + weak[getattr(t, "weak_type", False)] for t in types])
+    return ", ".join([repr(t) if isinstance(t, bool | str) else _text_of(t) for t in types])
+
+
+def _text_of(type_: Any) -> str:
+    return type_.str_short(short_dtypes=False) + (" (weakly typed)" if getattr(type_, "weak_type", False) else "")
 
 
 def _differences(a: _Note, b: _Note) -> list[Difference]:

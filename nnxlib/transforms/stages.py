@@ -44,11 +44,12 @@ class Stage:
         expected = self._plan.crossing.layout
         if packed.layout is not expected:
             raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), _COMPILE_AGAIN))
+        inputs = self._compiled.of(packed.leaves)
         try:
-            returned = self._stage(*packed.leaves)
+            returned = self._stage(*inputs)
         except TypeError as error:
             compiled_for = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._stage.args_info[0])
-            changes = type_changes(compiled_for, packed.leaves, expected.leaf_paths)
+            changes = type_changes(compiled_for, inputs, self._compiled.of(expected.leaf_paths))
             if not changes:
                 raise
             head = "The arguments have other shapes or dtypes than those it was compiled for:"

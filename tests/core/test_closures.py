@@ -180,6 +180,72 @@ def test_a_variable_by_itself():
     assert add(1.0).item() == 11 == total.value.item()
 
 
+class Switched(nnx.Module):
+    def __init__(self, value):
+        self.switch, self.gain = nnx.Variable(value), nnx.Param(jnp.array(2.0))
+
+    def __call__(self, x):
+        return x * self.gain if self.switch.value in (True, "on") else -x
+
+
+@pytest.mark.parametrize(("on", "off"), [(True, False), ("on", "off")])
+@pytest.mark.parametrize("kind", ["Variables", "Module", "inner jit"])
+def test_a_captured_bool_or_text_is_a_constant_of_the_trace(kind, on, off):
+    """What to do can depend on it, as in eager code; it is seen as it is now, and each value is compiled once."""
+    module, traces = Switched(on), []
+    switch, gain = module.switch, module.gain
+
+    @nnx.jit
+    def f(x):
+        traces.append(1)
+        if kind == "Variables":
+            return x * gain if switch.value in (True, "on") else -x
+        return module(x)
+
+    called = nnx.jit(lambda x: f(x)) if kind == "inner jit" else f
+    called(1.0)
+    traces.clear()
+    for _ in range(3):
+        assert [called(1.0), *called(jnp.ones(2))] == [gain.value] * 3
+        gain.value *= 2
+        switch.value = off
+        assert [called(1.0), *called(jnp.ones(2))] == [-1] * 3
+        switch.value = on
+    assert len(traces) == 3  # the two shapes with `off`, and arrays with `on`
+    assert switch.value is on
+    assert called.lower(1.0).compile()(1.0) == gain.value
+    switch.value = off
+    assert [*called(jnp.ones(3))] == [-1] * 3
+
+
+def test_a_trace_for_another_captured_bool_is_explained():
+    module = Switched(True)
+    f = nnx.jit(lambda x: module(x))
+    f(1.0)
+    module.switch.value = False
+    f(1.0)
+    assert "captured[0].switch: True became False" in f.explain()
+
+
+def test_a_captured_bool_that_the_function_writes():
+    """It is an array from then on."""
+    done, traces = nnx.Variable(False), []
+
+    @nnx.jit
+    def update(x):
+        traces.append(1)
+        done.value = done.value | (x > 1)
+
+    for x, expected in [(0.0, False), (2.0, True), (0.0, True), (0.0, True)]:
+        update(x)
+        assert isinstance(done.value, jax.Array)
+        assert done.value == expected
+    assert len(traces) == 3  # abandoned, of a constant, of an array
+    done.value = False
+    update(0.0)
+    assert not done.value
+
+
 READS = {
     "value": lambda v: v.value,
     "item": lambda v: v[...],

@@ -87,12 +87,17 @@ def by_optax(tx, steps=4, extra=lambda value, grads: {}):
     return params, jax.tree.leaves(state)
 
 
-def by_optimizer(tx, steps=4, extra=lambda value, grads: {}):
+def by_optimizer(tx, steps=4, extra=lambda value, grads: {}, transform=lambda f: f):
     model = Net()
     optimizer = nnx.Optimizer(model, tx)
-    for _ in range(steps):
+
+    @transform
+    def step(model, optimizer):
         value, grads = nnx.value_and_grad(lambda model: loss(model.layers[0]))(model)
         optimizer.update(model, grads, **extra(value, grads))
+
+    for _ in range(steps):
+        step(model, optimizer)
     return nnx.to_pure_dict(nnx.state(model)), jax.tree.leaves(nnx.pure(optimizer.opt_state))
 
 
@@ -249,7 +254,9 @@ def test_labels_that_are_variables(name):
     """Made of a State by ``jax.tree.map``, they do what a function of the same labels does."""
     value = lambda value, grads: {"value": value} if name == "with the value" else {}
     labels = LABELLED[name](lambda function: function(nnx.state(Net(), nnx.Param)))
-    assert_same(by_optimizer(labels, extra=value), by_optimizer(LABELLED[name](lambda function: function), extra=value))
+    expected = by_optimizer(LABELLED[name](lambda function: function), extra=value)
+    assert_same(by_optimizer(labels, extra=value), expected)
+    assert_same(by_optimizer(labels, extra=value, transform=nnx.jit), expected)  # no label becomes a tracer
 
 
 def test_arguments_that_a_transformation_lacks_are_an_error_with_the_remedy():
