@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .errors import StaticValueError, describe, format_path
+from .errors import StaticValueError, describe, format_path, place_of
 from .tracing import Tracer
 
 # The types of values that are their own key and refer to nothing else.
@@ -132,6 +132,7 @@ class _Freezer:
     def __init__(self, path: tuple):
         self.path, self.mutable = path, False
         self.parts: list[Any] = []
+        self.within: type | None = None  # the innermost object around what is frozen that JAX does not look into
 
     def const(self, value: Any, freeze: Callable[[Any], Hashable], remake: Callable) -> Const:
         try:
@@ -183,6 +184,12 @@ class _Freezer:
         self.mutable = True
         return self.items(values)
 
+    def queue(self, value: deque) -> Hashable:
+        before, self.within = self.within, type(value)
+        found = value.maxlen, self.mutable_items(value)
+        self.within = before
+        return found
+
     def named_items(self, values: Mapping) -> Hashable:
         return tuple([(name, self.freeze(value)) for name, value in values.items()])
 
@@ -207,6 +214,16 @@ class _Freezer:
         return value.shape, value.dtype.str, content
 
     def jax_array(self, value: jax.Array) -> Hashable:
+        """An array that was not declared static, but is in an object that JAX does not look into, is immutable."""
+        if self.within is not None and isinstance(value, Tracer):
+            raise StaticValueError(
+                f"The array {describe(value)} in the {self.within.__name__} at {place_of(self.path)} is computed while "
+                "tracing, but JAX does not look into such an object, so it is part of the program. Keep arrays in a "
+                "list, a tuple, a dict, or an object whose class is registered with JAX "
+                "(jax.tree_util.register_dataclass)."
+            )
+        if self.within is not None:
+            return self.identity(value)
         raise StaticValueError(
             f"The array {describe(value)} at {format_path(self.path)} is declared static, but a static value must be "
             "known while compiling. Remove nnx.static / nnx.Static / static_argnums (which counts `self`), or pass a "
@@ -254,7 +271,8 @@ class _Freezer:
     def attributes(self, value: Any) -> Hashable:
         """An object without a hash, such as a mutable dataclass or a namespace: compared attribute by attribute.
 
-        What a dataclass has besides its fields may also be an array; that is compared by identity.
+        Arrays among them are compared by identity. So is what a dataclass has besides its fields, if it is an array or
+        holds one.
         """
         self.mutable = True
         state: Any = object.__getstate__(value)  # what is in its __dict__; if it has slots, both in a tuple
@@ -267,13 +285,14 @@ class _Freezer:
         attributes, slots = state if type(state) is tuple else (state, None)
         held = {**(attributes or {}), **(slots or {})}
         own = getattr(value, "__dataclass_fields__", held)
-        return tuple(
-            [
-                (name, self.freeze(x) if name in own else self.content(x, (x,)))
-                for name, x in held.items()
-                if not _is_cache(type(value), name)
-            ]
-        )
+        before, self.within = self.within, type(value)
+        found = [
+            (name, self.freeze(x) if name in own else self.content(x, (x,)))
+            for name, x in held.items()
+            if not _is_cache(type(value), name)
+        ]
+        self.within = before
+        return tuple(found)
 
 
 def _is_cache(kind: type, name: str) -> bool:
@@ -315,7 +334,7 @@ _RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     slice: lambda self, value: self.items((value.start, value.stop, value.step)),
     tuple: _Freezer.items,
     list: _Freezer.mutable_items,
-    deque: lambda self, value: (value.maxlen, self.mutable_items(value)),
+    deque: _Freezer.queue,
     dict: _Freezer.mapping,
     types.MappingProxyType: _Freezer.view,
     set: _Freezer.set,

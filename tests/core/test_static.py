@@ -347,18 +347,43 @@ def test_objects_without_a_hash_are_compared_by_what_they_hold(kind):
     assert Const.of(array.array("i", [1])) != Const.of(array.array("I", [1]))
 
 
-def test_a_dataclass_may_keep_an_array_besides_its_fields():
-    """It is compared by identity, so another one is another program; in a field it is refused."""
-    config, table = Derived(2), jnp.ones(2)
-    config.table = table
+OPAQUE = {
+    "a dataclass": (Derived, lambda config, array: setattr(config, "size", array)),
+    "a dataclass, besides its fields": (Derived, lambda config, array: setattr(config, "table", array)),
+    "a namespace": (lambda size: types.SimpleNamespace(), lambda space, array: setattr(space, "size", array)),
+    "a deque": (lambda size: deque([size]), lambda queue, array: queue.__setitem__(0, array)),
+    "a dict in a dataclass": (Derived, lambda config, array: setattr(config, "size", {"a": [array]})),
+}
+
+
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_an_object_that_jax_does_not_look_into_may_hold_an_array(kind):
+    """It is compared by identity, so another one is another program."""
+    make, put = OPAQUE[kind]
+    config, table = make(2), jnp.ones(2)
+    put(config, table)
     before = Const.of(config)
     assert Const.of(config) == before
-    assert before.fresh().table is table
-    config.table = jnp.ones(2)
+    again = before.fresh()
+    assert again is not config
+    assert Const.of(again) == before
+    put(config, jnp.ones(2))
     assert Const.of(config) != before
-    config.size = table
-    with pytest.raises(StaticValueError, match="is declared static"):
-        Const.of(config)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPAQUE if "besides" not in kind])
+def test_such_an_array_cannot_be_computed_while_tracing(kind):
+    """The message names the place and the type that hides it from JAX."""
+    make, put = OPAQUE[kind]
+
+    @jax.jit
+    def f(x):
+        config = make(2)
+        put(config, x)
+        return Const.of(config, ("a", "b"))
+
+    with pytest.raises(StaticValueError, match=rf"float32\[2\] in the {type(make(2)).__name__} at a\.b .*a list, a"):
+        f(jnp.ones(2))
 
 
 def test_what_a_cached_property_keeps_is_not_compared():

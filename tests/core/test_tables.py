@@ -136,6 +136,7 @@ MUTABLE = {
     "bytearray": (bytearray(b"a"), lambda x: x.append(1)),
     "object": (nnx.static(types.SimpleNamespace(a=1)), lambda x: setattr(x, "a", 2)),
     "an array in an object": (nnx.static(types.SimpleNamespace(a=1)), lambda x: setattr(x, "a", np.ones(2))),
+    "a JAX array in an object": (types.SimpleNamespace(a=1), lambda x: setattr(x, "a", jnp.ones(2))),
     "NumPy array": (nnx.static(np.ones(2)), lambda x: x.fill(0)),
 }
 
@@ -153,12 +154,12 @@ def test_an_edit_of_a_mutable_static_value_is_seen(value, edit):
 
 
 def test_a_static_value_that_can_no_longer_be_compared_is_refused_with_its_path():
-    """An array put into a static object later."""
+    """An object without hash and attributes put into a static one later."""
     m = Net()
     m.x = nnx.static(types.SimpleNamespace(a=1))
     table_of(m)
-    m.x.a = jnp.ones(2)
-    with pytest.raises(StaticValueError, match="at x is declared static"):
+    m.x.a = type("Bare", (), {"__slots__": (), "__hash__": None})()
+    with pytest.raises(StaticValueError, match="at x of type Bare has no hash"):
         table_of(m)
 
 
