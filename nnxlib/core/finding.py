@@ -44,7 +44,9 @@ def locate(target: Any, skip: int = 1) -> str | None:
 
 def how_to_pass(what: str) -> str:
     """How the transform that is running could carry out a change of an object, for an error message."""
-    transform = enclosing_transform()
+    transform, packages = enclosing_transform()
+    if packages and transform not in (None, "jax"):
+        return _IN_A_PACKAGE.format(what=what, raw=transform, packages=" and ".join(packages))
     if transform == "nnx":
         return _FURTHER_ARGUMENT.format(what=what)
     if transform in (None, "jax"):
@@ -61,6 +63,10 @@ Pass {what} as a further argument: only nnx.jit carries out changes of what its 
 
 _IN_PLACE_OF = """\
 Use {lifted} in place of {raw}, and pass it {what} as an argument: changes of arguments are carried out."""
+
+_IN_A_PACKAGE = """\
+It runs under {raw}, called through {packages}, which carries out no changes of objects. What is to change has to be \
+passed on as values: nnx.split {what} beforehand, and return the new State."""
 
 _IN_PLACE_OF_JIT = """\
 Pass {what} as an argument of the transformed function and use the nnxlib transform, which carries changes out:

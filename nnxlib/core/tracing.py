@@ -212,13 +212,15 @@ def level_of_user() -> int:
 
 
 _LIFTING = os.path.join(_PACKAGE, "transforms", "")
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
-def enclosing_transform() -> str | None:
+def enclosing_transform() -> tuple[str | None, list[str]]:
     """The innermost transform around the code: ``"nnx"`` for one of nnxlib, else its name, such as ``"jax.lax.scan"``.
 
-    ``"jax"`` if it is one of JAX whose name cannot be told, None if there is none. It is read from the frames, so for
-    error messages alone.
+    ``"jax"`` if it is one of JAX whose name cannot be told, None if there is none. With the names of the installed
+    packages through which the user's code calls the transform. They are read from the frames, so for error messages
+    alone.
     """
     frame, names = sys._getframe(1), []
     while frame is not None:
@@ -229,11 +231,16 @@ def enclosing_transform() -> str | None:
         elif names:
             break
         elif file.startswith(_LIFTING):
-            return "nnx"
+            return "nnx", []
+        frame = frame.f_back
+    packages = dict[str, None]()
+    while frame is not None and _INSTALLED in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith((_JAX, _PACKAGE)):
+            packages[frame.f_globals.get("__name__", "").partition(".")[0]] = None
         frame = frame.f_back
     places = {"jax.": jax, "jax.lax.": jax.lax}
     known = [place + name for name in names if name in _NAMED for place in places if hasattr(places[place], name)]
-    return known[-1] if known else "jax" if names else None
+    return (known[-1] if known else "jax" if names else None), list(packages)[::-1]
 
 
 _NAMED = """

@@ -59,8 +59,8 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
 
 
 _UNTRACEABLE = """\
-{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, declare it static: \
-static_argnums=... or static_argnames=...; or bind it beforehand with functools.partial or a closure."""
+{name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, bind it beforehand with \
+functools.partial or a closure; or, for nnx.jit, declare it static: static_argnums=... or static_argnames=..."""
 
 _UNTRACEABLE_VALUE = """\
 The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \

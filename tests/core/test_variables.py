@@ -3,6 +3,7 @@
 import abc
 import copy
 import gc
+import importlib
 import operator
 import pickle
 import re
@@ -439,6 +440,17 @@ def test_the_refusal_names_the_counterpart_of_a_raw_transform(name, inside):
     text = re.escape(f"Use {instead} in place of {shown}, and pass it the object that holds this Param as an argument")
     with pytest.raises(nnx.TraceContextError, match=text):
         inside(lambda: RAW[name](lambda x: (v.set_value(v + x), x)[1]))
+
+
+def test_the_refusal_under_a_transform_that_a_package_calls(tmp_path, monkeypatch):
+    """The user cannot use another transform there; the values have to go through the package."""
+    package = tmp_path / "site-packages" / "some_solver"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import jax\n\ndef solve(f):\n    return jax.lax.map(f, jax.numpy.ones(2))\n")
+    monkeypatch.syspath_prepend(package.parent)
+    v, solver = nnx.Param(jnp.zeros(())), importlib.import_module("some_solver")
+    with pytest.raises(nnx.TraceContextError, match=r"under jax\.lax\.scan, called through some_solver,.* nnx\.split"):
+        solver.solve(lambda x: (v.set_value(v + x), x)[1])
 
 
 LIFTED = {
