@@ -50,6 +50,7 @@ from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
 from ..core.variables import MISSING, Param, Variable, as_stored, plain_value
+from .lost import watch_update
 from .stored import check_transformation, flat, is_variable, matched, set_values, without_aliases
 
 M = TypeVar("M")
@@ -241,6 +242,7 @@ class Optimizer(Pytree, Generic[M]):
         update(model, structure.unflatten(map(_with_value, params, moved)))
         set_values(kept, new_kept)
         self.step.set_raw_value(plain_value(self.step) + 1)
+        watch_update(model, moved, [self.step, *kept])
         return updates
 
     def _check_state(self, params: State, model: Any) -> None:
