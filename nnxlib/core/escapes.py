@@ -139,58 +139,25 @@ def _find(value: Any, escapes: Callable[[Any], bool], clean: dict[int, Any]) -> 
     return None
 
 
-@functools.singledispatch
 def _parts(value: Any) -> Iterable[Any]:
     """What a value refers to."""
-    attributes = getattr(value, "__dict__", None)
+    if isinstance(value, Node):
+        return [child for _, child in value._nnx_children()]
+    if isinstance(value, Variable):
+        return peek(value._cell), *value._metadata.values()
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, types.FunctionType):
+        found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+        return found + [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
+    attributes = None if isinstance(value, type | types.ModuleType) else getattr(value, "__dict__", None)
     return list(attributes.values()) if type(attributes) is dict else ()
 
 
-@_parts.register(type)
-@_parts.register(types.ModuleType)
-def _(value: Any) -> Iterable[Any]:
-    return ()
-
-
-@_parts.register
-def _(value: types.FunctionType) -> Iterable[Any]:
-    found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
-    for cell in value.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
-    return found
-
-
-@_parts.register
-def _(value: types.MethodType) -> Iterable[Any]:
-    return value.__self__, value.__func__
-
-
-@_parts.register
-def _(value: functools.partial) -> Iterable[Any]:
-    return value.func, *value.args, *value.keywords.values()
-
-
-@_parts.register(list)
-@_parts.register(tuple)
-@_parts.register(set)
-@_parts.register(frozenset)
-def _(value: Iterable[Any]) -> Iterable[Any]:
-    return list(value)
-
-
-@_parts.register
-def _(value: dict) -> Iterable[Any]:
-    return list(value.values())
-
-
-@_parts.register
-def _(value: Node) -> Iterable[Any]:
-    return [child for _, child in value._nnx_children()]
-
-
-@_parts.register
-def _(value: Variable) -> Iterable[Any]:
-    return peek(value._cell), *value._metadata.values()
+_EMPTY_CELL = types.CellType()  # of a variable that has no value yet
