@@ -59,9 +59,9 @@ from .rows import (
     Spec,
     VariableRow,
     count_leaves,
-    leaf_suffixes,
     leaves_by_field,
     only_arrays_change,
+    own_leaf_paths,
     value_of,
 )
 from .stamps import Stamp
@@ -162,9 +162,8 @@ class After(NamedTuple):
         def held_by(row: int) -> list[tuple]:
             """The paths of the leaves that a node, or the output, holds itself."""
             if row == ROOT:
-                return [(errors.OUTPUT, *suffix) for suffix in leaf_suffixes(self.delta.root)]
-            fields = cast(NodeRow, self.rows[row]).at(self.walk.paths[row])
-            return [(*path, *suffix) for path, spec in fields for suffix in leaf_suffixes(spec)]
+                return own_leaf_paths(self.delta.root, (errors.OUTPUT,))
+            return own_leaf_paths(cast(NodeRow, self.rows[row]), self.walk.paths[row])
 
         variables = self.walk.cells
         return tuple([self.walk.paths[row] if row in variables else held_by(row)[k] for row, k in self.owners])

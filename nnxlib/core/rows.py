@@ -156,11 +156,16 @@ def count_leaves(spec: Spec) -> int:
     return int(spec is LEAF)
 
 
-def leaf_suffixes(spec: Spec) -> list[tuple]:
-    """The paths of the leaves that a spec has itself, below the path of the spec."""
-    if type(spec) is Tree:
-        return [(*path, *suffix) for path, child in spec.at(()) for suffix in leaf_suffixes(child)]
-    return [()] if spec is LEAF else []
+def parts(item: NodeRow | Spec, path: tuple = ()) -> list[tuple[tuple, Spec]]:
+    """(path, spec) of what is in a node or a pytree, without pytrees in between; of another spec, that spec itself."""
+    if type(item) is not NodeRow and type(item) is not Tree:
+        return [(path, cast(Spec, item))]
+    return [part for below, child in item.at(path) for part in parts(child, below)]
+
+
+def own_leaf_paths(item: NodeRow | Spec, path: tuple = ()) -> list[tuple]:
+    """The paths of the leaves that a node or a spec has itself; not those of the objects that it refers to."""
+    return [below for below, spec in parts(item, path) if spec is LEAF]
 
 
 def leaves_by_field(row: NodeRow) -> list[range]:
@@ -193,11 +198,6 @@ def only_arrays_change(old: Row, new: Row) -> bool:
         return False
     before = dict(old.fields)
     return all(spec is SAME or spec == before[name] for name, spec in new.fields)
-
-
-def has_refs(spec: Spec) -> bool:
-    """Whether a spec refers to any object."""
-    return type(spec) is Ref or (type(spec) is Tree and any(map(has_refs, spec.children)))
 
 
 def statics_in(rows: Sequence[Row], start: int = 0) -> list[tuple[int, Any, Const]]:

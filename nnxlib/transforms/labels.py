@@ -11,7 +11,7 @@ call, those of the arguments (:func:`label_arguments`); after it, those of the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -20,7 +20,7 @@ import numpy as np
 from ..core.errors import OUTPUT, AliasingError, PrefixError, format_path
 from ..core.graph import After
 from ..core.layout import Layout
-from ..core.rows import LEAF, ROOT, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow
+from ..core.rows import LEAF, ROOT, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, own_leaf_paths, parts
 from ..core.static import Const
 from ..core.variables import RngState
 from .prefixes import Label, PrefixMapping, labels_in
@@ -41,7 +41,7 @@ class Labels(NamedTuple):
         """The labels of the Variables of the visited layout, in order."""
         return [self.of_row[i][0] for i in layout.variables]
 
-    def in_order(self, owners: Sequence[Owner], own: Sequence[Label]) -> list[Label]:
+    def of_leaves(self, owners: Sequence[Owner], own: Sequence[Label]) -> list[Label]:
         """The labels of leaves with these owners, given the ``own`` ones of the pytree around the objects."""
         return [own[k] if i == ROOT else self.of_row[i][k] for i, k in owners]
 
@@ -69,11 +69,11 @@ class Labelling:
 
     def _revisit(self, i: int, old: Row, row: Row) -> None:
         if row is not old and isinstance(row, NodeRow) and isinstance(old, NodeRow):
-            known = dict(zip(_places(old), self.labels.of_row[i], strict=True))
+            known = dict(zip(own_leaf_paths(old), self.labels.of_row[i], strict=True))
             path, visit = self.labels.reached[i]
             found = self.labels.of_row[i] = []
             self._descend([(spec, below, found, self.values(i)) for below, spec in reversed(row.at(path))], visit)
-            found[:] = [known.get(place, label) for place, label in zip(_places(row), found, strict=True)]
+            found[:] = [known.get(place, label) for place, label in zip(own_leaf_paths(row), found, strict=True)]
 
     def visit(self, root: Spec, entries: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
         """Label everything below a pytree whose children have these entries.
@@ -123,9 +123,9 @@ class Labelling:
             if visit is other or (visit.entry == other.entry and not isinstance(visit.entry, PrefixMapping)):
                 continue
             row = self.rows[i]
-            parts = list(_parts(row)) if isinstance(row, NodeRow) else [((), LEAF)]
-            stack.extend((spec.index, (*path, *key)) for key, spec in reversed(parts) if isinstance(spec, Ref))
-            leaves, known = [key for key, spec in parts if spec is LEAF], self.labels.of_row[i]
+            held = parts(row if isinstance(row, NodeRow) else LEAF)
+            stack.extend((spec.index, (*path, *key)) for key, spec in reversed(held) if isinstance(spec, Ref))
+            leaves, known = [key for key, spec in held if spec is LEAF], self.labels.of_row[i]
             for key, value, old in zip(leaves, self.values(i), known, strict=False):  # in a cycle not yet all are known
                 new = visit.label((*path, *key), value)
                 if new != old and not (self._returning and _yields(new, old)):
@@ -135,22 +135,6 @@ class Labelling:
                         f"{visit.place((*path, *key))}: {new!r}. Give both the same prefix, or make one a copy "
                         "(nnx.clone)."
                     )
-
-
-def _parts(row: NodeRow) -> Iterator[tuple[tuple, Spec]]:
-    """The leaves and objects that a node holds directly, with their paths below it."""
-    stack = row.at(())[::-1]
-    while stack:
-        path, spec = stack.pop()
-        if isinstance(spec, Tree):
-            stack += spec.at(path)[::-1]
-        elif spec is LEAF or isinstance(spec, Ref):
-            yield path, spec
-
-
-def _places(row: NodeRow) -> list[tuple]:
-    """The paths below a node of the leaves that it holds directly."""
-    return [path for path, spec in _parts(row) if spec is LEAF]
 
 
 def _yields(new: Label, old: Label) -> bool:
@@ -188,20 +172,20 @@ def label_arguments(
         values.setdefault(i, []).append(leaf)
     labelling = Labelling(layout.rows, lambda i: values.get(i, ()))
     own = labelling.visit(layout.root, entries, values.get(ROOT, ()), depth=2)
-    return labelling.labels, labelling.labels.in_order(layout.owners, own)
+    return labelling.labels, labelling.labels.of_leaves(layout.owners, own)
 
 
 def labels_after(before: Labels, after: After, out_entries: Sequence[Any]) -> list[Label]:
     """The labels of the leaves that come back from a call, given the labels of the arguments."""
     labelling = Labelling(after.rows, after.walk.values_of, before)
     own = labelling.visit(after.delta.root, out_entries, after.walk.values_of(ROOT))
-    return labelling.labels.in_order(after.owners, own)
+    return labelling.labels.of_leaves(after.owners, own)
 
 
-def lanes_of(in_order: Sequence[Label], *prefixes: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def lanes_of(leaf_labels: Sequence[Label], *prefixes: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """A lane for each label that a leaf has, or that one of the prefixes may give to another; and that of each leaf."""
-    lanes = tuple(dict.fromkeys([*in_order, *labels_in(prefixes)]))
-    return lanes, lane_numbers(in_order, lanes)
+    lanes = tuple(dict.fromkeys([*leaf_labels, *labels_in(prefixes)]))
+    return lanes, lane_numbers(leaf_labels, lanes)
 
 
 def lane_numbers(labels: Sequence[Label], lanes: Sequence[Label]) -> tuple[int, ...]:
@@ -229,16 +213,16 @@ def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Seque
 
 
 def mapped_size(
-    layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], given: Mapping[int, str], what: str
+    layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], what: str, option: str, given: int | None
 ) -> int | None:
     """The common size of all mapped axes, which have numbers for labels; None if there are none.
 
-    ``given`` are sizes that the user has given, with the names of the options.
+    The user of the transform ``what`` may have given it by an option.
 
     Raises:
       PrefixError: if there are several sizes, or an array does not have the axis; names the paths.
     """
-    sizes = dict(given)
+    sizes = {} if given is None else {given: option}
     for path, leaf, axis in zip(layout.leaf_paths, leaves, labels, strict=True):
         for x in jtu.tree_leaves(leaf) if isinstance(axis, int) else ():
             shape = np.shape(x)

@@ -43,7 +43,7 @@ from ..core.graph import After, Delta, Packed, build, commit, diff
 from ..core.inputs import lend
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
-from ..core.rows import has_refs
+from ..core.rows import Ref, parts
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
@@ -80,7 +80,8 @@ class Outcome:
         self.lane_of = lane_of  # of each leaf that comes back; empty if there is only one lane
         self.paths = paths  # of the leaves that come back, for messages
         self.read = read  # the positions of the leaves that it read, if it was watched
-        self.returns_objects = has_refs(delta.root)  # if not, the output can be made from its leaves alone
+        # If it returns no objects, the output can be made from its leaves alone.
+        self.returns_objects = any(type(spec) is Ref for _, spec in parts(delta.root))
         self._hash: int | None = None
 
     def names(self, lane: int) -> list[str]:
@@ -285,9 +286,9 @@ def lift_lanes(
     """
     with recorded_anew(arguments):
         packed = pack_call(arguments)
-        labels, in_order = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
-        function = repeated(function, on_labels(packed, in_order))
+        labels, leaf_labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
+        function = repeated(function, on_labels(packed, leaf_labels))
         recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked
-        lanes = lanes_of(in_order, entries, out_prefix, recorded)
+        lanes = lanes_of(leaf_labels, entries, out_prefix, recorded)
         crossing = Crossing(packed.layout, *lanes, labels, out_prefix, axis_name)
         return finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))

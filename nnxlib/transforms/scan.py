@@ -155,14 +155,14 @@ def looped(
         with recorded_anew(arguments):
             packed = pack_call(arguments)
             layout = packed.layout
-            labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
-            size = _length(layout, packed.leaves, in_order, length)
+            labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
+            size = _length(layout, packed.leaves, leaf_labels, length)
             settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
-            key = (loop.func, *loop.keywords.values(), layout, tuple(in_order), size, *settings)
+            key = (loop.func, *loop.keywords.values(), layout, tuple(leaf_labels), size, *settings)
 
             def make() -> Program:
-                scanned = layout, labels, in_order, size, body, loop, out_axes, carried, out_place, name, data_transform
-                return Program(_Scan(*scanned).program)
+                what = layout, labels, leaf_labels, size, body, loop
+                return Program(_Scan(*what, out_axes, carried, out_place, name, data_transform).program)
 
             return run_program(program_of((function,), key, make), packed)
 
@@ -174,7 +174,7 @@ class _Scan(NamedTuple):
 
     layout: Layout
     labels: Labels
-    in_order: list[Any]  # the label of each leaf
+    leaf_labels: list[Any]  # of each leaf, in order
     size: int  # how many iterations
     function: Callable  # the body
     loop: Callable
@@ -186,15 +186,15 @@ class _Scan(NamedTuple):
 
     def program(self, leaves: list[Any]) -> Any:
         """Trace the body on slices, check what it does, and loop over it."""
-        layout, labels = self.layout, self.in_order
-        slices = [_slice_type(x, axis) for x, axis in zip(leaves, labels, strict=True)]
-        inner = strip_axes(layout, slices, labels, self.axis_name)
-        enter = None if self.data_transform is None else transformed_data(self.data_transform, inner, labels)
+        layout, leaf_labels = self.layout, self.leaf_labels
+        slices = [_slice_type(x, axis) for x, axis in zip(leaves, leaf_labels, strict=True)]
+        inner = strip_axes(layout, slices, leaf_labels, self.axis_name)
+        enter = None if self.data_transform is None else transformed_data(self.data_transform, inner, leaf_labels)
         stack = functools.partial(stack_axes, name=self.axis_name)
         body = trace_body(repeated(self.function, self.size), inner, slices, self._labels_after, stack, enter)
         replaced = _replaced(layout, self.labels, self.carried, body, self.out_place or ())
         _check_changes(layout, self.labels, body, replaced)
-        sources, types = _recurring(layout, body, labels, replaced)
+        sources, types = _recurring(layout, body, leaf_labels, replaced)
         strong = retyped(leaves, sources, types)
         if strong is not None:  # a weakly typed number that is carried needs another type from the start
             return self.program(strong)
@@ -210,7 +210,7 @@ class _Scan(NamedTuple):
         """The loop; ``sources`` are the positions of the leaves that it carries."""
         handed_on = _handed_on(body)
         stacked = [k for k in range(len(body.owners)) if _is_axis(body.labels[k])]
-        sliced = [k for k, axis in enumerate(self.in_order) if _is_axis(axis)]
+        sliced = [k for k, axis in enumerate(self.leaf_labels) if _is_axis(axis)]
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             now = list(leaves)
@@ -227,7 +227,7 @@ class _Scan(NamedTuple):
             ]
             return after, [results[k] for k in stacked]
 
-        xs = [jax.tree.map(lambda x, a=self.in_order[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
+        xs = [jax.tree.map(lambda x, a=self.leaf_labels[k]: _moved(x, a, 0), leaves[k]) for k in sliced]
         length = None if export.is_symbolic_dim(self.size) else self.size  # JAX wants a number
         last, ys = self.loop(step, [leaves[k] for k in sources], xs, length=length)
         found = dict(zip(handed_on, last, strict=True))
@@ -403,7 +403,7 @@ def _slice_type(leaf: Any, label: Any) -> Any:
 
 
 def _length(layout: Layout, leaves: list[Any], labels: Sequence[Any], length: int | None) -> int:
-    size = mapped_size(layout, leaves, labels, {} if length is None else {length: "length"}, "scan")
+    size = mapped_size(layout, leaves, labels, "scan", "length", length)
     if size is None:
         raise PrefixError("scan does not know how often to run: nothing has an axis. Pass length=...")
     return size

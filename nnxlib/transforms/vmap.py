@@ -194,8 +194,7 @@ def mapped(
 
 
 def _size(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> int | None:
-    given = {} if axis_size is None else {axis_size: "axis_size"}
-    return mapped_size(packed.layout, packed.leaves, labels, given, what)
+    return mapped_size(packed.layout, packed.leaves, labels, what, "axis_size", axis_size)
 
 
 def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:

@@ -9,7 +9,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.graph import pack
-from nnxlib.core.rows import LEAF, SAME, touched_rows
+from nnxlib.core.rows import LEAF, SAME, Const, Ref, own_leaf_paths, parts, touched_rows
 
 
 def test_marks_in_a_table_print_and_pickle():
@@ -26,6 +26,16 @@ def test_touched_rows_keep_whole_fields():
     assert list(found) == [0]
     assert [name for name, spec in found[0].fields if spec is not SAME] == ["b"]
     assert touched_rows(layout.rows, set()) == {}
+
+
+def test_parts_of_a_row_are_those_of_the_pytrees_in_its_fields():
+    """The parts of a row and of its fields are leaves, objects and static values, with their paths, at any depth."""
+    inner = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    row = pack(nnx.Dict(a=jnp.ones(1), b=(jnp.ones(2), (inner.__call__, 3)), c="static")).layout.rows[0]
+    found = [(path, type(spec)) for path, spec in parts(row, ("m",)) if spec is not LEAF]
+    assert found == [(("m", "b", 1, 0), Ref), (("m", "b", 1, 1), Const), (("m", "c"), Const)]
+    assert own_leaf_paths(row) == [("a",), ("b", 0)]
+    assert own_leaf_paths(LEAF, ("x",)) == [("x",)] and own_leaf_paths(Ref(0)) == []
 
 
 @jax.tree_util.register_pytree_node_class
