@@ -13,12 +13,10 @@ from ..core.cells import Cell
 from ..core.errors import format_path
 from ..core.graph import Packed
 from ..core.placement import settle
-from ..core.tables import pack_call
 from ..core.tracing import at_top_level, current_mesh
 from ..core.variables import MISSING
 from .callables import RemembersErrors, resolve
 from .classes import lifts_classes
-from .labels import label_arguments
 from .lift import Arguments, Crossing, lift_lanes
 from .prefixes import argument_entries, same_entries
 
@@ -77,7 +75,8 @@ def shard_map(
                 except ValueError as error:
                     if function.has_raised(error):
                         raise
-                    named = map(_by_name, _names(arguments, entries, crossing.lanes), groups)
+                    names = crossing.split([format_path(path) for path in crossing.layout.leaf_paths])
+                    named = map(_by_name, names, groups)
                     raise ValueError(_explain(pure, specs, options, tuple(named)) or str(error)) from None
                 finally:
                     function.raised.clear()  # an error holds the frames of a trace
@@ -122,19 +121,11 @@ def _explain(pure: Callable, specs: tuple, options: dict[str, Any], groups: tupl
     return None
 
 
-def _names(arguments: Arguments, entries: Sequence[Any], lanes: tuple) -> list[list[str]]:
-    layout, leaves, objects = pack_call(arguments)
-    _, in_order = label_arguments(layout, leaves, objects, entries)
-    named = [(format_path(path), label) for path, label in zip(layout.leaf_paths, in_order, strict=True)]
-    return [[name for name, label in named if label == lane] for lane in lanes]
-
-
 def _with_names(pure: Callable, count: int) -> Callable:
     @functools.wraps(pure)
     def named(*groups: Any) -> Any:
         returned, outcome = pure(*(list(group.values()) for group in groups))
-        names = [outcome.names(lane) if count > 1 else [""] * len(returned[0]) for lane in range(count)]
-        return tuple(map(_by_name, names, returned)), outcome
+        return tuple(map(_by_name, map(outcome.names, range(count)), returned)), outcome
 
     return named
 
