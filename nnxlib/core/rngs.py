@@ -46,8 +46,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
 
-from .errors import ArgumentError, InvalidRngError, MissingStreamError, UsageError, describe
-from .filters import Filter, filters_to_predicates
+from .errors import ArgumentError, InvalidRngError, MissingStreamError, Path, UsageError, describe
+from .filters import Filter, filters_to_predicates, first_of
 from .formulas import full, step
 from .objects import Pytree, attributes_of, new_node
 from .tracing import Tracer
@@ -437,10 +437,7 @@ class Rngs(_Samplers, Pytree):
         return default
 
     def __getitem__(self, name: str) -> RngStream:
-        try:
-            return getattr(self, name)
-        except AttributeError:
-            raise MissingStreamError(self._missing(name)) from None
+        return getattr(self, name)
 
     def _missing(self, name: str) -> str:
         names = ", ".join(map(repr, self._streams())) or "none"
@@ -541,11 +538,15 @@ def _map_streams(
     rngs: Rngs, k: Any, operation: Callable[[RngStream, Shape], RngStream], passed: Callable[[RngStream], RngStream]
 ) -> Rngs:
     """Apply ``operation`` to the streams that ``k`` gives a shape, and ``passed`` to the others."""
-    rules = k if isinstance(k, Mapping) else {...: k}
-    predicates = filters_to_predicates(tuple(rules))
-    streams = {}
+    shape_for, streams = shapes_by_filter(k), {}
     for name, stream in rngs.items():
-        shapes = (shape for matches, shape in zip(predicates, rules.values(), strict=True) if matches((name,), stream))
-        shape = next(shapes, None)
+        shape = shape_for((name,), stream)
         streams[name] = passed(stream) if shape is None else operation(stream, shape)
     return Rngs(streams)
+
+
+def shapes_by_filter(k: Any) -> Callable[[Path, RngStream], Shape | None]:
+    """The shape that ``k`` gives a stream: one for all; or by filters, the first match counts, and None without one."""
+    rules = k if isinstance(k, Mapping) else {...: k}
+    first, shapes = first_of(filters_to_predicates(tuple(rules))), (*rules.values(), None)
+    return lambda path, stream: shapes[first(path, stream)]

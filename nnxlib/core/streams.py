@@ -23,7 +23,7 @@ from .errors import Path, UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
 from .iteration import iter_objects
 from .ops import clone
-from .rngs import RngStream, RngValue, Shape, as_key, implementation_of
+from .rngs import RngStream, RngValue, Shape, as_key, implementation_of, shapes_by_filter
 from .tracing import boundary
 from .variables import MISSING
 
@@ -193,13 +193,8 @@ def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | 
     """
     if node is MISSING:
         return _while_called(lambda args: fork_rngs(args, split=split))
-    rules = split if isinstance(split, Mapping) else {...: split}
-    predicates = filters_to_predicates(tuple(rules))
-    targets = []
-    for path, stream in _streams(node, list(rules)):
-        shape = next(shape for takes, shape in zip(predicates, rules.values()) if takes(path, stream))
-        targets.append((path, stream, functools.partial(RngStream.fork, split=shape)))
-    return _replace(targets)
+    shape_for, streams = shapes_by_filter(split), _streams(node, list(split) if isinstance(split, Mapping) else ...)
+    return _replace([(path, x, functools.partial(RngStream.fork, split=shape_for(path, x))) for path, x in streams])
 
 
 @boundary
