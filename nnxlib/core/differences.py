@@ -22,7 +22,7 @@ from jax.tree_util import all_leaves, tree_flatten_with_path
 
 from .errors import Path, StateMismatchError, describe, did_you_mean, format_path, listed
 from .rows import same_treedef
-from .traversals import path_key, sorted_by_path
+from .traversals import path_key, sorted_by_path, with_ints
 from .variables import Variable, stored_value
 
 Aval = tuple[tuple[int, ...], Any] | None
@@ -76,7 +76,7 @@ def path_hint(unknown: Sequence[Path], known: Sequence[Path]) -> str:
         for n, key in enumerate(path):
             levels.setdefault(format_path(path[:n]), {})[str(key)] = None
     there = ""
-    for path in map(_numbered, unknown):
+    for path in map(with_ints, unknown):
         n = 0
         while n < len(path) and str(path[n]) in levels.get(format_path(path[:n]), ()):
             n += 1
@@ -93,11 +93,6 @@ def path_hint(unknown: Sequence[Path], known: Sequence[Path]) -> str:
 
 
 _SHOWN = 8
-
-
-def _numbered(path: Path) -> Path:
-    """A path with numbers in place of strings of digits, as which a checkpoint has them."""
-    return tuple([int(key) if isinstance(key, str) and key.isdecimal() else key for key in path])
 
 
 def _describe_leaf(x: Any) -> str:

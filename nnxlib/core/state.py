@@ -38,7 +38,7 @@ from .filters import Filter, PathIn, filters_to_predicates, group_by_filters
 from .registration import register_pytree
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
 from .stamps import States
-from .traversals import empty_node, flatten_mapping, flattened, insert, nested, sorted_by_path, sorted_keys
+from .traversals import empty_node, flatten_mapping, flattened, insert, nested, sorted_by_path, sorted_keys, with_ints
 from .variables import Variable, plain_value
 
 K = TypeVar("K")
@@ -485,7 +485,7 @@ def restore_int_paths(pure_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     {'layers': {0: 1.0, 10: 2.0}, '01': 3.0}
     """
     flat = flatten_mapping(pure_dict, keep_empty_nodes=True)
-    return nested((tuple(map(_restore_int, path)), leaf) for path, leaf in flat.items())
+    return nested((with_ints(path), leaf) for path, leaf in flat.items())
 
 
 # --- selecting and combining --------------------------------------------------------------------------------------
@@ -639,12 +639,6 @@ def _replace_value(leaf: Any, value: Any) -> Any:
     if value is None and is_without_leaves(plain_value(leaf)):
         return leaf
     return leaf.replace(value) if isinstance(leaf, Variable) else value
-
-
-def _restore_int(key: Any) -> Any:
-    """The int that ``key`` is the usual writing of, if it is one."""
-    written = isinstance(key, str) and key.removeprefix("-").isdecimal() and str(int(key)) == key
-    return int(key) if written else key
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -81,6 +81,19 @@ def path_key(entry: Any) -> Any:
     return entry
 
 
+def with_ints(path: Path) -> Path:
+    """A path with ints in place of the strings that are the usual writing of one, as some checkpoints have them.
+
+    >>> with_ints(('layers', '0', '01'))
+    ('layers', 0, '01')
+    """
+    return tuple([int(key) if isinstance(key, str) and _is_int(key) else key for key in path])
+
+
+def _is_int(text: str) -> bool:
+    return text.removeprefix("-").isdecimal() and str(int(text)) == text
+
+
 def sorted_keys(level: Iterable[Any]) -> tuple:
     """The keys of a level in their order, also when their types are mixed.
 

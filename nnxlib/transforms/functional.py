@@ -50,7 +50,7 @@ from ..core.ops import clone, merge, split, state, update
 from ..core.rngs import Rngs, RngStream, as_key
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import inputs_needed, jaxpr_as_fun
-from ..core.traversals import flatten_mapping, unflatten_mapping
+from ..core.traversals import flatten_mapping, unflatten_mapping, with_ints
 from ..core.variable_names import variable_name_from_type, variable_type_from_name
 from ..core.variables import (
     Intermediate,
@@ -375,10 +375,7 @@ def _check_collection(name: Any, tree: Any, skeleton: Mapping[Path, Any]) -> Non
 
 def as_made(path: Path, made: Mapping[Path, Any]) -> Path:
     """The path with ints for the strings that checkpoints have in their place."""
-    if path in made:
-        return path
-    ints = tuple([int(key) if isinstance(key, str) and key.isdecimal() else key for key in path])
-    return ints if ints in made else path
+    return ints if path not in made and (ints := with_ints(path)) in made else path
 
 
 def _check(skeleton: Mapping[Path, Any], given: Mapping[Path, tuple[str, Any]], variables: Mapping[str, Any]) -> None:
