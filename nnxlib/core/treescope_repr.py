@@ -55,53 +55,49 @@ def render_node(node: Any, path: str | None, subtree_renderer: Any) -> Any:
 
 
 def _render(node: Any, path: str | None, subtree_renderer: Any) -> Any:
-    name, items = type(node).__name__, list(node._nnx_children())
+    name, items, page = type(node).__name__, list(node._nnx_children()), _page.get()
+
+    def entry(label: tuple, value: Any, key: str) -> Any:
+        """An attribute or item; after an object that was shown before, the path where that was."""
+        again = is_node(value) and id(value) in page.first and id(value) in page.reached
+        page.reached.add(id(value))
+        shown = subtree_renderer(value, path=None if path is None else path + key)
+        comments = [_comment(f" # the same object as {page.first[id(value)]}")] if again else []
+        return rendering_parts.siblings_with_annotations(*label, shown, extra_annotations=comments)
+
     if isinstance(node, list):
-        opening, closing, children = f"{name}([", "])", _items_of_list(items, path, subtree_renderer)
+        opening, closing = f"{name}([", "])"
+        forms = [page.form(x) for _, x in items]
+        children = _some(forms, lambda i: entry((), items[i][1], f"[{i}]"), [key for key, _ in items])
     elif isinstance(node, dict):
         opening, closing = f"{name}({{", "})"
-        children = [
-            _entry((subtree_renderer(k), ": "), x, path, f"[{static_repr(k)}]", subtree_renderer) for k, x in items
-        ]
+        children = [entry((subtree_renderer(k), ": "), x, f"[{static_repr(k)}]") for k, x in items]
     else:
         opening, closing = f"{name}(", ")"
-        children = [_entry((f"{k}=",), x, path, f".{k}", subtree_renderer) for k, x in items]
+        children = [entry((f"{k}=",), x, f".{k}") for k, x in items]
+    color = None if isinstance(node, list | dict) else formatting_util.color_from_string(type(node).__qualname__)
+    return _tree(opening, children, closing, path, page.sizes(node), color)
+
+
+def _tree(
+    opening: str, children: list[Any], closing: str, path: str | None, sizes: str = "", color: str | None = None
+) -> Any:
+    """A tree that can be folded; a line if there is nothing in it."""
     if not children:
         return rendering_parts.build_one_line_tree_node(opening + closing, path)
-    sizes = _page.get().sizes(node)
     return rendering_parts.build_foldable_tree_node_from_children(
         prefix=opening,
         children=children,
         suffix=closing,
         comma_separated=True,
-        force_trailing_comma=False,
         path=path,
-        background_color=None if isinstance(node, list | dict) else _color(type(node)),
-        first_line_annotation=_comment(sizes) if sizes else None,
+        background_color=color,
+        first_line_annotation=_comment(f" # {sizes}") if sizes else None,
     )
 
 
-def _entry(label: tuple, value: Any, path: str | None, key: str, subtree_renderer: Any) -> Any:
-    """An attribute or item; after an object that was shown before, the path where that was."""
-    page = _page.get()
-    again = is_node(value) and id(value) in page.first and id(value) in page.reached
-    page.reached.add(id(value))
-    shown = subtree_renderer(value, path=None if path is None else path + key)
-    comments = [_comment(f"the same object as {page.first[id(value)]}")] if again else []
-    return rendering_parts.siblings_with_annotations(*label, shown, extra_annotations=comments)
-
-
 def _comment(text: str) -> Any:
-    return rendering_parts.comment_color(rendering_parts.text(f" # {text}"))
-
-
-def _color(kind: type) -> str:
-    return formatting_util.color_from_string(kind.__qualname__)
-
-
-def _items_of_list(items: list[tuple[Any, Any]], path: str | None, subtree_renderer: Any) -> list[Any]:
-    forms = [_page.get().form(value) for _, value in items]
-    return _some(forms, lambda i: _entry((), items[i][1], path, f"[{i}]", subtree_renderer), [key for key, _ in items])
+    return rendering_parts.comment_color(rendering_parts.text(text))
 
 
 def _some(forms: Sequence[int], render: Callable[[int], Any], keys: Sequence[Any]) -> list[Any]:
@@ -112,9 +108,14 @@ def _some(forms: Sequence[int], render: Callable[[int], Any], keys: Sequence[Any
         shown = alike if len(alike) <= LONGEST_RUN else alike[:SHOWN_OF_RUN]
         children += map(render, shown)
         if len(shown) < len(alike):
-            more = f"... {len(alike) - len(shown)} more like these, to [{keys[alike[-1]]}]"
-            children.append(rendering_parts.comment_color(rendering_parts.text(more)))
+            children.append(_comment(f"... {len(alike) - len(shown)} more like these, to [{keys[alike[-1]]}]"))
     return children
+
+
+def _some_parts(parts: Sequence[Part], render: Callable[[int], Any]) -> list[Any]:
+    """The same for parts; only what has a number for a key is left out."""
+    forms = [x.form if isinstance(x.key, int) else -1 - i for i, x in enumerate(parts)]
+    return _some(forms, render, [x.key for x in parts])
 
 
 def render_level(level: Mapping[Any, Any], part: Part, path: str | None, subtree_renderer: Any) -> Any:
@@ -128,18 +129,7 @@ def render_level(level: Mapping[Any, Any], part: Part, path: str | None, subtree
         shown = render_level(value, child, below, subtree_renderer) if is_level else subtree_renderer(value, path=below)
         return rendering_parts.siblings_with_annotations(subtree_renderer(key), ": ", shown)
 
-    forms = [x.form if isinstance(x.key, int) else -1 - i for i, x in enumerate(part.children)]
-    sizes = sizes_text(part.sizes)
-    if not items:
-        return rendering_parts.build_one_line_tree_node(f"{part.opening}{part.closing or ''}", path)
-    return rendering_parts.build_foldable_tree_node_from_children(
-        prefix=part.opening,
-        children=_some(forms, render, [key for key, _ in items]),
-        suffix=part.closing or "",
-        comma_separated=True,
-        path=path,
-        first_line_annotation=_comment(sizes) if sizes else None,
-    )
+    return _tree(part.opening, _some_parts(part.children, render), part.closing or "", path, sizes_text(part.sizes))
 
 
 def render_outline(opening: str, parts: Sequence[Part], closing: str) -> Any:
@@ -152,10 +142,4 @@ def render_outline(opening: str, parts: Sequence[Part], closing: str) -> Any:
         below = render_outline(part.opening, part.children, part.closing)
         return rendering_parts.siblings_with_annotations(part.label, below)
 
-    forms = [x.form if isinstance(x.key, int) else -1 - i for i, x in enumerate(parts)]
-    return rendering_parts.build_foldable_tree_node_from_children(
-        prefix=opening,
-        children=_some(forms, render, [x.key for x in parts]),
-        suffix=closing,
-        comma_separated=True,
-    )
+    return _tree(opening, _some_parts(parts, render), closing, None)
