@@ -28,12 +28,8 @@ def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) ->
         error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
     if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(stored_value(x))]:
         error.add_note(_DELETED.format(names=", ".join(deleted[:_MOST])))
-    foreign = not isinstance(error, NnxError)
-    if (
-        foreign
-        and "out_sharding" in str(error)
-        and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters
-    ):
+    of_sharding = "out_sharding" in str(error) and not isinstance(error, NnxError)
+    if of_sharding and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters:
         error.add_note(_OUT_SHARDING)
     if isinstance(error, NameError) and "unbound axis name" in str(error) and _AXIS_NAME not in error.__notes__:
         error.add_note(_AXIS_NAME)

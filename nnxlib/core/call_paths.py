@@ -63,7 +63,6 @@ class Listener:
       paths: of these, or a function that finds them, called when a path is first asked for.
       on_call: called with module, path, method name, args and kwargs of each call; may return a function, which is
         then called with the output.
-      recorded: the types of Variables that an enclosing ``nnx.capture`` takes out; None outside of one.
     """
 
     __slots__ = ("_new", "_own", "base", "entered", "on_call", "outer", "recorded", "stack")
@@ -73,7 +72,6 @@ class Listener:
         objects: Sequence[Any],
         paths: Sequence[Path] | Callable[[], Sequence[Path]],
         on_call: Callable[[Any, Path, str, tuple, dict], Callable[[Any], object] | None] | None = None,
-        recorded: tuple[type, ...] | None = None,
     ):
         self._own: _Paths | Callable[[], _Paths] = lambda: _Paths(objects, paths() if callable(paths) else paths)
         self._new: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, its path, those below it
@@ -82,7 +80,7 @@ class Listener:
         self.entered: dict[Any, Sequence[Path | None]] = {}  # layout -> the paths of what was last packed with it
         self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
         self.base: Callable[[], Path] | None = None  # the path of the Module, outside, in whose call this trace began
-        self.recorded = recorded
+        self.recorded: tuple[type, ...] | None = None  # what an enclosing `nnx.capture` takes out, by type
 
     def current(self) -> Path | None:
         """The path of the Module whose method is running; None if none is."""

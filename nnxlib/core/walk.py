@@ -49,7 +49,7 @@ class _Frame:
 
 
 class ObjectList(list):
-    """The objects of a packed table, by row: a list that can be referred to weakly."""
+    """The objects of a packed table, by row: a list that can be referred to weakly (calls.py does)."""
 
     __slots__ = ("__weakref__",)
 
