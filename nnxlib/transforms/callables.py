@@ -145,22 +145,36 @@ def as_pair(returned: Any, said: str) -> tuple[Any, Any]:
     return returned[0], returned[1]
 
 
-class RemembersErrors:
-    """A pure function that remembers what it raised, to tell its own errors from those of the JAX transformation."""
+def explained(
+    pure: Callable, transform: Callable[[Callable], Callable], explain: Callable[[Sequence[Any]], None]
+) -> Callable:
+    """``transform(pure)``; where JAX raises a ValueError, ``explain(args)`` may raise an error that says more.
 
-    def __init__(self, pure: Callable):
-        self.pure, self.raised = pure, []
-        self.__name__, self.__wrapped__ = getattr(pure, "__name__", "pure"), pure
+    It is not asked about errors of ``pure`` itself.
+    """
+    raised: list[BaseException] = []
 
-    def __call__(self, *args: Any) -> Any:
+    @functools.wraps(pure, updated=())
+    def remembering(*args: Any) -> Any:
         try:
-            return self.pure(*args)
+            return pure(*args)
         except BaseException as error:
-            self.raised.append(error)
+            raised.append(error)
             raise
 
-    def has_raised(self, error: BaseException) -> bool:
-        return any(error is x for x in self.raised)
+    transformed = transform(remembering)
+
+    def run(*args: Any) -> Any:
+        try:
+            return transformed(*args)
+        except ValueError as error:
+            if not any(error is x for x in raised):
+                explain(args)
+            raise
+        finally:
+            raised.clear()  # an error holds the frames of a trace
+
+    return run
 
 
 def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:

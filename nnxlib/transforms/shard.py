@@ -15,7 +15,7 @@ from ..core.graph import Packed
 from ..core.placement import settle
 from ..core.tracing import at_top_level, current_mesh
 from ..core.variables import MISSING
-from .callables import RemembersErrors, resolve
+from .callables import explained, resolve
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift_lanes
 from .prefixes import argument_entries, same_entries
@@ -68,20 +68,8 @@ def shard_map(
         def over(pure: Callable, crossing: Crossing) -> Callable:
             specs = tuple([_REPLICATED if spec is None else spec for spec in crossing.lanes])
 
-            def run(*groups: Any) -> Any:
-                function = RemembersErrors(pure)
-                try:
-                    return jax.shard_map(function, in_specs=specs, out_specs=(specs, _REPLICATED), **options)(*groups)
-                except ValueError as error:
-                    if function.has_raised(error):
-                        raise
-                    names = crossing.split([format_path(path) for path in crossing.layout.leaf_paths])
-                    named = map(_by_name, names, groups)
-                    raise ValueError(_explain(pure, specs, options, tuple(named)) or str(error)) from None
-                finally:
-                    function.raised.clear()  # an error holds the frames of a trace
-
-            return run
+            transform = functools.partial(jax.shard_map, in_specs=specs, out_specs=(specs, _REPLICATED), **options)
+            return explained(pure, transform, functools.partial(_explain, pure, crossing, specs, options))
 
         where: dict[Cell, Any] = {}
 
@@ -108,17 +96,17 @@ def _names_all(mesh: Any, axis_names: Collection[Hashable]) -> bool:
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-def _explain(pure: Callable, specs: tuple, options: dict[str, Any], groups: tuple) -> str | None:
-    """What JAX says when it knows the leaves by their names."""
-    named = _with_names(pure, len(specs))
+def _explain(pure: Callable, crossing: Crossing, specs: tuple, options: dict[str, Any], groups: Sequence[Any]) -> None:
+    """Raise what JAX says when it knows the leaves by their names."""
+    paths = crossing.split([format_path(path) for path in crossing.layout.leaf_paths])
+    groups, named = tuple(map(_by_name, paths, groups)), _with_names(pure, len(specs))
     unchecked = jax.shard_map(named, in_specs=specs, out_specs=(specs, _REPLICATED), **{**options, "check_vma": False})
     try:
         shapes, _ = jax.eval_shape(unchecked, *groups)
         of_leaves = tuple([OrderedDict.fromkeys(group, spec) for group, spec in zip(shapes, specs, strict=True)])
         jax.eval_shape(jax.shard_map(named, in_specs=specs, out_specs=(of_leaves, _REPLICATED), **options), *groups)
     except ValueError as error:
-        return str(error)
-    return None
+        raise ValueError(str(error)) from None
 
 
 def _with_names(pure: Callable, count: int) -> Callable:

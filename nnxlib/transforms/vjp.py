@@ -116,20 +116,14 @@ def vjp(
     values, pull, rest = jax.vjp(call.pure, call.leaves, has_aux=True, reduce_axes=reduce_axes)
     leaves, outcome, outputs = rest
     out, aux = call.finish(leaves, outcome)
-    shapes = dict(zip(outputs.positions, map(shape_of, values), strict=True))
-    return (out, jax.tree_util.Partial(_PullBack(call.tangents, numbers, outputs, shapes), pull), *aux)
+    tangents, shapes = call.tangents, dict(zip(outputs.positions, map(shape_of, values), strict=True))
 
+    def pull_back(pull: Callable, gradient: Any) -> tuple:  # refers to no array
+        found = outputs.unfold({OUTPUT: gradient}, shapes, "gradient")
+        (grads,) = pull(outputs.filled(found, shapes))
+        return tuple(tangents.fold_arguments(tangents.as_variables(grads), numbers))
 
-class _PullBack:
-    """What ``vjp`` returns, bound to the function of JAX: a pytree, which can be a residual or leave a jit."""
-
-    def __init__(self, tangents: Tangents, numbers: Sequence[int], outputs: Tangents, shapes: dict[int, Any]):
-        self.tangents, self.numbers, self.outputs, self.shapes = tangents, numbers, outputs, shapes
-
-    def __call__(self, pull: Callable, gradient: Any) -> tuple:
-        found = self.outputs.unfold({OUTPUT: gradient}, self.shapes, "gradient")
-        (grads,) = pull(self.outputs.filled(found, self.shapes))
-        return tuple(self.tangents.fold_arguments(self.tangents.as_variables(grads), self.numbers))
+    return (out, jax.tree_util.Partial(pull_back, pull), *aux)  # a pytree, which can be a residual or leave a jit
 
 
 @boundary
@@ -216,18 +210,12 @@ def linearize(
     numbers = call.choose(_chosen(argnums, len(primals)))
     _, push, (leaves, outcome, outputs) = jax.linearize(call.pure, call.leaves, has_aux=True)
     out, aux = call.finish(leaves, outcome)
-    shapes = tuple(map(shape_of, call.packed.leaves))
-    return (out, jax.tree_util.Partial(_PushForward(call.tangents, numbers, outputs, shapes), push), *aux)
+    inputs, shapes = call.tangents, tuple(map(shape_of, call.packed.leaves))
 
+    def push_forward(push: Callable, *tangents: Any) -> Any:  # refers to no array
+        _check_count(numbers, tangents)
+        found = inputs.unfold(inputs.arguments(numbers, tangents), shapes, "tangent")
+        along = push(inputs.filled(found, shapes))
+        return outputs.fold(outputs.as_variables(along))[OUTPUT]
 
-class _PushForward:
-    """What ``linearize`` returns, bound to the function of JAX: a pytree."""
-
-    def __init__(self, tangents: Tangents, numbers: Sequence[int], outputs: Tangents, shapes: tuple):
-        self.tangents, self.numbers, self.outputs, self.shapes = tangents, numbers, outputs, shapes
-
-    def __call__(self, push: Callable, *tangents: Any) -> Any:
-        _check_count(self.numbers, tangents)
-        found = self.tangents.unfold(self.tangents.arguments(self.numbers, tangents), self.shapes, "tangent")
-        along = push(self.tangents.filled(found, self.shapes))
-        return self.outputs.fold(self.outputs.as_variables(along))[OUTPUT]
+    return (out, jax.tree_util.Partial(push_forward, push), *aux)

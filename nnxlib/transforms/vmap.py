@@ -13,7 +13,7 @@ from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
 from ..core.variables import MISSING
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in
-from .callables import RemembersErrors, by_position, resolve, static_arguments
+from .callables import by_position, explained, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import mapped_size
 from .lift import Arguments, Crossing, lift_lanes
@@ -199,26 +199,14 @@ def _size(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any
 
 def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
     """``transform(pure, out_axes)``, with an error that names the value if JAX refuses one that comes back."""
-    function = RemembersErrors(pure)
-    transformed = transform(function, (lanes, None))
 
-    def run(*groups: Sequence[Any]) -> Any:
-        try:
-            return transformed(*groups)
-        except ValueError as error:
-            if function.has_raised(error):
-                raise
-            without_axis = _without_axis(pure, lanes, transform, groups)
-            if without_axis:
-                raise PrefixError(listed("The axis in out_axes does not exist:", without_axis)) from None
-            found = _mapped_leaves(pure, lanes, transform, groups) if None in lanes else []
-            if not found:
-                raise
+    def explain(groups: Sequence[Sequence[Any]]) -> None:
+        if without_axis := _without_axis(pure, lanes, transform, groups):
+            raise PrefixError(listed("The axis in out_axes does not exist:", without_axis)) from None
+        if None in lanes and (found := _mapped_leaves(pure, lanes, transform, groups)):
             raise PrefixError(listed(_MAPPED, found, _REDUCE)) from None
-        finally:
-            function.raised.clear()  # an error holds the frames of a trace
 
-    return run
+    return explained(pure, lambda function: transform(function, (lanes, None)), explain)
 
 
 def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:

@@ -35,7 +35,7 @@ def test_parts_of_a_row_are_those_of_the_pytrees_in_its_fields():
     found = [(path, type(spec)) for path, spec in parts(row, ("m",)) if spec is not LEAF]
     assert found == [(("m", "b", 1, 0), Ref), (("m", "b", 1, 1), Const), (("m", "c"), Const)]
     assert own_leaf_paths(row) == [("a",), ("b", 0)]
-    assert own_leaf_paths(LEAF, ("x",)) == [("x",)] and own_leaf_paths(Ref(0)) == []
+    assert (own_leaf_paths(LEAF, ("x",)), own_leaf_paths(Ref(0))) == ([("x",)], [])
 
 
 @jax.tree_util.register_pytree_node_class
