@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -24,27 +25,34 @@ def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) ->
     inputs = ", ".join([*map(_shown, args), *named])
     where = f"{format_path(listener.path_of(module))}{method} ({_sized(module)})"
     error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
-    if abstract := [str(key) for key, x in module._nnx_children() if isinstance(stored_value(x), jax.ShapeDtypeStruct)]:
-        error.add_note(_ABSTRACT.format(names=", ".join(abstract[:_MOST])))
-    if deleted := [str(key) for key, x in module._nnx_children() if is_deleted(stored_value(x))]:
-        error.add_note(_DELETED.format(names=", ".join(deleted[:_MOST])))
+    for hint in _hints(error, module, name, args):
+        if hint not in error.__notes__:
+            error.add_note(hint)
+
+
+def _hints(error: Exception, module: Any, name: str, args: tuple) -> Iterator[str]:
+    """What may be wrong with a call of a method that has failed, and what to write."""
+    held = [(str(key), stored_value(x)) for key, x in module._nnx_children()]
+    if abstract := [key for key, x in held if isinstance(x, jax.ShapeDtypeStruct)]:
+        yield _ABSTRACT.format(names=", ".join(abstract[:_MOST]))
+    if deleted := [key for key, x in held if is_deleted(x)]:
+        yield _DELETED.format(names=", ".join(deleted[:_MOST]))
     of_sharding = "out_sharding" in str(error) and not isinstance(error, NnxError)
     if of_sharding and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters:
-        error.add_note(_OUT_SHARDING)
-    if isinstance(error, NameError) and "unbound axis name" in str(error) and _AXIS_NAME not in error.__notes__:
-        error.add_note(_AXIS_NAME)
+        yield _OUT_SHARDING
+    if isinstance(error, NameError) and "unbound axis name" in str(error):
+        yield _AXIS_NAME
     if isinstance(error, AttributeError) and error.name and any(error.obj is x for x in args):
         if error.obj is None:
-            error.add_note(_NOTHING)
+            yield _NOTHING
         elif error.name in ("shape", "ndim", "dtype"):
-            error.add_note(_NO_ARRAY.format(found=type(error.obj).__name__))
+            yield _NO_ARRAY.format(found=type(error.obj).__name__)
     if isinstance(error, AttributeError) and error.obj is module:
-        base = _owner(type(module), name)
-        own = _owner(type(module), "__init__")
+        base, own = _owner(type(module), name), _owner(type(module), "__init__")
         if own is not base and issubclass(own, base) and "__init__" in vars(base):
-            error.add_note(_NO_SUPER.format(own=own.__name__, base=base.__name__))
-    if "__jax_array__()" in str(error) and _PASS_THE_VALUE not in error.__notes__:
-        error.add_note(_PASS_THE_VALUE)
+            yield _NO_SUPER.format(own=own.__name__, base=base.__name__)
+    if "__jax_array__()" in str(error):
+        yield _PASS_THE_VALUE
 
 
 def _owner(kind: type, method: str) -> type:
