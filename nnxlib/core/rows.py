@@ -156,6 +156,11 @@ def count_leaves(spec: Spec) -> int:
     return int(spec is LEAF)
 
 
+def children(spec: Spec) -> list[tuple[tuple, Spec]]:
+    """(path, spec) of what is directly in a pytree; of another spec, that spec itself."""
+    return spec.at(()) if type(spec) is Tree else [((), spec)]
+
+
 def parts(item: NodeRow | Spec, path: tuple = ()) -> list[tuple[tuple, Spec]]:
     """(path, spec) of what is in a node or a pytree, without pytrees in between; of another spec, that spec itself."""
     if type(item) is not NodeRow and type(item) is not Tree:

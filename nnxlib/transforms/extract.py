@@ -21,7 +21,7 @@ from ..core.contexts import MergeContext, SplitContext, merge_context, split_con
 from ..core.data import is_node
 from ..core.errors import UsageError
 from ..core.graphdef import GraphDef
-from ..core.rows import Ref, Tree
+from ..core.rows import Ref, Tree, children
 from ..core.variables import MISSING
 from ..core.walk import Walk
 from .labels import Labelling
@@ -287,7 +287,6 @@ def check_consistent_aliasing(tree: Any, prefixes: Sequence[Any]) -> None:
     walk = Walk()
     root = walk.run(tree)
     labelling = Labelling(walk.all_rows(), walk.values_of)
-    children = root.at(()) if isinstance(root, Tree) else [((), root)]
-    for (path, spec), prefix in zip(children, prefixes, strict=True):
+    for (path, spec), prefix in zip(children(root), prefixes, strict=True):
         if isinstance(spec, Ref):
             labelling.visit(Tree(None, (path,), (spec,)), [prefix], (), len(path))

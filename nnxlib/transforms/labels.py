@@ -20,7 +20,7 @@ import numpy as np
 from ..core.errors import OUTPUT, AliasingError, PrefixError, format_path
 from ..core.graph import After
 from ..core.layout import Layout
-from ..core.rows import LEAF, ROOT, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, own_leaf_paths, parts
+from ..core.rows import LEAF, ROOT, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, children, own_leaf_paths, parts
 from ..core.static import Const
 from ..core.variables import RngState
 from .prefixes import Label, PrefixMapping, labels_in
@@ -82,8 +82,7 @@ class Labelling:
         keys, those that lead to an argument.
         """
         own: list[Label] = []
-        children = root.at(()) if isinstance(root, Tree) else [((), root)]
-        for (path, spec), entry in zip(children, entries, strict=True):
+        for (path, spec), entry in zip(children(root), entries, strict=True):
             self._descend([(spec, path, own, plain)], _Visit(entry, depth))
         return own
 

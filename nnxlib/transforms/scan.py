@@ -27,7 +27,7 @@ from ..core.errors import BodyError, PrefixError, describe_nested, listed, place
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
-from ..core.rows import ROOT, Spec, Tree
+from ..core.rows import ROOT, Spec, children
 from ..core.tables import pack_call
 from ..core.variables import MISSING, RngCount
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, stack_axes, stack_recorded, strip_axes
@@ -355,8 +355,7 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
     """
 
     def below(spec: Spec, prefix: tuple) -> list[tuple[tuple, Spec]]:
-        items = spec.at(()) if isinstance(spec, Tree) else [((), spec)]
-        return [(path[len(prefix) :], child) for path, child in items if path[: len(prefix)] == prefix]
+        return [(path[len(prefix) :], child) for path, child in children(spec) if path[: len(prefix)] == prefix]
 
     kept = [spec for path, spec in below(layout.root, ()) if place is None or path[: len(place)] != place]
     before, after = ([], []) if place is None else (below(layout.root, place), below(body.delta.root, out_place))
