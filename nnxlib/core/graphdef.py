@@ -103,7 +103,7 @@ class Avals(list[Aval]):
 
     __slots__ = ("_keys", "_types")
 
-    def __init__(self, leaves: Sequence[Any] = ()):
+    def __init__(self, leaves: Sequence[Any]):
         super().__init__(avals_of(leaves))
         self._keys = [k for k, aval in enumerate(self) if aval is not None and not isinstance(aval[1], np.dtype)]
         try:

@@ -62,7 +62,8 @@ class Compiled:
       inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
       donated: positions of leaves; those of them that are inputs are donated.
       options: of ``jax.jit``.
-      replay: used for the first trace in place of the user's function: a function of the inputs that does the same.
+      replay: a function of the inputs that does the same as the user's function, for the first trace; None if there is
+        none.
     """
 
     __slots__ = ("__weakref__", "_outcomes", "inputs", "jitted")
@@ -74,7 +75,7 @@ class Compiled:
         inputs: Sequence[int],
         donated: frozenset[int],
         options: dict[str, Any],
-        replay: Callable[..., Traced] | None = None,
+        replay: Callable[..., Traced] | None,
     ):
         paths = crossing.layout.leaf_paths
         outcomes: list[Outcome] = []

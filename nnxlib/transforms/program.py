@@ -120,8 +120,6 @@ class WeakFunction:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
         function = self.__wrapped__
         return isinstance(other, WeakFunction) and function is not None and function is other.__wrapped__
 
