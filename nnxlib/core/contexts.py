@@ -36,9 +36,9 @@ from .differences import Aval
 from .errors import Path, StateMismatchError, UsageError, format_path
 from .filters import Filter
 from .graph import Delta, Packed, changed_row, check_commit, commit, pack
-from .graphdef import GraphDef
+from .graphdef import GraphDef, graphdef_of
 from .layout import Layout
-from .ops import copies_of, graphdef_of, merge
+from .ops import copies_of, merge
 from .rows import NodeRow, Ref, Row, VariableRow
 from .state import FlatState, split_state, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace

@@ -6,8 +6,8 @@ belongs to which position of the layout, and whether it fits there: the same sha
 ``update`` the same type of Variable.
 
 A State that is nested like the layout, with leaves of the types and avals at the split, is recognised in a few C calls
-(:func:`in_layout_order`, :func:`values_that_fit`). Anything else is matched path by path (:func:`matched`) and compared
-leaf by leaf (:func:`values_compared`), which also finds what to say about each leaf that does not fit.
+(:func:`_values_that_fit`). Anything else is matched path by path (:func:`_matched`) and compared leaf by leaf
+(:func:`_misfitting`), which also finds what to say about each leaf that does not fit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from .closures import notice_all
-from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, refuse
+from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, path_hint, refuse
 from .errors import Path, StateMismatchError, describe
-from .graphdef import Avals, GraphDef, avals_of
+from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
 from .rngs import implementation_of
-from .state import FlatState, State
+from .state import FlatState, State, is_without_leaves
 from .static import same_items
-from .tracing import Tracer
+from .tracing import Tracer, at_top_level
 from .traversals import sorted_by_path
 from .variables import Variable, all_unshared, make_variable, stored_value, unshared
 
@@ -35,37 +35,52 @@ from .variables import Variable, all_unshared, make_variable, stored_value, unsh
 Values = tuple[list[Any], dict[int, tuple[type, Any]]]
 
 
-def raw_values(leaves: Collection[Any]) -> list[Any]:
-    """The leaves, with values in place of Variables."""
-    notice_all(x for x in leaves if isinstance(x, Variable))
-    return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
+# --- merging and writing ----------------------------------------------------------------------------------------------
 
 
-def unshared_leaves(values: list[Any], count: int) -> list[Any]:
-    """Leaves of which the first ``count``, the values of Variables, have copies of the dicts and lists in them."""
-    return all_unshared(values) if len(values) == count else all_unshared(values[:count]) + values[count:]
-
-
-def have_avals(values: list[Any], avals: list[Aval]) -> bool:
-    """Whether values have these shapes and dtypes; None among them fits any."""
-    if isinstance(avals, Avals) and avals.fit(values):
-        return True
-    return all(a is None or a == b for a, b in zip(avals, avals_of(values), strict=True))
-
-
-# --- which leaf belongs where -----------------------------------------------------------------------------------------
-
-
-def listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The States; in place of a list of leaves, a FlatState with their paths.
+def values_to_merge(graphdef: GraphDef, states: tuple[Any, ...], strict: bool) -> Values:
+    """The values in States for all leaves of a structure, and what Variables are to be otherwise.
 
     Raises:
-      StateMismatchError: if the list has another number of leaves.
+      StateMismatchError: if they do not fit.
     """
-    leaves = states[0] if len(states) == 1 else None
-    if type(leaves) is not list or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
-        return states
-    return (flat_state_of(layout, leaves),)
+    layout, states = graphdef.layout, _listed_by_path(graphdef.layout, states)
+    if layout.nesting is not None and all(isinstance(state, State) for state in states):
+        levels = states[0].raw_mapping if len(states) == 1 else _overlaid([state.raw_mapping for state in states])
+        given = layout.nesting.flatten(levels)
+        fitting = None if given is None else _values_that_fit(graphdef, given)
+        if fitting is not None:
+            return fitting
+    return _values_compared(graphdef, *_matched(layout, states, graphdef.avals), strict)
+
+
+def values_to_write(
+    layout: Layout, leaves: list[Any], objects: list[Any], states: tuple[Any, ...], strict: bool
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """By position, the values in States for an object with these leaves; and the metadata that differ from its own.
+
+    Raises:
+      StateMismatchError: if there are leaves that do not fit, unless these are to be skipped.
+    """
+    given = _leaves_by_position(layout, states)
+    if given is not None and at_top_level():
+        live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
+        fitting = _values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
+        if fitting is not None:
+            return {k: fitting[0][k] for k in given}, {k: metadata for k, (_, metadata) in fitting[1].items()}
+    leaves_given, unexpected = (given, {}) if given else _matched(layout, states, avals_of(leaves))
+    new: dict[Any, Any] = {k: x for k, x in leaves_given.items() if not (_is_none(x) and is_without_leaves(leaves[k]))}
+    avals = dict(zip(new, avals_of([leaves[k] for k in new]), strict=True))
+    before = {k: None if isinstance(leaves[k], Tracer) else aval for k, aval in avals.items()}
+    new = _with_keys(avals, new)
+    found = _misfitting(layout, _stacked_where_all_are_given(layout, before, new), new, unexpected)
+    if strict and found:
+        head = "The State does not fit the object; nothing was written."
+        hint = path_hint([x.path for x in found if x.kind == "added" and x.path], layout.leaf_paths)
+        refuse(found, head, f"Pass strict=False to skip these.{hint}")
+    for x in found:
+        new.pop(layout.positions.get(x.path), None)
+    return _values_and_metadata(layout, new)
 
 
 def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:
@@ -83,12 +98,19 @@ def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:
     return FlatState.from_sorted_keys_values(expected, leaves)
 
 
-def in_layout_order(layout: Layout, states: tuple[Any, ...]) -> list[Any] | None:
-    """The leaves of States in the order of the layout; None if together they have other paths."""
-    if layout.nesting is None or not states or not all(isinstance(state, State) for state in states):
-        return None
-    levels = states[0].raw_mapping if len(states) == 1 else _overlaid([state.raw_mapping for state in states])
-    return layout.nesting.flatten(levels)
+# --- which leaf belongs where -----------------------------------------------------------------------------------------
+
+
+def _listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The States; in place of a list of leaves, a FlatState with their paths.
+
+    Raises:
+      StateMismatchError: if the list has another number of leaves.
+    """
+    leaves = states[0] if len(states) == 1 else None
+    if type(leaves) is not list or any(isinstance(x, Mapping | FlatState | list | tuple) for x in leaves):
+        return states
+    return (flat_state_of(layout, leaves),)
 
 
 def _overlaid(states: list[dict]) -> dict:
@@ -108,7 +130,7 @@ def _overlaid(states: list[dict]) -> dict:
     return root
 
 
-def leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
+def _leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
     """The leaves of States by position, if each is nested like all leaves of the layout or a known group; else None."""
     new: dict[int, Any] = {}
     for state in states:
@@ -119,7 +141,7 @@ def leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any
     return new
 
 
-def matched(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
+def _matched(layout: Layout, states: tuple[Any, ...], avals: Sequence[Aval]) -> tuple[dict[int, Any], dict[Path, Any]]:
     """The leaves of States by position; and by path those that are unexpected."""
     flat, position = _flat_leaves(states, dict(zip(layout.leaf_paths, avals, strict=True))), layout.positions
     unexpected = {path: leaf for path, leaf in flat.items() if path not in position}
@@ -177,7 +199,25 @@ def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tupl
 # --- the values of leaves ---------------------------------------------------------------------------------------------
 
 
-def values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
+def raw_values(leaves: Collection[Any]) -> list[Any]:
+    """The leaves, with values in place of Variables."""
+    notice_all(x for x in leaves if isinstance(x, Variable))
+    return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
+
+
+def unshared_leaves(values: list[Any], count: int) -> list[Any]:
+    """Leaves of which the first ``count``, the values of Variables, have copies of the dicts and lists in them."""
+    return all_unshared(values) if len(values) == count else all_unshared(values[:count]) + values[count:]
+
+
+def have_avals(values: list[Any], avals: list[Aval]) -> bool:
+    """Whether values have these shapes and dtypes; None among them fits any."""
+    if isinstance(avals, Avals) and avals.fit(values):
+        return True
+    return all(a is None or a == b for a, b in zip(avals, avals_of(values), strict=True))
+
+
+def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
     """The values of leaves, if their types and avals are those at the split; None if they need a closer look."""
     layout, n = graphdef.layout, len(graphdef.layout.variables)
     variables = leaves[:n]
@@ -193,20 +233,20 @@ def values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
     return values, {k: (type(variables[k]), metadata[k]) for k in changed}
 
 
-def values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> Values:
+def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> Values:
     """The values of leaves, which are compared one by one with those at the split; a Variable may be of another type.
 
     Raises:
       StateMismatchError: naming the paths, and what was expected there.
     """
     layout, n = graphdef.layout, len(graphdef.layout.variables)
-    new = with_keys(dict(enumerate(graphdef.avals)), new)
+    new = _with_keys(dict(enumerate(graphdef.avals)), new)
     leaves: list[Any] = [new.get(k) for k in range(len(graphdef.avals))]
     values = raw_values(leaves)
     avals = _avals_once_mapped(_kinds(layout), graphdef.avals, values)
     types = dict(enumerate(layout.blueprint.variable_types))
     types |= {k: type(x) for k in types if isinstance(x := leaves[k], Variable) and type(x) is not Variable}
-    found = misfitting(layout, dict(enumerate(avals)), new, unexpected, types)
+    found = _misfitting(layout, dict(enumerate(avals)), new, unexpected, types)
     by_path = [x for x in found if x.kind in ("removed", "added")]
     remedy = _ALL_OF_THEM if by_path else "Pass strict=False to take these as they are."
     refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy)
@@ -221,7 +261,7 @@ Pass every State that nnx.split returned, from a model of the same structure; nn
 model."""
 
 
-def values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+def _values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
     """By position, the values of leaves; and the metadata of Variables, if it differs from the layout's."""
     same, n = layout.blueprint.metadata, len(layout.variables)
     held = zip(new, raw_values(new.values()), strict=True)
@@ -230,7 +270,7 @@ def values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, 
     return {k: unshared(x) if k < n else x for k, x in held}, others
 
 
-def with_keys(avals: Mapping[int, Aval], new: dict[int, Any]) -> dict[int, Any]:
+def _with_keys(avals: Mapping[int, Aval], new: dict[int, Any]) -> dict[int, Any]:
     """Leaves by position; where a random key must be and its raw data are given, as a checkpoint has them, the key."""
     dtypes = {k: aval[1] for k in new if (aval := avals.get(k)) and aval[1] is not None}
     keys = {k: dtype for k, dtype in dtypes.items() if _kind(dtype) is jax.dtypes.prng_key}
@@ -247,7 +287,7 @@ def _as_key(leaf: Any, dtype: Any) -> Any:
     return make_variable(type(leaf), key, leaf._metadata) if isinstance(leaf, Variable) else key
 
 
-def is_none(leaf: Any) -> bool:
+def _is_none(leaf: Any) -> bool:
     """Whether a leaf is None, or that as the value of a Variable."""
     return leaf is None or (type(leaf) is dict and leaf.keys() == {"value"} and leaf["value"] is None)
 
@@ -255,7 +295,7 @@ def is_none(leaf: Any) -> bool:
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def misfitting(
+def _misfitting(
     layout: Layout,
     avals: Mapping[int, Aval],
     new: Mapping[int, Any],
@@ -353,7 +393,7 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
-def stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
+def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
     """:func:`_stacked` for those kinds of which every leaf is given."""
     kinds = _kinds(layout)
     missing = {kind for k, kind in enumerate(kinds) if k not in new}

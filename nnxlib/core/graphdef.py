@@ -25,6 +25,7 @@ from .registration import exportable
 from .reprs import Group, Leaf, node_group, read, static_repr, write
 from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_treedef
 from .static import Const
+from .tracing import at_top_level
 
 A = TypeVar("A")
 
@@ -130,6 +131,16 @@ class Avals(list[Aval]):
 
     def __reduce__(self) -> tuple:
         return list, (list(self),)
+
+
+def graphdef_of(layout: Layout, leaves: list[Any]) -> GraphDef:
+    """A GraphDef; at top level with the avals of the leaves (in a trace they may be those of one example or shard)."""
+    if not at_top_level():
+        return GraphDef(layout, [None] * len(leaves))
+    avals = layout.avals
+    if avals is None or not avals.fit(leaves):
+        avals = layout.avals = Avals(leaves)
+    return GraphDef(layout, avals)
 
 
 _COMPARED = types.SimpleNamespace(aval=None)  # in place of a key

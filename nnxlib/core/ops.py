@@ -16,36 +16,18 @@ import numpy as np
 
 from .blueprint import fresh
 from .closures import Watch, notice
-from .differences import path_hint, refuse
 from .errors import ArgumentError, Path, StateMismatchError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, warn_of_node_classes
-from .fitting import (
-    Values,
-    flat_state_of,
-    have_avals,
-    in_layout_order,
-    is_none,
-    leaves_by_position,
-    listed_by_path,
-    matched,
-    misfitting,
-    raw_values,
-    stacked_where_all_are_given,
-    unshared_leaves,
-    values_and_metadata,
-    values_compared,
-    values_that_fit,
-    with_keys,
-)
+from .fitting import Values, flat_state_of, have_avals, raw_values, unshared_leaves, values_to_merge, values_to_write
 from .graph import Delta, build, commit, pack
-from .graphdef import Avals, GraphDef, avals_of
+from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
 from .iteration import holder_of
 from .layout import Layout
 from .nesting import Nesting
 from .objects import Node
 from .rows import Row, VariableRow, count_leaves, touched_rows
-from .state import FlatState, State, from_flat_state, is_without_leaves, state_of_items
+from .state import FlatState, State, from_flat_state, state_of_items
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
@@ -104,16 +86,6 @@ class _Snapshot:
 def copies_of(layout: Layout, leaves: list[Any]) -> list[Any]:
     """The leaves, with new Variables around values."""
     return _Snapshot(layout, leaves).leaves()
-
-
-def graphdef_of(layout: Layout, leaves: list[Any]) -> GraphDef:
-    """A GraphDef; at top level with the avals of the leaves (in a trace they may be those of one example or shard)."""
-    if not at_top_level():
-        return GraphDef(layout, [None] * len(leaves))
-    avals = layout.avals
-    if avals is None or not avals.fit(leaves):
-        avals = layout.avals = Avals(leaves)
-    return GraphDef(layout, avals)
 
 
 def _states(
@@ -221,14 +193,8 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
         raise TypeError("merge() missing 1 required positional argument: 'state'")
     states = tuple([_of_graphdef(graphdef, state) for state in states])
     layout = graphdef.layout
-    # Three ways, from the fastest to the most general: a State that was not looked into since the split; leaves that
-    # are known to fit by their types and avals; and any others, which are compared one by one.
-    fitting = _values_as_split(graphdef, states)
-    if fitting is None:
-        states = listed_by_path(layout, states)
-        given = in_layout_order(layout, states)
-        fitting = None if given is None else values_that_fit(graphdef, given)
-    values, changed = fitting or values_compared(graphdef, *matched(layout, states, graphdef.avals), strict)
+    # A State that was not looked into since the split has the values themselves; others are matched leaf by leaf.
+    values, changed = _values_as_split(graphdef, states) or values_to_merge(graphdef, states, strict)
     if not changed:
         return build_described(layout, values)
     made = {k: make_variable(kind, values[k], metadata) for k, (kind, metadata) in changed.items()}
@@ -322,7 +288,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
       TraceContextError: under another trace than the node was made under; nothing has been written then.
     """
     layout, leaves, objects = _packed(node)
-    values, metadata = _values_to_write(layout, leaves, objects, (state, *states), strict)
+    values, metadata = values_to_write(layout, leaves, objects, (state, *states), strict)
     # Most are committed. The leaves of a pytree around the objects are set in the container that holds them, and those
     # that are kept in a Ref are written there, which is possible under any trace.
     own = range(len(leaves) - count_leaves(layout.root), len(leaves))
@@ -333,32 +299,6 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         objects[layout.variables[k]].set_raw_value(value)
     for holder, key, value in items:
         holder[key] = value
-
-
-def _values_to_write(
-    layout: Layout, leaves: list[Any], objects: list[Any], states: tuple[Any, ...], strict: bool
-) -> tuple[dict[int, Any], dict[int, Any]]:
-    """By position, the values in States for an object with these leaves; and the metadata that differ from its own."""
-    given = leaves_by_position(layout, states)
-    if given is not None and at_top_level():
-        live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
-        fitting = values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
-        if fitting is not None:
-            return {k: fitting[0][k] for k in given}, {k: metadata for k, (_, metadata) in fitting[1].items()}
-    leaves_given, unexpected = (given, {}) if given else matched(layout, states, avals_of(leaves))
-    new: dict[Any, Any] = {k: x for k, x in leaves_given.items() if not (is_none(x) and is_without_leaves(leaves[k]))}
-    present = [leaves[k] for k in new]
-    avals = zip(new, present, avals_of(present), strict=True)
-    before = {k: None if isinstance(x, Tracer) else aval for k, x, aval in avals}
-    new = with_keys(dict(zip(new, avals_of(present), strict=True)), new)
-    found = misfitting(layout, stacked_where_all_are_given(layout, before, new), new, unexpected)
-    if strict and found:
-        head = "The State does not fit the object; nothing was written."
-        hint = path_hint([x.path for x in found if x.kind == "added" and x.path], layout.leaf_paths)
-        refuse(found, head, f"Pass strict=False to skip these.{hint}")
-    for x in found:
-        new.pop(layout.positions.get(x.path), None)
-    return values_and_metadata(layout, new)
 
 
 def _settable(tree: Any, path: Path) -> tuple[Any, Any]:
