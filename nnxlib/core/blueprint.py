@@ -39,8 +39,9 @@ class Blueprint:
             by_owner.setdefault(slot_owner(row.type), []).append(i)
         # The types of the nodes, by the class that declares their slots, which makes all of them at once.
         self._node_types = {owner: [rows[i].type for i in found] for owner, found in by_owner.items()}
+        # They are made in this order: Variables first. `_order` says where among them the object of each row is.
         made = {i: k for k, i in enumerate((*variables, *itertools.chain(*by_owner.values())))}
-        self._order = [made[i] for i in range(len(rows))]  # so Variables are made first; where each row is among these
+        self._order = [made[i] for i in range(len(rows))]
         self._marks = [(i, row.marks.value) for i, row in nodes if row.marks.value]
 
         # The pool behind the objects: immutable values, and MISSING for what is made anew by each build.

@@ -119,6 +119,7 @@ class Walk:
         while stack:
             frame = stack[-1]
             for suffix, value, mark in frame.items:
+                # A value that was static in one place, such as None or a function, is so in others, unless marked.
                 child = None if mark is True else self.constants.get(id(value))
                 if child is None:
                     child = self._visit(value, mark, frame, suffix)
