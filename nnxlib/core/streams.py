@@ -274,12 +274,10 @@ def with_rngs(
 _Rules = list[tuple[Callable, Callable]]
 
 
-def _rules(shapes: Any, act: Callable[[RngStream, Shape], RngStream]) -> _Rules:
+def _rules(shapes: Any, act: Callable[..., RngStream]) -> _Rules:
     given = shapes if isinstance(shapes, Mapping) else {} if shapes is None else {...: shapes}
-    return [
-        (takes, lambda stream, k=shape: act(stream, k))
-        for takes, shape in zip(filters_to_predicates(tuple(given)), given.values(), strict=True)
-    ]
+    pairs = zip(filters_to_predicates(tuple(given)), given.values(), strict=True)
+    return [(takes, functools.partial(act, k=shape)) for takes, shape in pairs]
 
 
 def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Callable | None:
