@@ -340,18 +340,18 @@ class JitWrapped(Generic[P, R]):
         """The plan for a layout, and the places of captured objects in it; donation only matters at top level."""
         layout, labels = packed.layout, None
         entries: list[Any] = []
-        in_order: Sequence[Any] = ()
+        leaf_labels: Sequence[Any] = ()
         if not self._one_lane:
             entries = self._entries(arguments, donate)
-            labels, in_order = label_arguments(layout, packed.leaves, packed.objects, entries)
-        key = layout, places, tuple(in_order)
+            labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
+        key = layout, places, tuple(leaf_labels)
         plan = self._plans.get(key)
         if plan is None:
             if arguments.captured:
                 self._captures.capture_parts(arguments.captured)
             check_traceable(layout, packed.leaves)
             constants = constants_in(layout, packed.leaves) if arguments.captured else {}
-            plan = self._plans[key] = self._new_plan(layout, constants, entries, labels, in_order)
+            plan = self._plans[key] = self._new_plan(layout, constants, entries, labels, leaf_labels)
         return plan
 
     def _new_plan(
@@ -360,18 +360,18 @@ class JitWrapped(Generic[P, R]):
         constants: dict[int, Any],
         entries: list[Any],
         labels: Labels | None,
-        in_order: Sequence[Any],
+        leaf_labels: Sequence[Any],
     ) -> Plan:
         """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
-        donated = frozenset([k for k, label in enumerate(in_order) if label.donated])
+        donated = frozenset([k for k, label in enumerate(leaf_labels) if label.donated])
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(JitCrossing(layout, self._traces, constants), self._function, self._options, donated)
         out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
-        lanes, lane_of = lanes_of(in_order, entries, out)
+        lanes, lane_of = lanes_of(leaf_labels, entries, out)
         crossing = JitCrossing(layout, self._traces, constants, lanes, lane_of, labels, out)
         out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]
         options = {**self._options, "out_shardings": out_shardings}
-        in_shardings = None if self._in_shardings is None else [label.sharding for label in in_order]
+        in_shardings = None if self._in_shardings is None else [label.sharding for label in leaf_labels]
         return Plan(crossing, self._function, options, donated, in_shardings)
 
     def _entries(self, arguments: Arguments, donate: bool) -> list[Any]:
