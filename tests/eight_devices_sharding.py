@@ -123,6 +123,54 @@ def test_placed_under_vmap():
         assert is_placed(layers, PartitionSpec(None, "data", "model"), mesh)
 
 
+STACKING = {
+    "vmap": lambda make: nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "data"}),
+    "scan": lambda make: nnx.scan(make, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "data"}),
+    "Stack": lambda make: lambda keys: nnx.Stack(lambda rngs: make(rngs()), 4, partition="data", rngs=nnx.Rngs(0)),
+    "layers": lambda make: lambda keys: nnx.Stack.from_layers([make(key) for key in keys], partition="data"),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit, jax.jit], ids=["eager", "nnx.jit", "jax.jit"])
+@pytest.mark.parametrize("stacking", STACKING)
+def test_a_stacked_axis_with_a_name_is_sharded(stacking, jit):
+    """Parameters and moments, as eval_shape says; also in a function that was compiled without a mesh before."""
+    optax = pytest.importorskip("optax")
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    make = STACKING[stacking](lambda key: nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(key)))
+    find = lambda made: getattr(made, "layers", made)
+    made, keys = jit(make), jax.random.split(jax.random.key(0), 4)
+    expected = np.asarray(find(made(keys)).kernel)
+    with jax.set_mesh(AUTO):
+        model, abstract = made(keys), nnx.eval_shape(make, keys)
+        kernel = find(model).kernel
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        (moment,) = [x for x in jax.tree.leaves(optimizer.opt_state[0].mu) if x.ndim == 3]
+    np.testing.assert_allclose(kernel, expected, rtol=1e-6)
+    assert kernel.sharding_names == ("data", None, "model")
+    assert is_placed(kernel, PartitionSpec("data", None, "model"))
+    assert moment.sharding.is_equivalent_to(kernel.value.sharding, 3)
+    assert find(abstract).kernel.value.sharding.spec == PartitionSpec("data", None, "model")
+
+
+def test_a_stacked_axis_over_explicit_axes_stays_whole():
+    """There a loop over it would be an error of JAX."""
+    init = nnx.with_partitioning(nnx.initializers.ones, (None, "model"))
+    make = nnx.vmap(
+        lambda key: nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(key)),
+        transform_metadata={nnx.PARTITION_NAME: "data"},
+    )
+    keys = jax.random.split(jax.random.key(0), 2)
+    with jax.set_mesh(EXPLICIT):
+        layers = make(keys)
+        forward = nnx.scan(lambda x, layer: layer(x, out_sharding=jax.P()), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        assert forward(ONES, layers).shape == (8, 8)
+        abstract = nnx.eval_shape(make, keys)
+    assert layers.kernel.sharding_names == ("data", None, "model")
+    for made in layers, abstract:
+        assert made.kernel.value.sharding.spec == PartitionSpec(None, None, "model")
+
+
 def test_names_that_the_mesh_does_not_know_shard_nothing(mesh):
     """All of them logical: as if there were no mesh. Some of them: the others still shard."""
     assert is_placed(param("data", "mlp"), PartitionSpec("data"), mesh)

@@ -235,6 +235,12 @@ def placed(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     return sharded(value, metadata, kind) if metadata.get("eager_sharding", using_eager_sharding()) else value
 
 
+def placed_stack(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
+    """:func:`placed`, for a stack of placed values. Not over explicit axes: JAX cannot loop over these."""
+    target = target_of(metadata)
+    return value if target is None or _axes(target[0], AxisType.Explicit) else placed(value, metadata, kind)
+
+
 def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
     """:func:`placed`, whatever the switch says; a ``jax.ShapeDtypeStruct`` gets a sharding if it has none."""
     if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):

@@ -24,6 +24,7 @@ from ..core.module import Module
 from ..core.objects import Node, new_node
 from ..core.ops import clone, update
 from ..core.ops import state as state_of
+from ..core.placement import placed_stack
 from ..core.rngs import Rngs, RngStream
 from ..core.state import from_flat_state, to_flat_state
 from ..core.variables import Variable, plain_value
@@ -146,7 +147,11 @@ class Stack(Module):
         stacked = [jax.tree.map(lambda *xs: jnp.stack(xs), *column) for column in columns]
         self = new_node(cls)
         self._set_up(len(layers), remat, policy, unroll, has_aux, partition)
-        self.layers = _checked(build(pack(sample).layout, stacked)[0])
+        made, objects = build(pack(sample).layout, stacked)
+        for x in objects:
+            if isinstance(x, Variable):
+                x.set_raw_value(placed_stack(x.get_raw_value(), x.get_metadata(), type(x)))
+        self.layers = _checked(made)
         return self
 
     def _set_up(self, depth: int, remat: Any, policy: Any, unroll: Any, has_aux: bool, partition: str | None) -> None:

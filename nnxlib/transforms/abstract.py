@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -12,15 +12,15 @@ from ..core.closures import all_borrowed, borrowed
 from ..core.errors import TraceContextError
 from ..core.escapes import without_escapes
 from ..core.finding import reachable
-from ..core.graph import Delta, Packed, commit, diff, pack
+from ..core.graph import Packed, commit, diff, pack
 from ..core.inputs import lend
 from ..core.objects import Node
-from ..core.placement import on_devices, placed
+from ..core.placement import on_devices
 from ..core.references import ways_from
-from ..core.rows import VariableRow
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import Variable
+from .axes import place_new
 from .callables import resolve
 from .leaf_checks import check_returned, check_traceable
 from .lift import Arguments, Outcome, cross
@@ -86,17 +86,8 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         if not referred:
             raise
         leaves, outcome = jax.eval_shape(pure, packed.leaves)
-    return commit(_NOTHING, outcome.delta, _placed(leaves, outcome.delta), ())
-
-
-def _placed(leaves: Sequence[Any], delta: Delta) -> list[Any]:
-    """The shapes with the shardings that Variables are to have: JAX forgets those that values were constrained to."""
-    found, variables = list(leaves), [row for _, row in delta.rows if isinstance(row, VariableRow)]
-    for k, row in enumerate(variables):
-        metadata = row.metadata.value
-        if metadata and isinstance(found[k], jax.ShapeDtypeStruct):
-            found[k] = placed(found[k], metadata, row.type)
-    return [_on_devices(x) for x in found]
+    shapes = place_new(outcome.delta, leaves, 0)  # JAX forgets the shardings that values were constrained to
+    return commit(_NOTHING, outcome.delta, [_on_devices(x) for x in shapes], ())
 
 
 def _on_devices(x: Any) -> Any:

@@ -7,7 +7,8 @@ None by default. Where other metadata names axes, ``transform_metadata`` has a n
 metadata. The changes are made by :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their hooks.
 
 Both are changes of static tables: the function runs on a layout without the axes (:func:`strip_axes`), and the rows in
-its Delta get them back (:func:`stack_axes`).
+its Delta get them back (:func:`stack_axes`). If the stacked axis has a name, new Variables are then placed once more
+(:func:`place_stacks`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.calls import recorded_types
-from ..core.graph import After, variable_of
+from ..core.graph import After, Delta, variable_of
 from ..core.layout import Layout
 from ..core.metadata import name_axis, unname_axis
+from ..core.placement import placed, placed_stack
 from ..core.rows import Row, VariableRow
 from ..core.static import Const
 from ..core.variables import Perturbation, Variable
@@ -82,6 +84,21 @@ def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], Non
 
 
 _BY_METADATA = (Variable.add_axis, Variable.remove_axis)  # these do nothing to a Variable without metadata
+
+
+def place_new(delta: Delta, leaves: Sequence[Any], first: int, place: Callable = placed) -> list[Any]:
+    """The leaves of a Delta, with the values of new Variables, whose rows begin at ``first``, where their names say."""
+    variables = [(i, row) for i, row in delta.rows if isinstance(row, VariableRow)]
+    found = list(leaves)
+    for k, (i, row) in enumerate(variables, len(delta.values)):
+        if i >= first and row.metadata.value:
+            found[k] = place(found[k], row.metadata.value, row.type)
+    return found
+
+
+def place_stacks(delta: Delta, leaves: Sequence[Any], first: int, name: AxisName) -> Sequence[Any]:
+    """The same once the axis has been stacked: within a slice, nothing can be sharded along it."""
+    return leaves if name.partition is None else place_new(delta, leaves, first, placed_stack)
 
 
 def stack_recorded(labels: Sequence[Any], layout: Layout, after: After) -> Sequence[Any]:

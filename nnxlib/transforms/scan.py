@@ -30,7 +30,7 @@ from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, Spec, children
 from ..core.tables import pack_call
 from ..core.variables import MISSING, RngCount
-from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, stack_axes, stack_recorded, strip_axes
+from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, stack_recorded, strip_axes
 from .body import Body, own_states, trace_body
 from .body_checks import (
     RETURN_ALIKE,
@@ -233,7 +233,9 @@ class _Scan(NamedTuple):
         found = dict(zip(handed_on, last, strict=True))
         for k, y in zip(stacked, ys, strict=True):
             found[k] = jax.tree.map(lambda x, a=body.labels[k]: _moved(x, 0, a), y)
-        return [found[k] for k in range(len(body.owners))], Outcome(body.delta)
+        returned = [found[k] for k in range(len(body.owners))]
+        placed = place_stacks(body.delta, returned, len(self.layout.rows), self.axis_name)
+        return list(placed), Outcome(body.delta)
 
 
 def _moved(x: Any, source: int, destination: int) -> Any:

@@ -12,11 +12,11 @@ import jax.tree_util as jtu
 from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
 from ..core.variables import MISSING
-from .axes import NO_AXIS_NAMES, AxisName, axis_name_in
+from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks
 from .callables import by_position, explained, resolve, static_arguments
 from .classes import lifts_classes
-from .labels import mapped_size
-from .lift import Arguments, Crossing, lift_lanes
+from .labels import join_lanes, mapped_size, split_lanes
+from .lift import Arguments, Crossing, Outcome, lift_lanes
 from .prefixes import argument_entries, check_axes, prefix_key, same_entries
 from .program import Program, program_of, watched, weakly
 
@@ -63,7 +63,8 @@ def vmap(
 
     def over(pure: Callable, crossing: Crossing) -> Callable:
         lanes = crossing.lanes
-        return _checked(pure, lanes, lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options))
+        run = _checked(pure, lanes, lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options))
+        return _placing(run, crossing)
 
     size = functools.partial(_size, "vmap", axis_size)
     return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), size)
@@ -137,7 +138,7 @@ def pmap(
         prefixes = (*prefix_key(in_axes), *prefix_key(out_axes))
         key = ("pmap", crossing.layout, lanes, crossing.lane_of, *prefixes, *settings)
         program = program_of((function,), key, make)
-        return lambda *groups: program(groups)
+        return _placing(lambda *groups: program(groups), crossing)
 
     def size(packed: Packed, labels: Sequence[Any]) -> int | None:
         found = _size("pmap", axis_size, packed, labels)
@@ -191,6 +192,18 @@ def mapped(
         return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, on_labels, axis)
 
     return wrapped
+
+
+def _placing(run: Callable, crossing: Crossing) -> Callable:
+    """``run``, with new Variables sharded along the stacked axis, too."""
+
+    def placing(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
+        made, outcome = run(*groups)
+        leaves = join_lanes(made, outcome.lane_of)
+        leaves = place_stacks(outcome.delta, leaves, len(crossing.layout.rows), crossing.axis_name)
+        return split_lanes(leaves, outcome.lane_of, len(crossing.lanes)), outcome
+
+    return run if crossing.axis_name.partition is None else placing
 
 
 def _size(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any]) -> int | None:
