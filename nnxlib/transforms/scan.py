@@ -23,7 +23,7 @@ import jax.tree_util as jtu
 from jax import export
 
 from ..core.calls import repeated
-from ..core.errors import BodyError, PrefixError, describe_nested, listed, place_of
+from ..core.errors import BodyError, PlacementError, PrefixError, describe_nested, listed, place_of
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.recordings import recorded_anew
@@ -187,6 +187,7 @@ class _Scan(NamedTuple):
     def program(self, leaves: list[Any]) -> Any:
         """Trace the body on slices, check what it does, and loop over it."""
         layout, leaf_labels = self.layout, self.leaf_labels
+        _check_whole(layout, leaves, leaf_labels)
         slices = [_slice_type(x, axis) for x, axis in zip(leaves, leaf_labels, strict=True)]
         inner = strip_axes(layout, slices, leaf_labels, self.axis_name)
         enter = None if self.data_transform is None else transformed_data(self.data_transform, inner, leaf_labels)
@@ -387,6 +388,24 @@ def _is_axis(label: Any) -> bool:
 def _is_stacked(labels: Labels, row: int) -> bool:
     """Whether all that an object holds has an axis, so that each iteration sees another object."""
     return all(map(_is_axis, labels.may_have(row)))
+
+
+def _check_whole(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any]) -> None:
+    """Refuse to loop over an axis whose sharding is part of an array's type, which JAX cannot do."""
+    sharded = [
+        f"{place_of(path)}: axis {label} of {type_.str_short(short_dtypes=False)}"
+        for leaf, label, path in zip(leaves, labels, layout.leaf_paths, strict=True)
+        if _is_axis(label)
+        for type_ in map(jax.typeof, jtu.tree_leaves(leaf))
+        if not type_.sharding.mesh.empty and type_.sharding.spec[label] is not None
+    ]
+    if sharded:
+        raise PlacementError(listed("scan cannot loop over an axis that is sharded explicitly:", sharded, _RESHARD))
+
+
+_RESHARD = """\
+Give these another sharding first, jax.sharding.reshard(x, jax.P(None, ...)), or make the axis of the mesh automatic: \
+jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto, ...))."""
 
 
 def _slice_type(leaf: Any, label: Any) -> Any:

@@ -236,6 +236,21 @@ def test_a_loop_over_an_array_whose_type_has_a_sharding():
     assert seen[-1] == P("d", None)
 
 
+def test_a_loop_over_an_axis_that_is_sharded_explicitly():
+    """The error names the array, its type and the axis; of automatic axes it is none."""
+    layers = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 8))
+    forward = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    out = forward(ROWS, layers)
+    for kind in jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto:
+        with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(kind,))):
+            nnx.update(layers, jax.device_put(nnx.state(layers), P("d")))
+            if kind is jax.sharding.AxisType.Auto:
+                np.testing.assert_allclose(forward(ROWS, layers), out, atol=1e-6)
+            else:
+                with pytest.raises(nnx.errors.PlacementError, match=r"kernel: axis 0 of float32\[8@d,4,4\]"):
+                    forward(ROWS, layers)
+
+
 CELLS = {
     "lstm": lambda: nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0)),
     "optimized": lambda: nnx.OptimizedLSTMCell(4, 3, rngs=nnx.Rngs(0)),
