@@ -133,7 +133,7 @@ class PathError(NnxError, ValueError):
 
 
 class PlacementError(NnxError, ValueError):
-    """A Variable whose named axes do not fit the mesh that it is to be sharded over."""
+    """Names of axes that do not fit the mesh, or a loop over an axis whose sharding is part of an array's type."""
 
 
 class VariableNameError(NnxError, ValueError):

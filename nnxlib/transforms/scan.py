@@ -108,6 +108,7 @@ def scan(
         changed, other than by drawing from a random stream.
       BodyError: if what is carried changes its shape or dtype, or if the structure of anything changes that has no
         axis; names the path.
+      PlacementError: if an axis to loop over is sharded along a mesh axis of the type ``Explicit``; names the path.
     """
     return looped(
         f,

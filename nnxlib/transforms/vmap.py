@@ -44,7 +44,8 @@ def vmap(
       axis_size: the size of the axis, needed if no argument has one.
       spmd_axis_name: as in ``jax.vmap``.
       transform_metadata: ``{nnx.PARTITION_NAME: name}``: the name of this axis for Variables that have names for their
-        axes. A further entry is the name of the axis in that metadata; ``optimizer_sharding`` needs none to follow.
+        axes; new ones are sharded along it if the mesh has it. A further entry is the name of the axis in that
+        metadata; ``optimizer_sharding`` needs none to follow.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> make = nnx.vmap(lambda key: nnx.Linear(2, 3, rngs=nnx.Rngs(key)))
