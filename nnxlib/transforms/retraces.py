@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
 from ..core.differences import Difference, as_change
-from ..core.errors import RetraceWarning, format_path, listed
+from ..core.errors import Path, RetraceWarning, format_path, listed
 from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
 from ..core.layout import Layout
@@ -29,6 +29,7 @@ from ..core.rows import Tree
 from ..core.tracing import Tracer, level_of_user
 
 _KEPT = 32  # how many notes
+_SHOWN = 4  # how many arrays of one Variable are listed
 _IN_A_ROW = 8  # how many traced calls cause a warning
 
 
@@ -61,13 +62,15 @@ class Traces:
         self._notes.append(_Note(self.calls, layout, types))
         self.count += 1
         found = [] if previous is None else _differences(previous, self._notes[-1])
-        reason = [difference.path for difference in found]
+        reason = [x.path[:-1] if x.kind == "added" else x.path for x in found]  # an item has another key each time
         follows = previous is not None and self.calls - previous.call <= 1
         self._in_a_row = self._in_a_row + 1 if follows and reason and reason == self._reason else 1
         self._reason = reason
-        if self._in_a_row == _IN_A_ROW:
-            arrays = [x for x in found if x.path in self._notes[-1].types]
-            remedy = " ".join([*([_PAD] if arrays else []), *([_KEEP] if len(arrays) < len(found) else [])])
+        if self._in_a_row == _IN_A_ROW and previous is not None:
+            grown = [x for x in found if x.kind == "added" or _is_longer(previous, self._notes[-1], x.path)]
+            arrays = [x for x in found if x.path in types and x not in grown]
+            others = len(found) - len(grown) - len(arrays)
+            remedy = " ".join([_GROWS] * bool(grown) + [_PAD] * bool(arrays) + [_KEEP] * bool(others))
             message = listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), remedy)
             warnings.warn(message, RetraceWarning, stacklevel=level_of_user())
 
@@ -96,15 +99,24 @@ argument, or what the function captures."""
 
 _EACH_CALL = "{name} was traced and compiled anew in each of its last {count} calls, each time because of"
 _KEEP = "Keep what changes from call to call in an array or a Variable, which are not part of the program."
+_GROWS = """\
+What grows is another program each time: take it out after each call (nnx.pop(model, nnx.Intermediate) for what sow \
+has recorded), keep it outside of the call, or write into an array of a fixed size."""
 _PAD = "Give inputs a common shape (pad them) and dtype."
 
 
-def _text(types: Iterable[Any]) -> str:
-    return ", ".join([repr(t) if isinstance(t, bool | str) else _text_of(t) for t in types])
+def _text(types: Sequence[Any]) -> str:
+    texts = [repr(t) if isinstance(t, bool | str) else _text_of(t) for t in types]
+    return ", ".join(texts) if len(texts) <= _SHOWN else f"{len(texts)} arrays"
 
 
 def _text_of(type_: Any) -> str:
     return type_.str_short(short_dtypes=False) + (" (weakly typed)" if getattr(type_, "weak_type", False) else "")
+
+
+def _is_longer(a: _Note, b: _Note, path: Path) -> bool:
+    """Whether a Variable came to hold more arrays."""
+    return len(a.types.get(path, ())) < len(b.types.get(path, ()))
 
 
 def _differences(a: _Note, b: _Note) -> list[Difference]:

@@ -115,6 +115,35 @@ def test_a_trace_at_each_call_is_warned_of(cause):
     assert pathlib.Path(caught[0].filename).name == "test_retraces.py"
 
 
+@pytest.mark.parametrize("how", ["sow", "list", "dict"])
+def test_a_record_that_grows_at_each_call_is_warned_of(how):
+    """Each time it is another item; the remedy is not to pad inputs."""
+
+    class Recording(nnx.Module):
+        def __init__(self):
+            self.seen = {} if how == "dict" else []
+
+        def __call__(self, x):
+            if how == "sow":
+                self.sow(nnx.Intermediate, "record", x)
+            elif how == "list":
+                self.seen.append(x)
+            else:
+                self.seen[f"x{len(self.seen)}"] = x
+            return x
+
+    f, m = step(), Recording()
+    said = {
+        "sow": "record: 8 arrays became 9 arrays",
+        "list": r"seen\[7\]: nothing became array",
+        "dict": "seen.x7: nothing became array",
+    }
+    for _ in range(9 if how == "sow" else 8):  # at its first call, sow makes an attribute
+        f(m, jnp.ones(2))
+    with pytest.warns(RetraceWarning, match=rf"{said[how]}\nWhat grows .*nnx.pop.* a fixed size\.$"):
+        f(m, jnp.ones(2))
+
+
 def test_other_traces_are_not_warned_of():
     """A flag that is toggled, shapes that come back, calls in between without a trace."""
     f, m = step(), Net()
