@@ -6,6 +6,7 @@ JAX's own errors name a position among hundreds of arrays. These name the path, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,12 +56,17 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
         except TypeError:
             if all_leaves([leaf]):
                 name, kind = format_path(path), type(leaf).__name__
-                raise ArgumentError(message.format(name=name, kind=kind, value=leaf)) from None
+                arrays = _OF_ARRAYS if dataclasses.is_dataclass(leaf) else ""
+                raise ArgumentError(message.format(name=name, kind=kind, value=leaf) + arrays) from None
 
 
 _UNTRACEABLE = """\
 {name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, bind it beforehand with \
 functools.partial or a closure; or, for nnx.jit, declare it static: static_argnums=... or static_argnames=..."""
+
+_OF_ARRAYS = """ \
+If it holds arrays, register the dataclass (jax.tree_util.register_dataclass), or make it an nnx.Pytree, with \
+@nnx.dataclass."""
 
 _UNTRACEABLE_VALUE = """\
 The Variable {name} holds a {kind} ({value!r:.80}), which JAX cannot trace: Variables are for arrays. Keep it in an \

@@ -1155,3 +1155,15 @@ def test_a_dropped_function_is_freed():
     ref = weakref.ref(model)
     del jitted, model
     assert ref() is None
+
+
+def test_a_dataclass_that_jax_does_not_know_is_to_be_registered():
+    @dataclasses.dataclass
+    class Batch:
+        x: jax.Array
+
+    with pytest.raises(nnx.errors.ArgumentError, match=r"args\[0\] is a Batch .*register_dataclass"):
+        nnx.jit(lambda batch: batch.x)(Batch(jnp.ones(2)))
+    with pytest.raises(nnx.errors.ArgumentError) as caught:
+        nnx.jit(lambda name: 0)("name")
+    assert "register_dataclass" not in str(caught.value)
