@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from .call_paths import Listener
-from .errors import NnxError, describe, describe_nested, format_path
-from .tracing import is_deleted
+from .errors import NnxError, describe, describe_nested, format_path, note_signature
+from .tracing import is_deleted, is_own
 from .variables import Variable, stored_value
 
 
@@ -25,6 +25,9 @@ def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) ->
     inputs = ", ".join([*map(_shown, args), *named])
     where = f"{format_path(listener.path_of(module))}{method} ({_sized(module)})"
     error.add_note(f"in {where}, input {inputs}" if inputs else f"in {where}")
+    called = getattr(type(module), name)
+    if is_own(called.__module__):
+        note_signature(error, called)
     for hint in _hints(error, module, name, args):
         if hint not in error.__notes__:
             error.add_note(hint)
@@ -37,9 +40,12 @@ def _hints(error: Exception, module: Any, name: str, args: tuple) -> Iterator[st
         yield _ABSTRACT.format(names=", ".join(abstract[:_MOST]))
     if deleted := [key for key, x in held if is_deleted(x)]:
         yield _DELETED.format(names=", ".join(deleted[:_MOST]))
+    called = getattr(type(module), name)
     of_sharding = "out_sharding" in str(error) and not isinstance(error, NnxError)
-    if of_sharding and "out_sharding" in inspect.signature(getattr(type(module), name)).parameters:
+    if of_sharding and "out_sharding" in inspect.signature(called).parameters:
         yield _OUT_SHARDING
+    if is_own(called.__module__) and str(error).startswith(called.__qualname__):
+        yield from [_MODE.format(name=mode) for mode in _MODES if f"unexpected keyword argument '{mode}'" in str(error)]
     if isinstance(error, NameError) and "unbound axis name" in str(error):
         yield _AXIS_NAME
     if isinstance(error, AttributeError) and error.name and any(error.obj is x for x in args):
@@ -77,6 +83,8 @@ arrays of a model, nnx.clone(model) copies them"""
 _PASS_THE_VALUE = "a Variable was passed to a function of jax.lax, which takes arrays alone: pass variable.value"
 _NOTHING = "an input is None: is an argument of the call missing, or a `return` where it was made?"
 _NO_ARRAY = "it takes an array here, and was given a {found}: jax.numpy.asarray makes one of numbers"
+_MODES = "train", "training", "is_training", "inference"
+_MODE = "{name} is set for a whole model, by model.train() and model.eval(), and holds until it is set again"
 _NO_SUPER = "the constructor of {own} replaces that of {base}: does it call super().__init__(...)?"
 _AXIS_NAME = """\
 axis_name is the name of a mapped axis, which a transform around the call gives: nnx.vmap(..., axis_name=...), \

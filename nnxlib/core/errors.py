@@ -208,14 +208,14 @@ def did_you_mean(names: Iterable[Any], known: Iterable[Any]) -> str:
     return ""
 
 
-def accepts(function: Callable, *args: Any) -> bool:
+def accepts(function: Callable, *args: Any, **kwargs: Any) -> bool:
     """Whether a function can be called with these arguments, for the message of a call that has failed.
 
     >>> accepts(lambda path, value: True, 1, 2), accepts(lambda path: True, 1, 2)
     (True, False)
     """
     try:
-        inspect.signature(function).bind(*args)
+        inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
         return False
     except ValueError:  # a built-in without a signature
@@ -228,6 +228,29 @@ def note_switches(error: Exception, options: Collection[str]) -> None:
     refused = [name for name in _SWITCHES if name in options and f"'{name}'" in str(error)]
     if refused and isinstance(error, TypeError | UsageError) and _ONE_MODE not in getattr(error, "__notes__", ()):
         error.add_note(_ONE_MODE)
+
+
+def note_signature(error: Exception, function: Callable) -> None:
+    """Say what a function takes, in the error of a call that Python refuses because it does not fit the signature.
+
+    >>> def scale(x, *, factor, offset=0): ...
+    >>> try:
+    ...   scale(1, bias=2)
+    ... except TypeError as error:
+    ...   note_signature(error, scale)
+    ...   error.__notes__
+    ['it takes x, factor=...; optional: offset']
+    """
+    if not (isinstance(error, TypeError) and str(error).startswith(f"{function.__qualname__}() ")):
+        return
+    parameters = inspect.signature(function).parameters.values()
+    shown = [p for p in parameters if not (p.name == "self" or p.name.startswith("_") or p.kind is p.VAR_KEYWORD)]
+    needed = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in shown if p.default is p.empty]
+    optional = [p.name for p in shown if p.default is not p.empty]
+    more = f"{'; ' if needed else ''}optional: {', '.join(optional)}" if optional else ""
+    note = f"it takes {', '.join(needed)}{more}" if shown else "it takes no arguments"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 _SWITCHES = ("graph", "graph_updates", "copy_variables")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .data import is_data
-from .errors import ArgumentError, Path, UsageError, describe, did_you_mean
+from .errors import ArgumentError, Path, UsageError, accepts, describe, did_you_mean
 from .filters import Filter, to_predicate
 from .iteration import iter_children, iter_objects
 from .objects import HasAttributes, Node, Pytree
@@ -343,7 +343,12 @@ class Sequential(Module):
                         f"that Sequential[{i - 1}] returned."
                     )
                 named = {**named, **shared}
-            output = layer(*args, **named)
+            try:
+                output = layer(*args, **named)
+            except TypeError as error:
+                if i and isinstance(output, tuple) and len(args) != 1 and not accepts(layer, *args, **named):
+                    error.add_note(_UNPACKED.format(kind=type(output).__name__, before=i - 1, count=len(args), layer=i))
+                raise
         return output
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -354,6 +359,11 @@ class Sequential(Module):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.layers)
+
+
+_UNPACKED = """\
+layers[{before}] returned a {kind}, whose {count} items nnx.Sequential passes as the arguments of layers[{layer}]; to \
+pass it whole, call the layers in a Module of your own"""
 
 
 def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:

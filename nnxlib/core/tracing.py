@@ -40,7 +40,7 @@ from jax._src.mesh import thread_resources as _thread_resources
 from jax.core import Tracer as Tracer
 from jax.interpreters import partial_eval
 
-from .errors import note_switches
+from .errors import note_signature, note_switches
 
 # The same function as jax.extend.core's, whose import takes 25 ms: it loads Pallas.
 jaxpr_as_fun = _core.jaxpr_as_fun
@@ -281,13 +281,14 @@ def hide_frames(error: BaseException) -> None:
 
 
 def boundary(f: Callable[P, R]) -> Callable[P, R]:
-    """``f``, with the frames of nnxlib hidden in errors that leave it, and a note if a switch of flax is refused."""
+    """``f``, with the frames of nnxlib hidden in errors that leave it, and a note if its signature is not met."""
 
     @functools.wraps(f)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return f(*args, **kwargs)
         except Exception as error:
+            note_signature(error, f)
             note_switches(error, kwargs)
             hide_frames(error)
             raise

@@ -54,10 +54,15 @@ def lifts_classes(*default: str) -> Callable[[Callable[Concatenate[Any, O], Any]
     def decorate(transform: Callable[Concatenate[Any, O], Any]) -> Transform[O]:
         parameters = inspect.signature(transform).parameters
         name, plain = next(iter(parameters)), cast(Callable[..., Any], transform)
+        by_position = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
         @boundary
         @functools.wraps(transform)
         def wrapper(*args: Any, methods: Methods | None = None, **options: Any) -> Any:
+            if len(args) > by_position:
+                named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name[0] != "_"]
+                call = f"nnx.{transform.__name__}({name})"
+                raise ArgumentError(_CALLED.format(made=call, options=", ".join(named)))
             f = args[0] if args else options.pop(name, MISSING)
             given = {**dict(zip(list(parameters)[1:], args[1:], strict=False)), **options}
             chosen = default if methods is None else methods
@@ -81,6 +86,10 @@ def lifts_classes(*default: str) -> Callable[[Callable[Concatenate[Any, O], Any]
         return cast(Transform[O], wrapper)
 
     return decorate
+
+
+_CALLED = """\
+{made} returns a function, which takes the arguments: write {made}(*args). Options are given by name: {options}."""
 
 
 def _with_methods(doc: str | None) -> str | None:

@@ -183,7 +183,12 @@ class CustomVjp(_Custom):
             leaves, table = saved
             (nondiff, residuals), _ = build(table.layout, leaves)
             of_arguments, of_output, paths = call.gradients(gradients[0], gradients[2])
-            return (call.unfold(backward(*nondiff, residuals, (of_arguments, of_output)), paths),)
+            try:
+                found = backward(*nondiff, residuals, (of_arguments, of_output))
+            except (TypeError, AttributeError) as error:
+                error.add_note(_GIVEN)
+                raise
+            return (call.unfold(found, paths),)
 
         custom.defvjp(fwd, bwd)
         return custom

@@ -266,3 +266,41 @@ def test_a_note_asks_for_the_constructor_of_the_base():
     with pytest.raises(AttributeError) as caught:
         Own()(X)
     assert not any("super" in note for note in caught.value.__notes__)
+
+
+SIGNATURES = {
+    "unknown": (lambda: nnx.Linear(2, 3, key=0), "in_features, out_features, rngs=...; optional: use_bias, dtype, "),
+    "missing": (lambda: nnx.LayerNorm(), "num_features, rngs=...; optional: epsilon, "),
+    "too many": (lambda: nnx.Dropout(0.5, 1, rngs=nnx.Rngs(0)), "rate; optional: broadcast_dims, "),
+    "inherited": (lambda: nnx.GRUCell(input_size=2, rngs=nnx.Rngs(0)), "in_features, hidden_features, rngs=..."),
+    "call": (lambda: nnx.Dropout(0.5)(X, seed=0), "inputs; optional: deterministic, rngs"),
+}
+
+
+@pytest.mark.parametrize(("call", "taken"), SIGNATURES.values(), ids=SIGNATURES)
+def test_a_note_says_what_is_taken(call, taken):
+    """By a layer or its call, if Python refuses the arguments: names differ from one library to another."""
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert len([note for note in caught.value.__notes__ if note.startswith(f"it takes {taken}")]) == 1
+
+
+def test_what_is_taken_is_not_said_of_other_functions():
+    def scale(x, factor):
+        return x * factor
+
+    class Own(nnx.Linear):
+        def __call__(self, x):
+            return scale(super().__call__(x))
+
+    for call in (lambda: Own(2, 3, rngs=nnx.Rngs(0))(X), lambda: nnx.jit(scale)(X)):
+        with pytest.raises(TypeError, match="scale") as caught:
+            call()
+        assert not any("it takes" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("name", ["train", "training"])
+def test_a_note_says_how_the_mode_is_set(name):
+    with pytest.raises(TypeError) as caught:
+        nnx.BatchNorm(2, rngs=nnx.Rngs(0))(X, **{name: True})
+    assert any(note.startswith(f"{name} is set for a whole model, by model.train()") for note in caught.value.__notes__)

@@ -1,5 +1,6 @@
 """Module: training and evaluation, recording, submodules, views; Sequential."""
 
+import collections
 import copy
 import warnings
 
@@ -386,6 +387,21 @@ def test_sequential_passes_tuples_and_dicts_on():
     assert (model(3), nnx.Sequential()(3), nnx.Sequential()(3, 4)) == (61, 3, (3, 4))
     assert nnx.Sequential(lambda *, x: x + 1)(x=3) == 4
     assert (nnx.Sequential()(), nnx.Sequential()(x=3)) == (None, {"x": 3})
+
+
+def test_an_unpacked_tuple_is_explained():
+    """A named tuple, such as a graph, comes apart between two layers."""
+    graph = collections.namedtuple("Graph", ["nodes", "edges"])(1, 2)
+    with pytest.raises(TypeError) as caught:
+        nnx.Sequential(lambda graph: graph, lambda graph: graph)(graph)
+    assert "layers[0] returned a Graph, whose 2 items nnx.Sequential passes" in caught.value.__notes__[0]
+
+    def fails(nodes, edges):
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError) as caught:
+        nnx.Sequential(lambda graph: graph, fails)(graph)
+    assert not any("whose 2 items" in note for note in caught.value.__notes__)
 
 
 def test_sequential_hands_keywords_to_those_that_take_them():

@@ -253,3 +253,10 @@ def test_methods_are_documented(name):
     """As the last of the arguments; `grad` refers to `value_and_grad`."""
     described = inspect.cleandoc(getattr(nnx, name).__doc__).partition("\nArgs:\n")[2].partition("\n\n")[0]
     assert name == "grad" or described.count("\n  methods: for a Module class in place of a function") == 1
+
+
+@pytest.mark.parametrize("name", ["grad", "jit", "remat", "scan", "vmap"])
+def test_arguments_beside_the_function_are_told_where_they_go(name):
+    """As in jax.lax.scan(f, init, xs)."""
+    with pytest.raises(errors.ArgumentError, match=rf"nnx.{name}\(\w+\) returns a function, .*given by name: \w+, "):
+        getattr(nnx, name)(lambda layer, x: layer(x), Layer(), X)

@@ -548,3 +548,12 @@ def test_a_gradient_in_another_container_is_an_error():
     f.defvjp(lambda pair: (f(pair), pair), lambda pair, g: ([g[1], g[1]],))
     with pytest.raises(errors.ArgumentError, match="must be a pytree like the value that it belongs to"):
         jax.grad(f)((2.0, 3.0))
+
+
+def test_an_error_in_a_rule_says_what_it_is_given():
+    """The gradient of the output is the second of a pair, in flax.nnx as well."""
+    double = nnx.custom_vjp(lambda x: 2 * x)
+    double.defvjp(lambda x: (2 * x, None), lambda residuals, g: (g @ jnp.ones((1, 1)),))
+    with pytest.raises(TypeError) as caught:
+        nnx.grad(lambda x: double(x).sum())(jnp.ones((1, 1)))
+    assert any("backward(residuals, (input_updates_g, output_g))" in note for note in caught.value.__notes__)
