@@ -323,13 +323,14 @@ else:
     _LIFTED = {name.title(): name for name in ("cond", "grad", "jit", "pmap", "remat", "scan", "vmap")}
     _ELSEWHERE = {  # names of other libraries
         "nnx.Linear": "Dense",
+        "nnx.LinearGeneral": "DenseGeneral",
         "nnx.Embed": "Embedding",
         "nnx.Conv": "Conv1d Conv2d Conv3d",
         "nnx.ConvTranspose": "ConvTranspose1d ConvTranspose2d ConvTranspose3d",
         "nnx.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d",
         "nnx.max_pool": "MaxPool1d MaxPool2d MaxPool3d",
         "nnx.avg_pool": "AvgPool1d AvgPool2d AvgPool3d",
-        "nnx.MultiHeadAttention": "MultiheadAttention",
+        "nnx.MultiHeadAttention": "MultiheadAttention MultiHeadDotProductAttention SelfAttention",
         "nnx.RNN(nnx.LSTMCell(...))": "LSTM",
         "nnx.RNN(nnx.GRUCell(...))": "GRU",
         "nnx.List": "ModuleList",
@@ -341,12 +342,22 @@ else:
         "optax, as in nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)": "optim",
         "nnx.bridge.lazy_init, for a Linen module": "lazy_init",
         "a constructor: layers are made in __init__": "compact",
-        "a stream of nnx.Rngs: rngs.dropout()": "make_rng",
-        "nnx.state, and Orbax or NumPy: docs/training.md": "save load save_checkpoint restore_checkpoint",
+        "a stream of nnx.Rngs: rngs.dropout()": "make_rng next_rng_key PRNGSequence",
+        "nnx.state, and Orbax or NumPy: docs/training.md": (
+            "save load save_checkpoint restore_checkpoint tree_serialise_leaves tree_deserialise_leaves"
+        ),
         "nnx.jit": "filter_jit",
         "nnx.grad": "filter_grad",
         "nnx.value_and_grad": "filter_value_and_grad",
         "nnx.vmap": "filter_vmap",
+        "nnx.split and nnx.merge, with filters": "partition combine is_array is_inexact_array",
+        "an assignment: model.layer.kernel.value = array": "tree_at",
+        "nnx.Optimizer": "apply_updates",
+        "model.train() and model.eval()": "inference_mode",
+        "nothing, for gradients are computed only where nnx.grad asks for them": "no_grad",
+        "nnx.with_partitioning": "with_logical_partitioning",
+        "nnx.split, which gives a pure function its arguments": "transform transform_with_state",
+        "a Variable in an attribute": "get_parameter get_state set_state",
         **{f"the function nnx.{name.lower()}": name for name in "ELU GELU ReLU SiLU Sigmoid Softmax Tanh".split()},
         "a loss of optax, such as optax.l2_loss": (
             "MSELoss L1Loss CrossEntropyLoss BCEWithLogitsLoss softmax_cross_entropy cross_entropy"
