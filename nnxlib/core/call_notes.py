@@ -57,6 +57,9 @@ def _hints(error: Exception, module: Any, name: str, args: tuple) -> Iterator[st
         base, own = _owner(type(module), name), _owner(type(module), "__init__")
         if own is not base and issubclass(own, base) and "__init__" in vars(base):
             yield _NO_SUPER.format(own=own.__name__, base=base.__name__)
+        for makes in ("setup", "build"):  # of flax.linen and Keras
+            if inspect.isfunction(getattr(type(module), makes, None)):
+                yield _NOT_CALLED.format(name=makes)
     if "__jax_array__()" in str(error):
         yield _PASS_THE_VALUE
 
@@ -85,6 +88,7 @@ _NOTHING = "an input is None: is an argument of the call missing, or a `return` 
 _NO_ARRAY = "it takes an array here, and was given a {found}: jax.numpy.asarray makes one of numbers"
 _MODES = "train", "training", "is_training", "inference"
 _MODE = "{name} is set for a whole model, by model.train() and model.eval(), and holds until it is set again"
+_NOT_CALLED = "nnxlib calls no {name}(): make layers in __init__, or call self.{name}() there"
 _NO_SUPER = "the constructor of {own} replaces that of {base}: does it call super().__init__(...)?"
 _AXIS_NAME = """\
 axis_name is the name of a mapped axis, which a transform around the call gives: nnx.vmap(..., axis_name=...), \

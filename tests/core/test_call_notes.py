@@ -304,3 +304,19 @@ def test_a_note_says_how_the_mode_is_set(name):
     with pytest.raises(TypeError) as caught:
         nnx.BatchNorm(2, rngs=nnx.Rngs(0))(X, **{name: True})
     assert any(note.startswith(f"{name} is set for a whole model, by model.train()") for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["setup", "build"])
+def test_a_note_says_that_only_the_constructor_makes_layers(name):
+    def make(self):
+        self.layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+
+    kind = type("Late", (nnx.Module,), {name: make, "__call__": lambda self, x: self.layer(x)})
+    with pytest.raises(AttributeError) as caught:
+        kind()(X)
+    assert f"nnxlib calls no {name}(): make layers in __init__, or call self.{name}() there" in caught.value.__notes__
+    made = kind()
+    make(made)
+    with pytest.raises(ValueError, match="takes inputs") as caught:
+        made(jnp.ones((1, 5)))
+    assert not any("nnxlib calls no" in note for note in caught.value.__notes__)
