@@ -6,13 +6,16 @@ partial, in the attributes of an object. A live object would then hold it, so a 
 
 A function that belongs to a new object is often called only while the object is made: an initializer whose scale was
 computed, say. So that models whose layers keep their initializers can be made in a trace, what comes out of it is not
-the function itself, which would keep the trace alive, but an :class:`Ended`, which says so if it is called. In a tuple
-of functions each is treated by itself: the ``init`` of an optax transformation refers to the hyperparameters that it
-has put into the state, and its ``update`` does not.
+the function itself, which would keep the trace alive, but an :class:`Ended`, which says so if it is called. The same
+goes for a Module that the object took from its configuration, and has as an attribute of its own, too. In tuples,
+lists, dicts and dataclasses each is treated by itself: the ``init`` of an optax transformation refers to the
+hyperparameters that it has put into the state, and its ``update`` does not.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import operator
 import types
@@ -33,7 +36,10 @@ _MOST = 10_000  # objects to visit for one value: it may refer to half of a prog
 
 
 class Ended:
-    """Stands for a function that referred to what has ended with a trace; calls raise :class:`TraceContextError`."""
+    """Stands for a function or a Module that referred to what has ended with a trace.
+
+    Calls raise :class:`TraceContextError`, and attributes an AttributeError with the same text.
+    """
 
     __slots__ = ("message",)
 
@@ -42,6 +48,13 @@ class Ended:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TraceContextError(self.message)
+
+    def __getattr__(self, name: str) -> Any:
+        dunder = name.startswith("__") and name.endswith("__")
+        raise AttributeError(name if dunder or name in Ended.__slots__ else self.message)
+
+    def __repr__(self) -> str:
+        return "<ended>"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ended) and self.message == other.message
@@ -59,7 +72,8 @@ def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> Af
       borrowed: live objects that running traces have borrowed, so they may hold tracers.
 
     Raises:
-      TraceContextError: naming the path of a value that is not a function of a new object, or a tuple of functions.
+      TraceContextError: naming the path of a value, unless it belongs to a new object, and what it refers to is found
+        by way of functions and Modules in it.
     """
     clean = {id(x): x for x in borrowed}  # not looked into, since they are restored
     inside = {id(x) for x in after.walk.objects} - clean.keys()
@@ -77,9 +91,12 @@ def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> Af
         found = find(spec.value)
         if found is not None:
             where = place_of((*after.walk.paths[i], name))
-            if i < old or not isinstance(after.rows[i], NodeRow) or not _is_code(spec.value):
+            value = spec.value
+            if i >= old and isinstance(after.rows[i], NodeRow):
+                value = _ended(value, where, find, {})
+            if find(value) is not None:
                 raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=describe(found)) + _INSTEAD)
-            ended.setdefault(i, {})[name] = Const.of(_ended(spec.value, where, find))
+            ended.setdefault(i, {})[name] = Const.of(value)
     if not ended:
         return after
     rows = list(after.rows)
@@ -94,27 +111,48 @@ _ESCAPES = """\
 The static value at {where} ({value!r:.80}) refers to a value of the JAX transformation that is running ({what}), \
 which ends with it. Nothing has been written."""
 _ENDED = """\
-The function {name} at {where} refers to a value of the JAX transformation in which it was made ({what}). That has \
-ended, so it cannot be called any more."""
+{name} at {where} refers to a value of the JAX transformation in which it was made ({what}). That has ended, so it \
+cannot be called any more."""
+_ELSEWHERE = """
+Use the same Module where it is an attribute, or an item of a list that is one."""
 _INSTEAD = """
 Write a function that uses `self` as a method of the class; keep arrays in attributes of a Module, or bind them with \
 jax.tree_util.Partial. The state of an optimizer keeps a hyperparameter, if its transformation is made by \
 optax.inject_hyperparams(optax.adam)(learning_rate=rate)."""
 
 
-def _is_code(value: Any) -> bool:
-    """Whether it is a function, or a tuple of functions as an optax transformation is."""
-    return callable(value) or (isinstance(value, tuple) and all(map(callable, value)))
+def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, Any]) -> Any:
+    """``value`` with an :class:`Ended` in the place of each function in which ``find`` finds something.
 
+    So with each Module that it finds itself: one that comes out of the trace elsewhere.
 
-def _ended(value: Any, where: str, find: Callable[[Any], Any]) -> Any:
-    """``value`` with an :class:`Ended` in the place of each function in which ``find`` finds something."""
-    if isinstance(value, tuple):
-        return getattr(value, "_make", tuple)([_ended(x, where, find) for x in value])  # of a named one
+    Args:
+      value: a static value, or a part of one.
+      where: the place of the static value.
+      find: returns the first thing of the trace that is reached from a value, or None.
+      made: the copies of lists, dicts and dataclasses so far, by the ids of the originals.
+    """
     found = find(value)
     if found is None:
         return value
-    return Ended(_ENDED.format(where=where, name=_name(value), what=describe(found)) + _INSTEAD)
+    if found is value if isinstance(value, Node) else callable(value):
+        remedy = _ELSEWHERE if found is value else _INSTEAD
+        return Ended(_ENDED.format(where=where, name=_name(value), what=describe(found)) + remedy)
+    if isinstance(value, tuple):
+        return getattr(value, "_make", tuple)([_ended(x, where, find, made) for x in value])  # of a named one
+    if id(value) in made:
+        return made[id(value)]
+    if type(value) in (list, dict):
+        new = made[id(value)] = copy.copy(value)
+        for key in range(len(value)) if type(value) is list else value:
+            new[key] = _ended(value[key], where, find, made)
+        return new
+    if dataclasses.is_dataclass(value) and type(getattr(value, "__dict__", None)) is dict:
+        new = made[id(value)] = copy.copy(value)
+        for name, x in vars(value).items():
+            object.__setattr__(new, name, _ended(x, where, find, made))  # it may be frozen
+        return new
+    return value
 
 
 def _name(function: Any) -> str:

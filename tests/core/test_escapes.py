@@ -1,5 +1,7 @@
 """Escapes: static values that refer to a trace do not leave it."""
 
+import copy
+import dataclasses
 import gc
 import weakref
 
@@ -134,6 +136,79 @@ def test_another_static_value_of_a_new_object_is_an_error():
 
     with pytest.raises(nnx.TraceContextError, match="setting"):
         make()
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Of a chain: the layers, which it takes from here, and other settings."""
+
+    layers: list
+    named: dict
+    scale: float = 2.0
+
+
+class Chain(nnx.Module):
+    def __init__(self, rngs):
+        layer = nnx.Linear(2, 2, rngs=rngs)
+        self.config = Config([layer, jnp.tanh], {"first": layer})
+        self.layers = nnx.List(self.config.layers[:1])
+
+    def __call__(self, x):
+        return self.layers[0](x) * self.config.scale
+
+
+CHAINS = {
+    "jit": lambda: nnx.jit(lambda: Chain(nnx.Rngs(0)))(),
+    "eval_shape": lambda: nnx.eval_shape(lambda: Chain(nnx.Rngs(0))),
+    "vmap": lambda: nnx.vmap(lambda rngs: Chain(rngs))(nnx.Rngs(0).fork(split=3)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_model_made_in_a_trace_may_keep_a_configuration_with_its_layers(name):
+    """The settings are there, and the layers as attributes; those in the configuration say that they have ended."""
+    chain = CHAINS[name]()
+    assert chain.layers[0].kernel.shape[-2:] == (2, 2)
+    assert (type(chain.config), chain.config.scale, chain.config.layers[1]) == (Config, 2.0, jnp.tanh)
+    ended = chain.config.layers[0]
+    assert ended == chain.config.named["first"]
+    with pytest.raises(nnx.TraceContextError, match=r"Linear at .*config refers to .* has ended.*\n.*an attribute"):
+        ended(jnp.ones(2))
+    with pytest.raises(AttributeError, match="has ended"):
+        ended.kernel
+    assert not hasattr(ended, "__jax_array__")
+    assert nnx.graphdef(chain) == nnx.graphdef(CHAINS[name]()) == nnx.graphdef(copy.deepcopy(chain))
+
+
+def test_a_chain_made_in_a_trace_computes_what_another_does():
+    """The configuration of the one made eagerly is as it was: the value of a static attribute is not written to."""
+    eager, x = Chain(nnx.Rngs(0)), jnp.ones((1, 2))
+    nnx.jit(lambda model: model)(eager)
+    assert eager.config.layers[0] is eager.layers[0]
+    np.testing.assert_allclose(CHAINS["jit"]()(x), eager(x), rtol=1e-6)
+
+
+def test_a_module_that_is_nowhere_else_is_an_error():
+    """Its weights would be lost."""
+
+    def make():
+        return nnx.Dict(config=nnx.static(Config([nnx.Linear(2, 2, rngs=nnx.Rngs(0))], {})))
+
+    with pytest.raises(nnx.TraceContextError, match=r"static value at .*config"):
+        nnx.jit(make)()
+
+
+def test_a_configuration_with_one_list_in_two_places():
+    """Its copy has one list in two places."""
+
+    def make():
+        model = Chain(nnx.Rngs(0))
+        model.config = Config([*model.layers], {"all": None})
+        model.config.named["all"] = model.config.layers
+        return model
+
+    config = nnx.jit(make)().config
+    assert config.named["all"] is config.layers
 
 
 def test_a_function_that_refers_to_a_name_without_a_value():
