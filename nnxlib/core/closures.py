@@ -11,8 +11,9 @@ further inputs:
    and belong to the trace, so the function may read and write them through any reference it has. Afterwards, also
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
-Modules that the function names directly count as captured before the first trace. Each call checks that the function
-still refers to the same objects (references.py). A function without closures pays one test of :attr:`Watch.count` per
+Modules that the function names directly, and those of which it names a setting, count as captured before the first
+trace. Each call checks that the function still refers to the same objects, and to none where there was none
+(references.py). A function without closures pays one test of :attr:`Watch.count` per
 read, and only while something is being traced.
 
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and

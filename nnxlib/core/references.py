@@ -5,8 +5,11 @@ whether it would still capture the same ones. So it keeps the *ways* that lead f
 follows them at each call: through closures, plain containers, plain objects and their classes, weak references, what a
 thread or a context has for itself, and other functions. Each step of a way is one look-up.
 
+A place that the function looks at may also hold None or a number when it is traced, and a Module later. So the ways to
+such places are followed, too, if code of the function names them: each is an *end*, which must keep its type.
+
 From the globals of its functions half of a program can be reached. So those that functions of other files read are
-looked into last, and only if something that is sought has not been found.
+looked into last, and only if something that is sought has not been found; but Modules and None are found at once.
 """
 
 from __future__ import annotations
@@ -37,11 +40,96 @@ LookUp = Callable[[], Any]
 _MOST = 1000  # values to visit: a function may refer to half of a program
 _MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not found; each takes a few microseconds
 _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then looked into
+_MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 
 _CONTAINERS = list, dict, deque, set
+_TRANSPARENT = dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial
+_WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
+_NO_HOLDERS = Node, Variable, GraphDef, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial
 _DATA = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 _LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # their globals are no Modules
+_PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program.py
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
+
+
+class Found(NamedTuple):
+    """What can be reached from a function."""
+
+    ways: list[Way]  # the shortest one to each value, then all others to Modules and Variables
+    ends: list[Way]  # all ways to data
+    names: set[str]  # in the code of the functions among them
+
+    def objects(self) -> list[Way]:
+        """The ways to Modules and Variables that the function may look at: it names each attribute on the way."""
+        found = [way for way in self.ways if issubclass(type(way.value), Node | Variable)]
+        return [way for way in found if way.is_looked_along(self.names)]
+
+    def with_settings(self) -> list[Any]:
+        """Those of these objects of which the function may read a setting."""
+        return [way.value for way in self.objects() if _has_setting(way.value, self.names)]
+
+    def containers(self) -> list[tuple[Way, Any]]:
+        """The ways to containers and plain objects that the function may look at, with what holds the members."""
+        held = [(way, _held_by(way.value)) for way in self.ways]
+        return [(way, members) for way, members in held if members is not None and way.is_looked_along(self.names)]
+
+    def alone(self, ways: Iterable[Way]) -> list[Way]:
+        """Those of some ways that the function may look along, and that do not end in such a container or object."""
+        found = [way for way in ways if way.before is not None and not _is_compared(way)]
+        return [way for way in found if way.is_looked_along(self.names) and _finds(way.look_up, type(way.value))]
+
+
+class Conditions:
+    """What must hold at a place without an object that is captured, or else the function may now find one there.
+
+    It refers to none of the functions, so it can be kept on one of them.
+
+    Args:
+      found: what the function refers to.
+      others: the ways to objects that are not captured.
+      known: ids of ways and containers with which steps need not be taken, see :meth:`Way.steps`; gets more of them.
+      functions: those to which it does not refer.
+    """
+
+    __slots__ = ("_ends", "_members", "_steps")
+
+    def __init__(self, found: Found, others: Iterable[Way], known: set[int], functions: Collection[Any] = ()):
+        containers, alone = found.containers(), found.alone([*found.ends, *others])
+        known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
+        ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
+        steps = [step for way in ways for step in way.steps(known)]
+        self._steps = [step for step in steps if not _refers_to(step[0], functions)]
+        self._ends = [(way.look_up, type(way.value)) for way in alone if not _refers_to(way.look_up, functions)]
+        self._members = [Members(container) for _, container in containers]
+
+    def __bool__(self) -> bool:
+        return bool(self._steps or self._ends or self._members)
+
+    def hold(self) -> bool:
+        """Whether each holder is at its place, and what is there is of the same type, or is other data."""
+        try:
+            for look_up, before in self._steps:
+                x = look_up()
+                if x is None or x is not before():
+                    return False
+            for look_up, kind in self._ends:
+                now = type(look_up())
+                if now is not kind and not (is_data(now) and is_data(kind)):
+                    return False
+            for members in self._members:
+                if [*map(type, members.held)] != members.types and not members.are_as_before():
+                    return False
+        except Exception:  # of a look-up, or a container that another thread changes
+            return False
+        return True
+
+
+def _refers_to(look_up: LookUp, functions: Collection[Any]) -> bool:
+    """Whether a look-up is one in one of these functions, in its defaults or its attributes."""
+    if not functions or not isinstance(look_up, functools.partial):
+        return False
+    holder = getattr(look_up.func, "__self__", look_up.args[0] if look_up.args else None)
+    return any(holder is f or holder is f.__dict__ for f in functions)
 
 
 class Way(NamedTuple):
@@ -66,6 +154,15 @@ class Way(NamedTuple):
                 yield functools.partial(_is_as_long, holder, len(holder)), _true
             way = way.before
 
+    def is_looked_along(self, names: Collection[str]) -> bool:
+        """Whether code with these names may go along the way: it leads over no attribute of another name."""
+        way: Way = self
+        while way.before is not None:
+            if not _is_named(way.look_up, way.before.value, names):
+                return False
+            way = way.before
+        return True
+
     def places(self, widths: dict[int, int]) -> tuple[Hashable, ...]:
         """What is looked up at each step, from the last one on: the same if the way now leads to another value.
 
@@ -83,10 +180,56 @@ class Way(NamedTuple):
         return tuple(found)
 
 
+class Members:
+    """The members of a container, or the attributes of an object: their types must stay, but data may come and go.
+
+    It keeps none of them alive.
+    """
+
+    __slots__ = ("_container", "_count", "_others", "held", "types")
+
+    held: Collection[Any]  # the members, if they are few: the types of others are not compared as long as their number
+    types: list[type] | None  # is the same
+
+    def __init__(self, container: Any):
+        self._container = container
+        self._note(self._others_now())
+
+    def _note(self, others: list[type]) -> None:
+        held = self._container
+        self._others, self._count = others, len(held)
+        if self._count > _MOST_MEMBERS:
+            self.held, self.types = (), None
+        else:
+            self.held = held.values() if isinstance(held, dict) else held
+            self.types = [*map(type, self.held)]
+
+    def _others_now(self) -> list[type]:
+        """The types of the members that are no data."""
+        held = self._container
+        members = [*held, *held.values()] if isinstance(held, dict) else [*held]
+        return [kind for kind in map(type, members) if not is_data(kind)]
+
+    def are_as_before(self) -> bool:
+        """To be asked if ``types`` are not those of what is ``held``."""
+        if self.types is None and len(self._container) == self._count:
+            return True
+        others = self._others_now()
+        if others != self._others:
+            return False
+        self._note(others)
+        return True
+
+
+def is_data(kind: type) -> bool:
+    """Whether this is a type of numbers, text or arrays, which a compiled function has as constants."""
+    return issubclass(kind, _DATA)
+
+
 def _width(container: Any) -> int:
     """How many members of a container are no mere data, which a compiled function may have as constants."""
     members = list(container.items()) if isinstance(container, dict) else [(member,) for member in list(container)]
-    return sum(not all(issubclass(type(x), _DATA) for x in member) for member in members)
+    return sum(not all(is_data(type(x)) for x in member) for member in members)
 
 
 def _place_of(look_up: LookUp) -> Hashable:
@@ -140,10 +283,15 @@ def named_in(function: Callable) -> list[Any]:
     return found
 
 
-def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterable[Reader] = ()) -> list[Way]:
-    """The ways from a function: the shortest one to each value, then all others to Modules and Variables.
+def ways_from(function: Callable) -> list[Way]:
+    """The ways from a function: the shortest one to each value, then all others to Modules and Variables."""
+    return search(function).ways
 
-    Of a program with very many values it gives the nearest ones. It goes on if some that are sought are not among them,
+
+def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[Reader] = ()) -> Found:
+    """Search for all that can be reached from a function.
+
+    Of a program with very many values it finds the nearest ones. It goes on if some that are sought are not among them,
     but not without end: from a test file all tests can be reached, and a search there takes a tenth of a second or two.
 
     Args:
@@ -158,7 +306,7 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
     ran = [reader for reader in readers if not _is_of_library(reader.namespace)]
     names = {name for reader in ran for name in _names_in(reader.code)}  # of the code visited so far
     visited = set[int]()  # the code of functions, by id
-    found, others = dict[int, Way](), list[Way]()
+    found, others, ends = dict[int, Way](), list[Way](), list[Way]()
     missing = set(map(id, sought))
     look_ups_left, functions_left = iter(range(_MOST_TO_FIND)), iter(range(_MOST_ELSEWHERE))
 
@@ -179,6 +327,8 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
             continue
         else:
             break
+        if is_data(type(way.value)):
+            ends.append(way)
         if id(way.value) in found:
             if issubclass(type(way.value), Node | Variable):  # isinstance would ask a proxy, perhaps to what is gone
                 others.append(way)
@@ -192,8 +342,9 @@ def ways_from(function: Callable, sought: Collection[Any] = (), readers: Iterabl
                     go_on(way, _names_of(way.value))
                 elif not _is_of_library(way.value.__globals__):
                     elsewhere.append(way)
+                    go_on(way, _objects_of(way.value))
             go_on(way, _look_ups(way.value, names))
-    return [*found.values(), *others]
+    return Found([*found.values(), *others], ends, names)
 
 
 def _ways_on(way: Way, look_ups: Iterable[LookUp]) -> Iterator[Way]:
@@ -213,6 +364,14 @@ def found_by(look_up: LookUp) -> Any:
         return None
 
 
+def _finds(look_up: LookUp, kind: type) -> bool:
+    """Whether a look-up finds something of this very type; not if it fails."""
+    try:
+        return type(look_up()) is kind
+    except Exception:
+        return False
+
+
 def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """How to look up what is in ``x``; nothing for nodes, which are looked into elsewhere, arrays and text.
 
@@ -221,7 +380,7 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     if isinstance(x, types.FunctionType):
         yield from _cells_of(x)
         yield from [functools.partial(getattr, x, name) for name in ("__defaults__", "__kwdefaults__")]
-        yield from [functools.partial(x.__dict__.get, name) for name in list(x.__dict__)]
+        yield from [functools.partial(x.__dict__.get, name) for name in list(x.__dict__) if name != _PROGRAMS]
     elif isinstance(x, types.MethodType):
         yield from [functools.partial(getattr, x, name) for name in ("__self__", "__func__")]
     elif isinstance(x, functools.partial):
@@ -282,6 +441,16 @@ def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
     return _globals_of(function.__code__, function.__globals__, _cells_of(function))
 
 
+def _objects_of(function: types.FunctionType) -> list[LookUp]:
+    """How to look up those globals that a function reads and that are Modules, Variables or None now."""
+    namespace, kinds = function.__globals__, (Node, Variable, type(None))
+    named = [
+        name for name in _names_in(function.__code__) & namespace.keys() if issubclass(type(namespace[name]), kinds)
+    ]
+    read = _loaded_in(function.__code__)[0].intersection(named) if named else ()
+    return [functools.partial(namespace.get, name) for name in sorted(read)]
+
+
 def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterable[LookUp] = ()) -> Iterator[LookUp]:
     """How to look up the globals that some code names, and the modules that it imports.
 
@@ -315,14 +484,60 @@ def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @functools.lru_cache(maxsize=1000)
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """All names in some code, and the functions in it: of globals, attributes and imports."""
+    """All names in some code, and the functions in it: of globals, attributes and imports, and for `getattr`."""
     inner = [_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    texts = [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+    return frozenset(code.co_names).union(texts, *inner)
 
 
 def _is_of_library(namespace: Mapping[str, Any]) -> bool:
     """Whether a function with these globals, or a class or module with these attributes, is from a library."""
     return str(namespace.get("__module__", namespace.get("__name__"))).partition(".")[0] in _LIBRARIES
+
+
+def _has_setting(x: Any, names: Collection[str]) -> bool:
+    """Whether code with these names may read a setting of a Module: an attribute that is no state, or a property."""
+    if not isinstance(x, Node):
+        return False
+    held = x._nnx_contents()
+    settings = [name for name in held if not isinstance(held[name], Node | Variable | jax.Array)]
+    return not names.isdisjoint(settings) or any(isinstance(getattr(type(x), name, None), property) for name in names)
+
+
+def _held_by(x: Any) -> Any:
+    """The container that has the members of a container, or the attributes of an object; None for all else."""
+    if issubclass(type(x), _CONTAINERS):
+        return x
+    if issubclass(type(x), _NO_HOLDERS) or _is_of_library(vars(type(x))):
+        return None
+    try:
+        attributes = x.__dict__
+    except Exception:  # of a weak proxy, or a class's own __getattr__
+        return None
+    return attributes.values() if type(attributes) is dict else None
+
+
+def _is_compared(way: Way) -> bool:
+    """Whether what is at the end of a way is compared with all that is beside it, or cannot be replaced there."""
+    assert way.before is not None
+    holder, look_up = way.before.value, way.look_up
+    if issubclass(type(holder), tuple | frozenset | types.MethodType | functools.partial):
+        return True
+    if not isinstance(look_up, functools.partial) or look_up.func is _in_class:
+        return False  # of a weak reference, a context variable, a class
+    if look_up.func is getattr:
+        return isinstance(holder, types.FunctionType)  # its defaults
+    return _held_by(holder) is not None
+
+
+def _is_named(look_up: LookUp, holder: Any, names: Collection[str]) -> bool:
+    """Whether code with these names may make a look-up in this holder: of an attribute if it has the name."""
+    if not isinstance(look_up, functools.partial) or look_up.func in (_item, _nth):
+        return True
+    if issubclass(type(holder), _TRANSPARENT):
+        return True
+    name = look_up.args[1] if look_up.func in (getattr, _in_class) else look_up.args[0]
+    return name in _WRAPPED or name in names
 
 
 def _inside(look_up: LookUp, name: str) -> Any:

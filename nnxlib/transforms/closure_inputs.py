@@ -17,15 +17,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import Packed
-from ..core.layout import Layout
+from ..core.layout import KEPT, Layout
 from ..core.objects import Node
-from ..core.references import LookUp, Way, named_in, ways_from
+from ..core.references import Conditions, Found, LookUp, Way, named_in, search
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.tracing import current_trace
 from ..core.variables import Variable
@@ -36,7 +36,16 @@ Captured = tuple[tuple[Any, ...], object]
 
 NOTHING: Captured = (), None
 
-Step = tuple[LookUp, LookUp, bool]  # a look-up, what that found before, whether this is a root
+
+class _Known(NamedTuple):
+    """What is looked up at each call."""
+
+    steps: list[tuple[LookUp, LookUp, bool]]  # a look-up, what that found before, whether this is a root
+    beside: Conditions | None  # of the other places
+    places: object  # what stands for the places, see `Captured`
+
+
+EMPTY = _Known([], None, None)
 
 _CONSTANT = frozenset((bool, str))  # the types of values that are constants
 
@@ -59,9 +68,10 @@ class Captures:
         self._readers: dict[int, Reader] = {}  # the code that ran when they were noticed
         self._adding = threading.Lock()
         self._places: dict[Hashable, object] = {}  # what stands for them, see `Captured`
+        self._places_met = 0  # how often they were others than before
         self._constants: list[weakref.ref] = []  # the Variables that hold them
-        # Each step on the ways to the roots, and the places of the roots; empty if there are none, None before a trace.
-        self.known: tuple[list[Step], object] | tuple[()] | None = None
+        # What is looked up at each call; None if that is not known yet.
+        self.known: _Known | None = None
 
     def add(self, outside: CapturedObjects, before: Sequence[Any]) -> None:
         """Add objects that a trace has captured besides those that it was given ``before``."""
@@ -71,92 +81,114 @@ class Captures:
         with self._adding:
             if _others(roots, self.now()[0]):  # if not, another thread has added them
                 self._readers |= outside.readers
-                self._add(roots)
+                found = self._search([*roots, *[reference() for reference in self._roots]])
+                self._add(roots, found)
+                self.known = self._along(found)
 
-    def _add(self, roots: Sequence[Any]) -> None:
-        sought = [*roots, *[reference() for reference in self._roots]]
-        ways = ways_from(self._function, sought, self._readers.values())
+    def _search(self, sought: Sequence[Any] = ()) -> Found:
+        return search(self._function, sought, self._readers.values())
+
+    def _add(self, roots: Sequence[Any], found: Found) -> None:
         present = {id(reference()) for reference in self._roots}
-        self._roots += [weakref.ref(x) for x in _with_holders(roots, _objects_on(ways)) if id(x) not in present]
-        self.known = self._along(ways)
+        holders = _with_holders(roots, _objects_on(found.ways))
+        self._roots = [*self._roots, *[weakref.ref(x) for x in holders if id(x) not in present]]
 
-    def _along(self, ways: Iterable[Way]) -> tuple[list[Step], object]:
-        """Each step on these ways to the roots, and the places of the roots."""
-        ways_to: dict[int, list[Way]] = {}
-        for way in ways:
-            ways_to.setdefault(id(way.value), []).append(way)
-        to_roots = [ways_to.get(id(reference()), []) for reference in self._roots]
-        steps: list[Step] = []
-        known = set[int]()
-        for reference, to_root in zip(self._roots, to_roots, strict=True):
-            last, *others = [step for way in to_root for step in way.steps(known)] or [(reference, reference)]
-            steps += [(*last, True), *[(*step, False) for step in others]]
-        return steps, self._what_stands_for(to_roots)
-
-    def _what_stands_for(self, to_roots: list[list[Way]]) -> object:
-        """What stands for the places of each root; equal to no other if one is unknown, or if a key has no hash."""
-        widths = dict[int, int]()
-        try:
-            places = tuple([frozenset([way.places(widths) for way in ways]) for ways in to_roots])
-            return self._places.setdefault(places, object()) if all(places) else object()
-        except Exception:  # of user code, such as a comparison of two keys
-            return object()
-
-    def capture_named(self) -> None:
-        """Before the first trace, capture the Modules that the function refers to directly.
+    def _look(self) -> _Known:
+        """Search anew, with nothing captured but the Modules that the function names, or whose settings it names.
 
         A trace would not notice these, if it only reads static attributes of them.
-
-        Raises:
-          CapturedObjects: if there are any.
         """
-        if self.known is None:
-            self.known = ()
-            named = [x for x in named_in(self._function) if issubclass(type(x), Node)]  # isinstance takes weak proxies
-            here = [x for x in named if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
-            if here:
-                raise CapturedObjects(here)
+        self._roots, self._readers, self._constants = [], {}, []
+        found = self._search()
+        named = [x for x in named_in(self._function) if issubclass(type(x), Node)]  # isinstance takes weak proxies
+        named += found.with_settings()
+        here = [x for x in named if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
+        if here:
+            self._add(here, found)
+        known = self._along(found)
+        self.known = known if len(here) == len(named) else None  # another trace may take those that this one cannot
+        return known
 
-    def capture_parts(self, captured: Sequence[Any]) -> None:
-        """Before a trace that borrows these objects, capture the parts of them that the function refers to by itself.
+    def _along(self, found: Found) -> _Known:
+        """What to look up: each step on the ways to the roots, and to data in the place of which a Module may come."""
+        ways_to: dict[int, list[Way]] = {}
+        for way in found.ways:
+            ways_to.setdefault(id(way.value), []).append(way)
+        references = self._roots  # one list: another thread may set a new one
+        roots = [id(reference()) for reference in references]
+        to_roots = [ways_to.get(root, []) for root in roots]
+        given = set(roots)
+        others = [way for way in found.objects() if id(way.value) not in given]
+        known = set[int]()
+        beside = Conditions(found, others, known)
+        steps: list[tuple[LookUp, LookUp, bool]] = []
+        for reference, to_root in zip(references, to_roots, strict=True):
+            last, *further = [step for way in to_root for step in way.steps(known)] or [(reference, reference)]
+            steps += [(*last, True), *[(*step, False) for step in further]]
+        places = self._what_stands_for(to_roots, others)
+        return _Known(steps, beside or None, places) if steps or beside else EMPTY
 
-        The trace would not notice these. If another object takes the place of one, it is a part no more.
+    def _what_stands_for(self, to_roots: list[list[Way]], others: list[Way]) -> object:
+        """What stands for the places of each root, and of other objects; None if there are none.
+
+        It is equal to no other if a place is unknown, or if a key has no hash.
+        """
+        if not to_roots and not others:
+            return None
+        widths, new = dict[int, int](), object()
+        try:
+            places = tuple([frozenset([way.places(widths) for way in ways]) for ways in to_roots])
+            beside = frozenset([(way.places(widths), type(way.value)) for way in others])
+            found = self._places.setdefault((places, beside), new) if all(places) else new
+        except Exception:  # of user code, such as a comparison of two keys
+            found = new
+        self._places_met += found is new
+        return found
+
+    def are_many(self) -> bool:
+        """Whether there have been so many places that the programs for them should be dropped; if so, counts anew."""
+        if self._places_met <= KEPT:
+            return False
+        self._places, self._places_met = {}, 0
+        return True
+
+    def capture_sharing(self, captured: Sequence[Any]) -> None:
+        """Before a trace that borrows these objects, capture others that the function refers to and that share parts.
+
+        They may be parts themselves. The trace would not notice these. If another object takes the place of one, it
+        shares nothing any more.
 
         Raises:
           CapturedObjects: if there are any.
         """
         seen = set[int]()
-        parts = {id(part) for x in captured for _, part in reachable(x, seen)} - set(map(id, captured))
-        ways = ways_from(self._function, captured, self._readers.values()) if parts else ()
-        found = [x for x in _objects_on(ways) if id(x) in parts]
+        parts = {id(part) for x in captured for _, part in reachable(x, seen)}
+        given = set(map(id, captured))
+        others = [x for x in _objects_on(self._search(captured).ways) if id(x) not in given]
+        found = [x for x in others if any(id(part) in parts for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
 
     def now(self) -> Captured:
-        """What the function captures; nothing, so that it is found again, if it now refers to other objects."""
-        known = self.known
-        if not known:
-            return NOTHING
-        steps, places = known
-        found = []
+        """What the function captures, as far as that is known; if it now refers to other objects, it is found again."""
+        known, found, is_exchanged = self.known, [], False
+        if known is None:
+            return self._roots_and(self._look())
         try:
-            for look_up, before, is_root in steps:
+            for look_up, before, is_root in known.steps:
                 x = look_up()
                 if x is None or x is not before():
+                    is_exchanged = issubclass(type(before()), Node | Variable)  # so it no longer is at its place
                     raise LookupError
                 if is_root:
                     found.append(x)
-        except Exception:  # of the look-up, too
-            is_exchanged = issubclass(type(before()), Node | Variable)  # so it no longer is at its place
-            found = [] if is_exchanged else self._found_again(places)
-            if not found:
-                self._roots, self._readers, self.known, self._constants = [], {}, None, []
-                return NOTHING
+            if known.beside is not None and not known.beside.hold():
+                raise LookupError
+        except Exception:  # of a look-up, too
+            return self._found_again(known, is_exchanged)
         if self._readers and Watch.count:
             note_readers(self._readers)
-        if self._constants:
-            places = self._with_constants(places)
-        return tuple(found), places
+        return tuple(found), self._with_constants(known.places) if self._constants else known.places
 
     def _with_constants(self, places: object) -> object:
         """What stands for these places and the present constants; equal to no other if one is no constant any more."""
@@ -164,7 +196,10 @@ class Captures:
         values = tuple([None if x is None else x._cell.value for x in variables])
         if not _CONSTANT.issuperset(map(type, values)):
             return object()
-        return self._places.setdefault((places, values), _WithConstants(values))
+        new = _WithConstants(values)
+        found = self._places.setdefault((places, values), new)
+        self._places_met += found is new
+        return found
 
     def has_other_constants(self, packed: Packed, places: object) -> bool:
         """Whether what was packed has other constants than :meth:`now` has said; if so, they are known from now on."""
@@ -178,15 +213,19 @@ class Captures:
         self._constants = list(map(weakref.ref, variables))
         return True
 
-    def _found_again(self, places: object) -> list[Any]:
-        """The roots, if they still are at these places, so that only the ways have changed: there is more in a dict."""
-        roots = [reference() for reference in self._roots]
-        if not any(root is None for root in roots):
-            known = self._along(ways_from(self._function, (), self._readers.values()))
-            if known[1] is places:
+    def _found_again(self, before: _Known, is_exchanged: bool) -> Captured:
+        """The roots, if they still are at their places, so that only the ways have changed: there is more in a dict."""
+        if not is_exchanged and not any(reference() is None for reference in self._roots):
+            known = self._along(self._search())
+            if known.places is before.places:
                 self.known = known
-                return roots
-        return []
+                return self._roots_and(known)
+        return self._roots_and(self._look())
+
+    def _roots_and(self, known: _Known) -> Captured:
+        roots = tuple([reference() for reference in self._roots])
+        places = self._with_constants(known.places) if self._constants else known.places
+        return (roots, places) if all(root is not None for root in roots) else NOTHING
 
 
 def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:

@@ -97,7 +97,7 @@ class Dispatch:
         if kwargs:
             names = sorted(kwargs)  # they are packed in this order
             leaves, key = (*args, *[kwargs[name] for name in names]), (key, *names)
-        if captured:
+        if places is not None:
             leaves, key = (*leaves, *captured), (key, places)
         try:
             if self._flatten is not None:

@@ -42,7 +42,7 @@ from .buffers import note_buffers
 from .callables import resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import NOTHING, Captures, constants_in
+from .closure_inputs import EMPTY, NOTHING, Captures, constants_in
 from .dispatch import Dispatch, Found, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
@@ -181,7 +181,7 @@ class JitWrapped(Generic[P, R]):
         try:
             if self._binds:
                 args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
-            captured, places = self._captures.now() if self._captures.known else NOTHING
+            captured, places = NOTHING if self._captures.known is EMPTY else self._captures.now()
             if running_trace() is not EAGER or following or (Watch.count and all_borrowed()):
                 return self._call_packed(args, kwargs, captured, places)
             try:
@@ -205,7 +205,6 @@ class JitWrapped(Generic[P, R]):
             return self._call_followed(Arguments(args, kwargs))
         while True:
             try:
-                self._captures.capture_named()
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
                 if captured and self._captures.has_other_constants(packed, places):
@@ -287,7 +286,6 @@ class JitWrapped(Generic[P, R]):
     def _stage(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Stage:
         captured, places = self._captures.now()
         try:
-            self._captures.capture_named()
             arguments = Arguments(*self._bind(args, kwargs), captured)
             packed = pack(arguments)
             if captured and self._captures.has_other_constants(packed, places):
@@ -348,7 +346,9 @@ class JitWrapped(Generic[P, R]):
         plan = self._plans.get(key)
         if plan is None:
             if arguments.captured:
-                self._captures.capture_parts(arguments.captured)
+                self._captures.capture_sharing(arguments.captured)
+            if self._captures.are_many():
+                self.clear_cache()
             check_traceable(layout, packed.leaves)
             constants = constants_in(layout, packed.leaves) if arguments.captured else {}
             plan = self._plans[key] = self._new_plan(layout, constants, entries, labels, leaf_labels)

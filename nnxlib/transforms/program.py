@@ -5,7 +5,8 @@ with ``jax.lax``. Inside of a trace, such as that of a training step, a program 
 are put into the trace around it; another call with leaves of the same types only puts in the equations. So of forty
 equal layers that are recomputed in the backward pass, only one is traced.
 
-A body that captures a Module, or arrays of the trace around it, is traced at each call, since these may have changed.
+A body that captures a Module, or arrays of the trace around it, is traced at each call, since these may have changed;
+and so is one that looks at a place to which a Module has come.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..core.graph import Packed, commit
 from ..core.layout import KEPT
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import named_in
+from ..core.references import Conditions, named_in, search
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, evaluate
 from .checkify import note_nan
@@ -42,8 +43,10 @@ class Program:
       compiled: whether it is compiled for calls at top level, as loops are in JAX; if not, its operations are called.
     """
 
-    __slots__ = ("_traced", "captures", "function", "jitted", "until")
+    __slots__ = ("_traced", "beside", "captures", "function", "jitted", "objects", "until")
 
+    beside: list[Conditions]  # if they hold, the functions still refer to these and no other
+    objects: list[type]  # objects, which are not captured
     until: list[weakref.ref]  # to its functions; without one of them it is forgotten
 
     def __init__(self, function: Callable, jitted: Callable | None = None, *, compiled: bool = True):
@@ -51,6 +54,8 @@ class Program:
         self._traced: Any = jax.jit(watched(function))  # once: `jax.make_jaxpr` jits at each call
         self.jitted = jitted or (jax.jit(watched(function)) if compiled else self._inlined)
         self.captures = False  # whether it was found to capture objects
+        self.beside: list[Conditions] = []  # while they hold, the functions still refer to these objects and no others,
+        self.objects: list[type] = []  # which are not captured
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not self.captures and not followed():
@@ -62,6 +67,14 @@ class Program:
                 note_nan(error, self.function, leaves)
                 raise
         return self.function(list(leaves))
+
+    def look_at(self, functions: Sequence[Callable]) -> None:
+        """Note what the functions refer to."""
+        found = [] if self.captures else [search(f) for f in functions]
+        self.captures |= any(each.with_settings() for each in found)
+        conditions = [Conditions(each, each.objects(), set(), functions) for each in found]
+        self.beside = [each for each in conditions if each]
+        self.objects = [type(way.value) for each in found for way in each.objects()]
 
     def _inlined(self, leaves: list[Any]) -> Any:
         """Put the equations of the program into the running trace; traced only if none was for leaves of such types.
@@ -154,8 +167,13 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
         program = programs[key] = make()
         forget = functools.partial(_forget, weakref.ref(programs), key)
         program.until = [weakref.ref(f, forget) for f in plain]
-        # Of a Module that they refer to directly they may read just a flag, which goes unnoticed.
-        program.captures = any(isinstance(x, Node) for f in plain for x in named_in(f))
+        # Of a Module that they refer to they may read just a flag, which goes unnoticed.
+        program.captures = any(issubclass(type(x), Node) for f in plain for x in named_in(f))
+        program.look_at(plain)
+    elif not all(conditions.hold() for conditions in program.beside):
+        before = program.objects
+        program.look_at(plain)
+        program.captures |= program.objects != before
     return program
 
 

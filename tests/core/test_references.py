@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.references import named_in, ways_from
+from nnxlib.core.references import named_in, search, ways_from
 
 GLOBAL = nnx.Dict(w=nnx.Param(jnp.ones(2)))
 
@@ -165,7 +165,7 @@ def ways():
 @pytest.mark.parametrize("kind", ways())
 def test_a_way_is_followed_again(kind):
     old, function, change = ways()[kind]
-    steps = [step for way in ways_from(function, [old]) if way.value is old for step in way.steps(set())]
+    steps = [step for way in search(function, [old]).ways if way.value is old for step in way.steps(set())]
     assert steps
     assert all(look_up() is before() for look_up, before in steps)
     if change is not None:
@@ -187,18 +187,18 @@ def test_what_is_sought_is_found_however_much_else_there_is():
     """Without an end that depends on what comes first."""
     held, models = [[object()] for _ in range(2000)], [nnx.Dict()]
     assert not [way for way in ways_from(lambda: (held, [models])) if way.value is models[0]]
-    assert [way for way in ways_from(lambda: (held, [models]), models) if way.value is models[0]]
+    assert [way for way in search(lambda: (held, [models]), models).ways if way.value is models[0]]
 
 
 def test_a_search_ends_where_very_much_can_be_reached():
     """Of what is sought but nowhere to be found: it would be looked for in half of a program."""
     held = [[object()] for _ in range(40_000)]
-    assert 10_000 < len(ways_from(lambda: held, [object()])) < 40_000
+    assert 10_000 < len(search(lambda: held, [object()]).ways) < 40_000
 
     functions = [f"def f{i}(): return f{i + 1}" for i in range(1000)]
     namespace: dict = {"__name__": "another_file"}
     exec("\n".join([*functions, "f1000 = None"]), namespace)
-    of_others = [way for way in ways_from(namespace["f0"].__call__, [object()]) if callable(way.value)]
+    of_others = [way for way in search(namespace["f0"].__call__, [object()]).ways if callable(way.value)]
     assert len(of_others) < 200
 
 
@@ -208,7 +208,7 @@ def test_methods_of_what_python_has_itself_lead_nowhere():
 
 
 def test_globals_of_libraries_are_not_looked_into():
-    assert len(ways_from(lambda: (jax.jit, jnp.sum, nnx.grad), [object()])) < 100
+    assert len(search(lambda: (jax.jit, jnp.sum, nnx.grad), [object()]).ways) < 100
 
 
 class Failing:

@@ -25,7 +25,7 @@ import nnxlib as nnx
 from nnxlib.core import objects, stamps
 from nnxlib.core.errors import ArgumentError, StaleLayoutError
 from nnxlib.core.tables import table_of
-from nnxlib.transforms import jit
+from nnxlib.transforms import closure_inputs, jit
 from tests.properties.compare import assert_no_tracer, assert_same
 
 
@@ -715,6 +715,205 @@ def test_a_closure_over_a_plain_list_that_grows():
     jitted(1.0)
     layers.append(Layer(2.0))
     np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 3.0))
+
+
+def nothing_yet():
+    """Places without a Module: what a function makes of what is there, and how a Module comes, and goes."""
+    cell = None
+    plain, slotted, listed, keyed, several = PlainTrainer(), SlottedTrainer(), [], {}, [2.0]
+    user, weak, context = (
+        collections.UserDict(),
+        weakref.WeakValueDictionary(),
+        contextvars.ContextVar("m", default=None),
+    )
+
+    def to_cell(m):
+        nonlocal cell
+        cell = m
+
+    def to_list(m):
+        listed[:] = [] if m is None else [m]
+
+    def to_late(m):
+        vars(plain).pop("late", None)
+        if m is not None:
+            plain.late = m
+
+    def to_weak(m):
+        weak.clear()
+        if m is not None:
+            weak["m"] = m
+
+    def by_default(x, held=several):
+        return x if isinstance(held[0], float) else held[0](x)
+
+    return {
+        "cell of a closure": (lambda x: use(cell, x), to_cell),
+        "global": (lambda x: use(GLOBAL_LAYER, x), lambda m: globals().update(GLOBAL_LAYER=m)),
+        "global of another function": (lambda x: use_global(x), lambda m: globals().update(GLOBAL_LAYER=m)),
+        "attribute": (lambda x: use(plain.model, x), lambda m: setattr(plain, "model", m)),
+        "attribute in a method": (plain.loss, lambda m: setattr(plain, "model", m)),
+        "attribute that is absent": (lambda x: use(plain.late, x) if hasattr(plain, "late") else x, to_late),
+        "attribute with a default": (lambda x: use(getattr(plain, "late", None), x), to_late),
+        "slot": (lambda x: use(slotted.model, x), lambda m: setattr(slotted, "model", m)),
+        "attribute of a class": (lambda x: use(PlainTrainer.best, x), lambda m: setattr(PlainTrainer, "best", m)),
+        "the same by an object": (lambda x: use(plain.best, x), lambda m: setattr(PlainTrainer, "best", m)),
+        "empty list": (lambda x: sum((layer(x) for layer in listed), x), to_list),
+        "another list": (
+            lambda x: sum((m(x) for m in plain.models), x),
+            lambda m: setattr(plain, "models", [m] if m else []),
+        ),
+        "empty dict": (lambda x: use(keyed.get("m"), x), lambda m: keyed.update(m=m)),
+        "number in a list": (by_default, lambda m: several.__setitem__(0, m or 2.0)),
+        "user dict": (lambda x: use(user.get("m"), x), lambda m: user.update(m=m)),
+        "weak dict": (lambda x: use(weak.get("m"), x), to_weak),
+        "context variable": (lambda x: use(context.get(), x), lambda m: context.set(m)),
+    }
+
+
+class PlainTrainer:
+    best = None
+
+    def __init__(self):
+        self.model, self.models = None, []
+
+    def loss(self, x):
+        return use(self.model, x)
+
+
+class SlottedTrainer:
+    __slots__ = ("model",)
+
+    def __init__(self):
+        self.model = None
+
+
+GLOBAL_LAYER = None
+
+
+def use(m, x):
+    return x if m is None else m(x)
+
+
+def use_global(x):
+    return use(GLOBAL_LAYER, x)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another Module"])
+@pytest.mark.parametrize("place", nothing_yet())
+def test_a_module_that_comes_where_there_was_none(place, beside):
+    """It is used at the next call, as in plain Python, and so are its new weights, until it goes again."""
+    f, put = nothing_yet()[place]
+    other = Layer(10.0)
+    g = (lambda x: f(x) + other(x)) if beside else f
+    jitted = nnx.jit(g)
+    first, second = Layer(3.0), Layer(4.0)
+    put(None)
+    for m in (None, first, None, second, first):
+        put(m)
+        for value in (5.0, 6.0):
+            first.w.value = jnp.full(2, value)
+            np.testing.assert_array_equal(jitted(1.0), g(1.0))
+    put(None)
+
+
+def test_a_variable_that_comes_where_there_was_a_number():
+    scale = 2.0
+    jitted = nnx.jit(lambda x: x * scale)
+    assert jitted(1.0) == 2.0
+    scale = nnx.Param(jnp.array(3.0))
+    assert jitted(1.0) == 3.0
+    scale.value = 4.0
+    assert jitted(1.0) == 4.0
+
+
+def test_numbers_are_constants_of_a_trace():
+    """Another number costs no trace, and no search of what the function refers to."""
+    held, jitted = {"count": 0, "text": "a"}, nnx.jit(lambda x: x + held["count"])
+    assert jitted(1.0) == 1.0
+    before = jitted._captures.known
+    held.update(count=1.0, text=None, more=[])
+    del held["more"]
+    assert jitted(1.0) == 1.0
+    assert jitted._captures.known is before
+
+
+@pytest.mark.parametrize("read", [lambda m: m.scale, lambda m: m.doubled, lambda m: getattr(m, "scale")])  # noqa: B009
+@pytest.mark.parametrize("used", [False, True], ids=["settings alone", "called too"])
+def test_a_setting_of_a_module_that_is_held_in_a_container(read, used):
+    """A trace does not notice that it is read."""
+
+    class Scaled(Layer):
+        scale = 1.0
+
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        @property
+        def doubled(self):
+            return 2 * self.scale
+
+    held = {"a": Layer(2.0), "b": Scaled(1.0)}
+    f = (lambda x: held["a"](x) * read(held["b"])) if used else (lambda x: x * read(held["b"]))
+    jitted = nnx.jit(f)
+
+    def changed():
+        yield
+        held["b"].scale = 2.0
+        yield
+        held["b"] = Scaled(3.0)
+        yield
+        held["b"].scale = 4.0
+        yield
+
+    for _ in changed():
+        np.testing.assert_array_equal(jitted(1.0), f(1.0))
+
+
+def test_a_closure_over_modules_that_share_a_variable():
+    """All that the function uses of the second is what it shares with the first."""
+    first, second = Layer(1.0), Layer(2.0)
+    second.w = first.w
+    held = {"a": first, "b": second}
+    f = lambda x: held["a"](x) + 10 * held["b"].w
+    jitted = nnx.jit(f)
+
+    def changed():
+        yield
+        held["b"] = Layer(3.0)
+        yield
+        held["b"] = second
+        yield
+        second.w = nnx.Param(jnp.full(2, 4.0))
+        yield
+
+    for _ in changed():
+        np.testing.assert_array_equal(jitted(1.0), f(1.0))
+
+
+def test_programs_for_places_that_are_gone_are_dropped(monkeypatch):
+    """A list of Modules that grows at each step."""
+    monkeypatch.setattr(closure_inputs, "KEPT", 3)
+    layers = [Layer(1.0)]
+    jitted = nnx.jit(lambda x: layers[0](x))
+    for _ in range(8):
+        jitted(1.0)
+        layers.append(Layer(2.0))
+    assert len(jitted._plans) <= 4
+    assert len(jitted._dispatch._entries) <= 4
+
+
+def test_what_is_compared_at_each_call_is_kept_alive_by_none():
+    """A list of Modules that the function does not read, and objects with them."""
+    models, trainer = [Layer(), Layer()], PlainTrainer()
+    trainer.models = [Layer()]
+    references = [weakref.ref(m) for m in (*models, *trainer.models)]
+    jitted = nnx.jit(lambda x: x * len(models) * len(trainer.models))
+    jitted(1.0)
+    models.clear()
+    trainer.models.clear()
+    assert not any(reference() for reference in references)
 
 
 def held_by_places():

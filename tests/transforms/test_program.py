@@ -50,6 +50,39 @@ def test_a_flag_of_a_module_that_a_function_names_is_seen_at_each_call(name, fun
         assert EAGER[name](FUNCTIONS[function]) == model.flag
 
 
+PLACES: dict = {"m": None, "settings": model}
+LATER = None
+
+
+def with_held(x):
+    return x * 2 if PLACES["m"] is None else x * PLACES["m"].flag
+
+
+def with_global(x):
+    return x * 2 if LATER is None else x * LATER.flag
+
+
+def with_settings(x):
+    return x * PLACES["settings"].flag
+
+
+@pytest.mark.parametrize("function", [with_held, with_global, with_settings])
+@pytest.mark.parametrize("name", EAGER)
+def test_a_module_that_comes_to_where_a_function_looks_is_seen(name, function):
+    """As is one that it finds in a dict, and of which it only reads a flag."""
+    other = Layer()
+
+    def put(m):
+        PLACES.update(m=m, settings=m or model)
+        globals()["LATER"] = m
+
+    for m, flag in (None, 2.0), (other, 3.0), (other, 4.0), (None, 2.0):
+        put(m)
+        (m or model).flag = flag
+        assert EAGER[name](function) == (m or model).flag
+    put(None)
+
+
 def test_a_function_that_names_no_module_is_traced_once():
     """However often it is called."""
     traces = []
