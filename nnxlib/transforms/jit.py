@@ -30,6 +30,7 @@ from ..core.closures import (
     lending,
     wait_for_loans,
 )
+from ..core.errors import ArgumentError
 from ..core.filters import looks_at_values
 from ..core.graph import Packed, commit, pack
 from ..core.layout import Layout
@@ -322,6 +323,8 @@ class JitWrapped(Generic[P, R]):
     def _arguments(self, places: object, args: tuple, kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a stage; without captured objects, so that it refuses them, if these are at other places."""
         captured, places_now = self._captures.now()
+        if places_now is not places and not captured:
+            raise ArgumentError(_OTHER_PLACES)
         return Arguments(*self._bind(args, kwargs), captured if places_now is places else ())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -391,6 +394,11 @@ class JitWrapped(Generic[P, R]):
         for name in sorted(kwargs):
             entries += same_entries(_Label(None, donate and self._donated.has(name)), kwargs[name])
         return entries + [_Label()] * len(captured)
+
+
+_OTHER_PLACES = """\
+The function now refers to other objects than those, or the structure, that it was compiled for. Lower and compile it \
+again."""
 
 
 class _Label:  # no dataclass, which takes a hundredth of the time to import nnxlib; no tuple, which JAX would flatten

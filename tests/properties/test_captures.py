@@ -23,6 +23,7 @@ class Layer(nnx.Module):
         self.weight = nnx.Param(jnp.float32(value))
         self.calls = nnx.Variable(jnp.float32(0))
         self.inner: Layer | None = None
+        self.factor = 1.0
 
     def __call__(self, x: Any) -> Any:
         self.calls += 1
@@ -37,7 +38,7 @@ class Holders:
         self.layers = layers
         self.listed = listed = [layers[0], layers[1]]
         self.keyed = keyed = {0: layers[0], 1: layers[1], 2: layers[2]}
-        self.apart = apart = types.SimpleNamespace(first=layers[0], several=(layers[1],))
+        self.apart = apart = types.SimpleNamespace(first=layers[0], several=(layers[1],), maybe=None)
         self.variables = variables = [layer.weight for layer in layers[:2]]
 
         def of_all(k: int, x: Any) -> Any:
@@ -63,7 +64,17 @@ class Holders:
             keyed[k].inner, listed[0].inner = listed[0].inner, keyed[k].inner
             return x
 
-        functions = (of_all, of_some, of_key, of_inner, of_attributes, of_variables, exchange)
+        def of_what_may_be_there(k: int, x: Any) -> Any:
+            return x if apart.maybe is None else apart.maybe(x)
+
+        def of_settings(k: int, x: Any) -> Any:
+            return keyed[k].factor * x
+
+        def of_shared(k: int, x: Any) -> Any:
+            return keyed[0](x) - keyed[1].weight
+
+        several = of_what_may_be_there, of_settings, of_shared
+        functions = (of_all, of_some, of_key, of_inner, of_attributes, of_variables, exchange, *several)
         self.functions = {f.__name__: wrap(f, static_argnums=0) for f in functions}
 
 
@@ -75,6 +86,9 @@ CHANGES: dict[str, Callable[[Holders, int, int], Any]] = {
     "attribute": lambda h, i, j: setattr(h.apart, "first", h.layers[j]),
     "tuple": lambda h, i, j: setattr(h.apart, "several", (h.layers[i], h.layers[j])),
     "variable": lambda h, i, j: h.variables.__setitem__(i % 2, h.layers[j].weight),
+    "there": lambda h, i, j: setattr(h.apart, "maybe", h.layers[j]),
+    "not there": lambda h, i, j: setattr(h.apart, "maybe", None),
+    "setting": lambda h, i, j: setattr(h.layers[i], "factor", float(j)),
     "another": lambda h, i, j: h.layers.__setitem__(j, Layer(float(i))),
     "inner": lambda h, i, j: setattr(h.layers[i], "inner", h.layers[j]),
     "no inner": lambda h, i, j: setattr(h.layers[i], "inner", None),
@@ -99,6 +113,7 @@ def state(holders: Holders) -> tuple[Any, list[Any]]:
         holders.apart.first,
         holders.apart.several,
         holders.variables,
+        holders.apart.maybe,
     ]
     graphdef, values = nnx.split(nnx.List(held))
     return graphdef, [np.asarray(x) for x in nnx.to_flat_state(values).leaves]

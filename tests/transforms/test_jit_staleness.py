@@ -1046,6 +1046,17 @@ def test_a_stage_refuses_other_modules_than_it_was_compiled_for():
         compiled("a", 1.0)
 
 
+def test_a_stage_refuses_a_module_where_there_was_none():
+    held = {"m": None}
+    compiled = nnx.jit(lambda x: use(held["m"], x)).lower(1.0).compile()
+    assert compiled(2.0) == 2.0
+    held["m"] = Layer(3.0)
+    with pytest.raises(ArgumentError, match="refers to other objects"):
+        compiled(2.0)
+    held["m"] = None
+    assert compiled(2.0) == 2.0
+
+
 class Teacher:
     """Where its Module is, only the code that runs knows."""
 
