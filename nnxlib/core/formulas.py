@@ -87,6 +87,12 @@ def full(value: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return _filled(value, shape, dtype) if runs_eagerly() else lax.full(shape, value, dtype)
 
 
+@step()
+def copied(x: jax.Array) -> jax.Array:
+    """An array with a buffer of its own; the method ``copy`` of an array takes five times as long."""
+    return jnp.copy(x)
+
+
 def product(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a product of a function; the arguments named in ``static`` are hashable settings."""
 

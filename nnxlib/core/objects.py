@@ -44,7 +44,7 @@ from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
 from .tracing import boundary, current_trace, is_own
-from .variables import MISSING, Identified, consume
+from .variables import MISSING, Identified, consume, deep_copy
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
@@ -155,7 +155,7 @@ class Node(Identified):
         copied = {}
         for key, value in held.items():
             try:
-                copied[key] = copy.deepcopy(value, memo)
+                copied[key] = deep_copy(value, memo)
             except TypeError as error:  # of a file, a lock
                 error.add_note(f"in {key!r} of a {type(self).__name__}")
                 raise

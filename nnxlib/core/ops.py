@@ -11,7 +11,6 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .blueprint import fresh
@@ -19,6 +18,7 @@ from .closures import Watch, notice
 from .errors import ArgumentError, Path, StateMismatchError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, warn_of_node_classes
 from .fitting import Values, flat_state_of, have_avals, raw_values, unshared_leaves, values_to_merge, values_to_write
+from .formulas import copied
 from .graph import Delta, build, commit, pack
 from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
@@ -360,7 +360,7 @@ def _copy_array(x: Any) -> Any:
     if isinstance(x, jax.Ref):
         return jax.new_ref(x[...])
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        return x.copy() if at_top_level() else jnp.copy(x)  # under a trace a key has no method that copies it
+        return copied(x)
     return x.copy() if isinstance(x, np.ndarray) else x
 
 

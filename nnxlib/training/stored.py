@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import ArgumentError, Path, describe
+from ..core.formulas import copied
 from ..core.objects import Node
 from ..core.ops import state
 from ..core.state import FlatState, from_flat_state
@@ -58,7 +59,7 @@ def without_aliases(values: Sequence[Any], others: Sequence[Any] = ()) -> list[A
 
     def own(x: Any) -> Any:
         if id(x) in seen and isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            return x.copy()
+            return copied(x)
         seen.add(id(x))
         return x
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.core.errors import NonExhaustiveFiltersError, StateMismatchError
 
 from .models import Layer, Net, paths, same, snapshot
@@ -756,6 +757,27 @@ def test_clone_owns_its_buffers():
     donate([x.value for _, x in nnx.iter_graph(m) if isinstance(x, nnx.Variable)])
     assert m.first.w.value.is_deleted()
     assert (target.first.w.value.tolist(), target.scale.item()) == ([1, 1], 1)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, nnx.clone])
+def test_an_array_is_copied_by_one_dispatch(copier):
+    """Each further array takes few calls, while ``x.copy()`` alone takes a hundred."""
+    models = [nnx.List([nnx.Param(jnp.ones(n % 3 + 1)) for n in range(size)]) for size in (20, 60)]
+    copier(models[0])  # compiles
+    few, many = [count_calls(lambda model=model: copier(model)) for model in models]
+    assert (many - few) / 40 < 60
+
+
+def test_deepcopy_of_arrays():
+    """Buffers are its own; one array in two places is one array in the copy, whatever it is an array of."""
+    x, key = jnp.ones(3), jax.random.key(0)
+    model = nnx.Dict(a=nnx.Param(x), b=nnx.Param([x, 1]), c=nnx.RngKey(key), x=x, key=key)
+    made = copy.deepcopy(model)
+    assert made.a.value is made.b.value[0] is made.x
+    assert made.c.value is made.key
+    assert made.x.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+    x.delete()
+    assert (made.a.value.tolist(), made.c.value) == ([1, 1, 1], key)
 
 
 def test_clone_of_numpy_arrays_and_keys():
