@@ -604,6 +604,8 @@ def _pairs(state: Mapping[Any, Any]) -> list[tuple[Path, Any]]:
 
 
 def _as_pairs(flat: Flat) -> Pairs:
+    if isinstance(flat, FlatState):
+        return zip(flat.paths, flat.leaves)
     return flat.items() if isinstance(flat, Mapping) else flat  # type: ignore[return-value]  # a Mapping of these
 
 

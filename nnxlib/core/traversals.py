@@ -10,6 +10,8 @@ level as :class:`IntKey`, an int in every other respect. No other level pays for
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -159,13 +161,21 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
     for path, leaf in items:
         if not path:
             raise PathError("The path () is empty: a leaf needs a key, such as ('kernel',).")
-        if leaf is empty_node:
-            _level(root, path, held)
-            continue
-        above, key = path[:-1], path[-1]
+        above = path if leaf is empty_node else path[:-1]
         if above != parent:  # sorted paths seldom change their level
-            parent, level = above, _level(root, above, held)
-            kind = type(next(iter(level), key))
+            parent, level = above, root
+            for key in above:
+                below = level.get(key)
+                if type(below) is not dict or (held and id(below) in held):
+                    if key in level:
+                        raise _clash(next(path[: n + 1] for n in range(len(path)) if _at(root, path[:n]) is level))
+                    below = {}
+                    insert(level, key, below)
+                level = below
+            kind = type(next(iter(level))) if level else type(path[-1])
+        if leaf is empty_node:
+            continue
+        key = path[-1]
         if type(leaf) is dict:
             held[id(leaf)] = leaf
         if type(key) is kind and key not in level:
@@ -178,21 +188,9 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
     return root
 
 
-def _level(root: dict, path: Path, held: Collection[int]) -> dict:
-    """Return the level at ``path``, made with those above it where missing; ``held`` are the ids of other dicts."""
-    level = root
-    for key in path:
-        below = level.get(key)
-        if type(below) is not dict or (held and id(below) in held):
-            if key in level:
-                raise _clash(next(path[: n + 1] for n in range(len(path)) if _level(root, path[:n], held) is level))
-            below = {}
-            if level:
-                insert(level, key, below)
-            else:
-                level[key] = below
-        level = below
-    return level
+def _at(root: dict, path: Path) -> Any:
+    """What nested dicts have at a path."""
+    return functools.reduce(operator.getitem, path, root)
 
 
 def _clash(path: Path) -> PathError:
