@@ -13,8 +13,8 @@ MOST = {
     "forward, attention": 1.1,
     "grad of the MLP": 1.3,
     "eval_shape, a new function": 1.8,
-    "construction": 1.3,
-    "abstract construction": 1.3,
+    "construction": 0.4,
+    "abstract construction": 1.0,
 }
 
 

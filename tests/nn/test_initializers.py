@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 
 LAYERS = {
     "Linear": lambda rngs: nnx.Linear(7, 11, rngs=rngs),
@@ -39,6 +40,65 @@ def test_constants_take_a_sharding():
     """Keyword arguments go to the initializer of JAX."""
     x = nnx.initializers.ones(None, (2,), jnp.float32, out_sharding=None)
     np.testing.assert_array_equal(x, [1.0, 1.0])
+
+
+FACTORIES = [
+    *[(name, {}) for name in dir(jax.nn.initializers) if name.endswith(("_normal", "_uniform")) and name[0] != "_"],
+    ("lecun_normal", {"in_axis": (0,), "out_axis": -1, "batch_axis": 1}),
+    ("he_uniform", {"in_axis": -1, "out_axis": 0}),
+    ("normal", {"stddev": 0.02}),
+    ("uniform", {"scale": 1 / 3}),
+    ("truncated_normal", {"stddev": 0.1, "lower": -1, "upper": 3.0}),
+    ("variance_scaling", {"scale": 1 / 3, "mode": "fan_out", "distribution": "normal"}),
+    ("variance_scaling", {"scale": 2, "mode": "fan_avg", "distribution": "uniform"}),
+    ("variance_scaling", {"scale": 1.0, "mode": "fan_in", "distribution": "normal", "out_axis": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), FACTORIES, ids=str)
+def test_random_ones_are_those_of_jax(name, settings):
+    """The same bits for the same key, eagerly and in a program."""
+    ours, theirs = (getattr(m, name)(**settings) for m in (nnx.initializers, jax.nn.initializers))
+    cases = [((1, 1), None), ((16, 16), "float32"), ((3, 3, 5, 7), jnp.bfloat16), ([48, 3], None), ((2, 0), "float16")]
+    for n, (shape, dtype) in enumerate(cases):
+        key = jax.random.key(n)
+        a, b = ours(key, shape, dtype), theirs(key, shape, dtype)
+        assert (a.dtype, a.weak_type, a.shape) == (b.dtype, b.weak_type, b.shape)
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(*(jax.jit(f, static_argnums=1)(key, (4, 4)) for f in (ours, theirs)))
+    if name not in ("truncated_normal", "uniform"):
+        np.testing.assert_array_equal(*(f(key, (4, 4), jnp.complex64) for f in (ours, theirs)))
+
+
+def test_a_random_one_is_a_program_for_any_scale(caplog):
+    """It is drawn by few calls, where JAX makes several hundred; another scale compiles nothing."""
+    key, shape = jax.random.key(0), (6, 7)
+    nnx.initializers.lecun_normal()(key, shape)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        init = nnx.initializers.he_normal()
+        init(key, shape)
+    assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
+    assert count_calls(lambda: init(key, shape)) < 60
+
+
+def test_what_is_left_to_jax():
+    """A scale that is an array, another kind of shape, and mistakes."""
+    key, scale = jax.random.key(0), jnp.float32(0.5)
+    for m in (nnx.initializers, jax.nn.initializers):
+        assert m.uniform(scale)(key, (2, 3)).shape == (2, 3)
+        assert jax.jit(lambda s, m=m: m.variance_scaling(s, "fan_in", "uniform")(key, (2, 3)))(scale).shape == (2, 3)
+        assert m.uniform()(key, (np.int64(2), 3)).shape == (2, 3)
+        assert m.lecun_normal()(key, (2, 3), jnp.float32, out_sharding=None).shape == (2, 3)
+        with pytest.raises(ValueError, match="2D"):
+            m.lecun_normal()(key, (3,))
+        with pytest.raises(ValueError, match="invalid mode"):
+            m.variance_scaling(1.0, "fan", "normal")(key, (2, 3))
+        with pytest.raises(ValueError, match="invalid distribution"):
+            m.variance_scaling(1.0, "fan_in", "cauchy")(key, (2, 3))
+        with pytest.raises(ValueError, match="dtype"):
+            m.uniform()(key, (2, 3), jnp.int32)
+        with pytest.warns(UserWarning, match="float64"):
+            m.uniform()(key, (2, 3), "float64")
 
 
 def test_every_initializer_of_jax_is_here():
