@@ -30,7 +30,7 @@ from .rows import Row, VariableRow, count_leaves, touched_rows
 from .state import FlatState, State, from_flat_state, state_of_items
 from .static import Const
 from .tables import build_described, table_of
-from .tracing import Tracer, at_top_level, boundary, current_trace
+from .tracing import Tracer, boundary, current_trace
 from .variables import Variable, make_variable, make_variables, plain_value
 
 A = TypeVar("A")
