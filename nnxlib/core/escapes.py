@@ -135,7 +135,8 @@ def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, A
     found = find(value)
     if found is None:
         return value
-    if found is value if isinstance(value, Node) else callable(value):
+    is_node = isinstance(value, Node)
+    if found is value if is_node else callable(value):
         remedy = _ELSEWHERE if found is value else _INSTEAD
         return Ended(_ENDED.format(where=where, name=_name(value), what=describe(found)) + remedy)
     if isinstance(value, tuple):

@@ -495,7 +495,7 @@ def _is_of_library(namespace: Mapping[str, Any]) -> bool:
     return str(namespace.get("__module__", namespace.get("__name__"))).partition(".")[0] in _LIBRARIES
 
 
-def _has_setting(x: Any, names: Collection[str]) -> bool:
+def _has_setting(x: Any, names: set[str]) -> bool:
     """Whether code with these names may read a setting of a Module: an attribute that is no state, or a property."""
     if not isinstance(x, Node):
         return False

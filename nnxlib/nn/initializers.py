@@ -160,9 +160,9 @@ def variance_scaling(
     >>> print(f"{init(jax.random.key(0), (100, 50)).std():.2f}")
     0.10
     """
-    kind: Any = (mode, distribution)
+    make: Callable[..., Any] = jax_initializers.variance_scaling  # a type checker knows only some texts as modes
     given = {} if dtype is None else {"dtype": dtype}
-    of_jax = jax_initializers.variance_scaling(scale, *kind, in_axis, out_axis, batch_axis, **given)
+    of_jax = make(scale, mode, distribution, in_axis, out_axis, batch_axis, **given)
     if mode not in _FANS or distribution not in _OF_VARIANCE or not isinstance(scale, int | float):
         return of_jax
     draw, of_variance = _OF_VARIANCE[distribution]
