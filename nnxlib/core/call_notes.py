@@ -103,7 +103,7 @@ def _sized(module: Any) -> str:
         if sizes is not None:
             return f"{name} {sizes(module)}"
     held = [(key, x) for key, x in module._nnx_children() if isinstance(x, Variable)]
-    return ", ".join([name, *(f"{key} {describe(x._value)}" for key, x in held[:_MOST])])
+    return ", ".join([name, *(f"{key} {describe(x._nnx_value)}" for key, x in held[:_MOST])])
 
 
 _MOST = 4  # names to list

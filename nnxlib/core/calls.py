@@ -75,7 +75,7 @@ def observed(method: Callable, name: str) -> Callable:
 def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
     if not is_node(self):  # `Layer.__call__(x, ...)` may lend a method to any object
         return method(self, *args, **kwargs)
-    if Watch.count:
+    if Watch.count and self._nnx_is_captured:
         notice(self)
     stack = listener.stack
     follow = None if stack and stack[-1][0] is self and stack[-1][1] == name else listener.on_call

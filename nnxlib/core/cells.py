@@ -41,6 +41,15 @@ def new_cell(value: Any) -> Cell:
     return cell
 
 
+def cell_of(value: Any, trace: TraceRef) -> Cell:
+    """Make a cell of a trace, or with None of the top level."""
+    if trace is not None:
+        return TracedCell(value, trace)
+    cell = Cell()
+    cell.value = value
+    return cell
+
+
 def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
     """Write the first of these values to the cells; to all of them, even if interrupted."""
     try:

@@ -112,6 +112,12 @@ def notice(x: Any) -> None:
         _thread.watch.notice(x)
 
 
+def is_captured(x: Any) -> bool:
+    """Whether the innermost watch of this thread notes an object: the trace has yet to be given it."""
+    notice(x)
+    return _thread.watch is not None and id(x) in _thread.watch.covered
+
+
 def notice_all(objects: Iterable[Any]) -> None:
     """Tell the innermost watch of this thread, if there is one, that these objects are used."""
     if Watch.count:

@@ -96,7 +96,7 @@ _SHOWN = 8
 
 
 def _describe_leaf(x: Any) -> str:
-    return f"{type(x).__name__} ({describe(x._value)})" if isinstance(x, Variable) else describe(x)
+    return f"{type(x).__name__} ({describe(x._nnx_value)})" if isinstance(x, Variable) else describe(x)
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def leaf_differences(
         if isinstance(x, Variable):
             if isinstance(y, Variable) and type(x) is not type(y):
                 found.append(Difference(path, "type", type(x).__name__, type(y).__name__))
-            x = x._value
+            x = x._nnx_value
         y = stored_value(y)
         if x is not ANY_VALUE:
             whole = all_leaves((x, y)) or aval_of(x) or aval_of(y)

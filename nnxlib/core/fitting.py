@@ -319,7 +319,7 @@ def _misfitting(
         or (isinstance(new[k], Variable) and type(new[k]) not in (kinds[k], Variable))
     ]
     expected = {layout.leaf_paths[k]: _leaf(kinds[k], avals[k]) for k in compared}
-    given = {layout.leaf_paths[k]: x._value if type(x := new[k]) is Variable else x for k in compared if k in new}
+    given = {layout.leaf_paths[k]: x._nnx_value if type(x := new[k]) is Variable else x for k in compared if k in new}
     return leaf_differences(expected, given | unexpected, _compare)
 
 

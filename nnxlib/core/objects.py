@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 import jax
 
 from . import errors
-from .closures import Watch, is_lent_elsewhere, notice, wait_for_loans
+from .closures import Watch, is_captured, is_lent_elsewhere, notice, wait_for_loans
 from .data import (
     DECLARED,
     HIDING,
@@ -43,7 +44,8 @@ from .finding import how_to_pass, locate
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
-from .tracing import boundary, current_trace, is_own
+from .trace_state import PytreeState, TraceState
+from .tracing import Tracer, TraceRef, boundary, current_trace, is_own
 from .variables import MISSING, Identified, consume, deep_copy
 
 A = TypeVar("A")
@@ -68,13 +70,17 @@ class Node(Identified):
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
     _nnx_init_slots: Any  # (self, tree): gives the slots of a node their first values; ``tree`` is that of `_nnx_tree`
-    _nnx_declares: bool = True  # False for a class with pytree=False: there declarations have no effect, as in flax.nnx
+    # False for a class with pytree=False. As in flax.nnx, declarations have no effect there, and lists and dicts stay.
+    _nnx_is_pytree: bool = True
+    # Whether a jitted function captures the node. Of one that checks writes itself, it captures Variables only.
+    _nnx_is_captured: bool = True
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         if "_nnx_trace" in vars(cls):
             cls._nnx_init_slots = _slot_initializer(cls)
-        cls._nnx_declares = pytree
+        cls._nnx_is_pytree = pytree
+        cls._nnx_is_captured = cls._check_valid_context is Node._check_valid_context
         for register in PYTREE_REGISTRARS if pytree else ():
             register(cls)
 
@@ -100,6 +106,21 @@ class Node(Identified):
     def _nnx_fill_new(self, items: dict[Any, Any]) -> None:
         """Give an empty node its contents; it may keep the dict."""
         self._nnx_fill(items)
+
+    # --- the trace that it belongs to ---
+
+    def _nnx_give(self, trace: TraceRef) -> None:
+        _set(self, "_nnx_trace", trace)
+
+    _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
+
+    def _check_valid_context(self, error_msg: Callable[[], str]) -> None:
+        """Refuse a write under another trace than that of this node: raise :class:`TraceContextError`.
+
+        A class may override it, and allow writes of which it knows that they leave no traced value behind. A jitted
+        function that refers to a Module of such a class then captures only the Variables that it reads.
+        """
+        raise errors.TraceContextError(error_msg())
 
     # --- borrowed by a trace that captured it: see closures.py ---
 
@@ -229,18 +250,25 @@ def structure_changed(node: Any) -> None:
 
 def check_writable(node: Any, what: str) -> None:
     """Raise :class:`TraceContextError` unless ``node`` belongs to the running trace."""
-    if node._nnx_trace is not current_trace():
+    try:
+        foreign = node._nnx_trace is not current_trace()
+    except AttributeError:  # it is being made, by the `__new__` of a base class that comes after Pytree
+        node._nnx_init_slots()
+        return
+    if foreign:
         if current_trace() is None and is_lent_elsewhere(node._nnx_trace):
             wait_for_loans()
             if node._nnx_trace is None:
                 return
-        if Watch.count:
+        if Watch.count and node._nnx_is_captured:
             notice(node)
-        path = locate(node, skip=3)
-        where = f"{type(node).__name__} at {path}" if path else f"a {type(node).__name__}"
-        kind = type(node).__name__
-        remedy = how_to_pass(f"this {kind}")
-        raise errors.TraceContextError(_CROSS_TRACE.format(kind=kind, what=what, where=where, remedy=remedy))
+        node._check_valid_context(functools.partial(_refusal, node, what))
+
+
+def _refusal(node: Any, what: str) -> str:
+    kind, path = type(node).__name__, locate(node, skip=5)
+    where = f"{kind} at {path}" if path else f"a {kind}"
+    return _CROSS_TRACE.format(kind=kind, what=what, where=where, remedy=how_to_pass(f"this {kind}"))
 
 
 _CROSS_TRACE = """\
@@ -379,10 +407,14 @@ def _abstract_methods(cls: type) -> frozenset[str]:
 
 
 def _reporting(method: Callable, name: str) -> Callable:
-    """A user's ``__setattr__`` or ``__delattr__``, with the check before it and the note after it."""
+    """A user's ``__setattr__`` or ``__delattr__``, with the check before it and the note after it.
+
+    Under another trace it may write around ours what is not traced.
+    """
 
     def wrapper(self: Any, attribute: str, *value: Any) -> None:
-        check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
+        if not _is_harmless(self, value):
+            check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
         try:
             method(self, attribute, *value)
         finally:  # it may have written before it failed
@@ -390,6 +422,17 @@ def _reporting(method: Callable, name: str) -> Callable:
 
     wrapper.__name__, wrapper.__qualname__ = name, method.__qualname__
     return wrapper
+
+
+def _is_harmless(node: Any, value: tuple[Any, ...]) -> bool:
+    """Whether a value of no trace is about to be set in a node of another trace that no jitted function captures."""
+    trace = current_trace()
+    if not value or getattr(node, "_nnx_trace", trace) is trace or is_lent_elsewhere(node._nnx_trace):
+        return False
+    if Watch.count and node._nnx_is_captured and is_captured(node):
+        return False
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Identified))
+    return not any(isinstance(x, Tracer) or getattr(x, "_nnx_trace", None) is trace for x in leaves)
 
 
 class HasAttributes(Node, HasDict):
@@ -407,6 +450,8 @@ class HasAttributes(Node, HasDict):
         if abstract := _abstract_methods(cls):
             cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
 
+    _pytree__state = property(PytreeState.of, lambda self, state: None)  # a new one says what is so anyway
+
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
         return AttributeView(self)
@@ -419,15 +464,19 @@ class HasAttributes(Node, HasDict):
         view.update(new)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._nnx_trace is not current_trace():
+        try:
+            foreign = self._nnx_trace is not current_trace()
+        except AttributeError:  # `__new__` has not run yet
+            foreign = True
+        if foreign:
             check_writable(self, f"set attribute {name!r}")
         if type(value) is dataclasses.Field and DECLARED in value.metadata:
             self._nnx_mark(name, value.metadata[DECLARED])
             value = undeclared(value)
         kind = type(value)
         if (kind is list or kind is dict or kind is tuple) and type(getattr(type(self), name, None)) is not property:
-            is_tree = explicit_mark(self, name) and holds_only_arrays(value)
-            value = value if is_tree else adopt(value)
+            stays = not self._nnx_is_pytree or (explicit_mark(self, name) and holds_only_arrays(value))
+            value = value if stays else adopt(value)
         elif kind in HIDING:
             warn_of_hidden(self, name, value)
         old = attributes_of(self).get(name, MISSING)
@@ -552,7 +601,13 @@ class Pytree(HasAttributes, PytreeSlots):
             )
         if "_nnx_slot_names" not in vars(cls):
             _complete(cls)
-        self = super().__new__(cls)
+        new = super().__new__
+        if new is object.__new__:
+            self = new(cls)
+        else:  # that of a base class of the user's, which comes after Pytree
+            self = new(cls, *args, **kwargs)
+            if hasattr(self, "_nnx_trace"):  # it has set attributes
+                return self
         self._nnx_init_slots()
         return self
 

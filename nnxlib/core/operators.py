@@ -54,7 +54,7 @@ class ArrayOperators(Generic[A]):
 
         def set_raw_value(self, value: Any) -> None: ...
 
-        _value: Any
+        _nnx_value: Any
 
         def _binary(self, other: Any) -> A: ...
 
@@ -100,7 +100,7 @@ class ArrayOperators(Generic[A]):
         self.set_value(item, index=key)
 
     def __delitem__(self, key: Any) -> None:
-        value: Any = copy_lib.copy(self._value)
+        value: Any = copy_lib.copy(self._nnx_value)
         del value[key]
         self.set_raw_value(value)
 

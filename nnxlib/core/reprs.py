@@ -345,7 +345,7 @@ def expand_object(value: Any) -> Leaf | Group:
     if isinstance(value, Variable):
         if isinstance(value, RngState):
             return Leaf(variable_text(value), "RngState", identity=id(value))
-        return Leaf(variable_text(value), type(value).__name__, _total(value._value), id(value))
+        return Leaf(variable_text(value), type(value).__name__, _total(value._nnx_value), id(value))
     name = type(value).__name__
     if is_node(value):
         if not is_made(value):
@@ -414,7 +414,7 @@ def node_group(kind: type, items: Iterable[tuple[Any, Any]], identity: int) -> G
 def variable_text(variable: Variable) -> str:
     """Write a Variable in one line, without reading its value from the device; never raises."""
     metadata = "".join(f", {k}={static_repr(v)}" for k, v in variable._metadata.items())
-    return f"{type(variable).__name__}({static_repr(variable._value)}{metadata})"
+    return f"{type(variable).__name__}({static_repr(variable._nnx_value)}{metadata})"
 
 
 def array_text(array: Any) -> str:

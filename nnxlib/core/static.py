@@ -167,15 +167,15 @@ class _Freezer:
         for base in _MUTABLE_CONTAINERS:
             if isinstance(value, base):
                 return kind, (_RULES[base](self, value), self.mapping(getattr(value, "__dict__", {})))
-        if isinstance(value, dict) or (isinstance(value, Mapping) and kind.__hash__ is None):
+        if isinstance(value, dict):
+            if not hasattr(kind, "_nnx_children"):  # attributes are not compared; what has a hash is not copied
+                self.parts += filter(_has_hash, getattr(value, "__dict__", {}).values())
+            return kind, self.mapping(value)
+        if isinstance(value, Mapping) and kind.__hash__ is None:
             return kind, self.mapping(value)
         if isinstance(value, Sequence) and kind.__hash__ is None:  # not by attributes: it may refer to its parent
             return kind, self.mutable_items(value)
-        try:
-            hash(value)
-        except TypeError:
-            return kind, self.attributes(value)
-        return kind, self.hashable(value)
+        return kind, self.hashable(value) if _has_hash(value) else self.attributes(value)
 
     def items(self, values: Any) -> Hashable:
         return tuple([(type(v), v) if type(v) in ATOMS else self.freeze(v) for v in values])
@@ -293,6 +293,14 @@ class _Freezer:
         ]
         self.within = before
         return tuple(found)
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_cache(kind: type, name: str) -> bool:

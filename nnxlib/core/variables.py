@@ -18,9 +18,8 @@ from __future__ import annotations
 import copy as copy_lib
 import itertools
 import operator
-import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import errors
-from .cells import Cell, TracedCell, new_cell
+from .cells import Cell, TracedCell, cell_of, new_cell
 from .closures import Watch, notice
 from .finding import how_to_pass, locate
 from .formulas import copied
@@ -47,6 +46,7 @@ from .placement import placed
 from .registration import register_pytree
 from .stamps import Stamps, invalidate
 from .static import Const, same_items
+from .trace_state import TraceState
 from .tracing import Tracer, TraceRef, current_trace
 
 A = TypeVar("A")
@@ -213,6 +213,14 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     raw_value = property(get_raw_value, doc="The value as stored, without hooks.")
 
+    def _put(self, value: A) -> None:
+        if isinstance(value, Tracer):
+            self.check_writable()
+        self._cell.value = value
+
+    # What flax.nnx calls it inside. Published code sets it, under any trace; here unless the value is traced.
+    _raw_value = property(get_raw_value, _put)
+
     def check_writable(self) -> None:
         """Raise :class:`TraceContextError` unless this Variable belongs to the running trace, or is kept in a Ref."""
         if self._cell.trace is not current_trace():
@@ -224,7 +232,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             raise errors.TraceContextError(_CROSS_TRACE.format(where=self._where(), remedy=remedy))
 
     # The value as stored, without hooks or checks, for the library itself.
-    _value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
+    _nnx_value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
     _nnx_trace = property(operator.attrgetter("_cell.trace"))  # the one under which it was made, as of a node
     # The table of a Variable that was packed as a root. That is rare, so there is no slot for it.
     _nnx_table = property(
@@ -233,6 +241,12 @@ class Variable(ArrayOperators[A], VariableSlots):
             self, "_nnx_stamps", tuple(self._nnx_stamps) if table is None else _StampsOfRoot(self._nnx_stamps, table)
         ),
     )
+
+    def _nnx_give(self, trace: TraceRef) -> None:
+        _set(self, "_cell", cell_of(self._cell.value, trace))
+        self._structure_changed()
+
+    _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
 
     # --- borrowed by a trace that captured it: see closures.py ---
 
@@ -254,7 +268,7 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     def _where(self) -> str:
         path = locate(self, skip=3)
-        name = f"{type(self).__name__} ({errors.describe(self._value)})"
+        name = f"{type(self).__name__} ({errors.describe(self._nnx_value)})"
         return f"{name} at {path}" if path else name
 
     # --- metadata ---
@@ -300,10 +314,11 @@ class Variable(ArrayOperators[A], VariableSlots):
         replace = len(args) == 1
         if replace and not isinstance(args[0], Mapping):
             raise errors.ArgumentError(f"set_metadata takes set_metadata(name=value) or a dict, not {args[0]!r:.80}.")
+        self.check_writable()
         self._replace_metadata(canonical({**(args[0] if replace else self._metadata), **metadata}))
 
-    # What flax.nnx calls it inside, and published code reads; here a view, for metadata is never edited in place.
-    _var_metadata = property(lambda self: types.MappingProxyType(self._metadata))
+    # What flax.nnx calls it inside.
+    _var_metadata = property(lambda self: MetadataView(self), lambda self, metadata: self.set_metadata({**metadata}))
 
     def has_metadata(self, name: str) -> bool:
         return canonical_name(name) in self.get_metadata()
@@ -312,10 +327,10 @@ class Variable(ArrayOperators[A], VariableSlots):
         key = canonical_name(name)
         if key not in self._metadata:
             raise KeyError(name)
+        self.check_writable()
         self._replace_metadata({k: v for k, v in self._metadata.items() if k != key})
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
-        self.check_writable()
         _set(self, "_metadata", metadata or NO_METADATA)
         self._structure_changed()
 
@@ -414,8 +429,8 @@ class Variable(ArrayOperators[A], VariableSlots):
             return getattr(self.get_value(), name)
         except AttributeError:
             raise AttributeError(
-                f"{type(self).__name__} has no metadata {name!r}, and its value ({errors.describe(self._value)}) has "
-                "no such attribute"
+                f"{type(self).__name__} has no metadata {name!r}, and its value ({errors.describe(self._nnx_value)}) "
+                "has no such attribute"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -441,7 +456,7 @@ class Variable(ArrayOperators[A], VariableSlots):
         self.del_metadata(name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._metadata, *dir(self._value)})
+        return sorted({*super().__dir__(), *self._metadata, *dir(self._nnx_value)})
 
     def _nnx_children(self):
         return ()
@@ -457,10 +472,39 @@ class Variable(ArrayOperators[A], VariableSlots):
 
         return treescope.repr_lib.render_object_constructor(
             object_type=type(self),
-            attributes={"value": self._value, **self._metadata},
+            attributes={"value": self._nnx_value, **self._metadata},
             path=path,
             subtree_renderer=subtree_renderer,
         )
+
+
+class MetadataView(MutableMapping):
+    """The metadata of a Variable as a mapping that can be edited; what is not traced also under another trace."""
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Variable):
+        self._variable = variable
+
+    def __getitem__(self, name: str) -> Any:
+        return self._variable.get_metadata(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tracer):
+            self._variable.check_writable()
+        self._variable._replace_metadata(canonical({**self, name: value}))
+
+    def __delitem__(self, name: str) -> None:
+        self._variable._replace_metadata({key: value for key, value in self.items() if key != canonical_name(name)})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._variable.get_metadata())
+
+    def __len__(self) -> int:
+        return len(self._variable._metadata)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class _StampsOfRoot(tuple):
@@ -557,7 +601,7 @@ def as_stored(value: Any, metadata: Mapping[str, Any]) -> Any:
 
 def stored_value(x: Any) -> Any:
     """The value of a Variable as stored, for the library itself; anything else as it is."""
-    return x._value if isinstance(x, Variable) else x
+    return x._nnx_value if isinstance(x, Variable) else x
 
 
 def plain_value(x: Any) -> Any:
@@ -583,7 +627,7 @@ def _with_item(value: Any, index: Any, item: Any) -> Any:
 
 def variable_repr(variable: Variable) -> str:
     """Write a Variable with its size: ``Param(float32[2, 3], out_sharding=(None, 'model'))``; never raises."""
-    value = variable._value
+    value = variable._nnx_value
     shown = errors.describe(value) if hasattr(value, "shape") else repr(value)
     if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, Tracer) and value.size <= 16:
         shown = f"{shown}, deleted" if getattr(value, "is_deleted", bool)() else repr(value)

@@ -19,7 +19,7 @@ from typing import Any, cast
 import jax.tree_util as jtu
 
 from .cells import Cell
-from .data import class_marks, explicit_mark, is_bound_method, is_data_leaf, is_data_part, is_node
+from .data import class_marks, explicit_mark, has_data, is_bound_method, is_data_leaf, is_data_part, is_node
 from .foreign import Foreign
 from .layout import Layout
 from .rows import LEAF, ROOT, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow
@@ -200,7 +200,7 @@ class Walk:
             return Ref(number)
         self.reliable = self.reliable and value._nnx_guarded
         self.arrays[number] = []
-        held, marks, declares = value._nnx_contents(), value._nnx_marks, value._nnx_declares
+        held, marks, declares = value._nnx_contents(), value._nnx_marks, value._nnx_is_pytree
         marks = Const.of_items(marks, path) if marks else _NO_ITEMS
         self.reliable = self.reliable and not marks.mutable
         names = tuple(held)
@@ -233,9 +233,16 @@ def flatten_once(value: Any) -> tuple[tuple[tuple, ...], list[Any], Any]:
     """The paths of the leaves and nodes in a pytree, these themselves, and its treedef or :class:`BoundMethod`."""
     if is_bound_method(value):
         return ((),), [value.__self__], BoundMethod(value.__func__)
-    keyed, treedef = jtu.tree_flatten_with_path(value, is_leaf=is_node)
+    try:
+        keyed, treedef = jtu.tree_flatten_with_path(value, is_leaf=is_node)
+    except ValueError:  # a dict whose keys cannot be sorted; it is static if it holds no data
+        if type(value) is not dict or has_data(list(value.values())):
+            raise
+        return ((),), [value], _LEAF_TREEDEF
     return tuple([tuple(map(path_key, keys)) for keys, _ in keyed]), [child for _, child in keyed], treedef
 
+
+_LEAF_TREEDEF = jtu.tree_structure(0)
 
 _STATIC_TYPES = (type, types.FunctionType)  # of values that are static wherever nothing else is declared
 

@@ -100,8 +100,7 @@ class Captures:
         """
         self._roots, self._readers, self._constants = [], {}, []
         found = self._search()
-        named = [x for x in named_in(self._function) if issubclass(type(x), Node)]  # isinstance takes weak proxies
-        named += found.with_settings()
+        named = [x for x in [*named_in(self._function), *found.with_settings()] if _is_whole(x)]
         here = [x for x in named if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
         if here:
             self._add(here, found)
@@ -164,7 +163,8 @@ class Captures:
         seen = set[int]()
         parts = {id(part) for x in captured for _, part in reachable(x, seen)}
         given = set(map(id, captured))
-        others = [x for x in _objects_on(self._search(captured).ways) if id(x) not in given]
+        named = [x for x in _objects_on(self._search(captured).ways) if id(x) not in given]
+        others = [x for x in named if isinstance(x, Variable) or _is_whole(x)]
         found = [x for x in others if any(id(part) in parts for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
@@ -234,6 +234,11 @@ def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:
     return {k: leaves[k] for k in positions if layout.leaf_paths[k][0] == "captured"}
 
 
+def _is_whole(x: Any) -> bool:
+    """Whether ``x`` is a node that is captured with all that it holds, not only with the Variables that are read."""
+    return issubclass(type(x), Node) and x._nnx_is_captured  # isinstance takes weak proxies
+
+
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
     return {id(root) for root in roots} - {id(root) for root in before}
 
@@ -246,7 +251,7 @@ def _objects_on(ways: Iterable[Way]) -> list[Any]:
 def _with_holders(roots: Sequence[Any], named: Sequence[Any]) -> list[Any]:
     """The roots; if the function refers to objects that hold a root, these in its place: there it may be replaced."""
     holders: dict[int, list[Any]] = {}
-    for x in named:
+    for x in filter(_is_whole, named):
         for _, part in reachable(x, set()):
             holders.setdefault(id(part), []).append(x)  # it holds itself
     return list({id(x): x for root in roots for x in holders.get(id(root), [root])}.values())

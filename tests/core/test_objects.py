@@ -1195,3 +1195,151 @@ def test_deepcopy_says_which_attribute_cannot_be_copied():
     with pytest.raises(TypeError, match="lock") as caught:
         copy.deepcopy(model)
     assert caught.value.__notes__ == ["in 'lock' of a Linear"]
+
+
+class Recorded:
+    """Keeps the arguments that an object was made with, as a base class beside Module may do."""
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        self.made_with, self.weight = (args, kwargs), jnp.ones(2)
+        return self
+
+
+class RecordedLayer(nnx.Module, Recorded):
+    def __init__(self, n, scale=1.0):
+        self.w = nnx.Param(jnp.full(n, scale))
+
+
+class RecordedLoudly(RecordedLayer):
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [RecordedLayer, RecordedLoudly])
+def test_new_of_a_base_class_after_module_sets_attributes(kind):
+    """It gets the arguments, as in Python, and the attributes that it sets are those of any Module."""
+    m = kind(2, scale=3.0)
+    assert m.made_with == ((2,), {"scale": 3.0})
+    assert state_paths(m) == [("w",), ("weight",)]
+    nnx.jit(lambda m: vars(m).update(weight=m.weight + 1))(m)
+    assert m.weight.tolist() == [2, 2]
+
+
+class Around(nnx.Module):
+    """Writes around Module.__setattr__."""
+
+    def __init__(self):
+        self.calls, self.seen = 0, None
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+
+    def __call__(self, x, seen=None):
+        self.calls, self.seen = self.calls + 1, seen
+        return x
+
+
+def test_own_setattr_writes_under_another_trace_what_is_not_traced():
+    """A class that writes around ours may note there what is known while tracing; a tracer would outlive its trace."""
+    m = Around()
+    jax.jit(m)(1.0)
+    jax.grad(m)(1.0)
+    assert m.calls == 2
+    nnx.jit(lambda x: m(x))(1.0)  # captured: the function is traced twice, and has called it once
+    assert m.calls == 3
+    nnx.jit(jax.grad(lambda x: m(x)))(1.0)
+    assert m.calls == 4
+    for seen in (lambda x: x, lambda x: [1, {"x": x}], lambda x: nnx.Variable(x)):
+        with pytest.raises(nnx.TraceContextError, match="'seen'"):
+            jax.jit(lambda x, seen=seen: m(x, seen(x)))(1.0)
+        assert m.seen is None
+
+
+class Permissive(nnx.Module, pytree=False):
+    """Writes while a shape is inferred, in an object that was made before."""
+
+    inferring = False
+
+    def __init__(self):
+        self.log, self.w = [], nnx.Param(jnp.ones(2))
+
+    def _check_valid_context(self, error_msg):
+        if not Permissive.inferring:
+            super()._check_valid_context(error_msg)
+
+    def __call__(self, x):
+        self.built = True
+        return x * self.w
+
+
+def test_a_class_may_allow_writes_under_another_trace(monkeypatch):
+    """By _check_valid_context, which is asked where a write is about to be refused."""
+    m = Permissive()
+    with pytest.raises(nnx.TraceContextError, match="set attribute 'built' of Permissive at m"):
+        jax.eval_shape(lambda x: m(x), 1.0)
+    monkeypatch.setattr(Permissive, "inferring", True)
+    assert jax.eval_shape(lambda x: m(x), 1.0).shape == (2,)
+    assert m.built
+    del m.built
+
+    forward = nnx.jit(lambda x: m(x))  # captures the Param alone: the class knows what may be written
+    assert forward(1.0).tolist() == [1, 1]
+    assert m.built
+    m.w *= 2
+    m.lock = threading.Lock()
+    m.held = {1: [jnp.ones(2)], "a": threading.Lock()}
+    assert forward(1.0).tolist() == [2, 2]
+
+
+def test_without_a_pytree_lists_and_dicts_stay_what_they_are():
+    """So code that keeps the list, and appends to it, finds its items in the Module, as in flax.nnx."""
+    layers, heads = [Layer()], {"a": Layer()}
+
+    class Plain(nnx.Module, pytree=False):
+        def __init__(self):
+            self.layers, self.heads, self.pair = layers, heads, (1, [nnx.Param(jnp.ones(1))])
+
+    m = Plain()
+    assert m.layers is layers
+    assert m.heads is heads
+    count = nnx.jit(lambda m: len(m.layers) + len(m.heads))
+    assert count(m) == 2
+    layers.append(Layer())
+    heads["b"] = Layer()
+    assert count(m) == 4
+    assert state_paths(m) == [
+        *[("heads", key, "w") for key in "ab"],
+        *[("layers", i, "w") for i in range(2)],
+        ("pair", 1, 0),
+    ]
+
+    def grow(m):
+        m.layers.append(Layer(3))
+        m.layers[0].w *= 2
+
+    nnx.jit(grow)(m)
+    assert ([layer.w.shape for layer in m.layers], m.layers[0].w.value.tolist()) == ([(2,), (2,), (3,)], [2, 2])
+    merged = nnx.merge(*nnx.split(m))
+    assert (type(merged.layers), type(merged.heads), len(merged.layers)) == (list, dict, 3)
+    assert merged.layers[0] is not m.layers[0]
+
+
+def test_a_plain_dict_whose_keys_have_no_order_is_static():
+    """JAX cannot flatten it; if it holds no data, it is a static value like others."""
+
+    class Plain(nnx.Module, pytree=False):
+        def __init__(self):
+            self.first, self.second = Layer(), Layer()
+            self.trainable = {self.first: True, self.second: False}
+
+    m = Plain()
+    scale = nnx.jit(lambda m, x: x * (2 if True in m.trainable.values() else 3))
+    assert scale(m, 1.0) == 2
+    m.trainable[m.first] = False
+    assert scale(m, 1.0) == 3
+    assert state_paths(m) == [("first", "w"), ("second", "w")]
+    assert len(list(nnx.iter_graph(m))) == 5
+    m.trainable[m.first] = jnp.ones(2)
+    with pytest.raises(ValueError, match="sorting"):
+        nnx.state(m)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import threading
 import types
 from collections import OrderedDict, deque
 
@@ -516,3 +517,29 @@ class Holder:
 def test_a_dataclass_with_a_hash_and_fields_that_cannot_be_compared():
     holder = Holder(jnp.ones(1))
     assert Const.of(holder) == Const.of(holder) != Const.of(Holder(jnp.ones(1)))
+
+
+class Owned(dict):
+    """A dict that refers to an object, which reports its changes."""
+
+    def __init__(self, owner, items):
+        super().__init__(items)
+        self.owner = owner
+
+
+class Owner:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def test_what_the_attributes_of_a_dict_refer_to_is_not_copied():
+    """It is not compared either. A lock in it could not be copied."""
+    owner = Owner()
+    value = Owned(owner, {"sizes": [1, 2]})
+    const = Const.of(value)
+    assert const == Const.of(Owned(Owner(), {"sizes": [1, 2]})) != Const.of(Owned(owner, {"sizes": [1]}))
+    copied = const.fresh()
+    assert type(copied) is Owned
+    assert copied.owner is owner
+    copied["sizes"].append(3)
+    assert value == {"sizes": [1, 2]}

@@ -198,14 +198,32 @@ def test_get_metadata_is_a_copy():
     assert v.a == 1
 
 
-def test_metadata_under_the_name_that_pipelines_read_is_a_view():
+def test_metadata_under_the_name_that_pipelines_read_can_be_edited():
     """Code that takes a State apart into lists makes each Variable again from its class and these."""
     variable = nnx.Param(jnp.ones(2), out_sharding=("data",), layer="first")
     again = type(variable)(variable.value, **dict(variable._var_metadata))
     assert again.get_metadata() == variable.get_metadata() == variable._var_metadata
-    for x in (variable, nnx.Param(1.0)):  # a write would not be noticed, so it is refused
-        with pytest.raises(TypeError):
-            x._var_metadata["layer"] = "second"
+    assert repr(variable._var_metadata) == repr(variable.get_metadata())
+    read = nnx.jit(lambda variable: jnp.asarray(len(variable.get_metadata())))
+    assert read(variable) == 2
+    for x in (variable, nnx.Param(1.0)):  # the second has none, and shares nothing with others that have none
+        x._var_metadata["layer"] = x._var_metadata["sharding"] = "second"
+        assert x.layer == x.out_sharding == "second"
+    assert nnx.Param(1.0).get_metadata() == {}
+    del variable._var_metadata["sharding"]
+    assert read(variable) == len(variable._var_metadata) == 1  # a jitted function has noticed it
+    variable._var_metadata = {"layer": "third"}
+    assert variable.get_metadata() == {"layer": "third"}
+
+
+def test_metadata_is_edited_under_another_trace_unless_it_is_traced():
+    """Libraries that keep settings of a Variable there write them while shapes are inferred."""
+    variable = nnx.Param(1.0)
+    jax.eval_shape(lambda: variable._var_metadata.update(layer="first"))
+    assert variable.layer == "first"
+    with pytest.raises(nnx.TraceContextError):
+        jax.eval_shape(lambda x: variable._var_metadata.update(layer=x), 1.0)
+    assert variable.layer == "first"
 
 
 def test_missing_metadata_cannot_be_deleted():

@@ -39,7 +39,7 @@ def as_lists(tree):
 
 def snapshot(m):
     """The value of each Variable and attribute, by identity."""
-    return [(path, id(x), id(x._value) if isinstance(x, nnx.Variable) else 0) for path, x in nnx.iter_graph(m)]
+    return [(path, id(x), id(x._nnx_value) if isinstance(x, nnx.Variable) else 0) for path, x in nnx.iter_graph(m)]
 
 
 # --- vjp ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,251 @@
+"""Libraries that reach behind flax.nnx: a layer and a variable of their own that are nnx's as well, as Keras has them.
+
+Keras itself, where it is installed, trains a model as with flax.nnx.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nnxlib as nnx
+from nnxlib import pytreelib, tracers
+
+SCOPE = {}  # the values that weights have, by id, in a stateless call
+
+
+class Weight:
+    """The variable of a library: it says of itself what nnx does not know."""
+
+    def __init__(self, shape, trainable=True):
+        self._shape, self._trainable, self._value = shape, trainable, None
+        self._name = "weight"
+
+    @property
+    def value(self):
+        if id(self) in SCOPE:
+            return SCOPE[id(self)]
+        return jnp.zeros(self._shape) if self._value is None else self._value
+
+    @property
+    def shape(self):
+        return self._shape
+
+    def initialize(self):
+        self._value = jnp.ones(self._shape)
+
+
+class NnxWeight(Weight, nnx.Variable):
+    def __init__(self, shape, **settings):
+        nnx.Variable.__init__(self, jnp.zeros(shape), mutable=True)
+        Weight.__init__(self, shape, **settings)
+        give_to(self)
+
+    @property
+    def _value(self):
+        return self._raw_value
+
+    @_value.setter
+    def _value(self, value):
+        object.__setattr__(self, "_raw_value", value)
+
+
+def set_and_mirror(self, name, value):
+    """Keeps each attribute in the metadata, too, so that it outlives a copy."""
+    if name not in ("_raw_value", "_value"):
+        self._var_metadata[name] = value
+    object.__setattr__(self, name, value)
+
+
+NnxWeight.__setattr__ = set_and_mirror
+
+ENCLOSING = []  # the traces around shape inferences
+
+
+def give_to(x):
+    """Let what is made in a shape inference belong to the trace around it."""
+    if ENCLOSING:
+        object.__setattr__(x._trace_state, "_jax_trace", ENCLOSING[0])
+
+
+class Tracked(list):
+    """A list that tells its owner."""
+
+    def __init__(self, owner, items=()):
+        super().__init__(items)
+        self.owner = owner
+
+
+class Operation:
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        vars(self)["_pytree__state"] = pytreelib.PytreeState()
+        self._config = args, kwargs
+        return self
+
+
+class Base(nnx.Module):
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(pytree=False, **kwargs)
+
+    def __init__(self):
+        super().__init__()
+        give_to(self)
+
+    def _check_valid_context(self, error_msg):
+        if not ENCLOSING:
+            super()._check_valid_context(error_msg)
+
+
+class Layer(Base, Operation):
+    def __init__(self, units):
+        super().__init__()
+        weights = []  # the function that appends keeps the list, too
+        self.units, self.weights, self.add = units, weights, weights.append
+        self.nodes = Tracked(self)
+
+    def __setattr__(self, name, value):
+        if name == "called":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def build(self, n):
+        self.kernel = NnxWeight((n, self.units))
+        self.add(self.kernel)
+
+    def __call__(self, x):
+        if not self.weights:
+            self.build(x.shape[-1])
+        self.called = True
+        return x @ self.kernel.value
+
+
+class Trainer:
+    """Stands in front of the Layer among the bases of a model."""
+
+    def fit_step(self, x):
+        return jax.value_and_grad(lambda w: self.stateless(w, x))([w.value for w in self.all_weights()])
+
+
+class Model(Trainer, Layer):
+    def __init__(self, *layers):
+        super().__init__(0)
+        self.layers = list(layers)
+
+    def all_weights(self):
+        return [w for layer in self.layers for w in layer.weights]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def stateless(self, values, x):
+        SCOPE.update(zip(map(id, self.all_weights()), values, strict=True))
+        try:
+            return self(x).sum()
+        finally:
+            SCOPE.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_traced_value_is_left():
+    """Nor anything of a call that failed."""
+    yield
+    SCOPE.clear()
+    ENCLOSING.clear()
+
+
+def built():
+    """A model whose weights were made while a shape was inferred, and got their values afterwards."""
+    model = Model(Layer(3), Layer(1))
+    ENCLOSING.append(tracers.current_jax_trace())
+    try:
+        jax.eval_shape(model, jnp.ones((4, 2)))
+    finally:
+        ENCLOSING.pop()
+    for w in model.all_weights():
+        w.initialize()
+    return model
+
+
+def test_a_variable_of_a_library_is_a_variable():
+    """Its own attributes and metadata come through copies, splits and transforms."""
+    model = built()
+    state = nnx.state(model)
+    assert {w.shape for w in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))} == {(2, 3), (3, 1)}
+    merged = nnx.merge(*nnx.split(model))
+    (first, second) = merged.all_weights()
+    assert (type(first), first._name, first._trainable, first.shape) == (NnxWeight, "weight", True, (2, 3))
+    assert second is merged.layers[1].kernel
+    x = jnp.ones((4, 2))
+    assert merged(x).tolist() == model(x).tolist() == [[6.0]] * 4
+
+
+def test_a_layer_of_a_library_is_trained():
+    """By a step of nnx over the objects, and by one of its own that refers to the model."""
+    model, x = built(), jnp.ones((4, 2))
+
+    @nnx.jit
+    def step(model, x):
+        loss, grads = nnx.value_and_grad(lambda model: model(x).sum(), argnums=nnx.DiffState(0, NnxWeight))(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, NnxWeight), grads))
+        return loss
+
+    assert step(model, x) == 24
+    assert step(model, x) < 24
+    own = nnx.jit(lambda x: model.fit_step(x))
+    for n in range(3):
+        model.kept = {"step": [jnp.ones(n + 1)], "of": Tracked(model, [jnp.ones(2)])}  # not for nnx to look at
+        loss, grads = own(x)
+        assert jnp.allclose(loss, model(x).sum())
+        assert [g.shape for g in grads] == [(2, 3), (3, 1)]
+        model.layers[0].kernel._value = model.layers[0].kernel.value / 2
+    assert own._cache_size() == 1
+
+
+KERAS = """
+import importlib, sys
+import flax
+from nnxlib.compat import ALIASES, flax as nnx
+
+flax.nnx = sys.modules["flax.nnx"] = nnx
+for name in ALIASES:
+    sys.modules[f"flax.nnx.{name}"] = importlib.import_module(f"nnxlib.{name}")
+
+import keras
+import numpy as np
+
+keras.utils.set_random_seed(0)
+x = np.random.randn(32, 4).astype("float32")
+layers = [keras.layers.Dense(8, activation="relu"), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+model = keras.Sequential(layers)
+model.compile("adam", "mse")
+losses = model.fit(x, x[:, :1], epochs=3, verbose=0).history["loss"]
+assert losses[-1] < losses[0]
+assert isinstance(layers[0], nnx.Module)
+merged = nnx.merge(*nnx.split(layers[0]))
+assert np.allclose(merged(x), layers[0](x))
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="needs Keras")
+def test_keras_trains_with_nnxlib_in_place_of_flax_nnx():
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "KERAS_NNX_ENABLED": "true"}
+    ran = subprocess.run([sys.executable, "-c", KERAS], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_traced_value_is_not_put_into_a_live_variable():
+    """Not under the private name either. Other values are: a library puts them there while it infers shapes."""
+    weight = NnxWeight((2,))
+    with pytest.raises(nnx.TraceContextError):
+        jax.jit(lambda x: setattr(weight, "_value", x))(jnp.ones(2))
+    one = jnp.ones(2)
+    jax.eval_shape(lambda: setattr(weight, "_value", one))
+    assert weight._raw_value is one
