@@ -82,7 +82,7 @@ def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) 
     if transform in (None, "nnx", *_NOTHING_RUNS):
         return
     ids = set(map(id, values))
-    written = [x for _, x in reachable(model, set()) if isinstance(x, Variable) and id(x._value) in ids]
+    written = [x for _, x in reachable(model, set()) if isinstance(x, Variable) and id(x._nnx_value) in ids]
     if written:  # what is kept in a Ref comes out of the transformation
         cells = [x._cell for x in (*written, *others) if type(x._cell) is TracedCell]
         update = _Update(len(cells), transform)
