@@ -30,9 +30,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .closures import Reader
+from .closures import Reader, is_lent_elsewhere
 from .graphdef import GraphDef
 from .objects import Node
+from .tracing import current_trace
 from .variables import Variable
 
 LookUp = Callable[[], Any]
@@ -61,7 +62,7 @@ class Found(NamedTuple):
 
     def objects(self) -> list[Way]:
         """The ways to Modules and Variables that the function may look at: it names each attribute on the way."""
-        found = [way for way in self.ways if issubclass(type(way.value), Node | Variable)]
+        found = [way for way in self.ways if issubclass(type(way.value), Node | Variable) and not _is_left(way.value)]
         return [way for way in found if way.is_looked_along(self.names)]
 
     def with_settings(self) -> list[Any]:
@@ -205,10 +206,10 @@ class Members:
             self.types = [*map(type, self.held)]
 
     def _others_now(self) -> list[type]:
-        """The types of the members that are no data."""
+        """The types of the members that are no data, nor left there by a trace."""
         held = self._container
         members = [*held, *held.values()] if isinstance(held, dict) else [*held]
-        return [kind for kind in map(type, members) if not is_data(kind)]
+        return [type(x) for x in members if not (is_data(type(x)) or _is_left(x))]
 
     def are_as_before(self) -> bool:
         """To be asked if ``types`` are not those of what is ``held``."""
@@ -224,6 +225,13 @@ class Members:
 def is_data(kind: type) -> bool:
     """Whether this is a type of numbers, text or arrays, which a compiled function has as constants."""
     return issubclass(kind, _DATA)
+
+
+def _is_left(x: Any) -> bool:
+    """Whether this is a Module or Variable of a trace that has ended, of which no function can compute anything."""
+    if current_trace() is not None or not issubclass(type(x), Node | Variable):
+        return False
+    return x._nnx_trace is not None and not is_lent_elsewhere(x._nnx_trace)
 
 
 def _width(container: Any) -> int:

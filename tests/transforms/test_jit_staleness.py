@@ -1118,6 +1118,22 @@ def test_a_setting_that_a_wrapper_reads():
         assert f(1.0) == model.setting
 
 
+def test_what_a_trace_leaves_in_a_list_does_not_count():
+    """The function cannot use a Module of a trace that has ended, so one more of these is no reason to trace again."""
+    left = []
+
+    @nnx.jit
+    def f(model):
+        left.append(model)
+        return model(1.0)
+
+    for value in (1.0, 2.0, 3.0):
+        model = Layer()
+        model.w.value = jnp.full(2, value)
+        np.testing.assert_array_equal(f(model), model(1.0))
+    assert len(left) == 1
+
+
 def test_a_closure_over_a_weak_method():
     """Asking for it makes another method each time."""
     model = Layer()
