@@ -91,7 +91,8 @@ class Captures:
     def _add(self, roots: Sequence[Any], found: Found) -> None:
         present = {id(reference()) for reference in self._roots}
         holders = _with_holders(roots, _objects_on(found.ways))
-        self._roots = [*self._roots, *[weakref.ref(x) for x in holders if id(x) not in present]]
+        new = [x for x in holders if id(x) not in present] or [x for x in roots if id(x) not in present]
+        self._roots = [*self._roots, *map(weakref.ref, new)]
 
     def _look(self) -> _Known:
         """Search anew, with nothing captured but the Modules that the function names, or whose settings it names.
@@ -164,7 +165,7 @@ class Captures:
         parts = {id(part) for x in captured for _, part in reachable(x, seen)}
         given = set(map(id, captured))
         named = [x for x in _objects_on(self._search(captured).ways) if id(x) not in given]
-        others = [x for x in named if isinstance(x, Variable) or _is_whole(x)]
+        others = [x for x in named if _is_captured(x)]
         found = [x for x in others if any(id(part) in parts for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
@@ -239,6 +240,11 @@ def _is_whole(x: Any) -> bool:
     return issubclass(type(x), Node) and x._nnx_is_captured  # isinstance takes weak proxies
 
 
+def _is_captured(x: Any) -> bool:
+    """Whether ``x``, a node or a Variable, is captured by itself."""
+    return issubclass(type(x), Variable) or _is_whole(x)
+
+
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
     return {id(root) for root in roots} - {id(root) for root in before}
 
@@ -251,7 +257,7 @@ def _objects_on(ways: Iterable[Way]) -> list[Any]:
 def _with_holders(roots: Sequence[Any], named: Sequence[Any]) -> list[Any]:
     """The roots; if the function refers to objects that hold a root, these in its place: there it may be replaced."""
     holders: dict[int, list[Any]] = {}
-    for x in filter(_is_whole, named):
+    for x in filter(_is_captured, named):
         for _, part in reachable(x, set()):
             holders.setdefault(id(part), []).append(x)  # it holds itself
     return list({id(x): x for root in roots for x in holders.get(id(root), [root])}.values())
