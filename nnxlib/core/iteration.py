@@ -39,6 +39,8 @@ def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]
     if type(value) in (tuple, list) and jtu.all_leaves(value):
         return [((i,), x) for i, x in enumerate(value) if type(x) not in but]
     keys, leaves, _ = flatten_once(value)
+    if keys == ((),) and leaves[0] is value:  # a static dict, which JAX cannot flatten
+        return []
     return [(key, x) for key, x in zip(keys, leaves, strict=True) if type(x) not in but]
 
 

@@ -274,13 +274,18 @@ def test_a_pytree_that_cannot_be_flattened_any_more_is_an_error():
     assert jitted(model) == 2.0
 
 
+class Bare:
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+
 def test_a_static_value_that_cannot_be_compared_any_more_is_an_error_by_path():
     model = nnx.Module()
     model.box = Box((array(), types.SimpleNamespace(a=1)))
     read = nnx.jit(lambda model: model.box.x[0])
     for _ in range(5):  # the next use is not one at which the model is walked anyway
         read(model)
-    model.box.x = (array(), types.SimpleNamespace(a=array()))
+    model.box.x = (array(), types.SimpleNamespace(a=Bare()))
     with pytest.raises(StaticValueError, match=r"box"):
         read(model)
 
