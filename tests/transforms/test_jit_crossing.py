@@ -13,7 +13,7 @@ from nnxlib.transforms.retraces import Traces
 
 def crossing_of(*args, captured=()):
     packed = pack(Arguments(args, {}, captured))
-    return JitCrossing(packed.layout, Traces("f")), packed
+    return JitCrossing(packed.layout, Traces("f"), {}), packed
 
 
 def test_an_outcome_says_which_leaves_were_read():
