@@ -335,7 +335,7 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
             continue
         else:
             break
-        if is_data(type(way.value)):
+        if is_data(type(way.value)) and not _is_kept_by_library(way):
             ends.append(way)
         if id(way.value) in found:
             if issubclass(type(way.value), Node | Variable):  # isinstance would ask a proxy, perhaps to what is gone
@@ -501,6 +501,12 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 def _is_of_library(namespace: Mapping[str, Any]) -> bool:
     """Whether a function with these globals, or a class or module with these attributes, is from a library."""
     return str(namespace.get("__module__", namespace.get("__name__"))).partition(".")[0] in _LIBRARIES
+
+
+def _is_kept_by_library(way: Way) -> bool:
+    """Whether a way ends in what a function of a library has in its closure or defaults: no Module comes there."""
+    holder = None if way.before is None else way.before.value
+    return type(holder) is types.FunctionType and _is_of_library(holder.__globals__)
 
 
 def _has_setting(x: Any, names: set[str]) -> bool:

@@ -630,6 +630,26 @@ def test_calls_per_hot_call_do_not_grow_with_the_model(unchecked):
     assert max(found[200]) < 15
 
 
+def test_methods_cost_as_many_calls_as_functions(unchecked):
+    """A jitted method, and one that is bound: what our wrapper of a method keeps is not looked at in each call."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(1))
+
+        def step(self):
+            return self.w.sum()
+
+    model, found = Model(), []
+    for call in (nnx.jit(lambda m: m.w.sum()), nnx.jit(Model.step), nnx.jit(model.step)):
+        args = () if len(found) > 1 else (model,)
+        for _ in range(20):  # past the checks at 1, 2, 4, 8, 16
+            call(*args)
+        found.append(count_calls(functools.partial(call, *args)))
+    function, *methods = found
+    assert methods == [function, function + 2]  # an argument that is bound is added
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"donate_argnums": (0, 1)}, {"donate_argnums": 0}], ids=["plain", "donated", "donated in part"]
 )
