@@ -18,6 +18,7 @@ whatever ``jax.tree.map`` has put in their place, and nothing is walked.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
@@ -73,19 +74,20 @@ _NEVER_VALID.valid = False
 class NodeShape:
     """The static half of a node that flattens as a tree: its class, its static values, the names of its children.
 
-    From these follow the keys of the children, and how to take the children out of a node: ``take(open(node))``. On a
-    node that JAX has unflattened it stands in place of a :class:`KnownShape`, and counts as one to be looked at.
+    From these follow the keys of the children, how to take the children out of a node, ``take(open(node))``, and what
+    a node of such children holds, ``fill(*children)``. On a node that JAX has unflattened it stands in place of a
+    :class:`KnownShape`, and counts as one to be looked at.
     """
 
-    __slots__ = ("_key", "children", "contents", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")
+    __slots__ = ("_key", "children", "fill", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")
     stamp, valid = _NEVER_VALID, True
 
     def __init__(self, kind: type, names: tuple, statics: dict[Any, Const], children: tuple, marks: dict | None):
         self.kind, self.names, self.statics, self.children, self.marks = kind, names, statics, children, marks
-        self.contents = {name: statics[name].value if name in statics else None for name in names}
         self.mutable = [name for name, value in statics.items() if value.mutable]  # each node has a copy of these
         self.keys = [_key(kind, name) for name in children]
         self.open, self.take = _takers(kind, names, children)
+        self.fill = _filler(names, {name: const.value for name, const in statics.items()}, children)
         self._key: Any = None
 
     def __reduce__(self):
@@ -97,16 +99,6 @@ class NodeShape:
             marks = Const.of_items(self.marks or {})
             self._key = self.kind, self.names, tuple(self.statics.items()), self.children, marks
         return self._key
-
-    def unflatten(self, children: Iterable[Any]) -> Any:
-        items = self.contents.copy()
-        for name, child in zip(self.children, children):  # `update` takes four times as long for pairs
-            items[name] = child
-        for name in self.mutable:
-            items[name] = self.statics[name].fresh()
-        node = new_node(self.kind, self.marks, self)
-        node._nnx_fill_new(items)
-        return node
 
     def __eq__(self, other: object) -> bool:
         return type(other) is NodeShape and (self is other or self.key == other.key)
@@ -127,7 +119,7 @@ class GraphShape:
     def __init__(self, layout: Layout):
         self.layout = layout
 
-    def unflatten(self, children: Iterable[Any]) -> Any:
+    def build(self, children: Iterable[Any]) -> Any:
         variables, children = self.layout.variables, list(children)
         n = len(variables)
         return build(self.layout, [None] * n + children[n:], dict(zip(variables, children, strict=False)))[0]
@@ -182,6 +174,32 @@ def _takers(kind: type, names: tuple, children: tuple) -> tuple[Callable[[Any], 
     if issubclass(kind, Pytree) and not kind._nnx_slot_names:
         return attributes_of, operator.itemgetter(*children) if len(children) > 1 else one_by_one
     return lambda node: node._nnx_contents(), one_by_one
+
+
+_UNROLLED = 128  # names, up to which straight-line code makes the contents, in half of the time
+
+
+def _filler(names: tuple, statics: dict[Any, Any], children: tuple) -> Callable[..., dict[Any, Any]]:
+    """A function from the children of a node to its contents, of which the static values are always the same."""
+    if len(names) <= _UNROLLED and {*map(type, names)} <= {str}:
+        return _new_filler(names, children)(statics)
+    contents = {name: statics.get(name) for name in names}
+
+    def fill(*given: Any) -> dict[Any, Any]:
+        items = contents.copy()
+        for name, child in zip(children, given, strict=True):  # `update` takes four times as long for pairs
+            items[name] = child
+        return items
+
+    return fill
+
+
+@functools.lru_cache(maxsize=1000)
+def _new_filler(names: tuple[str, ...], children: tuple[str, ...]) -> Callable[[dict], Callable[..., dict]]:
+    """``lambda s: lambda c0, c1: {"kernel": c0, "rate": s["rate"], "bias": c1}``."""
+    given = {name: f"c{k}" for k, name in enumerate(children)}
+    items = ", ".join([f"{name!r}: {given.get(name) or f's[{name!r}]'}" for name in names])
+    return eval(f"lambda s: lambda {', '.join(given.values())}: {{{items}}}")
 
 
 def _known_shape(node: Any) -> KnownShape | None:
@@ -316,6 +334,17 @@ def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
     return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
 
 
+def _unflatten(shape: NodeShape | GraphShape, children: Iterable[Any]) -> Any:
+    if type(shape) is GraphShape:
+        return shape.build(children)
+    items = shape.fill(*children)
+    for name in shape.mutable:
+        items[name] = shape.statics[name].fresh()
+    node = new_node(shape.kind, shape.marks, shape)
+    node._nnx_fill_new(items)
+    return node
+
+
 def _is_child(value: Any, mark: bool | None) -> bool:
     """Whether an attribute or item of a node is data for JAX to flatten."""
     if isinstance(value, List | Dict):
@@ -330,7 +359,7 @@ def _key(kind: type, name: Any) -> Any:
 
 
 def _register(cls: type) -> None:
-    register_pytree(cls, _flatten_with_keys, lambda shape, children: shape.unflatten(children), _flatten)
+    register_pytree(cls, _flatten_with_keys, _unflatten, _flatten)
 
 
 PYTREE_REGISTRARS.append(_register)

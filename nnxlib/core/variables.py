@@ -526,10 +526,10 @@ _set_stamps_slot = VariableSlots._nnx_stamps.__set__  # type: ignore[attr-define
 _set_metadata_slot = VariableSlots._metadata.__set__  # type: ignore[attr-defined]
 
 
-def make_variable(kind: type[V], value: Any, metadata: dict[str, Any], cell: Callable[[Any], Cell] = new_cell) -> V:
+def make_variable(kind: type[V], value: Any, metadata: dict[str, Any]) -> V:
     """Make a Variable of the running trace, without hooks; ``metadata`` is shared, not copied."""
     self: Any = VariableSlots()
-    self._cell, self._nnx_stamps, self._metadata = cell(value), (), metadata
+    self._cell, self._nnx_stamps, self._metadata = new_cell(value), (), metadata
     try:
         self.__class__ = kind
     except TypeError:  # a class with slots of its own
