@@ -6,7 +6,7 @@ follows them at each call: through closures, plain containers, plain objects and
 thread or a context has for itself, and other functions. Each step of a way is one look-up.
 
 A place that the function looks at may also hold None or a number when it is traced, and a Module later. So the ways to
-such places are followed, too, if code of the function names them: each is an *end*, which must keep its type.
+such places are followed, too, if code of the function names them: each is an *end*, see conditions.py.
 
 From the globals of its functions half of a program can be reached. So those that functions of other files read are
 looked into last, and only if something that is sought has not been found; but Modules and None are found at once.
@@ -41,12 +41,10 @@ LookUp = Callable[[], Any]
 _MOST = 1000  # values to visit: a function may refer to half of a program
 _MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not found; each takes a few microseconds
 _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then looked into
-_MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 
-_CONTAINERS = list, dict, deque, set
+CONTAINERS = list, dict, deque, set
 _TRANSPARENT = dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
-_NO_HOLDERS = Node, Variable, GraphDef, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial
 _DATA = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 _LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # their globals are no Modules
 _PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program.py
@@ -62,75 +60,12 @@ class Found(NamedTuple):
 
     def objects(self) -> list[Way]:
         """The ways to Modules and Variables that the function may look at: it names each attribute on the way."""
-        found = [way for way in self.ways if issubclass(type(way.value), Node | Variable) and not _is_left(way.value)]
+        found = [way for way in self.ways if issubclass(type(way.value), Node | Variable) and not is_left(way.value)]
         return [way for way in found if way.is_looked_along(self.names)]
 
     def with_settings(self) -> list[Any]:
         """Those of these objects of which the function may read a setting."""
         return [way.value for way in self.objects() if _has_setting(way.value, self.names)]
-
-    def containers(self) -> list[tuple[Way, Any]]:
-        """The ways to containers and plain objects that the function may look at, with what holds the members."""
-        held = [(way, _held_by(way.value)) for way in self.ways]
-        return [(way, members) for way, members in held if members is not None and way.is_looked_along(self.names)]
-
-    def alone(self, ways: Iterable[Way]) -> list[Way]:
-        """Those of some ways that the function may look along, and that do not end in such a container or object."""
-        found = [way for way in ways if way.before is not None and not _is_compared(way)]
-        return [way for way in found if way.is_looked_along(self.names) and _finds(way.look_up, type(way.value))]
-
-
-class Conditions:
-    """What must hold at a place without an object that is captured, or else the function may now find one there.
-
-    It refers to none of the functions, so it can be kept on one of them.
-
-    Args:
-      found: what the function refers to.
-      others: the ways to objects that are not captured.
-      known: ids of ways and containers with which steps need not be taken, see :meth:`Way.steps`; gets more of them.
-      functions: those to which it does not refer.
-    """
-
-    __slots__ = ("_ends", "_members", "_steps")
-
-    def __init__(self, found: Found, others: Iterable[Way], known: set[int], functions: Collection[Any] = ()):
-        containers, alone = found.containers(), found.alone([*found.ends, *others])
-        known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
-        ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
-        steps = [step for way in ways for step in way.steps(known)]
-        self._steps = [step for step in steps if not _refers_to(step[0], functions)]
-        self._ends = [(way.look_up, type(way.value)) for way in alone if not _refers_to(way.look_up, functions)]
-        self._members = [Members(container) for _, container in containers]
-
-    def __bool__(self) -> bool:
-        return bool(self._steps or self._ends or self._members)
-
-    def hold(self) -> bool:
-        """Whether each holder is at its place, and what is there is of the same type, or is other data."""
-        try:
-            for look_up, before in self._steps:
-                x = look_up()
-                if x is None or x is not before():
-                    return False
-            for look_up, kind in self._ends:
-                now = type(look_up())
-                if now is not kind and not (is_data(now) and is_data(kind)):
-                    return False
-            for members in self._members:
-                if [*map(type, members.held)] != members.types and not members.are_as_before():
-                    return False
-        except Exception:  # of a look-up, or a container that another thread changes
-            return False
-        return True
-
-
-def _refers_to(look_up: LookUp, functions: Collection[Any]) -> bool:
-    """Whether a look-up is one in one of these functions, in its defaults or its attributes."""
-    if not functions or not isinstance(look_up, functools.partial):
-        return False
-    holder = getattr(look_up.func, "__self__", look_up.args[0] if look_up.args else None)
-    return any(holder is f or holder is f.__dict__ for f in functions)
 
 
 class Way(NamedTuple):
@@ -150,7 +85,7 @@ class Way(NamedTuple):
             known.add(id(way))
             holder = way.before.value
             yield way.look_up, _reference(way.value)
-            if isinstance(holder, _CONTAINERS) and id(holder) not in known:
+            if isinstance(holder, CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
                 yield functools.partial(_is_as_long, holder, len(holder)), _true
             way = way.before
@@ -174,52 +109,11 @@ class Way(NamedTuple):
         found: list[Hashable] = []
         while way.before is not None:
             holder = way.before.value
-            if isinstance(holder, _CONTAINERS) and id(holder) not in widths:
+            if isinstance(holder, CONTAINERS) and id(holder) not in widths:
                 widths[id(holder)] = _width(holder)
             found += [_place_of(way.look_up), widths.get(id(holder))]
             way = way.before
         return tuple(found)
-
-
-class Members:
-    """The members of a container, or the attributes of an object: their types must stay, but data may come and go.
-
-    It keeps none of them alive.
-    """
-
-    __slots__ = ("_container", "_count", "_others", "held", "types")
-
-    held: Collection[Any]  # the members, if they are few: the types of others are not compared as long as their number
-    types: list[type] | None  # is the same
-
-    def __init__(self, container: Any):
-        self._container = container
-        self._note(self._others_now())
-
-    def _note(self, others: list[type]) -> None:
-        held = self._container
-        self._others, self._count = others, len(held)
-        if self._count > _MOST_MEMBERS:
-            self.held, self.types = (), None
-        else:
-            self.held = held.values() if isinstance(held, dict) else held
-            self.types = [*map(type, self.held)]
-
-    def _others_now(self) -> list[type]:
-        """The types of the members that are no data, nor left there by a trace."""
-        held = self._container
-        members = [*held, *held.values()] if isinstance(held, dict) else [*held]
-        return [type(x) for x in members if not (is_data(type(x)) or _is_left(x))]
-
-    def are_as_before(self) -> bool:
-        """To be asked if ``types`` are not those of what is ``held``."""
-        if self.types is None and len(self._container) == self._count:
-            return True
-        others = self._others_now()
-        if others != self._others:
-            return False
-        self._note(others)
-        return True
 
 
 def is_data(kind: type) -> bool:
@@ -227,7 +121,7 @@ def is_data(kind: type) -> bool:
     return issubclass(kind, _DATA)
 
 
-def _is_left(x: Any) -> bool:
+def is_left(x: Any) -> bool:
     """Whether this is a Module or Variable of a trace that has ended, of which no function can compute anything."""
     if current_trace() is not None or not issubclass(type(x), Node | Variable):
         return False
@@ -250,7 +144,7 @@ def _place_of(look_up: LookUp) -> Hashable:
     if function in (getattr, _item, _nth, _in_closure):
         return function.__name__, *arguments[1:]  # the first is the holder
     name = None
-    if function is not _in_class:  # it is the `get` of a mapping; the globals of a module say what that is called
+    if function is not in_class:  # it is the `get` of a mapping; the globals of a module say what that is called
         holder = getattr(function, "__self__", None)
         name = holder.get("__name__") if type(holder) is dict else None
     return name if type(name) is str else None, *map(_weakly, arguments)
@@ -311,7 +205,7 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
     namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
     start = Way(function, lambda: function, None)
     queue, elsewhere = deque([start]), deque[Way]()
-    ran = [reader for reader in readers if not _is_of_library(reader.namespace)]
+    ran = [reader for reader in readers if not is_of_library(reader.namespace)]
     names = {name for reader in ran for name in _names_in(reader.code)}  # of the code visited so far
     visited = set[int]()  # the code of functions, by id
     found, others, ends = dict[int, Way](), list[Way](), list[Way]()
@@ -348,7 +242,7 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
                 if way.value.__globals__ is namespace:
                     visited.add(id(way.value.__code__))
                     go_on(way, _names_of(way.value))
-                elif not _is_of_library(way.value.__globals__):
+                elif not is_of_library(way.value.__globals__):
                     elsewhere.append(way)
                     go_on(way, _objects_of(way.value))
             go_on(way, _look_ups(way.value, names))
@@ -370,14 +264,6 @@ def found_by(look_up: LookUp) -> Any:
         return look_up()
     except Exception:  # of a property, or a class's own __getattribute__ or get
         return None
-
-
-def _finds(look_up: LookUp, kind: type) -> bool:
-    """Whether a look-up finds something of this very type; not if it fails."""
-    try:
-        return type(look_up()) is kind
-    except Exception:
-        return False
 
 
 def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
@@ -422,7 +308,7 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
                 if _is_read_from(x, name, y) and name != "__dict__":
                     yield functools.partial(getattr, x, name, None)
                 elif has_methods and name in names:
-                    yield functools.partial(_in_class, cls, name)
+                    yield functools.partial(in_class, cls, name)
 
 
 def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
@@ -473,7 +359,7 @@ def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterabl
     while stack:
         look_up = stack.pop()
         x = found_by(look_up)
-        if issubclass(type(x), types.ModuleType | type) and not _is_of_library(vars(x)) and id(x) not in seen:
+        if issubclass(type(x), types.ModuleType | type) and not is_of_library(vars(x)) and id(x) not in seen:
             seen.add(id(x))
             inside = [functools.partial(_inside, look_up, name) for name in sorted(names & vars(x).keys())]
             yield from inside
@@ -498,7 +384,7 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(texts, *inner)
 
 
-def _is_of_library(namespace: Mapping[str, Any]) -> bool:
+def is_of_library(namespace: Mapping[str, Any]) -> bool:
     """Whether a function with these globals, or a class or module with these attributes, is from a library."""
     return str(namespace.get("__module__", namespace.get("__name__"))).partition(".")[0] in _LIBRARIES
 
@@ -506,7 +392,7 @@ def _is_of_library(namespace: Mapping[str, Any]) -> bool:
 def _is_kept_by_library(way: Way) -> bool:
     """Whether a way ends in what a function of a library has in its closure or defaults: no Module comes there."""
     holder = None if way.before is None else way.before.value
-    return type(holder) is types.FunctionType and _is_of_library(holder.__globals__)
+    return type(holder) is types.FunctionType and is_of_library(holder.__globals__)
 
 
 def _has_setting(x: Any, names: set[str]) -> bool:
@@ -518,39 +404,13 @@ def _has_setting(x: Any, names: set[str]) -> bool:
     return not names.isdisjoint(settings) or any(isinstance(getattr(type(x), name, None), property) for name in names)
 
 
-def _held_by(x: Any) -> Any:
-    """The container that has the members of a container, or the attributes of an object; None for all else."""
-    if issubclass(type(x), _CONTAINERS):
-        return x
-    if issubclass(type(x), _NO_HOLDERS) or _is_of_library(vars(type(x))):
-        return None
-    try:
-        attributes = x.__dict__
-    except Exception:  # of a weak proxy, or a class's own __getattr__
-        return None
-    return attributes.values() if type(attributes) is dict else None
-
-
-def _is_compared(way: Way) -> bool:
-    """Whether what is at the end of a way is compared with all that is beside it, or cannot be replaced there."""
-    assert way.before is not None
-    holder, look_up = way.before.value, way.look_up
-    if issubclass(type(holder), tuple | frozenset | types.MethodType | functools.partial):
-        return True
-    if not isinstance(look_up, functools.partial) or look_up.func is _in_class:
-        return False  # of a weak reference, a context variable, a class
-    if look_up.func is getattr:
-        return isinstance(holder, types.FunctionType)  # its defaults
-    return _held_by(holder) is not None
-
-
 def _is_named(look_up: LookUp, holder: Any, names: Collection[str]) -> bool:
     """Whether code with these names may make a look-up in this holder: of an attribute if it has the name."""
     if not isinstance(look_up, functools.partial) or look_up.func in (_item, _nth):
         return True
     if issubclass(type(holder), _TRANSPARENT):
         return True
-    name = look_up.args[1] if look_up.func in (getattr, _in_class) else look_up.args[0]
+    name = look_up.args[1] if look_up.func in (getattr, in_class) else look_up.args[0]
     return name in _WRAPPED or name in names
 
 
@@ -558,7 +418,7 @@ def _inside(look_up: LookUp, name: str) -> Any:
     return getattr(look_up(), "__dict__", {}).get(name)
 
 
-def _in_class(cls: type, name: str) -> Any:
+def in_class(cls: type, name: str) -> Any:
     return vars(cls).get(name)
 
 

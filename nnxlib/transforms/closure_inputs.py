@@ -20,12 +20,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
+from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import Packed
 from ..core.layout import KEPT, Layout
 from ..core.objects import Node
-from ..core.references import Conditions, Found, LookUp, Way, named_in, search
+from ..core.references import Found, LookUp, Way, named_in, search
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.tracing import current_trace
 from ..core.variables import Variable

@@ -22,11 +22,12 @@ import jax.tree_util as jtu
 
 from ..core.calls import followed
 from ..core.closures import CapturedObjects, lending, watching
+from ..core.conditions import Conditions
 from ..core.graph import Packed, commit
 from ..core.layout import KEPT
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import Conditions, named_in, search
+from ..core.references import named_in, search
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, evaluate
 from .checkify import note_nan

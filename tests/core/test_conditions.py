@@ -1,0 +1,166 @@
+"""What must hold at the places of a function without a Module: types are compared, values are not."""
+
+import collections
+import gc
+import types
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxlib as nnx
+from nnxlib.core.conditions import Conditions, Members
+from nnxlib.core.references import search
+
+place = None
+
+
+def conditions_of(f, captured=(), functions=()):
+    found = search(f)
+    given = {id(x) for x in captured}
+    return Conditions(found, [way for way in found.objects() if id(way.value) not in given], set(), functions)
+
+
+class Settings:
+    inner = None
+
+    def __init__(self):
+        self.scale = 1.0
+
+
+def closure(x):
+    def set_to(y):
+        nonlocal x
+        x = y
+
+    return (lambda: x), set_to
+
+
+def in_global():
+    def set_to(y):
+        global place
+        place = y
+
+    set_to(None)
+    return (lambda: place), set_to
+
+
+def in_attribute():
+    settings = Settings()
+    return (lambda: settings.scale), lambda y: setattr(settings, "scale", y)
+
+
+def in_class():
+    local = type("Local", (Settings,), {})
+    return (lambda: local.inner), lambda y: setattr(local, "inner", y)
+
+
+def in_list():
+    held = [1.0, "text"]
+    return (lambda: held[0]), lambda y: held.__setitem__(0, y)
+
+
+def in_dict():
+    held = {"a": {"b": None}}
+    return (lambda: held["a"]["b"]), lambda y: held["a"].__setitem__("b", y)
+
+
+def in_deque():
+    held = collections.deque([None])
+    return (lambda: held[0]), lambda y: held.__setitem__(0, y)
+
+
+PLACES = {
+    "closure": lambda: closure(2.0),
+    "closure of None": lambda: closure(None),
+    "global": in_global,
+    "attribute": in_attribute,
+    "class": in_class,
+    "list": in_list,
+    "dict": in_dict,
+    "deque": in_deque,
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_module_at_a_place_without_one(kind):
+    """Data may come in the place of other data, but no Module, and no Variable; if it goes again, they hold again."""
+    f, set_to = PLACES[kind]()
+    before = f()
+    conditions = conditions_of(f)
+    assert conditions and conditions.hold()
+    for data in (3, "other", None, np.ones(2), jnp.ones(3)):
+        set_to(data)
+        assert conditions.hold()
+    for new in (nnx.Dict(), nnx.Param(1.0), Settings()):
+        set_to(new)
+        assert not conditions.hold()
+    set_to(before)
+    assert conditions.hold()
+
+
+def test_the_holder_is_replaced():
+    held = {"a": [None]}
+    conditions = conditions_of(lambda: held["a"][0])
+    held["a"] = [None]
+    assert not conditions.hold()
+
+
+def test_places_that_the_code_does_not_name_are_not_looked_at():
+    settings = Settings()
+    conditions = conditions_of(lambda: settings.__class__)
+    settings.scale = nnx.Dict()  # type: ignore[assignment]
+    assert not conditions.hold()  # the attributes of an object that it may look at are compared together
+    other = types.SimpleNamespace(settings=Settings())
+    conditions = conditions_of(lambda: other.name)
+    other.settings.scale = nnx.Dict()
+    assert conditions.hold()
+
+
+def test_a_wrapper_of_ours_adds_no_condition():
+    """What it keeps beside the method, such as the name of that, is never replaced by a Module."""
+
+    class Model(nnx.Module):
+        def step(self):
+            return 1.0
+
+    assert not conditions_of(Model.step)
+
+
+def test_a_place_that_fails():
+    f, _ = closure(1.0)
+    conditions = conditions_of(f)
+    del f.__closure__[0].cell_contents
+    assert not conditions.hold()
+
+
+def test_they_need_not_refer_to_the_function():
+    def f(x=None):
+        return x, f.seen
+
+    f.seen = None
+    conditions = conditions_of(f, functions=[f])
+    gone = weakref.ref(f)
+    del f
+    gc.collect()
+    assert conditions.hold() and gone() is None
+
+
+def test_members_of_which_there_are_many():
+    """The types of few are compared, of many only the number."""
+    few, many = [1.0] * 100, [1.0] * 101
+    members = Members(few), Members(many)
+    few[0] = many[0] = nnx.Dict()  # type: ignore[call-overload]
+    assert not members[0].are_as_before() and members[1].are_as_before()
+    many.pop()
+    assert not members[1].are_as_before()
+
+
+def test_members_that_are_data_may_come_and_go():
+    held = {"a": 1.0}
+    members = Members(held)
+    held["b"], held["c"] = "text", None  # type: ignore[assignment]
+    assert members.are_as_before() and members.types == [float, str, type(None)]
+    held["d"] = nnx.Dict()  # type: ignore[assignment]
+    assert not members.are_as_before()
