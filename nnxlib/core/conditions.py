@@ -157,5 +157,5 @@ def _refers_to(look_up: LookUp, functions: Collection[Any]) -> bool:
     """Whether a look-up is one in one of these functions, in its defaults or its attributes."""
     if not functions or not isinstance(look_up, functools.partial):
         return False
-    holder = getattr(look_up.func, "__self__", look_up.args[0] if look_up.args else None)
-    return any(holder is f or holder is f.__dict__ for f in functions)
+    holders = getattr(look_up.func, "__self__", None), *look_up.args[:1]  # of a method, of a function such as getattr
+    return any(holder is f or holder is f.__dict__ for holder in holders for f in functions)

@@ -335,7 +335,7 @@ def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
 
 
 def _unflatten(shape: NodeShape | GraphShape, children: Iterable[Any]) -> Any:
-    if type(shape) is GraphShape:
+    if isinstance(shape, GraphShape):
         return shape.build(children)
     items = shape.fill(*children)
     for name in shape.mutable:
