@@ -93,22 +93,24 @@ class Blueprint:
         made = make_variables(self.variable_types, leaves, fresh(self.metadata), cell, stamps)
         for owner, kinds in self._node_types.items():
             made += new_nodes(owner, kinds, stamps)
-        objects = [made[k] for k in self._order]
+        objects = list(map(made.__getitem__, self._order))
         for i, marks in self._marks:
             object.__setattr__(objects[i], "_nnx_marks", dict(marks))
         return objects
 
-    def fill(self, objects: Sequence[Any], leaves: Iterator[Any]) -> None:
+    def fill(self, objects: list[Any], leaves: Iterator[Any]) -> None:
         """Give the nodes among the objects their contents; ``leaves`` are those that nodes hold."""
-        pool = [*objects, *self._constants]
+        count = len(objects)
+        objects += self._constants  # for a moment: a list of both beside that of the objects would take the most memory
         for place, spec in self._made:
-            pool[place] = next(leaves) if spec is LEAF else value_of(spec, objects, leaves)
+            objects[place] = next(leaves) if spec is LEAF else value_of(spec, objects, leaves)
         for rows, names, places in self._alike:
-            fill_all(map(objects.__getitem__, rows), names, map(pool.__getitem__, places))
+            fill_all(map(objects.__getitem__, rows), names, map(objects.__getitem__, places))
         for i, places in self._lists:
-            list.extend(objects[i], map(pool.__getitem__, places))
+            list.extend(objects[i], map(objects.__getitem__, places))
         for i, names, places in self._others:
-            objects[i]._nnx_fill(dict(zip(names, [pool[k] for k in places], strict=True)))
+            objects[i]._nnx_fill(dict(zip(names, [objects[k] for k in places], strict=True)))
+        del objects[count:]
 
     def as_built(self, objects: Sequence[Any]) -> set[int]:
         """The rows of the objects that hold, except for values of Variables, what they were given.
