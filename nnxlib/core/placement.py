@@ -17,7 +17,7 @@ import math
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -268,10 +268,16 @@ def on_devices(sharding: NamedSharding) -> NamedSharding:
 
     Who restores a checkpoint to a shape asks for them.
     """
-    mesh = concrete_mesh() if at_top_level() else None
+    mesh = devices_at_hand()
     if mesh is None or sharding.mesh != mesh.abstract_mesh:
         return sharding
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def devices_at_hand() -> Mesh | None:
+    """The mesh of ``jax.set_mesh``, over which JAX places what is made eagerly; None without one, and in a trace."""
+    mesh = concrete_mesh() if at_top_level() else None
+    return None if mesh is None or mesh.empty else mesh
 
 
 def settle(cells: Iterable[Any], shardings: Iterable[Any], mesh: Any = None) -> None:
@@ -294,12 +300,20 @@ _named = functools.cache(NamedSharding)
 
 
 def _moved(sharding: Any, mesh: Any, x: Any) -> Any:
-    if not isinstance(x, jax.Array) or not getattr(sharding, "is_fully_addressable", True):
+    if not isinstance(x, jax.Array):
         return x
     own = x.sharding
     if isinstance(own, NamedSharding) and own.spec == sharding and own.mesh.abstract_mesh == mesh:
         return x
-    return jax.device_put(x, sharding)
+    if getattr(sharding, "is_fully_addressable", True):
+        return jax.device_put(x, sharding)
+    return _identity_onto(sharding)(x)
+
+
+@functools.cache
+def _identity_onto(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    """Moves an array onto devices of several processes: ``device_put`` compares all copies first, and takes no keys."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def _constrained(x: Any, mesh: Any, spec: PartitionSpec) -> Any:

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from .errors import StaticValueError, describe, format_path, place_of
-from .tracing import Tracer
+from .tracing import Tracer, is_readable
 
 # The types of values that are their own key and refer to nothing else.
 ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
@@ -317,7 +317,7 @@ class _MetadataFreezer(_Freezer):
                 f"{format_path(self.path)} holds {describe(value)}, which is computed while tracing, but metadata are "
                 "part of the program. Make a NumPy array of it, or keep it in an attribute of a Module."
             )
-        if value.is_deleted() or not value.is_fully_addressable:  # it cannot be read
+        if not is_readable(value):
             return self.identity(value)
         self.parts.append(value)  # a copy made in a trace would be a tracer
         data = value

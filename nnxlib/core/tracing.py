@@ -106,6 +106,11 @@ def is_deleted(value: object) -> bool:
     return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
 
 
+def is_readable(x: jax.Array) -> bool:
+    """Whether this process has all values of a concrete array: not if it was donated, or has parts in others only."""
+    return not x.is_deleted() and (x.is_fully_addressable or x.is_fully_replicated)
+
+
 def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     """The mesh of the context: of a ``shard_map``, ``jax.set_mesh`` or a ``with mesh:`` block; None without one."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -97,7 +97,7 @@ def diff(a: Any, b: Any, /, *, rtol: float = 0.0, atol: float = 0.0) -> Diff:
       b: what is after.
       rtol: values may differ by so much, relative to ``b``, and
       atol: by so much more. NaNs in the same place are equal. Arrays that are traced, abstract or deleted have no
-        values to compare.
+        values to compare. Of an array whose parts are in several processes, each compares those that it has.
 
     Returns:
       A :class:`Diff`: false if there is no difference; a sequence of entries ``(path, kind, before, after)``; a table
@@ -233,9 +233,10 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
     if x is y:
         return None
     if _is_key(x) or _is_key(y):
-        p, q = _key_data(x), _key_data(y)
-        return None if p is None or q is None or np.array_equal(p, q) else "another key"
-    p, q = values_of(x), values_of(y)
+        (p, has_p), (q, has_q) = _at_hand(_key_data(x)), _at_hand(_key_data(y))
+        is_other = p is not None and q is not None and (p.shape != q.shape or ((p != q) & has_p & has_q).any())
+        return "another key" if is_other else None
+    (p, has_p), (q, has_q) = _at_hand(x), _at_hand(y)
     if p is None or q is None or p.shape != q.shape:
         return None
     if p.dtype == object or q.dtype == object or p.dtype.kind in "OSU" or q.dtype.kind in "OSU":
@@ -247,6 +248,8 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
             p, q = _wide(p), _wide(q)
             distance = np.abs(p - q)
         close = (p == q) | (distance <= atol + rtol * np.abs(_wide(q))) | (np.isnan(p) & np.isnan(q))
+    at_hand = has_p & has_q
+    close |= ~at_hand
     if close.all():
         return None
     if not p.ndim:
@@ -254,7 +257,8 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
     distance = np.where(close, 0.0, np.where(np.isnan(distance), np.inf, distance))
     worst = np.unravel_index(np.argmax(distance), distance.shape)
     where = ", ".join(map(str, map(int, worst)))
-    count = f"{int((~close).sum()):,} of {p.size:,} differ"
+    here = "" if at_hand.all() else " in this process"
+    count = f"{int((~close).sum()):,} of {int(at_hand.sum()):,}{here} differ"
     if not np.isfinite(distance[worst]):
         return f"{count}, {p[worst]:.3g} and {q[worst]:.3g} at [{where}]"
     return f"{count}, by {distance[worst]:.3g} at [{where}] at most"
@@ -264,9 +268,23 @@ def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _key_data(x: Any) -> np.ndarray | None:
-    is_concrete = _is_key(x) and isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
-    return values_of(jax.random.key_data(x)) if is_concrete else None
+def _key_data(x: Any) -> jax.Array | None:
+    return jax.random.key_data(x) if _is_key(x) and _is_concrete(x) else None
+
+
+def _is_concrete(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
+
+
+def _at_hand(x: Any) -> tuple[np.ndarray | None, np.ndarray]:
+    """The values of an array, and which of them this process has; if others have parts of it, only its own parts."""
+    values = values_of(x)
+    if values is not None or not _is_concrete(x):
+        return values, np.ones(np.shape(values), bool)
+    values, known = np.zeros(x.shape, x.dtype), np.zeros(x.shape, bool)
+    for shard in x.addressable_shards:
+        values[shard.index], known[shard.index] = shard.data, True
+    return values, known
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

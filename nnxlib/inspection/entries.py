@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from ..core.differences import aval_of
-from ..core.tracing import Tracer
+from ..core.tracing import Tracer, is_readable
 from .grid import MOST_ROWS
 
 E = TypeVar("E")
@@ -54,6 +54,4 @@ def values_of(value: Any) -> np.ndarray | None:
     if isinstance(value, Tracer | jax.ShapeDtypeStruct) or (aval_of(value) is None and not np.isscalar(value)):
         return None
     value = value[...] if isinstance(value, jax.Ref) else value
-    if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_fully_addressable):
-        return None
-    return np.asarray(value)
+    return np.asarray(value) if not isinstance(value, jax.Array) or is_readable(value) else None

@@ -95,8 +95,8 @@ def statistics(tree: Any, /) -> Statistics:
     """Return how the arrays in a model, a State or another pytree are distributed.
 
     A notebook shows it as a picture, with a histogram for each array, all on one axis; ``nnx.draw`` makes a file of it.
-    Zeros are counted, and left out of the histograms. Random streams have no entry. Arrays that are traced, abstract,
-    deleted or in other processes have one without numbers.
+    Zeros are counted, and left out of the histograms. Random streams have no entry. Arrays that are traced, abstract
+    or deleted, or have parts in other processes only, have one without numbers.
 
     Args:
       tree: a Module, a State of ``nnx.state``, ``nnx.grad`` or ``nnx.capture``, or any pytree of these and arrays. A

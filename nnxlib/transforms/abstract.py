@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.closures import all_borrowed, borrowed
 from ..core.errors import TraceContextError
 from ..core.escapes import without_escapes
 from ..core.finding import reachable
-from ..core.graph import Packed, commit, diff, pack
+from ..core.graph import Delta, Packed, commit, diff, pack
 from ..core.inputs import lend
 from ..core.objects import Node
-from ..core.placement import on_devices
+from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
 from ..core.references import ways_from
+from ..core.rows import VariableRow
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import Variable
@@ -87,12 +89,28 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
             raise
         leaves, outcome = jax.eval_shape(pure, packed.leaves)
     shapes = place_new(outcome.delta, leaves, 0)  # JAX forgets the shardings that values were constrained to
-    return commit(_NOTHING, outcome.delta, [_on_devices(x) for x in shapes], ())
+    return commit(_NOTHING, outcome.delta, _on_devices(outcome.delta, shapes), ())
 
 
-def _on_devices(x: Any) -> Any:
+def _on_devices(delta: Delta, shapes: list[Any]) -> list[Any]:
+    """The shapes with shardings over devices, also the Variables that name no axes: as if they were made eagerly.
+
+    A checkpoint that was written on other devices can be restored only to shapes that all have a sharding.
+    """
+    mesh = devices_at_hand() if using_eager_sharding() else None
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    variables = sum(isinstance(row, VariableRow) for _, row in delta.rows)  # their values come first
+    return [
+        *(jax.tree.map(functools.partial(_placed, whole), x) for x in shapes[:variables]),
+        *(_placed(None, x) for x in shapes[variables:]),
+    ]
+
+
+def _placed(default: NamedSharding | None, x: Any) -> Any:
     sharding = getattr(x, "sharding", None)
-    return x.update(sharding=on_devices(sharding)) if isinstance(sharding, NamedSharding) else x
+    if isinstance(sharding, NamedSharding):
+        return x.update(sharding=on_devices(sharding))
+    return x.update(sharding=default) if default and isinstance(x, jax.ShapeDtypeStruct) and sharding is None else x
 
 
 def _live_below(roots: list[Any]) -> list[Any]:

@@ -169,3 +169,26 @@ def test_dropout_of_inputs_with_explicit_axes():
         y = nnx.Dropout(0.5, rngs=nnx.Rngs(0))(jax.device_put(x, PartitionSpec("data", "model")))
         assert jax.typeof(y).sharding.spec == PartitionSpec("data", "model")
     np.testing.assert_array_equal(y, expected)
+
+
+def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
+    """Shapes made under that one have shardings over it, also those of Variables without names of axes."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+
+    def start():
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        model = nnx.Sequential(nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+        return model, nnx.Optimizer(model, optax.adam(1e-3))
+
+    with jax.set_mesh(MESH):
+        saved = nnx.state(nnx.jit(start)())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "1", saved)
+    two = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(two):
+        model, optimizer = nnx.eval_shape(start)
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update((model, optimizer), checkpointer.restore(tmp_path / "1", nnx.state((model, optimizer))))
+    assert {x.sharding.mesh for x in jax.tree.leaves(nnx.state((model, optimizer)))} == {two}
+    assert optimizer.opt_state[0].mu.layers[0].kernel.value.sharding.spec == PartitionSpec(None, "model")
+    assert np.isfinite(step(model, optimizer, X))

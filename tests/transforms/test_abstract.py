@@ -187,13 +187,14 @@ def test_failures_change_nothing():
 
 @pytest.mark.parametrize("way", [nnx.eval_shape, lambda f: nnx.jit(f).eval_shape()])
 def test_shapes_have_the_shardings_that_names_of_axes_ask_for(way):
-    """Those of Variables that were named, whatever else comes out."""
+    """Variables without names have a copy on each device, as if made eagerly; other outputs ask for nothing."""
     init = nnx.with_partitioning(nnx.initializers.zeros, (None, "model"))
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         layer, x = way(lambda: (nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0)), jnp.ones(2)))
     assert layer.kernel.value.sharding.spec == jax.sharding.PartitionSpec(None, "model")
-    assert (layer.bias.value.sharding, x.shape) == (None, (2,))
+    assert layer.bias.value.sharding == jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    assert (x.sharding, x.shape) == (None, (2,))
 
 
 def test_an_output_with_objects_of_the_arguments_and_new_ones_keeps_what_they_share():
