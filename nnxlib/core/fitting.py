@@ -25,7 +25,7 @@ from .errors import Path, StateMismatchError, describe
 from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
 from .rngs import implementation_of
-from .state import FlatState, State, is_without_leaves
+from .state import FlatState, State, is_boxed, is_without_leaves
 from .static import same_items
 from .tracing import Tracer, at_top_level
 from .traversals import sorted_by_path
@@ -68,8 +68,12 @@ def values_to_write(
         fitting = _values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
         if fitting is not None:
             return {k: fitting[0][k] for k in given}, {k: metadata for k, (_, metadata) in fitting[1].items()}
-    leaves_given, unexpected = (given, {}) if given else _matched(layout, states, avals_of(leaves))
-    new: dict[Any, Any] = {k: x for k, x in leaves_given.items() if not (_is_none(x) and is_without_leaves(leaves[k]))}
+    leaves_given: dict[int, Any] = given or {}
+    unexpected: dict[Path, Any] = {}
+    if not given:
+        leaves_given, unexpected = _matched(layout, states, avals_of(leaves))
+        leaves_given = {k: x["value"] if is_boxed(x, leaves[k]) else x for k, x in leaves_given.items()}
+    new: dict[Any, Any] = {k: x for k, x in leaves_given.items() if x is not None or not is_without_leaves(leaves[k])}
     avals = dict(zip(new, avals_of([leaves[k] for k in new]), strict=True))
     before = {k: None if isinstance(leaves[k], Tracer) else aval for k, aval in avals.items()}
     new = _with_keys(avals, new)
@@ -153,10 +157,12 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
 
     Two variants of known paths, as in checkpoints, are understood: ``'0'`` for ``0``, and a further key ``'value'``,
     which is what JAX calls the value of a Variable. (Not below a value that is a mapping itself; but one without
-    leaves, such as what optax has in place of a masked moment, is stored as None.)
+    leaves, such as what optax has in place of a masked moment, is stored as None.) If one array has that key, all
+    values have it, also those that are no arrays.
     """
     by_string: dict[Path, Path] | None = None
     flat: dict[Path, Any] = {}
+    are_boxed = False
     for number, state in enumerate(states):
         for path, leaf in _items(state, number, known):
             if path not in known:
@@ -165,8 +171,11 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
                 written = tuple([str(k) for k in path])
                 held = by_string.get(written[:-1]) if written[-1:] == ("value",) else None
                 is_value = held is not None and (known[held] or leaf is None)
+                are_boxed |= is_value and written not in by_string
                 path = by_string.get(written, (held if is_value else None) or path)
             flat[path] = leaf
+    if are_boxed:
+        flat = {path: x["value"] if is_boxed(x) and known.get(path, ()) is None else x for path, x in flat.items()}
     return flat
 
 
@@ -285,11 +294,6 @@ def _as_key(leaf: Any, dtype: Any) -> Any:
         return leaf
     key = jax.random.wrap_key_data(value, impl=implementation_of(one))
     return make_variable(type(leaf), key, leaf._metadata) if isinstance(leaf, Variable) else key
-
-
-def _is_none(leaf: Any) -> bool:
-    """Whether a leaf is None, or that as the value of a Variable."""
-    return leaf is None or (type(leaf) is dict and leaf.keys() == {"value"} and leaf["value"] is None)
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------

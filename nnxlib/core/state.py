@@ -463,9 +463,12 @@ def replace_by_pure_dict(
 
     def children(path: Path, node: Any) -> Any:
         """The items of a level; a mapping that is to be the value of a leaf holding one is none."""
-        if isinstance(node, Mapping) and not isinstance(plain_value(leaves.get(find(path) or ())), Mapping):
-            return node.items()
-        return None
+        held = plain_value(leaves.get(find(path) or ()))
+        return (
+            node.items()
+            if isinstance(node, Mapping) and (is_boxed(node, held) or not isinstance(held, Mapping))
+            else None
+        )
 
     found = [(path, find(path), value) for path, value in flattened(pure_dict, children) if value is not empty_node]
     if unknown := {path: value for path, target, value in found if target is None}:
@@ -630,6 +633,18 @@ def _split(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]
         lines = [f"{format_path(path)}: {type(leaf).__name__}" for path, leaf in rest]
         raise NonExhaustiveFiltersError(listed(head, lines, remedy))
     return groups
+
+
+def is_boxed(given: Any, held: Any = None) -> bool:
+    """Whether a mapping stands for its only item, ``value``: as a checkpoint has what is in a Variable.
+
+    Not if the Variable holds a mapping with just that key.
+    """
+
+    def has_only_value(x: Any) -> bool:
+        return isinstance(x, Mapping) and x.keys() == {"value"}
+
+    return has_only_value(given) and not has_only_value(held)
 
 
 def is_without_leaves(value: Any) -> bool:

@@ -549,6 +549,25 @@ def test_a_part_of_a_value_that_is_a_mapping_is_not_its_value():
     assert model.v.value == {"value": 3.0, "other": 4.0}
 
 
+@pytest.mark.parametrize("x", [3, 2.5, True, [1.0, 2.0], {"a": 1.0, "b": 2.0}, {"value": 1.0}], ids=repr)
+def test_values_that_are_no_arrays_one_level_below_their_variables(x):
+    """Numbers, lists and dicts are restored as arrays are; a dict with just that key is not mistaken for a level."""
+    make = lambda x: nnx.Dict(v=nnx.Variable(x), w=nnx.Param(jnp.ones(2)))
+    restored = {"v": {"value": x}, "w": {"value": jnp.zeros(2)}}
+    model = make(jax.tree.map(lambda y: 0 * y, x))
+    nnx.update(model, restored)
+    assert (model["v"].value, model["w"].value.tolist()) == (x, [0, 0])
+    assert nnx.merge(nnx.graphdef(model), restored)["v"].value == x
+    model = make(jax.tree.map(lambda y: 0 * y, x))
+    nnx.update(model, {"v": {"value": x}} if x != {"value": 1.0} else {"v": x})
+    assert model["v"].value == x
+    nnx.update(model, {"v": x})
+    assert model["v"].value == x
+    state = nnx.state(make(jax.tree.map(lambda y: 0 * y, x)))
+    state.replace_by_pure_dict({"v": {"value": x}} if x != {"value": 1.0} else {"v": x})
+    assert state["v"].value == x
+
+
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"value": x}], ids=["bare", "below"])
 def test_what_has_no_leaves_is_none_in_a_checkpoint(wrap):
     """It stays what it is, as the masked moments of an optimizer; in place of an array, None is an error."""
