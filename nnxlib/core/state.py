@@ -464,11 +464,8 @@ def replace_by_pure_dict(
     def children(path: Path, node: Any) -> Any:
         """The items of a level; a mapping that is to be the value of a leaf holding one is none."""
         held = plain_value(leaves.get(find(path) or ()))
-        return (
-            node.items()
-            if isinstance(node, Mapping) and (is_boxed(node, held) or not isinstance(held, Mapping))
-            else None
-        )
+        is_level = isinstance(node, Mapping) and (is_boxed(node, held) or not isinstance(held, Mapping))
+        return node.items() if is_level else None
 
     found = [(path, find(path), value) for path, value in flattened(pure_dict, children) if value is not empty_node]
     if unknown := {path: value for path, target, value in found if target is None}:
