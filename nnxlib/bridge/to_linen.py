@@ -10,6 +10,7 @@ Under ``jax.jit`` what the constructor computes, and the given variables replace
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,36 +229,34 @@ def to_linen_class(
 ) -> type[ToLinen]:
     """Return a class of Linen modules that takes the arguments of a Module class; some may be given here.
 
+    So do its subclasses, and what ``nn.remat``, ``nn.scan`` and ``nn.vmap`` make of it.
+
     >>> Dense = nnx.bridge.to_linen_class(nnx.Linear, use_bias=False)
     >>> Dense(3, out_features=4, name='inner').init(jax.random.key(0), jnp.ones((1, 3)))['params']['kernel'].shape
     (3, 4)
     """
+    defaults = {"nnx_class": base_nnx_class, "skip_rng": base_skip_rng, "metadata_fn": base_metadata_fn}
 
     class ToLinenPartial(ToLinen):
-        pass
+        def __init_subclass__(cls, **options: Any):
+            super().__init_subclass__(**options)
+            take_arguments(cls)
 
-    def __init__(
-        self: Any,
-        *args: Any,
-        nnx_class: Callable[..., Any] = base_nnx_class,
-        kwargs: Mapping[str, Any] = FrozenDict({}),
-        skip_rng: bool = base_skip_rng,
-        metadata_fn: Callable[[Variable], Any] | None = base_metadata_fn,
-        parent: Any = _SAME_PARENT,
-        name: str | None = None,
-        **more: Any,
-    ) -> None:
-        args = more.pop("args", args)
-        kwargs = FrozenDict({**partial_kwargs, **kwargs, **more})
-        given = {} if parent is _SAME_PARENT else {"parent": parent}
-        ToLinen.__init__(self, nnx_class, args, kwargs, skip_rng, metadata_fn, name=name, **given)
+    def take_arguments(cls: type[ToLinen]) -> None:
+        """Replace the constructor that Linen, which makes a dataclass of each class, has just made for this one."""
+        init, fields = cls.__init__, {field.name for field in dataclasses.fields(cls)}
 
-    ToLinenPartial.__init__ = __init__  # Linen, which makes dataclasses of its modules, would replace one in the class
+        def __init__(self: Any, *args: Any, **given: Any) -> None:
+            settings = {**defaults, "args": args, **{name: given.pop(name) for name in fields & given.keys()}}
+            settings["kwargs"] = FrozenDict({**partial_kwargs, **settings.get("kwargs", {}), **given})
+            init(self, **settings)
+
+        cls.__init__ = __init__  # type: ignore[method-assign]
+
+    take_arguments(ToLinenPartial)
     ToLinenPartial.__qualname__ = "ToLinenPartial"
     return ToLinenPartial
 
-
-_SAME_PARENT: Any = object()
 
 _NOT_GIVEN = "default (no key was given)"
 

@@ -224,6 +224,41 @@ def test_skip_rng_and_classes():
         assert jax.tree.map(jnp.shape, model.init(jax.random.key(0), X)) == {"params": {"kernel": (3, 2)}}
 
 
+def test_a_class_made_of_a_class_is_lifted_and_derived_from():
+    """What Linen's transforms make of it, and subclasses, take the arguments of the Module, too."""
+    Dense = bridge.to_linen_class(nnx.Linear, use_bias=False)
+    kernel = Dense(3, 3).init(jax.random.key(0), X)["params"]["kernel"]
+
+    class Scaled(Dense):
+        factor: float = 1.0
+
+        def __call__(self, x):
+            return self.factor * super().__call__(x)
+
+    for make in Scaled, nn.remat(Dense), nn.remat(Scaled):
+        made = make(3, out_features=3).init(jax.random.key(0), X)
+        assert (made["params"]["kernel"] == kernel).all()
+    assert (Scaled(3, 3, factor=2.0).apply(made, X) == 2 * Dense(3, 3).apply(made, X)).all()
+
+    lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    heads = nn.vmap(Dense, in_axes=None, axis_size=2, **lifted)(in_features=3, out_features=3)
+    assert heads.init(jax.random.key(0), X)["params"]["kernel"].shape == (2, 3, 3)
+
+    class Step(Dense):
+        def __call__(self, x, _):
+            return super().__call__(x), None
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(nn.remat(Step), length=2, **lifted)(in_features=3, out_features=3, name="layers")
+            return layers(x, None)[0]
+
+    y, stacked = Layers().init_with_output(jax.random.key(0), X)
+    first, second = stacked["params"]["layers"]["kernel"]
+    assert jnp.allclose(y, X @ first @ second, atol=1e-6)
+
+
 def test_modules_among_the_arguments_are_not_written():
     """A Module that is an argument of the constructor keeps its weights, also under jit."""
     linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
