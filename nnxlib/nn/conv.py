@@ -294,8 +294,8 @@ class ConvTranspose(Module):
       out_features: number of channels of the output.
       kernel_size: extent of the kernel along each spatial axis; an int for one spatial axis.
       strides: factor by which each spatial axis grows, one int or one for each axis (default 1).
-      padding: ``'SAME'``, ``'VALID'``, ``'CIRCULAR'`` (periodic), an int, or for each axis an int or a pair; explicit
-        numbers pad the dilated input.
+      padding: ``'SAME'``, ``'VALID'``, ``'CIRCULAR'`` (periodic), without strides also ``'SAME_LOWER'``, an int, or for
+        each axis an int or a pair; explicit numbers pad the dilated input.
       kernel_dilation: spacing of the kernel's elements.
       mask: an array of the kernel's shape, by which the kernel is multiplied.
       transpose_kernel: whether to flip the kernel and exchange its channel axes, so that the layer is the transpose of
@@ -361,7 +361,7 @@ class ConvTranspose(Module):
     def __call__(self, inputs: Array) -> Array:
         """Map ``inputs`` of shape ``[*batch, *spatial, in_features]`` to ``[*batch, *spatial', out_features]``.
 
-        With ``'SAME'`` and ``'CIRCULAR'`` padding ``spatial'`` is ``spatial * strides``.
+        With ``'SAME'``, ``'SAME_LOWER'`` and ``'CIRCULAR'`` padding ``spatial'`` is ``spatial * strides``.
 
         Raises:
           LayerInputError: if the input has too few axes, or not ``in_features`` channels.
@@ -371,9 +371,10 @@ class ConvTranspose(Module):
         x, batch = _with_one_batch_axis(self, inputs, rank, kernel.shape[-1 if self.transpose_kernel else -2])
         spatial, strides = x.shape[1:-1], _per_axis("strides", self.strides, rank)
         padding = canonicalize_padding(self.padding, rank)
-        if padding in ("CAUSAL", "REFLECT", "SAME_LOWER"):
+        if padding in ("CAUSAL", "REFLECT") or (padding == "SAME_LOWER" and max(strides) > 1):
+            where = " with strides" if padding == "SAME_LOWER" else ""
             raise UsageError(
-                f"A transposed convolution has no {padding} padding; use SAME, VALID, CIRCULAR or numbers."
+                f"A transposed convolution{where} has no {padding} padding; use SAME, VALID, CIRCULAR or numbers."
             )
         x, kernel, bias = self.promote_dtype((x, _masked(self, kernel), _bias(self)), dtype=self.dtype)
         kwargs = given(preferred_element_type=self.preferred_element_type)
@@ -405,5 +406,6 @@ def _wrap(y: Array, periods: tuple[int, ...], transpose_kernel: bool) -> Array:
         widths = [(0, 0)] * y.ndim
         widths[axis] = (before, excess - before)
         y = jnp.pad(y, widths)
-        y = jnp.sum(jnp.reshape(y, (*y.shape[:axis], -1, period, *y.shape[axis + 1 :])), axis=axis)
+        count = y.shape[axis] // period  # -1 would not do for an empty batch
+        y = jnp.sum(jnp.reshape(y, (*y.shape[:axis], count, period, *y.shape[axis + 1 :])), axis=axis)
     return y

@@ -134,10 +134,11 @@ def test_use_bias_is_read_at_the_call(make):
 
 
 @pytest.mark.parametrize("make", [nnx.Conv, nnx.ConvTranspose])
+@pytest.mark.parametrize("padding", ["SAME", "CIRCULAR"])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,), (2, 0)])
-def test_any_number_of_batch_axes(make, batch):
+def test_any_number_of_batch_axes(make, padding, batch):
     """No batch axis, several, and empty ones give the stacked results of single examples."""
-    layer = make(2, 4, (3, 2), bias_init=normal, rngs=nnx.Rngs(0))
+    layer = make(2, 4, (3, 2), padding=padding, bias_init=normal, rngs=nnx.Rngs(0))
     x = array(*batch, 5, 6, 2)
     y = layer(x)
     assert y.shape == (*batch, 5, 6, 4)
@@ -190,6 +191,17 @@ def test_same_padding_multiplies_the_size_by_the_stride():
     """The upsampling layer of a decoder."""
     layer = nnx.ConvTranspose(2, 3, (4, 3), strides=(2, 3), rngs=nnx.Rngs(0))
     assert layer(jnp.ones((1, 5, 4, 2))).shape == (1, 10, 12, 3)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4])
+def test_same_lower_padding_without_strides(kernel):
+    """A transposed convolution without strides is a convolution, also with this padding; with strides it has none."""
+    x = array(1, 6, 2)
+    forward = nnx.Conv(2, 3, kernel, padding="SAME_LOWER", rngs=nnx.Rngs(0))
+    transposed = nnx.ConvTranspose(2, 3, kernel, padding="SAME_LOWER", rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(transposed(x), forward(x), rtol=1e-6)
+    with pytest.raises(ValueError, match="with strides has no SAME_LOWER padding; use SAME, VALID"):
+        nnx.ConvTranspose(2, 3, kernel, strides=2, padding="SAME_LOWER", rngs=nnx.Rngs(0))(x)
 
 
 def test_conv_transpose_masks_and_dtypes():
