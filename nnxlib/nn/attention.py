@@ -360,10 +360,10 @@ def _sin_and_cos_of_quotient(positions: Array, periods: Array) -> tuple[Array, A
     return jnp.sin(angles), jnp.cos(angles)
 
 
-@formula("theta", "half")
-def _sin_and_cos(positions: Any, *, theta: float, half: int) -> tuple[Array, Array]:
+@formula("theta", "half", "dtype")
+def _sin_and_cos(positions: Any, *, theta: float, half: int, dtype: Any) -> tuple[Array, Array]:
     """Sine and cosine of ``position * theta ** (-i / half)``: ``[..., length, half]``."""
-    periods = _periods(theta, np.arange(half, dtype=np.float32) / np.float32(half))
+    periods = _periods(theta, np.arange(half, dtype=dtype) / np.asarray(half, dtype))
     return _sin_and_cos_of_quotient(positions, periods)
 
 
@@ -428,7 +428,8 @@ class RoPE(Module):
                     "`embedding_size` must be positive and even, and `max_seq_len` positive, but got "
                     f"{embedding_size} and {max_seq_len}."
                 )
-            sin, cos = _sin_and_cos(np.arange(max_seq_len), theta=self.theta, half=embedding_size // 2)
+            dtype = jnp.result_type(float)  # float64 if JAX has these
+            sin, cos = _sin_and_cos(np.arange(max_seq_len), theta=self.theta, half=embedding_size // 2, dtype=dtype)
             self.cached_sin, self.cached_cos = Variable(sin), Variable(cos)
 
     def _nnx_sizes(self) -> str:
@@ -439,6 +440,8 @@ class RoPE(Module):
 
     def __call__(self, x: Array, input_positions: Array | None = None) -> Array:
         """Rotate ``x`` of shape ``[..., length, size]``; the result has the same shape and floating dtype.
+
+        Angles are computed in float32 at least, and so are sums.
 
         Args:
           x: the size must be even.
@@ -456,20 +459,21 @@ class RoPE(Module):
         (x,) = promote_dtype((x,))
         if x.ndim < -axis or x.shape[-1] == 0 or x.shape[-1] % 2:
             raise input_error(self, "inputs of shape [..., length, size], where size is even", x)
-        size, before = x.shape[-1], x.shape[: axis + 1 or None]
+        half, before = x.shape[-1] // 2, x.shape[: axis + 1 or None]
         if positions is None:
-            sin, cos = self._sin_and_cos_from_zero(x, before[-1], size // 2)
+            sin, cos = self._sin_and_cos_from_zero(x, before[-1])
         else:
             positions = positions if isinstance(positions, jax.Array) else jnp.asarray(positions)
             if not broadcasts(positions.shape, before) or positions.shape[-1:] != before[-1:]:
                 raise input_error(self, f"positions that broadcast to {list(before)}, of full length", positions)
-            sin, cos = _sin_and_cos(positions, theta=self.theta, half=size // 2)
+            sin, cos = _sin_and_cos(positions, theta=self.theta, half=half, dtype=at_least_float32(x.dtype))
         rows = (1,) * (len(before) - sin.ndim + 1) + sin.shape[:-1]
-        return _rotate(x, sin, cos, shape=(*rows, *(1,) * (-axis - 2), size // 2))
+        return _rotate(x, sin, cos, shape=(*rows, *(1,) * (-axis - 2), half))
 
-    def _sin_and_cos_from_zero(self, x: Array, length: int, half: int) -> tuple[Array, Array]:
+    def _sin_and_cos_from_zero(self, x: Array, length: int) -> tuple[Array, Array]:
+        half = x.shape[-1] // 2
         if self.cached_sin is None or self.cached_cos is None:
-            return _sin_and_cos(np.arange(length), theta=self.theta, half=half)
+            return _sin_and_cos(np.arange(length), theta=self.theta, half=half, dtype=at_least_float32(x.dtype))
         rows, columns = self.cached_sin.shape
         if half != columns or length > rows:
             raise input_error(self, f"inputs of up to {rows} positions and {2 * columns} features", x)

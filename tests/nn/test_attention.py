@@ -178,6 +178,22 @@ def test_rope_is_a_rotation_of_pairs():
     np.testing.assert_array_equal(nnx.RoPE(theta=50.0)(x, each), out)
 
 
+def test_rope_has_the_precision_of_its_input():
+    """With numbers of 64 bits, at positions that have no angle in float32, with and without a table."""
+    rates, positions = 1e4 ** (-np.arange(3) / 3), np.arange(5) + 1_000_000
+    with jax.enable_x64(True):
+        x = jnp.asarray(array(2, 5, 6), jnp.float64)
+
+        def expected(positions):
+            turned = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * positions[:, None] * rates)
+            return np.concatenate([turned.real, turned.imag], -1)
+
+        np.testing.assert_allclose(nnx.RoPE()(x, positions), expected(positions), rtol=1e-8)
+        for rope in nnx.RoPE(), nnx.RoPE(1e4, 6, 5):
+            np.testing.assert_allclose(rope(x), expected(np.arange(5)), rtol=1e-12)
+            assert rope(x.astype(jnp.float32)).dtype == jnp.float32
+
+
 def test_rope_makes_scores_depend_on_the_difference_of_positions():
     """Moving all positions by 50 changes no output; moving only the keys does."""
     query, key = array(2, 4, 2, 8), array(2, 4, 2, 8, seed=1)
