@@ -509,6 +509,9 @@ def make_attention_mask(
     Array([[ True, False],
            [ True, False],
            [False, False]], dtype=bool)
+
+    Raises:
+      ValueError: if an input has no axis, or their batch axes do not broadcast to each other.
     """
     query_input, key_input = jnp.asarray(query_input), jnp.asarray(key_input)
     batches = zip(reversed(query_input.shape[:-1]), reversed(key_input.shape[:-1]))
@@ -538,6 +541,9 @@ def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.flo
     Array([[[1, 0, 0],
             [1, 1, 0],
             [1, 1, 1]]], dtype=int32)
+
+    Raises:
+      TypeError: if ``x`` has no axis.
     """
     shape = np.shape(x)
     if not shape:
@@ -562,16 +568,16 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Array | N
     Raises:
       ValueError: if the masks differ in their number of axes, or do not broadcast to each other.
     """
-    given = [jnp.asarray(mask) for mask in masks if mask is not None]
-    if not given:
+    arrays = [jnp.asarray(mask) for mask in masks if mask is not None]
+    if not arrays:
         return None
-    shapes = [mask.shape for mask in given]
+    shapes = [mask.shape for mask in arrays]
     sizes = [{size for size in axis if size != 1} for axis in zip(*shapes)]
     if len({len(shape) for shape in shapes}) > 1 or any(len(axis) > 1 for axis in sizes):
         raise UsageError(
             f"combine_masks takes masks with the same number of axes that broadcast to each other, but got {shapes}."
         )
-    combined, *others = given
+    combined, *others = arrays
     for mask in others:
         combined = jnp.logical_and(combined, mask)
     return combined.astype(dtype)

@@ -69,8 +69,8 @@ def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = T
     """
     if dtype is None:
         found = jnp.result_type(*[_as_array(x) for x in args if x is not None])
-        return jnp.promote_types(jnp.float32, found) if inexact and not _is_inexact(found) else found
-    if inexact and not _is_inexact(jnp.dtype(dtype)):
+        return jnp.promote_types(jnp.float32, found) if inexact and not is_inexact(found) else found
+    if inexact and not is_inexact(jnp.dtype(dtype)):
         raise UsageError(f"Dtype must be inexact (floating or complex): {dtype}")
     return dtype
 
@@ -97,7 +97,7 @@ def promote_dtype(args: Sequence[Any], /, *, dtype: Dtype | None = None, inexact
                 break
             target = x.dtype
     else:
-        if target is not None and (not inexact or _is_inexact(target)):
+        if target is not None and (not inexact or is_inexact(target)):
             return tuple(args)
     target = _canonical(canonicalize_dtype(*args, dtype=dtype, inexact=inexact))
     return tuple([None if x is None else convert(x, target) for x in args])
@@ -128,7 +128,8 @@ def at_least_float32(dtype: np.dtype) -> np.dtype:
 
 
 @functools.cache
-def _is_inexact(dtype: np.dtype) -> bool:
+def is_inexact(dtype: np.dtype) -> bool:
+    """Whether a dtype is floating or complex."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from ..core.errors import ArgumentError, UsageError
 from ..core.formulas import step
 from ..core.tracing import boundary
-from .dtypes import Array, at_least_float32
+from .dtypes import Array, at_least_float32, is_inexact
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 
@@ -101,12 +101,8 @@ _NAMED = ("SAME", "VALID", "SAME_LOWER")
 @step("window", "strides", "padding")
 def _sum_pool(x: Array, window: Any, strides: Any, padding: Any) -> Array:
     """Sums that do not overflow, and are not rounded at each element: 256 + 1 is 256 in bfloat16."""
-    wide = at_least_float32(x.dtype) if _is_inexact(x) else jnp.promote_types(x.dtype, jnp.int32)
+    wide = at_least_float32(x.dtype) if is_inexact(x.dtype) else jnp.promote_types(x.dtype, jnp.int32)
     return lax.reduce_window(x.astype(wide), np.zeros((), wide)[()], lax.add, window, strides, padding)
-
-
-def _is_inexact(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @step("window", "strides", "padding")
@@ -123,7 +119,7 @@ def _bound(dtype: Any, sign: int) -> Any:
     """The largest value of a dtype, or the smallest if ``sign`` is negative; infinite where that exists."""
     if dtype == np.bool_:
         return np.bool_(sign > 0)
-    if jnp.issubdtype(dtype, jnp.inexact):
+    if is_inexact(dtype):
         return np.asarray(sign * np.inf, dtype)[()]
     return np.asarray(jnp.iinfo(dtype).max if sign > 0 else jnp.iinfo(dtype).min, dtype)[()]
 
@@ -149,7 +145,7 @@ def avg_pool(
     window = _window(inputs.shape, window_shape, strides, padding)
     counts = math.prod(window_shape) if count_include_pad else _sum_pool(jnp.ones_like(inputs), *window)
     means = _sum_pool(inputs, *window) / counts
-    return means.astype(inputs.dtype) if _is_inexact(inputs) else means
+    return means.astype(inputs.dtype) if is_inexact(inputs.dtype) else means
 
 
 @boundary
