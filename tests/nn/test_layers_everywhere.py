@@ -1,4 +1,4 @@
-"""Every layer works in bfloat16, under each transform, and as a plain pytree.
+"""Every layer works in bfloat16 and float64, under each transform, and as a plain pytree.
 
 A row of the table is a layer: how to make one from a stream of keys, how to call it, and the shape of an input. What is
 checked of each is below; it is the same for all. A layer is called as `call(layer, x)`, which returns an array.
@@ -105,6 +105,22 @@ def test_bfloat16(name):
     y = row.call(low, x if row.integer else x.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(y, np.float32), row.call(layer, x), rtol=0.1, atol=0.1)
+
+
+@every_layer
+def test_float64(name):
+    """Stored and computed in float64, with nothing in between that is narrower: differences give the derivative."""
+    row = LAYERS[name]
+    with jax.enable_x64(True):
+        settings = dict.fromkeys(row.low, jnp.float64)
+        call = lambda x: row.call(row.make(nnx.Rngs(0), **settings), x)
+        x = inputs(row, jnp.int64 if row.integer else jnp.float64)
+        y = call(x)
+        assert y.dtype == jnp.float64
+        if not row.integer:
+            change = 1e-6 * jnp.asarray(np.random.default_rng(1).normal(size=x.shape))
+            _, expected = jax.jvp(call, (x,), (change,))
+            np.testing.assert_allclose((call(x + change) - call(x - change)) / 2, expected, rtol=1e-4, atol=1e-12)
 
 
 @every_layer
