@@ -20,6 +20,7 @@ NAMES = {
     ),
     "helpers": "=Dict =List =Sequential =TrainState has_keyword_arg",
     "ids": "UUID uuid",
+    "module": "=Module =Sequential =capture ModuleMeta",
     "nn.normalization": "=BatchNorm =LayerNorm =Initializer Axes",
     "object": "=Object =Pytree =Data =Static",
     "proxy_caller": "ApplyCaller",

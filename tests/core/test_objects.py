@@ -386,6 +386,73 @@ def test_protocol_as_a_base():
         assert isinstance(m, Runs)
 
 
+def test_metaclasses_derived_from_that_of_modules():
+    """A library combines type(nnx.Module) with another metaclass, or gives a class all metaclasses of its bases."""
+
+    @typing.runtime_checkable
+    class Runs(typing.Protocol):
+        def run(self) -> jax.Array: ...
+
+    class Counting(type):
+        made = 0
+
+        def __new__(mcs, name, bases, namespace, **kwargs):
+            Counting.made += 1
+            return super().__new__(mcs, name, bases, namespace, **kwargs)
+
+    class Plain:
+        pass
+
+    class Counted(metaclass=Counting):
+        pass
+
+    class OfAbc(type(nnx.Module), abc.ABCMeta):
+        def __call__(cls, *args):
+            made = super().__call__(*args)
+            made.called = args
+            return made
+
+    class OfProtocol(type(nnx.Module), type(Runs)):
+        pass
+
+    class OfCounting(nnx.module.ModuleMeta, Counting):
+        pass
+
+    class OfBoth(*{type(base) for base in (Plain, nnx.Module) if type(base) is not type}):
+        pass
+
+    for base, meta in ((abc.ABC, OfAbc), (Runs, OfProtocol), (Counted, OfCounting), (Plain, OfBoth)):
+
+        class Layer(nnx.Module, base, metaclass=meta):  # type: ignore[misc]
+            def __init__(self, size):
+                self.w = nnx.Param(jnp.ones(size))
+
+            def run(self):
+                return self.w.sum()
+
+        layer = nnx.jit(lambda m: m)(Layer(2))
+        assert type(layer) is Layer
+        assert isinstance(layer, base)
+        assert isinstance(layer, Runs)
+        assert nnx.jit(Layer.run)(nnx.merge(*nnx.split(layer))) == 2
+    assert Counting.made == 2  # Counted and one Layer
+
+
+def test_virtual_subclasses():
+    """A class that is registered with a Module class counts as one derived from it."""
+
+    class Layer(nnx.Module):
+        pass
+
+    @Layer.register
+    class Other:
+        pass
+
+    assert isinstance(Other(), Layer)
+    assert issubclass(Other, nnx.Module)
+    assert not isinstance(Other(), nnx.Linear)
+
+
 def test_generic_as_a_base():
     """typing.Generic on either side, subscripted classes included."""
     T = typing.TypeVar("T")
