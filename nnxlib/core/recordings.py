@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .calls import recorded_types
 from .errors import UsageError
 from .finding import reachable
-from .objects import Node, check_writable, structure_changed
+from .objects import Node, check_writable, class_attribute, structure_changed
 from .tracing import current_trace
 from .variables import Variable
 
@@ -36,7 +36,7 @@ def attribute_for(node: Any, name: str) -> str:
     Raises:
       ValueError: if it is a method, outside of a capture.
     """
-    inherited = inspect.getattr_static(type(node), name, None)
+    inherited = class_attribute(type(node), name)
     inherits = inspect.isroutine(inherited) or isinstance(inherited, property)
     if recorded_types() is not None:
         taken = inherits or (name in node._nnx_contents() and not is_recorded(node._nnx_marks, name))

@@ -3,9 +3,11 @@
 import abc
 import copy
 import dataclasses
+import dis
 import functools
 import gc
 import pickle
+import sys
 import threading
 import types
 import typing
@@ -1410,3 +1412,18 @@ def test_a_plain_dict_whose_keys_have_no_order_is_static():
     m.trainable[m.first] = jnp.ones(2)
     with pytest.raises(ValueError, match="sorting"):
         nnx.state(m)
+
+
+def test_attributes_are_read_by_a_specialised_instruction():
+    """CPython has none for a dict that shares its keys with those of other objects, unless that is in the object."""
+
+    def read(layer):
+        for _ in range(100):
+            layer.n
+
+    layer = Layer()
+    for _ in range(20):
+        read(layer)
+    names = [x.opname for x in dis.get_instructions(read, adaptive=True) if x.opname.startswith("LOAD_ATTR")]
+    if sys.gettrace() is None:  # coverage
+        assert names in (["LOAD_ATTR_WITH_HINT"], ["LOAD_ATTR_INSTANCE_VALUE"])
