@@ -519,17 +519,21 @@ def _make_streams(values: Mapping[str, RngValue | RngStream]) -> dict[str, RngSt
     given = {name: value for name, value in values.items() if isinstance(value, RngStream)}
     roots = {name: as_key(value) for name, value in values.items() if name not in given}
     taken: set[Hashable] = set()
+    all_small = all(type(values[name]) is int and 0 <= values[name] < 1 << 31 for name in roots)  # no two make one key
     for name, root in roots.items() if len(roots) > 1 else ():
-        seed = _fingerprint(values[name], root)
+        seed = _fingerprint(values[name], root, all_small)
         if seed in taken:
             roots[name] = _descend(root, _digest(b"stream", (name,)))
         taken.add(seed)
     return {name: _renamed(given[name], name) if name in given else RngStream(roots[name], tag=name) for name in values}
 
 
-def _fingerprint(value: Any, root: jax.Array) -> Hashable:
-    """What tells seeds apart: the key's bits; while tracing, where they are unknown, the int or the tracer itself."""
-    if isinstance(root, Tracer):
+def _fingerprint(value: Any, root: jax.Array, all_small: bool) -> Hashable:
+    """What tells seeds apart: the key's bits; while tracing, where they are unknown, the int or the tracer itself.
+
+    Small numbers are told apart by themselves: the bits would have to be fetched from the device, in 60 us.
+    """
+    if all_small or isinstance(root, Tracer):
         return ("int", value) if isinstance(value, int) else ("tracer", id(value))
     return str(root.dtype), root.shape, np.asarray(jax.random.key_data(root)).tobytes()
 

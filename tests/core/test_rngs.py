@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.core.rngs import as_key
 
 IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]
@@ -489,3 +490,12 @@ def test_a_missing_stream_is_one_error_however_it_is_asked_for(ask):
 
 def test_hasattr_of_a_missing_stream():
     assert not hasattr(nnx.Rngs(params=0), "dropout")
+
+
+def test_small_seeds_are_told_apart_without_the_bits_of_their_keys():
+    """The bits would have to be fetched from the device, for each stream."""
+    one, three = (lambda: nnx.Rngs(params=0)), (lambda: nnx.Rngs(params=0, dropout=1, noise=2))
+    one(), three()
+    assert count_calls(three) < 3.2 * count_calls(one)
+    rngs = nnx.Rngs(params=7, dropout=(1 << 32) + 7, noise=jax.random.key(7), other=7)
+    assert len({bits(rngs[name]()) for name in rngs}) == 4
