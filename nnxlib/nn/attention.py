@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import ArgumentError, UsageError, describe
-from ..core.formulas import formula, product, step
+from ..core.formulas import as_array, formula, product, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
@@ -513,14 +513,24 @@ def make_attention_mask(
     Raises:
       ValueError: if an input has no axis, or their batch axes do not broadcast to each other.
     """
-    query_input, key_input = jnp.asarray(query_input), jnp.asarray(key_input)
+    query_input, key_input = as_array(query_input), as_array(key_input)
     batches = zip(reversed(query_input.shape[:-1]), reversed(key_input.shape[:-1]))
     if not (query_input.ndim and key_input.ndim) or any(a != b and 1 not in (a, b) for a, b in batches):
         raise UsageError(
             "make_attention_mask takes inputs [..., q_length] and [..., kv_length] whose batch axes fit each other, "
             f"but got {describe(query_input)} and {describe(key_input)}."
         )
-    mask = pairwise_fn(query_input[..., :, None], key_input[..., None, :])
+    mask = pairwise_fn(*_facing(query_input, key_input))
+    return _for_heads(mask, extra_batch_dims=extra_batch_dims, dtype=dtype)
+
+
+@step()
+def _facing(queries: Array, keys: Array) -> tuple[Array, Array]:
+    return queries[..., :, None], keys[..., None, :]
+
+
+@step("extra_batch_dims", "dtype")
+def _for_heads(mask: Array, extra_batch_dims: int, dtype: Dtype) -> Array:
     shape = (*(1,) * extra_batch_dims, *mask.shape[:-2], 1, *mask.shape[-2:])
     return jnp.reshape(mask, shape).astype(dtype)
 
@@ -551,8 +561,13 @@ def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.flo
             "make_causal_mask takes an array of shape [..., length], whose values do not matter, but got "
             f"{describe(x)}. For a given length write nnx.make_causal_mask(jnp.ones((1, length)))."
         )
-    positions = jnp.broadcast_to(jnp.arange(shape[-1]), shape)
+    positions = _positions(shape)
     return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
+
+
+@step("shape")
+def _positions(shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(jnp.arange(shape[-1]), shape)
 
 
 def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Array | None:
@@ -568,7 +583,7 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Array | N
     Raises:
       ValueError: if the masks differ in their number of axes, or do not broadcast to each other.
     """
-    arrays = [jnp.asarray(mask) for mask in masks if mask is not None]
+    arrays = [as_array(mask) for mask in masks if mask is not None]
     if not arrays:
         return None
     shapes = [mask.shape for mask in arrays]
@@ -577,10 +592,12 @@ def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Array | N
         raise UsageError(
             f"combine_masks takes masks with the same number of axes that broadcast to each other, but got {shapes}."
         )
-    combined, *others = arrays
-    for mask in others:
-        combined = jnp.logical_and(combined, mask)
-    return combined.astype(dtype)
+    return _where_all_allow(arrays, dtype=dtype)
+
+
+@step("dtype")
+def _where_all_allow(masks: list[Array], dtype: Dtype) -> Array:
+    return functools.reduce(jnp.logical_and, masks).astype(dtype)
 
 
 # --- the layer --------------------------------------------------------------------------------------------------------

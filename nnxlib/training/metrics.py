@@ -11,14 +11,15 @@ it is nan.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..core.errors import ArgumentError, UsageError, describe_nested
+from ..core.formulas import as_array, full, step
 from ..core.objects import Pytree
 from ..core.ops import split
 from ..core.tracing import boundary
@@ -87,8 +88,8 @@ class Average(Metric):
 
     def __init__(self, argname: str = "values"):
         self.argname = argname
-        self.total = MetricState(jnp.zeros((), jnp.float32))
-        self.count = MetricState(jnp.zeros((), jnp.int32))
+        self.total = MetricState(full(0, (), np.float32))
+        self.count = MetricState(full(0, (), np.int32))
 
     def reset(self) -> None:
         """Forget all values."""
@@ -107,8 +108,7 @@ class Average(Metric):
           ValueError: if mask and values cannot be broadcast.
         """
         values, counted = _masked(_argument(self, kwargs), mask)
-        self.total.value += _sum(values, counted)
-        self.count.value += _size(values, counted)
+        self.total.value, self.count.value = _with_batch(self.total.value, self.count.value, values, counted)
 
     def compute(self) -> jax.Array:
         """Return the mean, a float32 scalar."""
@@ -156,7 +156,7 @@ class Accuracy(Average):
           ValueError: if ``labels`` is not of integers (or bools, with a threshold), or not of the shape that goes with
             ``logits``; without a threshold, if there is a single class.
         """
-        logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+        logits, labels = as_array(logits), as_array(labels)
         threshold = self.threshold
         binary = threshold is not None
         if labels.shape != (logits.shape if binary else logits.shape[:-1]) or (not binary and logits.ndim == 0):
@@ -172,8 +172,8 @@ class Accuracy(Average):
             raise UsageError(f"A single class leaves no choice; got logits of shape {logits.shape}.{_ONE_LOGIT}")
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or (labels.dtype == bool and binary)):
             raise UsageError(f"labels have to be integers, got {labels.dtype}.")
-        predicted = logits >= threshold if binary else jnp.argmax(logits, axis=-1)
-        super().update(mask=mask, **{self.argname: predicted == labels})
+        right = _is_right_class(logits, labels) if threshold is None else _is_right_side(logits, labels, threshold)
+        super().update(mask=mask, **{self.argname: right})
 
     def compute(self) -> jax.Array:
         """Return the fraction, a float32 scalar between 0 and 1."""
@@ -214,9 +214,9 @@ class Welford(Metric):
 
     def __init__(self, argname: str = "values"):
         self.argname = argname
-        self.count = MetricState(jnp.zeros((), jnp.int32))
-        self.mean = MetricState(jnp.zeros((), jnp.float32))
-        self.m2 = MetricState(jnp.zeros((), jnp.float32))
+        self.count = MetricState(full(0, (), np.int32))
+        self.mean = MetricState(full(0, (), np.float32))
+        self.m2 = MetricState(full(0, (), np.float32))
 
     def reset(self) -> None:
         """Forget all values."""
@@ -235,15 +235,11 @@ class Welford(Metric):
           ValueError: if mask and values cannot be broadcast.
         """
         values, counted = _masked(_argument(self, kwargs), mask)
-        old, new = self.count.value, _size(values, counted)
-        total = old + new
-        some = jnp.maximum(_float(new), 1.0)  # a batch of which nothing counts changes nothing
-        mean = _sum(values, counted) / some
-        squares = _sum(jnp.square(values.astype(jnp.float32) - mean), counted)
-        delta = mean - self.mean.value
-        share = _float(new) / jnp.maximum(_float(total), 1.0)
-        self.m2.value += squares + delta * delta * _float(old) * share
-        self.mean.value += delta * share
+        old, new = self.count.value, values.size if counted is None else _number(counted)
+        mean, deviations = _deviations(values, counted, new)
+        total, delta, share = _share(old, new, self.mean.value, mean)
+        squares, moved = _moved(deviations, delta, share, old)
+        self.m2.value, self.mean.value = _summed(self.m2.value, self.mean.value, squares, counted, *moved)
         self.count.value = total
 
     def compute(self) -> Statistics:
@@ -346,7 +342,7 @@ def _argument(metric: Any, kwargs: dict[str, Any]) -> Any:
 def _masked(values: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
     """The values, and which of them count; both of the same shape."""
     try:
-        values = jnp.asarray(values)
+        values = as_array(values)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"A metric takes arrays and numbers, but got {describe_nested(values)}.") from error
     if mask is None:
@@ -360,18 +356,68 @@ def _masked(values: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
     return values, counted
 
 
-def _sum(values: jax.Array, counted: jax.Array | None) -> jax.Array:
-    return jnp.sum(values, dtype=jnp.float32, where=counted)
+# The arithmetic: of compiled steps (core/formulas.py), each of which is one dispatch for eager code.
 
 
-@functools.partial(jax.jit, inline=True)  # one operation for eager code
+@step()
 def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
     return total / _float(count)
 
 
+@step()
+def _with_batch(
+    total: jax.Array, count: jax.Array, values: jax.Array, counted: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    return total + _sum(values, counted), count + (values.size if counted is None else _number(counted))
+
+
+@step()
+def _is_right_class(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1) == labels
+
+
+@step()
+def _is_right_side(logits: jax.Array, labels: jax.Array, threshold: Any) -> jax.Array:
+    return (logits >= threshold) == labels
+
+
+@step()
+def _number(counted: jax.Array) -> jax.Array:
+    return jnp.sum(counted, dtype=jnp.int32)
+
+
+@step()
+def _deviations(values: jax.Array, counted: jax.Array | None, new: Any) -> tuple[jax.Array, jax.Array]:
+    """The mean of the values of a batch of which `new` count, and how far each is from it."""
+    mean = _sum(values, counted) / jnp.maximum(_float(new), 1.0)  # a batch of which nothing counts changes nothing
+    return mean, values.astype(jnp.float32) - mean
+
+
+@step()
+def _share(old: Any, new: Any, old_mean: jax.Array, mean: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """How many values there are with the batch; how far its mean is from that before, and its share of all values."""
+    total = old + new
+    return total, mean - old_mean, _float(new) / jnp.maximum(_float(total), 1.0)
+
+
+@step()
+def _moved(
+    deviations: jax.Array, delta: jax.Array, share: jax.Array, old: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The squares of a batch, and what its distance from the values before adds to those, and to the mean."""
+    return jnp.square(deviations), (delta * delta * _float(old) * share, delta * share)
+
+
+@step()
+def _summed(
+    m2: jax.Array, mean: jax.Array, squares: jax.Array, counted: jax.Array | None, of_distance: Any, to_mean: Any
+) -> tuple[jax.Array, jax.Array]:
+    return m2 + (_sum(squares, counted) + of_distance), mean + to_mean
+
+
+def _sum(values: jax.Array, counted: jax.Array | None) -> jax.Array:
+    return jnp.sum(values, dtype=jnp.float32, where=counted)
+
+
 def _float(count: Any) -> jax.Array:
     return jnp.asarray(count, jnp.float32)
-
-
-def _size(values: jax.Array, counted: jax.Array | None) -> Any:
-    return values.size if counted is None else jnp.sum(counted, dtype=jnp.int32)

@@ -157,6 +157,20 @@ def test_masks_say_which_pairs_may_meet():
     assert nnx.make_causal_mask(jnp.ones((2, 3)), extra_batch_dims=2).shape == (1, 1, 2, 1, 3, 3)
 
 
+def test_masks_are_made_by_compiled_steps():
+    """An indexing alone would make two hundred calls, and the mask of a sequence took twelve hundred."""
+    tokens = jnp.ones((2, 3))
+    causal = nnx.make_causal_mask(tokens)
+    calls = {
+        lambda: nnx.make_causal_mask(tokens): 150,
+        lambda: nnx.make_attention_mask(tokens, tokens): 150,
+        lambda: nnx.combine_masks(causal, None, causal): 40,
+    }
+    for call, most in calls.items():
+        call()
+        assert count_calls(call) < most
+
+
 def test_masks_that_do_not_fit_are_refused():
     """Other numbers of axes, or sizes."""
     for shapes in (((2, 2), (2, 2, 2)), ((2, 2), (3, 3))):
