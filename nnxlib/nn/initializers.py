@@ -127,23 +127,43 @@ def _drawn_by(
     return init
 
 
+def _made_once(make: Callable[..., Initializer]) -> Callable[..., Initializer]:
+    """``make``, which gives the same initializer for the same arguments.
+
+    So a model that keeps an initializer has the structure of one made before it; and what it knows of shapes is kept.
+    """
+    known = functools.lru_cache(typed=True)(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Initializer:
+        try:
+            return known(*args, **kwargs)
+        except TypeError:  # there is a list or an array among them; or it is that of `make`, which raises again
+            return make(*args, **kwargs)
+
+    return made
+
+
 def _given(*values: Any) -> Callable[[Any, Any], Factors]:
     """Factors that are the same for all shapes and dtypes."""
     known = all(isinstance(x, int | float) for x in values)
     return lambda shape, dtype: values if known else None
 
 
+@_made_once
 def uniform(scale: Any = 1e-2, dtype: Any = None) -> Initializer:
     """Return an initializer of numbers between 0 and ``scale``; see :func:`jax.nn.initializers.uniform`."""
     return _drawn_by(_uniform, _given(scale, 0.0, 1.0), jax_initializers.uniform(scale), dtype)
 
 
+@_made_once
 def truncated_normal(stddev: Any = 1e-2, dtype: Any = None, lower: Any = -2.0, upper: Any = 2.0) -> Initializer:
     """Return an initializer of normal numbers between bounds; see :func:`jax.nn.initializers.truncated_normal`."""
     of_jax = jax_initializers.truncated_normal(stddev, lower=lower, upper=upper)
     return _drawn_by(_truncated_normal, _given(stddev, lower, upper), of_jax, dtype)
 
 
+@_made_once
 def variance_scaling(
     scale: Any,
     mode: str,

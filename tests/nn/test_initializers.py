@@ -101,6 +101,31 @@ def test_what_is_left_to_jax():
             m.uniform()(key, (2, 3), "float64")
 
 
+def test_the_same_arguments_give_the_same_initializer():
+    """So a model that keeps one has the structure of the model before; a list of axes, and an array, are no key."""
+    m = nnx.initializers
+    assert m.he_normal() is m.he_normal()
+    assert m.uniform(1.0) is m.uniform(1.0)
+    assert m.uniform(1.0) is not m.uniform(1)
+    assert m.he_normal(-2) is not m.he_normal(-3)
+    by_list = m.variance_scaling(1.0, "fan_in", "uniform", [-2], -1), m.uniform(jnp.array(0.5))
+    for init in by_list:
+        assert init(jax.random.key(0), (3, 3)).shape == (3, 3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scle'"):
+        m.uniform(scle=1.0)
+
+    class Keeps(nnx.Module):
+        def __init__(self):
+            self.init = m.lecun_normal()
+            self.weight = nnx.Param(self.init(jax.random.key(0), (2, 2)))
+
+    traces = []
+    total = nnx.jit(lambda model: (traces.append(1), model.weight.sum())[1])
+    total(Keeps()), total(Keeps())
+    assert len(traces) == 1
+    assert count_calls(m.lecun_normal) < 6
+
+
 def test_every_initializer_of_jax_is_here():
     """The namespace has all of jax.nn.initializers, and the two that flax users know besides."""
     missing = [n for n in dir(jax.nn.initializers) if not n.startswith("_") and not hasattr(nnx.initializers, n)]
