@@ -275,14 +275,21 @@ def _filled(items: Sequence[str], indent: str) -> Iterator[_Line]:
 # --- nested mappings --------------------------------------------------------------------------------------------------
 
 
-def entry_text(label: str, value: Any) -> str:
+def entry_text(label: str, text: str) -> str:
     """The repr of a value behind a label; its further lines stand below the first."""
-    return label + repr(value).replace("\n", "\n" + " " * len(label))
+    return label + text.replace("\n", "\n" + " " * len(label))
 
 
 def levels_text(mapping: Mapping[Any, Any]) -> str:
     """Write nested mappings: a level on one line where it fits into 100 columns, else one line for each key."""
-    if text := _one_line(mapping, 90):
+    known: dict[int, tuple[Any, str]] = {}  # by id; a value is tried on the line of each level around it
+
+    def text_of(value: Any) -> str:
+        if id(value) not in known:
+            known[id(value)] = value, repr(value)
+        return known[id(value)][1]
+
+    if text := _one_line(mapping, 90, text_of):
         return text
     lines, stack = ["{"], [iter(mapping.items())]
     while stack:
@@ -290,8 +297,8 @@ def levels_text(mapping: Mapping[Any, Any]) -> str:
         for key, value in stack[-1]:
             label = f"{indent}{key!r}: "
             if not isinstance(value, Mapping):
-                lines.append(entry_text(label, value) + ",")
-            elif text := _one_line(value, 99 - len(label)):
+                lines.append(entry_text(label, text_of(value)) + ",")
+            elif text := _one_line(value, 99 - len(label), text_of):
                 lines.append(f"{label}{text},")
             else:
                 lines.append(label + "{")
@@ -303,13 +310,16 @@ def levels_text(mapping: Mapping[Any, Any]) -> str:
     return "\n".join(lines)
 
 
-def _one_line(level: Mapping[Any, Any], width: int) -> str | None:
+def _one_line(level: Mapping[Any, Any], width: int, text_of: Callable[[Any], str]) -> str | None:
     """The level on one line, or None if that takes more columns; the width limits the recursion."""
     parts, width = [], width - len("{}")
     for key, value in level.items():
         label = f"{key!r}: "
         width -= len(label)
-        text = repr(value) if not isinstance(value, Mapping) else _one_line(value, width) if width > 0 else None
+        if isinstance(value, Mapping):
+            text = _one_line(value, width, text_of) if width > 0 else None
+        else:
+            text = text_of(value)
         if text is None or len(text) > width or "\n" in text:
             return None
         parts.append(label + text)

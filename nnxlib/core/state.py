@@ -368,7 +368,7 @@ class FlatState(Sequence[tuple[Path, V]]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        lines = [f"{entry_text(f'  ({path!r}, ', leaf)})," for path, leaf in itertools.islice(self, LARGE)]
+        lines = [f"{entry_text(f'  ({path!r}, ', repr(leaf))})," for path, leaf in itertools.islice(self, LARGE)]
         more = [f"  ... and {len(self) - LARGE} more"] if len(self) > LARGE else []
         return "\n".join(["FlatState([", *lines, *more, "])"]) if lines else "FlatState([])"
 

@@ -729,3 +729,17 @@ def test_a_chain_of_a_thousand_levels():
     for twin in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert twin == state
     assert OfType(Param)(deepest, reduce(operator.getitem, deepest, state).kernel)
+
+
+def test_a_repr_asks_each_leaf_once():
+    """However many levels are tried on one line."""
+
+    class Leaf:
+        asked = 0
+
+        def __repr__(self):
+            Leaf.asked += 1
+            return "x" * 60
+
+    levels = {"a": {"b": {i: {"kernel": Leaf(), "bias": Leaf()} for i in range(4)}}}
+    assert repr(State(levels)).count("x" * 60) == Leaf.asked == 8
