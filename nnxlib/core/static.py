@@ -16,6 +16,7 @@ import array
 import copy
 import dataclasses
 import functools
+import operator
 import types
 import weakref
 from collections import deque
@@ -123,7 +124,9 @@ def _copy(value: Any, parts: tuple[Any, ...]) -> Any:
 
 def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
     """Whether two mappings, such as metadata, are equal as static values; ``==`` would fail for arrays in them."""
-    return a is b or not (a or b) or Const.of_items(a) == Const.of_items(b)
+    if a is b or not (a or b) or ([*a] == [*b] and all(map(operator.is_, a.values(), b.values()))):
+        return True
+    return Const.of_items(a) == Const.of_items(b)
 
 
 class _Freezer:

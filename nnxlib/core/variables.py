@@ -321,7 +321,9 @@ class Variable(ArrayOperators[A], VariableSlots):
     _var_metadata = property(lambda self: MetadataView(self), lambda self, metadata: self.set_metadata({**metadata}))
 
     def has_metadata(self, name: str) -> bool:
-        return canonical_name(name) in self.get_metadata()
+        if Watch.count:
+            notice(self)
+        return canonical_name(name) in self._metadata
 
     def del_metadata(self, name: str) -> None:
         key = canonical_name(name)
@@ -424,7 +426,9 @@ class Variable(ArrayOperators[A], VariableSlots):
             raise AttributeError(name)
         metadata = self._metadata
         if name in metadata:
-            return self.get_metadata(name)
+            if Watch.count:
+                notice(self)
+            return metadata[name]
         try:
             return getattr(self.get_value(), name)
         except AttributeError:
