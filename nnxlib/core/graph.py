@@ -66,7 +66,7 @@ from .rows import (
 )
 from .stamps import Stamp
 from .tracing import current_trace
-from .variables import NO_METADATA, Variable, as_stored, make_variable
+from .variables import NO_METADATA, Variable, as_stored, make_variable, make_variables
 from .walk import Walk
 
 # --- pack -----------------------------------------------------------------------------------------------------------
@@ -264,22 +264,21 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     """
     check_commit(layout, delta, live)
     n, remaining = len(layout.rows), iter(leaves)
-    objects = [*live, *[_new_object(row) for i, row in delta.rows if i >= n]]
-    cells = [objects[i]._cell for i in delta.values]
-    values = list(itertools.islice(remaining, len(cells)))
     variables = [(i, row) for i, row in delta.rows if type(row) is VariableRow]
-    for i, row in variables:
-        value, metadata = next(remaining), row.metadata.value
-        cells.append(objects[i]._cell)
-        values.append(as_stored(value, metadata) if "ref" in metadata else value)
+    restructured = [(i, row) for i, row in variables if i < n]
+    cells = [live[i]._cell for i in (*delta.values, *[i for i, _ in restructured])]
+    values = list(itertools.islice(remaining, len(delta.values)))
+    values += [_stored(row, next(remaining)) for _, row in restructured]
+    made = iter(_new_variables([row for i, row in variables if i >= n], remaining))
+    new = [next(made) if type(row) is VariableRow else _new_node(row) for i, row in delta.rows if i >= n]
+    objects = [*live, *new]
     nodes = [(i, row, _contents(objects[i], row, objects, remaining)) for i, row in delta.rows if type(row) is NodeRow]
     out = value_of(delta.root, objects, remaining)
 
     def write() -> None:  # gives the same result if it is done twice
         write_cells(cells, values)
-        for i, row in variables:
-            if i < n:
-                _restructure_variable(objects[i], row)
+        for i, row in restructured:
+            _restructure_variable(objects[i], row)
         for i, row, contents in nodes:
             _restructure_node(objects[i], row, contents, i >= n or not only_arrays_change(layout.rows[i], row))
 
@@ -291,9 +290,21 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     return out
 
 
-def _new_object(row: Row) -> Any:
-    """An empty object for a row."""
-    return variable_of(row, None) if type(row) is VariableRow else new_node(row.type, row.marks.value)
+def _new_node(row: NodeRow) -> Any:
+    """An empty node for a row."""
+    return new_node(row.type, row.marks.value)
+
+
+def _new_variables(rows: Sequence[VariableRow], leaves: Iterator[Any]) -> list[Any]:
+    """Variables of the running trace, as rows say, with the next of the leaves."""
+    values = list(map(_stored, rows, leaves))
+    return make_variables([row.type for row in rows], values, [row.metadata.fresh() for row in rows])
+
+
+def _stored(row: VariableRow, value: Any) -> Any:
+    """A value as a Variable with this row stores it."""
+    metadata = row.metadata.value
+    return as_stored(value, metadata) if "ref" in metadata else value
 
 
 def variable_of(row: VariableRow, value: Any) -> Variable:

@@ -146,7 +146,9 @@ def value_of(spec: Spec, objects: Sequence[Any], leaves: Iterator[Any]) -> Any:
     if type(spec) is Const:
         return spec.fresh()
     tree = cast(Tree, spec)
-    return tree.treedef.unflatten([value_of(child, objects, leaves) for child in tree.children])
+    return tree.treedef.unflatten(
+        [objects[x.index] if type(x) is Ref else value_of(x, objects, leaves) for x in tree.children]
+    )
 
 
 def count_leaves(spec: Spec) -> int:

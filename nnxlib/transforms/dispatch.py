@@ -302,11 +302,11 @@ class CacheEntry:
     ) -> Any:
         """Write the ``values`` that came back from a call with these leaves; returns the user's output."""
         if outcome.delta.rows:
-            return commit(self.plan.crossing.layout, outcome.delta, values, _objects_in(leaves))
+            return commit(self.plan.crossing.layout, outcome.delta, values, _objects_in(leaves, tables))
         writes = self._writes_of(outcome)
         if outcome.returns_objects:
             start = len(outcome.delta.values)
-            out = value_of(outcome.delta.root, _objects_in(leaves), iter(values[start:]))
+            out = value_of(outcome.delta.root, _objects_in(leaves, tables), iter(values[start:]))
         else:
             out = writes.output(values)
         if writes.cells:  # last, after everything that can fail
@@ -359,9 +359,10 @@ def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
     return lambda leaves: value_of(root, (), iter(leaves[start:]))
 
 
-def _objects_in(leaves: Sequence[Any]) -> list[Any]:
+def _objects_in(leaves: Sequence[Any], tables: Sequence[LiveTable]) -> list[Any]:
     """All objects in the leaves of a call, by row."""
-    found = [table_of(x).objects_with(x) for x in leaves if is_node(x)]
+    nodes = [x for x in leaves if is_node(x)]
+    found = [table.objects_with(x) for x, table in zip(nodes, tables, strict=True)]
     return found[0] if len(found) == 1 else list({id(y): y for objects in found for y in objects}.values())
 
 

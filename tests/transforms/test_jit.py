@@ -673,6 +673,18 @@ def test_calls_of_a_training_step(options, unchecked):
     assert found[0] == found[1] < 20
 
 
+def test_calls_for_gradients_that_are_returned(unchecked):
+    """The Variables of a State that comes back are made all at once: two or three calls for each, not ten."""
+    found = []
+    for size in (10, 110):
+        model = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(size)])
+        grads = nnx.jit(nnx.grad(lambda model: sum(v.sum() ** 2 for v in model)))
+        for _ in range(20):  # past the checks at 1, 2, 4, 8, 16
+            grads(model)
+        found.append(count_calls(functools.partial(grads, model)))
+    assert found[1] - found[0] < 4 * 100
+
+
 # --- options --------------------------------------------------------------------------------------------------------
 
 
