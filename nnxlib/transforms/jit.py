@@ -171,9 +171,9 @@ class JitWrapped(Generic[P, R]):
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
         self._plans: dict[Any, Plan] = {}  # by layout, places of captured objects, and lanes
         bound = (*self._args, *self._kwargs.values())
-        has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
+        self._has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
         # With filters that look at values each call may have other lanes.
-        self._dispatch = Dispatch(has_static, enabled=not any(map(looks_at_values, filters)))
+        self._dispatch = Dispatch(self._has_static, enabled=not any(map(looks_at_values, filters)))
 
     # --- calling ---
 
@@ -298,7 +298,7 @@ class JitWrapped(Generic[P, R]):
         except CapturedObjects as outside:
             self._prepare(outside, captured)
             return self._stage(name, args, kwargs)
-        return Stage(stage, functools.partial(self._arguments, places), plan, compiled)
+        return Stage(stage, functools.partial(self._arguments, places), plan, compiled, self._has_static)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> R:
         """Return the output with abstract arrays; changes nothing."""

@@ -20,6 +20,7 @@ not, or with shardings, which go by lane, the function returns a :class:`WithOut
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -103,6 +104,12 @@ class Compiled:
     def of(self, leaves: Sequence[Any]) -> list[Any]:
         """The inputs, out of all leaves."""
         return [leaves[k] for k in self.inputs]
+
+    def ahead_of_time(self, stage: Any) -> Compiled:
+        """The same, with what JAX has compiled ahead of time in place of the jitted function."""
+        made = copy.copy(self)
+        made.jitted = stage
+        return made
 
     def outcome_of(self, returned: tuple[Any, ...]) -> Outcome:
         """The outcome of what the jitted function returned; the same object for the same trace."""
@@ -214,6 +221,12 @@ class Plan:
     def staged(self, leaves: Sequence[Any]) -> Compiled:
         """The function of all leaves, for ``lower`` and ``trace``."""
         return self._compile(leaves, self._all) if self._donated else self.everything
+
+    def ahead_of_time(self, compiled: Compiled) -> Plan:
+        """The same, with a function that is compiled already."""
+        made = copy.copy(self)
+        made.compiled = compiled
+        return made
 
     def finish(self, packed: Packed, compiled: Compiled, returned: tuple[Any, ...]) -> Any:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""

@@ -7,10 +7,14 @@ from typing import Any
 
 import jax
 
+from ..core.calls import following
 from ..core.errors import ArgumentError, listed
 from ..core.graph import pack
 from ..core.graphdef import differences_listed
+from ..core.tracing import at_top_level
+from .dispatch import Dispatch, Miss
 from .leaf_checks import type_changes
+from .lift import Arguments
 from .plan import Compiled, Plan
 
 _OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
@@ -20,19 +24,31 @@ _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where
 class Stage:
     """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps."""
 
-    def __init__(self, stage: Any, arguments: Callable, plan: Plan, compiled: Compiled):
-        self._stage, self._arguments, self._plan, self._compiled = stage, arguments, plan, compiled
+    def __init__(
+        self,
+        stage: Any,
+        arguments: Callable[[tuple, dict[str, Any]], Arguments],
+        plan: Plan,
+        traced: Compiled,
+        has_static: bool,
+    ):
+        self._stage, self._arguments, self._has_static = stage, arguments, has_static
+        self._compiled = traced.ahead_of_time(stage)
+        self._plan = plan.ahead_of_time(self._compiled)
+        self._dispatch = Dispatch(has_static, enabled=True)
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
-        return Stage(self._stage.lower(*args, **kwargs), self._arguments, self._plan, self._compiled)
+        return self._next(self._stage.lower(*args, **kwargs), self._arguments)
 
     def compile(self, *args: Any, **kwargs: Any) -> Stage:
-        return Stage(self._stage.compile(*args, **kwargs), self._arguments, self._plan, self._compiled)
+        return self._next(self._stage.compile(*args, **kwargs), self._arguments)
 
     def bind(self, *bound: Any) -> Stage:
         """Return the stage with its first arguments bound."""
-        arguments = lambda args, kwargs: self._arguments((*bound, *args), kwargs)
-        return Stage(self._stage, arguments, self._plan, self._compiled)
+        return self._next(self._stage, lambda args, kwargs: self._arguments((*bound, *args), kwargs))
+
+    def _next(self, stage: Any, arguments: Callable[[tuple, dict[str, Any]], Arguments]) -> Stage:
+        return Stage(stage, arguments, self._plan, self._compiled, self._has_static)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function.
@@ -40,10 +56,20 @@ class Stage:
         Raises:
           ArgumentError: if the arguments have another structure, shape or dtype than it was compiled for; says where.
         """
-        packed = pack(self._arguments(args, kwargs))
+        arguments, found = self._arguments(args, kwargs), None
+        if at_top_level() and not following:
+            try:
+                return self._dispatch.call(*arguments, True if arguments.captured else None)
+            except Miss as miss:
+                found = miss.found
+            except TypeError:
+                pass  # is raised again below, where the leaves are known that do not fit
+        packed = pack(arguments)
         expected = self._plan.crossing.layout
         if packed.layout is not expected:
             raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), _COMPILE_AGAIN))
+        if found is not None:
+            self._dispatch.add(found, arguments, self._plan)
         inputs = self._compiled.of(packed.leaves)
         try:
             returned = self._stage(*inputs)

@@ -1,11 +1,14 @@
 """Stages: jitted functions of Modules, ahead of time."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.core import errors
 from tests.properties.compare import assert_same
 
@@ -80,3 +83,41 @@ def test_a_compiled_function_called_with_another_structure():
         compiled(X, Net())
     with pytest.raises(errors.ArgumentError, match=r"args\[1\]: float32\[2\] became float32\[3\]\nCall the jitted"):
         compiled(Net(), jnp.ones(3))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_compiled_function_finds_known_objects_without_a_walk(sharded, unchecked):
+    """A call that is like the one before makes a few Python and C calls, however many Modules there are."""
+
+    def step(layers, x):
+        layers[0].bias += x.sum()
+        return layers[0](x)
+
+    found = []
+    for size in (2, 40):
+        options = {"in_shardings": (None, None)} if sharded else {}
+        layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(size)])
+        compiled = nnx.jit(step, **options).lower(layers, jnp.ones(2)).compile()
+        call = functools.partial(compiled, layers, jnp.ones(2))
+        for _ in range(9):
+            call()
+        found.append(count_calls(call))
+        assert layers[0].bias.value.tolist() == [20, 20]
+    assert sharded or (found[0] == found[1] < 25)
+
+
+def test_a_compiled_function_after_a_change_of_structure():
+    """Whatever earlier calls have left behind: another structure is refused, and the first one taken again."""
+    model, eager = Net(), Net()
+    compiled = nnx.jit(lambda m, x, n: m(x) * n, static_argnums=2).lower(model, X, 2).compile()
+    for _ in range(4):
+        np.testing.assert_array_equal(compiled(model, X, 2), 2 * eager(X))
+        model.extra = 1
+        with pytest.raises(errors.ArgumentError, match="extra"):
+            compiled(model, X, 2)
+        del model.extra
+        with pytest.raises(errors.ArgumentError, match=r"2 \(int\) became 3 \(int\)"):
+            compiled(model, X, 3)
+        with pytest.raises(errors.ArgumentError, match=r"float32\[2\] became float32\[3\]"):
+            compiled(model, jnp.ones(3), 2)
+    assert_same(model, eager)
