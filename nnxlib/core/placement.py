@@ -287,10 +287,14 @@ def settle(cells: Iterable[Any], shardings: Iterable[Any], mesh: Any = None) -> 
     """
     mesh = mesh or current_mesh()
     for cell, sharding in zip(cells, shardings, strict=True):
-        if isinstance(sharding, PartitionSpec) and isinstance(mesh, Mesh):
+        if sharding is None:
+            continue
+        if type(sharding) is PartitionSpec and isinstance(mesh, Mesh):
             sharding = _named(mesh, sharding)
         value = cell.value
-        if getattr(value, "sharding", None) != sharding and isinstance(sharding, PartitionSpec | jax.sharding.Sharding):
+        if getattr(value, "sharding", None) == sharding:  # nearly always: this runs at each call of a function
+            continue
+        if isinstance(sharding, PartitionSpec | jax.sharding.Sharding):
             moved = jax.tree.map(functools.partial(_moved, sharding, mesh), value)
             if cell.value is value:  # no other thread has assigned in between
                 cell.value = moved

@@ -331,10 +331,11 @@ class JitWrapped(Generic[P, R]):
         """All arguments, with those that were bound in front; static ones are wrapped."""
         args = (*self._args, *args) if self._args else args
         kwargs = {**self._kwargs, **kwargs} if self._kwargs else kwargs
-        if self._static:
-            n = len(args)
-            args = tuple([as_static(x, i) if self._static.has(i, n) else x for i, x in enumerate(args)])
-            kwargs = {k: as_static(x, k) if self._static.has(k) else x for k, x in kwargs.items()}
+        if self._has_static:
+            chosen = self._static.among(len(args))
+            args = tuple([as_static(x, i) if i in chosen else x for i, x in enumerate(args)])
+            if kwargs:
+                kwargs = {k: as_static(x, k) if self._static.has(k) else x for k, x in kwargs.items()}
         return args, kwargs
 
     def _plan(self, packed: Packed, arguments: Arguments, places: object, donate: bool) -> Plan:

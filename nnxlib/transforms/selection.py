@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..core.errors import PrefixError, did_you_mean
@@ -26,6 +26,7 @@ class Selection:
     def __init__(self, function: Callable, shift: int, numbers: tuple[int, ...], names: tuple[str, ...], option: str):
         self._chosen: set[int | str] = {*names}
         self._from_end: set[int] = set()  # of a function with *args: relative to the number of arguments in a call
+        self._among: dict[int, frozenset[int]] = {}  # what `among` has found
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # a built-in without a signature
@@ -58,6 +59,13 @@ class Selection:
     def has(self, argument: int | str, count: int = 0) -> bool:
         """Whether an argument was chosen, given by its name, or by its number out of ``count``."""
         return argument in self._chosen or (isinstance(argument, int) and argument - count in self._from_end)
+
+    def among(self, count: int) -> Collection[int]:
+        """The numbers of the chosen ones out of ``count`` arguments."""
+        found = self._among.get(count)
+        if found is None:
+            found = self._among[count] = frozenset([i for i in range(count) if self.has(i, count)])
+        return found
 
     def __bool__(self) -> bool:
         return bool(self._chosen or self._from_end)
