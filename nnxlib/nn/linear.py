@@ -278,7 +278,12 @@ def reshaped(value: Any, shape: tuple[int, ...], metadata: Metadata) -> Param:
     """A Param of an initializer's value in the shape that its metadata is about; the value may be boxed with it."""
     if isinstance(value, VariableMetadata):
         value, metadata = value.raw_value, {**value.all_metadata(), **metadata}
-    return Param(jnp.reshape(value, shape), **metadata)
+    return Param(_in_shape(value, shape=shape), **metadata)
+
+
+@step("shape")
+def _in_shape(value: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.reshape(value, shape)
 
 
 class Einsum(Module):

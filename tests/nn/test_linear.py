@@ -255,6 +255,14 @@ def test_linear_general_says_which_sizes_it_takes():
         nnx.LinearGeneral(2, 4, batch_axis={1: 5}, rngs=nnx.Rngs(0))
 
 
+def test_making_a_linear_general_is_a_few_compiled_steps():
+    """Its parameters are drawn flat and put into their shape, which took a hundred calls for each."""
+    rngs = nnx.Rngs(0)
+    make = lambda: nnx.LinearGeneral(8, (2, 4), rngs=rngs)
+    make()
+    assert count_calls(make) < 350
+
+
 # --- Einsum -----------------------------------------------------------------------------------------------------------
 
 
