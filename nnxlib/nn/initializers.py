@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,11 @@ import numpy as np
 from jax.nn import initializers as jax_initializers
 from jax.nn.initializers import Initializer as JaxInitializer
 from jax.nn.initializers import constant as constant
-from jax.nn.initializers import delta_orthogonal as delta_orthogonal
-from jax.nn.initializers import normal as normal
-from jax.nn.initializers import orthogonal as orthogonal
 
 from ..core.formulas import formula, full, step
 
 Initializer = JaxInitializer | Callable[..., Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
@@ -127,7 +125,7 @@ def _drawn_by(
     return init
 
 
-def _made_once(make: Callable[..., Initializer]) -> Callable[..., Initializer]:
+def _made_once(make: F) -> F:
     """``make``, which gives the same initializer for the same arguments.
 
     So a model that keeps an initializer has the structure of one made before it; and what it knows of shapes is kept.
@@ -141,7 +139,13 @@ def _made_once(make: Callable[..., Initializer]) -> Callable[..., Initializer]:
         except TypeError:  # there is a list or an array among them; or it is that of `make`, which raises again
             return make(*args, **kwargs)
 
-    return made
+    return cast(F, made)
+
+
+# Not `constant`: that of 0.0 is not that of -0.0, which is an equal argument.
+normal = _made_once(jax_initializers.normal)
+orthogonal = _made_once(jax_initializers.orthogonal)
+delta_orthogonal = _made_once(jax_initializers.delta_orthogonal)
 
 
 def _given(*values: Any) -> Callable[[Any, Any], Factors]:

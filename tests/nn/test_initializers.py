@@ -106,6 +106,9 @@ def test_the_same_arguments_give_the_same_initializer():
     m = nnx.initializers
     assert m.he_normal() is m.he_normal()
     assert m.uniform(1.0) is m.uniform(1.0)
+    assert m.normal(stddev=0.02) is m.normal(stddev=0.02)
+    assert m.orthogonal() is m.orthogonal()
+    assert [np.signbit(m.constant(x)(None, ())) for x in (0.0, -0.0)] == [False, True]
     assert m.uniform(1.0) is not m.uniform(1)
     assert m.he_normal(-2) is not m.he_normal(-3)
     by_list = m.variance_scaling(1.0, "fan_in", "uniform", [-2], -1), m.uniform(jnp.array(0.5))
