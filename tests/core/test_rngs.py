@@ -499,3 +499,10 @@ def test_small_seeds_are_told_apart_without_the_bits_of_their_keys():
     assert count_calls(three) < 3.2 * count_calls(one)
     rngs = nnx.Rngs(params=7, dropout=(1 << 32) + 7, noise=jax.random.key(7), other=7)
     assert len({bits(rngs[name]()) for name in rngs}) == 4
+
+
+def test_splitting_is_two_dispatches():
+    """One draws the key, the other splits it, which took two hundred calls."""
+    stream = nnx.RngStream(0, tag="params")
+    stream.split(3)
+    assert count_calls(lambda: stream.split(3)) < 160
