@@ -18,6 +18,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence
 from functools import reduce
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -101,6 +102,11 @@ class State(MutableMapping[K, V]):
     def raw_mapping(self) -> dict[K, Any]:
         """The levels themselves, as nested dicts, to be read."""
         return self._mapping
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
+        """The levels under the name that they have in flax.nnx, since published code walks through ``vars(state)``."""
+        return MappingProxyType({"_mapping": self._mapping})
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

@@ -193,6 +193,13 @@ def test_raw_mapping_is_the_storage():
 # --- comparing, copying, looking ---
 
 
+def test_vars_are_the_levels():
+    """As in flax.nnx: code that walks through the attributes of a State finds its leaves, and not nothing."""
+    state = model_state()
+    assert dict(vars(state)) == {"_mapping": state.raw_mapping}
+    assert list(vars(state)["_mapping"]) == list(state)
+
+
 def test_equality_is_by_path_type_and_value():
     """Same paths in any order, same types and metadata of Variables, equal arrays; nested mappings compare, too."""
     assert model_state() == model_state()
