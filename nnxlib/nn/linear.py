@@ -263,7 +263,7 @@ class LinearGeneral(Module):
         axes = sorted([a % x.ndim if -x.ndim <= a < x.ndim else x.ndim for a in self.axis])
         contracted = (*range(n_batch), *axes)
         if x.ndim in axes or tuple([x.shape[a] for a in contracted]) != kernel.shape[: n_batch + n_in]:
-            sizes = dict(zip((*range(n_batch), *sorted(self.axis)), kernel.shape, strict=False))
+            sizes = dict(zip((*range(n_batch), *map(int, sorted(self.axis))), kernel.shape, strict=False))
             raise input_error(self, f"inputs whose axes have the sizes {sizes} (axis: size)", inputs)
         batch = tuple(range(n_batch))
         dimensions = ((tuple(axes), tuple(range(n_batch, n_batch + n_in))), (batch, batch))

@@ -77,6 +77,13 @@ def test_wrong_input_names_the_layer_its_sizes_and_the_input():
         model(jnp.float32(1))
 
 
+def test_axes_in_a_message_are_plain_numbers():
+    """Also if they were computed by NumPy."""
+    layer = nnx.LinearGeneral((2, 3), 4, axis=tuple(np.arange(1, 3)), rngs=nnx.Rngs(0))
+    with pytest.raises(LayerInputError, match=r"sizes \{1: 2, 2: 3\} \(axis: size\)"):
+        layer(jnp.ones((1, 3, 3)))
+
+
 @pytest.mark.parametrize(
     "second", [jnp.ones((2, 3)), np.ones(2), True, nnx.Param(jnp.ones(2))], ids=lambda x: type(x).__name__
 )
