@@ -2,7 +2,7 @@
 
 In flax.nnx the States that ``state`` and ``split`` return hold the Variables of the model itself, and ``merge`` puts
 the Variables of a State into the new model. Code may write to a State and expect the model to change; to avoid that, it
-passes ``copy=True``. In nnxlib a State is a snapshot, so here its Variables are replaced by the live ones.
+passes ``copy=True``. In nnxlib a State is a snapshot, unless ``variables`` has made it.
 """
 
 from __future__ import annotations
@@ -14,28 +14,19 @@ from typing import Any
 from ..core import ops
 from ..core.filters import Filter
 from ..core.graph import build, pack
-from ..core.iteration import iter_objects
-from ..core.state import State, map_state, to_flat_state
+from ..core.state import to_flat_state
 from ..core.tracing import current_trace
 from ..core.variables import Variable
 
 
 def state(node: Any, *filters: Filter) -> Any:
     """:func:`nnxlib.state` with the Variables of ``node`` itself."""
-    found, live = ops.state(node, *filters), _variables(node)
-    if isinstance(found, tuple):
-        return tuple([_with_variables(each, live) for each in found])
-    return _with_variables(found, live)
-
-
-variables = state
+    return ops.variables(node, *filters)
 
 
 def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
     """:func:`nnxlib.split` with the Variables of ``node`` itself."""
-    graphdef, *states = ops.split(node, *filters)
-    live = _variables(node)
-    return graphdef, *[_with_variables(each, live) for each in states]
+    return ops.graphdef(node), *ops.live_states(node, filters, exhaustive=True)
 
 
 def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) -> Any:
@@ -51,16 +42,6 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) ->
     layout, values, _ = pack(made)
     rows = {layout.variables[k]: given[path] for path, k in layout.positions.items() if path in given}
     return build(layout, values, rows)[0]
-
-
-def _variables(node: Any) -> dict[tuple, Variable]:
-    return {path: x for path, x in iter_objects(node) if isinstance(x, Variable)}
-
-
-def _with_variables(found: Any, live: dict[tuple, Variable]) -> Any:
-    if isinstance(found, State):
-        return map_state(lambda path, x: live.get(path, x), found)
-    return live.get((), found)
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:

@@ -94,20 +94,15 @@ def _states(
     """Copies of the leaves as a State, or one for each filter; the State of a single leaf is the leaf itself."""
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
 
-    def divided(flat: FlatState) -> tuple[FlatState, ...]:
-        warn_of_node_classes(filters)
-        groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
-        return groups if len(filters) > 1 else (groups,)
-
     if nesting is None:  # a leaf by itself, a very deep graph, or keys that JAX cannot sort
         flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves), strict=True))
-        return tuple([state_of_items(list(group)) for group in (divided(flat) if filters else (flat,))])
+        return tuple([state_of_items(list(group)) for group in _divided(flat, filters, exhaustive)])
     if not filters:
         return (State._later(_Snapshot(layout, leaves)),)
     variables = [objects[i] for i in layout.variables]
 
     def groups_of(leaves: list[Any]) -> tuple[FlatState, ...]:
-        return divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)))
+        return _divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)), filters, exhaustive)
 
     # The groups follow from the layout, unless there are arrays, whose types it does not know, or a filter looks at
     # values.
@@ -115,6 +110,23 @@ def _states(
         return tuple([from_flat_state(group) for group in groups_of(copies_of(layout, leaves))])
     groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in groups_of(variables)])
     return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
+
+
+def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> tuple[FlatState, ...]:
+    """One FlatState for each filter; without any, that of all leaves."""
+    if not filters:
+        return (flat,)
+    warn_of_node_classes(filters)
+    groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
+    return groups if len(filters) > 1 else (groups,)
+
+
+def live_states(node: Any, filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:
+    """The leaves of a node as a State, or one for each filter, with its very Variables."""
+    layout, leaves, objects = _packed(node)
+    own = [objects[i] for i in layout.variables] + leaves[len(layout.variables) :]
+    flat = FlatState(zip(layout.leaf_paths, own, strict=True))
+    return tuple([state_of_items(list(group)) for group in _divided(flat, filters, exhaustive)])
 
 
 @overload
@@ -249,7 +261,19 @@ def state(node: Any, *filters: Filter) -> Any:
     return (found, *more) if more else found
 
 
-variables = state  # the name of older code
+@boundary
+def variables(node: Any, *filters: Filter) -> Any:
+    """Return the State of a node, as :func:`state` does, but with the very Variables of the node.
+
+    What is written to these is written to the node, and the other way around.
+
+    >>> import nnxlib as nnx
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> nnx.variables(model)['bias'] is model.bias
+    True
+    """
+    found, *more = live_states(node, filters, exhaustive=False)
+    return (found, *more) if more else found
 
 
 @boundary

@@ -125,7 +125,7 @@ def test_split_that_leaves_something_out():
 def test_a_state_is_a_snapshot():
     """Writing to the model does not change a State, and writing to a State does not change the model."""
     m = Net()
-    for state in (nnx.state(m), nnx.split(m)[1], nnx.variables(m), nnx.flatten(m)[1].to_nested_state()):
+    for state in (nnx.state(m), nnx.split(m)[1], nnx.flatten(m)[1].to_nested_state()):
         m.first.w.value = jnp.full(2, 5.0)
         m.scale = jnp.zeros(())
         assert state.first.w.value.tolist() != [5, 5]
@@ -133,6 +133,23 @@ def test_a_state_is_a_snapshot():
         state.first.mean.set_metadata(a=1)
         assert (m.first.w.value.tolist(), m.first.mean.get_metadata()) == ([5, 5], {})
         m.first.w.value = jnp.ones(2)
+
+
+def test_variables_are_those_of_the_node():
+    """A program that keeps them, as a sampler beside a trainer does, has the present weights."""
+    m = Net()
+    params, rest = nnx.variables(m, nnx.Param, ...)
+    assert params.first.w is m.first.w
+    assert rest.first.mean is nnx.variables(m).first.mean is m.first.mean
+    assert nnx.variables(m.first.w) is m.first.w
+    read = jax.jit(lambda leaves: leaves[0] * 1)
+    kept = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    nnx.jit(lambda m: m.first.w.set_value(m.first.w * 0 + 7))(m)
+    assert read([x for x in kept if x is m.first.w]).tolist() == [7, 7]
+    params.first.w.value = jnp.full(2, 5.0)
+    assert m.first.w.value.tolist() == [5, 5]
+    assert nnx.merge(nnx.graphdef(m), nnx.variables(m)).first.w is not m.first.w
+    assert nnx.state(m) == nnx.variables(m)
 
 
 def test_merge_makes_new_variables_each_time():
