@@ -18,12 +18,14 @@ the loops over cells take time in proportion to a size: that of what the functio
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +101,7 @@ class Dispatch:
             leaves, key = (*args, *[kwargs[name] for name in names]), (key, *names)
         if places is not None:
             leaves, key = (*leaves, *captured), (key, places)
+        returned = None
         try:
             if self._flatten is not None:
                 leaves, key = _unfolded(leaves, key, self._flatten, self._has_static)
@@ -137,23 +140,28 @@ class Dispatch:
                         inputs.append(x)
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
                 return self._call_entry(leaves, key, captured)
-            returned = part.read(jitted) if alone else jitted(*inputs)
+            if compiled.donates:
+                (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
+            else:
+                returned = part.read(jitted) if alone else jitted(*inputs)
             if type(returned) is WithOutcome:  # another one than usual
-                tables = [leaves[k]._nnx_table for k in (first, *others)]
-                return shortcut.entry().finish(leaves, tables, leaves_of(returned), compiled.outcome_of(returned))
+                return shortcut.finish(compiled, leaves, site.places, outputs, returned)
             out = shortcut.output(returned)
             if others:
                 write_cells(outputs, returned)
             elif outputs:
                 part.write(returned)
             return out
-        except (AbsentInput, CapturedObjects):
-            raise Miss(None) from None
-        except NnxError:  # that says what is wrong
-            raise
-        except TypeError:
-            packed = pack(Arguments(args, kwargs, captured))
-            check_traceable(packed.layout, packed.leaves)
+        except BaseException as error:
+            if returned is not None:
+                if compiled.donates:
+                    with contextlib.suppress(Exception):
+                        shortcut.finish(compiled, leaves, site.places, outputs, returned)
+            elif isinstance(error, AbsentInput | CapturedObjects):
+                raise Miss(None) from None
+            elif isinstance(error, TypeError) and not isinstance(error, NnxError):  # that says what is wrong
+                packed = pack(Arguments(args, kwargs, captured))
+                check_traceable(packed.layout, packed.leaves)
             raise
 
     def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple) -> Any:
@@ -288,14 +296,17 @@ class CacheEntry:
             raise AbsentInput
         if reads is None or reads.compiled is not compiled:
             reads = self._reads = self._reads_of(compiled)
-        returned = compiled.jitted(*reads.inputs(found))
-        outcome = compiled.outcome_of(returned)
-        if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
-            self._keep_shortcut(found, sites, reads, self._writes_of(outcome))
-        out = self.finish(found.leaves, tables, leaves_of(returned), outcome)
-        if self.plan.has_shardings:
-            self.plan.settle([tables[k].cells[j] for k, j in self._cells])
-        return out
+
+        def finish(returned: tuple[Any, ...]) -> Any:
+            outcome = compiled.outcome_of(returned)
+            if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
+                self._keep_shortcut(found, sites, reads, self._writes_of(outcome))
+            out = self.finish(found.leaves, tables, leaves_of(returned), outcome)
+            if self.plan.has_shardings:
+                self.plan.settle([tables[k].cells[j] for k, j in self._cells])
+            return out
+
+        return compiled.call(reads.inputs(found), finish)
 
     def finish(
         self, leaves: Sequence[Any], tables: Sequence[LiveTable], values: Sequence[Any], outcome: Outcome
@@ -316,7 +327,7 @@ class CacheEntry:
     def _keep_shortcut(self, found: Found, sites: dict[Hashable, CallSite], reads: _Reads, writes: _Writes) -> None:
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k in range(len(found.leaves)) if k not in objects]
-        places = objects[0], objects[1:], plain, len(found.leaves) == 1
+        places = objects[0], objects[1:], plain, len(found.leaves) == 1 and not reads.compiled.donates
         site = sites.setdefault(found.signature, CallSite(places))
         site.places = places
         shortcut = Shortcut(self, reads.compiled, writes.output)
@@ -369,6 +380,11 @@ def _objects_in(leaves: Sequence[Any], tables: Sequence[LiveTable]) -> list[Any]
 # --- shortcuts ------------------------------------------------------------------------------------------------------
 
 
+# In a call, the places among the leaves of the first object, of other objects and of other leaves; and whether the
+# first object is the only leaf, and nothing is donated.
+Places = tuple[int, list[int], list[int], bool]
+
+
 class CallSite:
     """Stands for one signature of one function: under it, live tables keep the shortcuts of such calls.
 
@@ -377,10 +393,8 @@ class CallSite:
 
     __slots__ = ("places",)
 
-    def __init__(self, places: tuple[int, list[int], list[int], bool]):
-        # In the call that has made the last shortcut, the places among the leaves of the first object, of other objects
-        # and of other leaves; and whether the first object is the only leaf.
-        self.places = places
+    def __init__(self, places: Places):
+        self.places = places  # in the call that has made the last shortcut
 
 
 class Shortcut:
@@ -392,6 +406,17 @@ class Shortcut:
         self.compiled: Callable[[], Any] = weakref.ref(compiled)
         self.entry: Callable[[], Any] = weakref.ref(entry)  # its plan refers to `compiled`
         self.output = output
+
+    def finish(
+        self, compiled: Compiled, leaves: Sequence[Any], places: Places, outputs: list[Cell], returned: Any
+    ) -> Any:
+        """Write what a call with these leaves has returned, to the ``outputs`` as a rule; returns the user's output."""
+        if type(returned) is WithOutcome:  # another one than usual
+            tables = [leaves[k]._nnx_table for k in (places[0], *places[1])]
+            return self.entry().finish(leaves, tables, leaves_of(returned), compiled.outcome_of(returned))
+        out = self.output(returned)
+        write_cells(outputs, returned)
+        return out
 
 
 class Part:

@@ -20,10 +20,12 @@ not, or with shardings, which go by lane, the function returns a :class:`WithOut
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from itertools import accumulate, starmap
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.tree_util as jtu
@@ -42,6 +44,8 @@ from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Outcome
 from .naming import named
+
+R = TypeVar("R")
 
 
 class WithOutcome(NamedTuple):
@@ -67,7 +71,7 @@ class Compiled:
         none.
     """
 
-    __slots__ = ("__weakref__", "_outcomes", "inputs", "jitted")
+    __slots__ = ("__weakref__", "_outcomes", "donates", "inputs", "jitted")
 
     def __init__(
         self,
@@ -98,12 +102,30 @@ class Compiled:
                 return tuple(groups[0])
             return WithOutcome(groups, outcome)
 
-        self._outcomes, self.inputs = outcomes, inputs
+        self._outcomes, self.inputs, self.donates = outcomes, inputs, not donated.isdisjoint(inputs)
         self.jitted = jax.jit(named(step, function, [paths[k] for k in inputs]), **options)
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
         """The inputs, out of all leaves."""
         return [leaves[k] for k in self.inputs]
+
+    def call(self, inputs: Sequence[Any], finish: Callable[[Any], R]) -> R:
+        """``finish(jitted(*inputs))``, where ``finish`` writes what was returned to the objects.
+
+        If inputs are donated, also when an interrupt, such as Ctrl-C, arrives as soon as the function has returned:
+        without the arrays that went in and those that came out the objects would be lost. Then it may be called twice.
+        """
+        if not self.donates:
+            return finish(self.jitted(*inputs))
+        returned = None
+        try:
+            (returned,) = starmap(self.jitted, (inputs,))  # Python handles no interrupt between a step and `=`
+            return finish(returned)
+        except BaseException:
+            if returned is not None:
+                with contextlib.suppress(Exception):  # it may be the one that is raised
+                    finish(returned)
+            raise
 
     def ahead_of_time(self, stage: Any) -> Compiled:
         """The same, with what JAX has compiled ahead of time in place of the jitted function."""
@@ -254,23 +276,23 @@ class Plan:
         """
         with lending(self.crossing.traces, lambda: packed.objects):
             try:
-                compiled, returned = self._call(packed.leaves)
+                return self._call(packed)
             except TypeError as error:
                 check_traceable(packed.layout, packed.leaves)
                 _note_abstract(error, packed.layout, packed.leaves)
                 raise
-        return self.finish(packed, compiled, returned)
 
-    def _call(self, leaves: Sequence[Any]) -> tuple[Compiled, tuple[Any, ...]]:
-        if not at_top_level() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return self.everything, self.everything.jitted(*self.everything.of(leaves))
-        compiled = self.compiled
+    def _call(self, packed: Packed) -> Any:
+        as_one_trace = not at_top_level() or jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        compiled = self.everything if as_one_trace else self.compiled
         while True:
             if compiled is None:
-                compiled = self.compiled = self._compile(leaves)
+                compiled = self.compiled = self._compile(packed.leaves)
             try:
-                return compiled, compiled.jitted(*compiled.of(leaves))
+                return compiled.call(compiled.of(packed.leaves), functools.partial(self.finish, packed, compiled))
             except AbsentInput:
+                if as_one_trace:
+                    raise
                 compiled = None
 
 
