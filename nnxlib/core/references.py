@@ -295,6 +295,8 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield x.get
     elif isinstance(x, threading.local):  # each thread has attributes of its own
         yield from [functools.partial(getattr, x, name, None) for name in list(x.__dict__)]
+    elif type(x).__module__.startswith("jaxlib."):  # a function that JAX has jitted; all else there is JAX's own
+        yield functools.partial(getattr, x, "__wrapped__", None)
     else:
         attributes: Any = getattr(x, "__dict__", None)
         if type(attributes) is dict:

@@ -207,6 +207,14 @@ def test_methods_of_what_python_has_itself_lead_nowhere():
     assert not [way for way in ways_from(lambda: [word.join([]) for word in words]) if way.value is vars(str)["join"]]
 
 
+def test_a_function_that_jax_has_jitted_leads_to_what_it_wraps_alone():
+    model = nnx.Dict()
+    jitted = jax.jit(lambda x: (model, x))
+    found = [way.value for way in ways_from(lambda: jitted)]
+    assert any(x is model for x in found)
+    assert len(found) <= 10
+
+
 def test_globals_of_libraries_are_not_looked_into():
     assert len(search(lambda: (jax.jit, jnp.sum, nnx.grad), [object()]).ways) < 100
 
