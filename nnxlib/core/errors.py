@@ -160,12 +160,14 @@ def place_of(path: Path) -> str:
 
 
 def describe(value: Any) -> str:
-    """Write an array as ``float32[2, 3]``, anything else as its type.
+    """Write an array as ``float32[2, 3]``, a class by its name, anything else as its type.
 
     >>> import numpy as np
-    >>> describe(np.zeros((2, 3), 'float32')), describe('abc')
-    ('float32[2, 3]', 'str')
+    >>> describe(np.zeros((2, 3), 'float32')), describe('abc'), describe(str)
+    ('float32[2, 3]', 'str', 'class str')
     """
+    if isinstance(value, type):
+        return f"class {value.__name__}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}[{', '.join(map(str, shape))}]"
