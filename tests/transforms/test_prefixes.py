@@ -34,7 +34,7 @@ def test_a_filter_that_would_never_be_asked_is_an_error():
 
 
 def test_what_is_neither_a_mapping_nor_pairs_is_an_error():
-    for wrong, shown in (([nnx.Param, 0], r"\[type, int\]"), (nnx.Param, "type"), (0, "int")):
+    for wrong, shown in (([nnx.Param, 0], r"\[class Param, int\]"), (nnx.Param, "class Param"), (0, "int")):
         with pytest.raises(ArgumentError, match=f"StateAxes takes a dict of filters and labels, .* but got {shown}"):
             nnx.StateAxes(wrong)
 
