@@ -97,7 +97,12 @@ def test_parameters_of_another_dtype_than_the_inputs_are_refused_where_promotion
         layer(jnp.ones((2, 8), jnp.bfloat16))
 
 
-NO_ARRAYS = {"str": "text", "{'a': float": {"a": jnp.ones(2)}, "class Linear": nnx.Linear, "object": np.ones((1, 2), object)}
+NO_ARRAYS = {
+    "str": "text",
+    "{'a': float": {"a": jnp.ones(2)},
+    "class Linear": nnx.Linear,
+    "object": np.ones((1, 2), object),
+}
 
 
 @pytest.mark.parametrize("shown", NO_ARRAYS)
