@@ -139,6 +139,7 @@ def _made_once(make: F) -> F:
         except TypeError:  # there is a list or an array among them; or it is that of `make`, which raises again
             return make(*args, **kwargs)
 
+    made.__module__ = __name__  # where pickle finds it; `make` may be a function of JAX
     return cast(F, made)
 
 

@@ -1,4 +1,5 @@
 import logging
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,13 @@ def test_constants_take_a_sharding():
     """Keyword arguments go to the initializer of JAX."""
     x = nnx.initializers.ones(None, (2,), jnp.float32, out_sharding=None)
     np.testing.assert_array_equal(x, [1.0, 1.0])
+
+
+def test_what_makes_initializers_can_be_pickled():
+    """Pickle finds each in our module, also those that JAX makes; a configuration may hold one."""
+    for name in ("normal", "orthogonal", "delta_orthogonal", "uniform", "variance_scaling", "lecun_normal", "constant"):
+        make = getattr(nnx.initializers, name)
+        assert pickle.loads(pickle.dumps(make)) is make
 
 
 FACTORIES = [
