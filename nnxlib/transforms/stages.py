@@ -83,6 +83,8 @@ class Stage:
         return self._plan.finish(packed, self._compiled, returned)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_stage":  # `copy` asks a copy that has no attributes yet
+            raise AttributeError(name)
         return getattr(self._stage, name)
 
     def __repr__(self) -> str:

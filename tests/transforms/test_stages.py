@@ -1,5 +1,6 @@
 """Stages: jitted functions of Modules, ahead of time."""
 
+import copy
 import functools
 
 import jax
@@ -121,3 +122,10 @@ def test_a_compiled_function_after_a_change_of_structure():
         with pytest.raises(errors.ArgumentError, match=r"float32\[2\] became float32\[3\]"):
             compiled(model, jnp.ones(3), 2)
     assert_same(model, eager)
+
+
+def test_a_stage_can_be_copied():
+    """A copy calls the same program; nothing is asked without end of a copy that is being made."""
+    model = Net()
+    compiled = nnx.jit(lambda m, x: m(x)).lower(model, X).compile()
+    np.testing.assert_array_equal(copy.copy(compiled)(model, X), compiled(model, X))
