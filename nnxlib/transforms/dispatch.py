@@ -24,8 +24,8 @@ import itertools
 import operator
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import jax
@@ -141,7 +141,7 @@ class Dispatch:
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
                 return self._call_entry(leaves, key, captured)
             if compiled.donates:
-                (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
+                returned = defaultdict(functools.partial(jitted, *inputs))[0]  # as in `Compiled.call`
             else:
                 returned = part.read(jitted) if alone else jitted(*inputs)
             if type(returned) is WithOutcome:  # another one than usual

@@ -23,8 +23,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate, starmap
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -119,7 +120,8 @@ class Compiled:
             return finish(self.jitted(*inputs))
         returned = None
         try:
-            (returned,) = starmap(self.jitted, (inputs,))  # Python handles no interrupt between a step and `=`
+            # Python handles no interrupt between a look-up and `=`.
+            returned = defaultdict(functools.partial(self.jitted, *inputs))[0]
             return finish(returned)
         except BaseException:
             if returned is not None:

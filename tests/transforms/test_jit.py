@@ -853,6 +853,22 @@ def test_donation_and_failures():
     assert model(X).tolist() == [2, 2]
 
 
+def test_donation_and_an_iterator_that_ends():
+    """A StopIteration of the user's function comes through as it is, also from a trace for other shapes."""
+    model, values = nnx.List([nnx.Param(jnp.zeros(()))]), iter([1.0, 2.0])
+
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def step(m, x):
+        m[0] += next(values) * x.sum()
+
+    for size in (1, 1, 1, 2):
+        step(model, jnp.ones(size))
+    for size in (3, 4):
+        with pytest.raises(StopIteration):
+            step(model, jnp.ones(size))
+    assert model[0].value == 3 * 1 + 2 * 2
+
+
 def test_donation_under_a_trace():
     """Inside another jit donation means nothing, as in JAX."""
     inner = nnx.jit(lambda m: m.layers[0](X), donate_argnums=0)
