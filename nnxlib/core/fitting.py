@@ -163,8 +163,9 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
     by_string: dict[Path, Path] | None = None
     flat: dict[Path, Any] = {}
     are_boxed = False
+    plain = {tuple([str(k) for k in path]) for path, aval in known.items() if aval is None}
     for number, state in enumerate(states):
-        for path, leaf in _items(state, number, known):
+        for path, leaf in _items(state, number, known, plain):
             if path not in known:
                 if by_string is None:
                     by_string = {tuple([str(k) for k in p]): p for p in known}
@@ -179,8 +180,8 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
     return flat
 
 
-def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a State; a mapping at the known path of a leaf is its value, unless it was an array."""
+def _items(state: Any, number: int, known: Collection[Path], plain: set[tuple[str, ...]]) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a State for known paths; a mapping at a ``plain`` one, where no array was, is the value there."""
     if isinstance(state, State) and not state:
         return
     if isinstance(state, FlatState):
@@ -191,13 +192,13 @@ def _items(state: Any, number: int, known: Mapping[Path, Aval]) -> Iterator[tupl
         stack: list[tuple[Path, Any]] = [((), state.raw_mapping if isinstance(state, State) else state)]
         while stack:
             path, value = stack.pop()
-            if isinstance(value, Mapping) and known.get(path, value) is not None:
+            if isinstance(value, Mapping) and not (plain and tuple([str(k) for k in path]) in plain):
                 stack.extend(((*path, key), child) for key, child in reversed(list(value.items())))
             else:
                 yield path, value
     elif isinstance(state, list | tuple):
         for item in state:
-            yield from _items(item, number, known)
+            yield from _items(item, number, known, plain)
     else:
         raise StateMismatchError(
             f"Expected a State, a FlatState or a nested dict as state number {number}, got {describe(state)}; nothing "

@@ -569,6 +569,9 @@ def test_a_part_of_a_value_that_is_a_mapping_is_not_its_value():
 @pytest.mark.parametrize("x", [3, 2.5, True, [1.0, 2.0], {"a": 1.0, "b": 2.0}, {"value": 1.0}], ids=repr)
 def test_values_that_are_no_arrays_one_level_below_their_variables(x):
     """Numbers, lists and dicts are restored as arrays are; a dict with just that key is not mistaken for a level."""
+    listed = nnx.List([nnx.Variable(jax.tree.map(lambda y: 0 * y, x)), nnx.Param(jnp.ones(2)), nnx.Variable({"b": 0})])
+    nnx.update(listed, {"0": {"value": x}, "1": {"value": jnp.zeros(2)}, "2": {"value": {"b": 1}}})
+    assert (listed[0].value, listed[1].value.tolist(), listed[2].value) == (x, [0, 0], {"b": 1})
     make = lambda x: nnx.Dict(v=nnx.Variable(x), w=nnx.Param(jnp.ones(2)))
     restored = {"v": {"value": x}, "w": {"value": jnp.zeros(2)}}
     model = make(jax.tree.map(lambda y: 0 * y, x))
