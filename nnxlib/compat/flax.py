@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 import nnxlib
 
 from ..core.errors import format_path
+from ..core.tracing import boundary
 from ..core.variables import MISSING
 from . import aliases, functional
 from .trees import OF_GRAPHS, check_tree
@@ -154,6 +155,7 @@ def _in_tree_mode(graph: bool | None, graph_updates: bool | None) -> bool:
 def _without_switches(function: Callable) -> Callable:
     checked = OF_GRAPHS.get(function.__name__)
 
+    @boundary
     @functools.wraps(function)
     def wrapper(*args: Any, graph: bool | None = None, **kwargs: Any) -> Any:
         for name in _SWITCHES:

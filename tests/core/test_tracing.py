@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.jet import jet
 
 import nnxlib as nnx
+import nnxlib.compat.flax
 from nnxlib.core.errors import ArgumentError
 from nnxlib.core.tracing import Tracer, at_top_level, current_trace, in_current_trace, runs_eagerly
 from tests.properties.test_matrix import EAGER, LOOPS
@@ -235,6 +236,8 @@ WITHOUT_A_TRANSFORM = {
     "tabulate": lambda m: nnx.tabulate(m, jnp.ones(7)),
     "add_lora": lambda m: nnx.add_lora(m, 2, filter=nnx.PathContains("absent"), rngs=nnx.Rngs(0)),
     "path_of": lambda m: nnx.path_of(m, nnx.Param(1)),
+    "split": lambda m: nnx.split(m, nnx.BatchStat),
+    "split of compat": lambda m: nnxlib.compat.flax.split(m, nnx.BatchStat),
 }
 
 
