@@ -524,13 +524,18 @@ def _make_streams(values: Mapping[str, RngValue | RngStream]) -> dict[str, RngSt
     given = {name: value for name, value in values.items() if isinstance(value, RngStream)}
     roots = {name: as_key(value) for name, value in values.items() if name not in given}
     taken: set[Hashable] = set()
-    all_small = all(type(values[name]) is int and 0 <= values[name] < 1 << 31 for name in roots)  # no two make one key
+    all_small = all(_is_small(values[name]) for name in roots)
     for name, root in roots.items() if len(roots) > 1 else ():
         seed = _fingerprint(values[name], root, all_small)
         if seed in taken:
             roots[name] = _descend(root, _digest(b"stream", (name,)))
         taken.add(seed)
     return {name: _renamed(given[name], name) if name in given else RngStream(roots[name], tag=name) for name in values}
+
+
+def _is_small(seed: Any) -> bool:
+    """Whether this is a number, of which no two make the same key."""
+    return type(seed) is int and 0 <= seed < 1 << 31
 
 
 def _fingerprint(value: Any, root: jax.Array, all_small: bool) -> Hashable:

@@ -24,8 +24,8 @@ import itertools
 import operator
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ from ..core.static import StaticArgument
 from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
-from .plan import Compiled, Plan, WithOutcome, leaves_of
+from .plan import Compiled, Plan, Stopped, WithOutcome, leaves_of
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
 
@@ -141,7 +141,7 @@ class Dispatch:
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
                 return self._call_entry(leaves, key, captured)
             if compiled.donates:
-                returned = defaultdict(functools.partial(jitted, *inputs))[0]  # as in `Compiled.call`
+                (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
             else:
                 returned = part.read(jitted) if alone else jitted(*inputs)
             if type(returned) is WithOutcome:  # another one than usual
@@ -155,10 +155,13 @@ class Dispatch:
         except BaseException as error:
             if returned is not None:
                 if compiled.donates:
+                    assert site is not None
                     with contextlib.suppress(Exception):
                         shortcut.finish(compiled, leaves, site.places, outputs, returned)
             elif isinstance(error, AbsentInput | CapturedObjects):
                 raise Miss(None) from None
+            elif isinstance(error, Stopped):
+                raise error.error from None
             elif isinstance(error, TypeError) and not isinstance(error, NnxError):  # that says what is wrong
                 packed = pack(Arguments(args, kwargs, captured))
                 check_traceable(packed.layout, packed.leaves)

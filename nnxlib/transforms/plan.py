@@ -23,9 +23,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -54,6 +53,13 @@ class WithOutcome(NamedTuple):
 
     groups: tuple[Sequence[Any], ...]  # of leaves, one for each lane
     outcome: Outcome
+
+
+class Stopped(Exception):
+    """A StopIteration of the user's function, which the iterator that calls it would take for its own end."""
+
+    def __init__(self, error: StopIteration):
+        self.error = error
 
 
 Traced = tuple[tuple[Sequence[Any], ...], Outcome]  # what :meth:`Crossing.run` returns
@@ -85,6 +91,7 @@ class Compiled:
     ):
         paths = crossing.layout.leaf_paths
         outcomes: list[Outcome] = []
+        donates = not donated.isdisjoint(inputs)
 
         def trace(*values: Any) -> Traced:
             leaves = [ABSENT] * len(paths)
@@ -95,7 +102,12 @@ class Compiled:
         def step(*values: Any) -> tuple[Any, ...]:
             nonlocal replay
             run, replay = replay or trace, None
-            groups, outcome = run(*values)
+            try:
+                groups, outcome = run(*values)
+            except StopIteration as error:
+                if donates:
+                    raise Stopped(error) from None
+                raise
             if not outcomes:
                 outcomes.append(outcome)
             usual = outcomes[0]  # that of another thread, if this was tracing at the same time
@@ -103,7 +115,7 @@ class Compiled:
                 return tuple(groups[0])
             return WithOutcome(groups, outcome)
 
-        self._outcomes, self.inputs, self.donates = outcomes, inputs, not donated.isdisjoint(inputs)
+        self._outcomes, self.inputs, self.donates = outcomes, inputs, donates
         self.jitted = jax.jit(named(step, function, [paths[k] for k in inputs]), **options)
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
@@ -120,9 +132,10 @@ class Compiled:
             return finish(self.jitted(*inputs))
         returned = None
         try:
-            # Python handles no interrupt between a look-up and `=`.
-            returned = defaultdict(functools.partial(self.jitted, *inputs))[0]
+            (returned,) = starmap(self.jitted, (inputs,))  # Python handles no interrupt between a step and `=`
             return finish(returned)
+        except Stopped as stopped:
+            raise stopped.error from None
         except BaseException:
             if returned is not None:
                 with contextlib.suppress(Exception):  # it may be the one that is raised
