@@ -16,7 +16,7 @@ MODULES = sorted(
     ".".join(("nnxlib", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
 )
-NEEDS_FLAX = re.compile(r"^\s*(>>> )?(from|import) (flax|orbax)\b|\bcheckpointer\.|nnx(lib)?\.bridge", re.MULTILINE)
+NEEDS_FLAX = re.compile(r"^\s*(>>> )?(from|import) (flax|orbax)\b|\b(checkpointer|ocp)\.|nnx(lib)?\.bridge", re.M)
 WITHOUT_FLAX = importlib.util.find_spec("flax") is None
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
