@@ -2,7 +2,7 @@
 
 In flax.nnx the States that ``state`` and ``split`` return hold the Variables of the model itself, and ``merge`` puts
 the Variables of a State into the new model. Code may write to a State and expect the model to change; to avoid that, it
-passes ``copy=True``. In nnxlib a State is a snapshot, unless ``variables`` has made it.
+passes ``copy=True``. In nnxlib a State is a snapshot, unless ``variables`` has made it; here none is.
 """
 
 from __future__ import annotations

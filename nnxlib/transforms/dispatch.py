@@ -121,7 +121,7 @@ class Dispatch:
                 if part.place != first:
                     raise LookupError
                 table.until_check -= 1
-                if not alone:
+                if not alone or compiled.donates:
                     inputs = [cell.value for cell in part.inputs]
                     for place in others:
                         table = leaves[place]._nnx_table
@@ -162,7 +162,7 @@ class Dispatch:
                 raise Miss(None) from None
             elif isinstance(error, Stopped):
                 raise error.error from None
-            elif isinstance(error, TypeError) and not isinstance(error, NnxError):  # that says what is wrong
+            elif isinstance(error, TypeError) and not isinstance(error, NnxError):  # which says what is wrong itself
                 packed = pack(Arguments(args, kwargs, captured))
                 check_traceable(packed.layout, packed.leaves)
             raise
@@ -330,7 +330,7 @@ class CacheEntry:
     def _keep_shortcut(self, found: Found, sites: dict[Hashable, CallSite], reads: _Reads, writes: _Writes) -> None:
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k in range(len(found.leaves)) if k not in objects]
-        places = objects[0], objects[1:], plain, len(found.leaves) == 1 and not reads.compiled.donates
+        places = objects[0], objects[1:], plain, len(found.leaves) == 1
         site = sites.setdefault(found.signature, CallSite(places))
         site.places = places
         shortcut = Shortcut(self, reads.compiled, writes.output)
@@ -384,7 +384,7 @@ def _objects_in(leaves: Sequence[Any], tables: Sequence[LiveTable]) -> list[Any]
 
 
 # In a call, the places among the leaves of the first object, of other objects and of other leaves; and whether the
-# first object is the only leaf, and nothing is donated.
+# first object is the only leaf.
 Places = tuple[int, list[int], list[int], bool]
 
 

@@ -853,6 +853,27 @@ def test_donation_and_failures():
     assert model(X).tolist() == [2, 2]
 
 
+def test_donation_of_one_structure_and_not_of_another():
+    """A step that changes one model and only reads another, by turns: just the first is donated."""
+
+    class Counter(nnx.Module):
+        def __init__(self, counts):
+            self.counts, self.calls = counts, nnx.Variable(jnp.zeros(()))
+
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def step(m):
+        if m.counts:
+            m.calls += 1
+        return m.calls * 2
+
+    counting, reading = Counter(True), Counter(False)
+    for _ in range(4):
+        for model in (counting, reading):
+            for _ in range(20):
+                step(model)
+    assert (counting.calls.value, reading.calls.value) == (80, 0)
+
+
 def test_donation_and_an_iterator_that_ends():
     """A StopIteration of the user's function comes through as it is, also from a trace for other shapes."""
     model, values = nnx.List([nnx.Param(jnp.zeros(()))]), iter([1.0, 2.0])
