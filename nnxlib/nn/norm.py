@@ -2,8 +2,8 @@
 
 All of them compute ``y = (x - mean) / sqrt(var + epsilon) * scale + bias`` and differ in the axes over which mean and
 variance are taken. Statistics are computed in float32 at least, whatever the dtype of the input, and the result is cast
-at the end. Where no element counts, because a mask excludes all of them or there are none, mean and variance are 0, and
-running statistics stay as they are; 0 / 0 would be in them for ever.
+at the end. Where no element counts, because a mask excludes all of them or there are none, the result is NaN: there is
+nothing to normalise by. But running statistics stay as they are there, and derivatives are 0.
 
 The arithmetic is three formulas: :func:`moments` or :func:`mean_square`, then :func:`normalize`. They are made of
 compiled steps of a few operations: so an eager call is fast, and rounds as it would operation by operation
@@ -65,11 +65,6 @@ def _at_least_one(count: Array) -> Array:
     return jnp.maximum(count, 1)  # a sum of no elements is 0, and so is their mean
 
 
-def _mask_of(x: Array, mask: Array | None) -> Array | None:
-    """The mask; one that excludes everything for an array without elements."""
-    return jnp.zeros((1,) * x.ndim, bool) if mask is None and not x.size else mask
-
-
 @step("axes", "axis_name", "groups")
 def _means_over_shards(
     values: list[Array], mask: Array | None, axes: tuple[int, ...], axis_name: str, groups: Any
@@ -89,9 +84,17 @@ def _means(values: list[Array], mask: Array | None, axes: tuple[int, ...], axis_
     return _means_over_shards(values, mask, axes, axis_name, groups)
 
 
-def _check_mask(mask: Array | None, x: Array) -> None:
+@step("axes", "axis_name", "groups")
+def _any(x: Array, mask: Array, axes: tuple[int, ...], axis_name: Any, groups: Any) -> Array:
+    counts = jnp.any(jnp.broadcast_to(mask, x.shape), axes)
+    return counts if axis_name is None else lax.psum(counts.astype(jnp.int32), axis_name, axis_index_groups=groups) > 0
+
+
+def _checked(mask: Array | None, x: Array) -> Array | None:
+    """The mask; one that excludes everything for an array without elements."""
     if mask is not None and not broadcasts(jnp.shape(mask), x.shape):
         raise LayerInputError(f"The mask has to broadcast to the inputs, {describe(x)}, but is {describe(mask)}.")
+    return jnp.zeros((1,) * x.ndim, bool) if mask is None and not x.size else mask
 
 
 @formula("axes", "axis_name", "axis_index_groups", "use_fast_variance")
@@ -103,8 +106,10 @@ def moments(
     axis_name: str | None = None,
     axis_index_groups: Any = None,
     use_fast_variance: bool = True,
-) -> tuple[Array, Array]:
-    """Return mean and variance of ``x`` over ``axes``, in float32 at least.
+) -> tuple[Array, Array, Array | None]:
+    """Return mean and variance of ``x`` over ``axes``, in float32 at least, and where an element counts.
+
+    Where none counts, mean and variance are 0. Without a mask the last is None: all do.
 
     Args:
       x: array.
@@ -114,24 +119,26 @@ def moments(
       axis_index_groups: groups of indices of that axis that are averaged separately.
       use_fast_variance: as in :class:`BatchNorm`.
     """
-    _check_mask(mask, x)
+    mask = _checked(mask, x)
     x = convert(x, at_least_float32(x.dtype))
-    over = (_mask_of(x, mask), axes, axis_name, axis_index_groups)
+    over = (axes, axis_name, axis_index_groups)
+    counts = None if mask is None else _any(x, mask, *over)
     if use_fast_variance:
-        mean, mean_of_square = _means([x, squared(x)], *over)
-        return mean, _fast_variance(mean_of_square, squared(mean))
-    (mean,) = _means([x], *over)
-    return mean, _means([_square_distance(x, mean, axes)], *over)[0]
+        mean, mean_of_square = _means([x, squared(x)], mask, *over)
+        return mean, _fast_variance(mean_of_square, squared(mean)), counts
+    (mean,) = _means([x], mask, *over)
+    return mean, _means([_square_distance(x, mean, axes)], mask, *over)[0], counts
 
 
 @formula("axes", "axis_name", "axis_index_groups")
 def mean_square(
     x: Array, mask: Array | None, *, axes: tuple[int, ...], axis_name: str | None = None, axis_index_groups: Any = None
-) -> Array:
-    """Return the mean of ``x**2`` over ``axes``, in float32 at least; arguments as in :func:`moments`."""
-    _check_mask(mask, x)
+) -> tuple[Array, Array | None]:
+    """Return the mean of ``x**2`` over ``axes``, and where an element counts; see :func:`moments`."""
+    mask = _checked(mask, x)
     x = convert(x, at_least_float32(x.dtype))
-    return _means([squared(x)], _mask_of(x, mask), axes, axis_name, axis_index_groups)[0]
+    over = (axes, axis_name, axis_index_groups)
+    return _means([squared(x)], mask, *over)[0], None if mask is None else _any(x, mask, *over)
 
 
 _rsqrt = step()(lax.rsqrt)
@@ -157,11 +164,17 @@ def _shifted(y: Array, bias: Array, feature_shape: Any, dtype: Any) -> Array:
     return jnp.asarray(y + jnp.reshape(bias, feature_shape), dtype)
 
 
+@step("shape")
+def _nan_unless(counts: Array, y: Array, shape: Any) -> Array:
+    return jnp.where(jnp.reshape(counts, shape), y, jnp.nan)  # its derivatives are 0 where it is NaN
+
+
 @formula("axes", "feature_axes")
 def normalize(
     x: Array,
     mean: Array | None,
     var: Array,
+    counts: Array | None,
     scale: Array | None,
     bias: Array | None,
     *,
@@ -169,9 +182,10 @@ def normalize(
     feature_axes: tuple[int, ...],
     epsilon: float,
 ) -> Array:
-    """Return ``(x - mean) * rsqrt(var + epsilon) * scale + bias`` in the dtype of ``x``.
+    """Return ``(x - mean) * rsqrt(var + epsilon) * scale + bias`` in the dtype of ``x``; NaN unless ``counts``.
 
-    ``mean`` and ``var`` lack the axes ``axes`` of ``x``; ``scale`` and ``bias`` have only its axes ``feature_axes``.
+    ``mean``, ``var`` and ``counts`` lack the axes ``axes`` of ``x``; ``scale`` and ``bias`` have only its axes
+    ``feature_axes``.
     """
     shape = tuple([1 if axis in axes else size for axis, size in enumerate(x.shape)])
     feature_shape = tuple([size if axis in feature_axes else 1 for axis, size in enumerate(x.shape)])
@@ -179,8 +193,10 @@ def normalize(
     if scale is not None:
         factor = _reshaped_product(factor, scale, feature_shape)
     if bias is None:
-        return _scaled(x, mean, factor, shape, x.dtype)
-    return _shifted(_scaled(x, mean, factor, shape, None), bias, feature_shape, x.dtype)
+        y = _scaled(x, mean, factor, shape, x.dtype)
+    else:
+        y = _shifted(_scaled(x, mean, factor, shape, None), bias, feature_shape, x.dtype)
+    return y if counts is None else _nan_unless(counts, y, shape)
 
 
 def _reduction_axes(layer: Any, x: Any) -> tuple[int, ...]:
@@ -336,12 +352,12 @@ class BatchNorm(Module):
         feature_axes = _feature_axes(self, x, self.axis, scale=scale, bias=bias, mean=running_mean)
         axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
         x, mean, var, scale, bias = self.promote_dtype((x, running_mean, running_var, scale, bias), dtype=self.dtype)
+        counts = None
         if not use_running:
-            mean, var = moments(x, mask, axes=axes, **_moments_settings(self))
-            counts = _counts(x, _mask_of(x, mask), axes, self.axis_name, self.axis_index_groups)
+            mean, var, counts = moments(x, mask, axes=axes, **_moments_settings(self))
             for statistic, running, batch in (self.mean, running_mean, mean), (self.var, running_var, var):
                 statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum, counts))
-        return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+        return normalize(x, mean, var, counts, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Set what :func:`nnxlib.view` may set on this layer."""
@@ -369,17 +385,6 @@ def _moved(running: Array, batch: Array, momentum: Any, rest: Any, counts: Array
     """The running statistic, one step further towards that of the batch, where one of its elements counts."""
     moved = _sum(_products(running, batch, momentum, rest), running.dtype)
     return moved if counts is None else _where(counts, moved, running)
-
-
-def _counts(x: Array, mask: Array | None, axes: tuple[int, ...], axis_name: Any, groups: Any) -> Array | None:
-    """For each feature whether an element of the batch counts; None if all of them do."""
-    return None if mask is None else _any(x, mask, axes, axis_name, groups)
-
-
-@step("axes", "axis_name", "groups")
-def _any(x: Array, mask: Array, axes: tuple[int, ...], axis_name: Any, groups: Any) -> Array:
-    counts = jnp.any(jnp.broadcast_to(mask, x.shape), axes)
-    return counts if axis_name is None else lax.psum(counts.astype(jnp.int32), axis_name, axis_index_groups=groups) > 0
 
 
 class LayerNorm(Module):
@@ -465,8 +470,8 @@ class LayerNorm(Module):
         feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale, bias=bias)
         axes = _reduction_axes(self, x)
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
-        mean, var = moments(x, mask, axes=axes, **_moments_settings(self))
-        return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+        mean, var, counts = moments(x, mask, axes=axes, **_moments_settings(self))
+        return normalize(x, mean, var, counts, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
 
 class RMSNorm(Module):
@@ -524,8 +529,9 @@ class RMSNorm(Module):
         feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale)
         axes = _reduction_axes(self, x)
         x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
-        var = mean_square(x, mask, axes=axes, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
-        return normalize(x, None, var, scale, None, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+        over = {"axes": axes, "axis_name": self.axis_name, "axis_index_groups": self.axis_index_groups}
+        var, counts = mean_square(x, mask, **over)
+        return normalize(x, None, var, counts, scale, None, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
 
 class GroupNorm(Module):
@@ -629,22 +635,24 @@ class GroupNorm(Module):
             raise UsageError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
         x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
         others = tuple([a for a in axes if a != feature_axis])
-        mean, var = _group_moments(x, mask, groups=self.num_groups, axes=others, **_moments_settings(self))
-        return normalize(x, mean, var, scale, bias, axes=others, feature_axes=(feature_axis,), epsilon=self.epsilon)
+        mean, var, counts = _group_moments(x, mask, groups=self.num_groups, axes=others, **_moments_settings(self))
+        return normalize(
+            x, mean, var, counts, scale, bias, axes=others, feature_axes=(feature_axis,), epsilon=self.epsilon
+        )
 
 
 @formula("groups", "axes", "axis_name", "axis_index_groups", "use_fast_variance")
 def _group_moments(
     x: Array, mask: Array | None, *, groups: int, axes: tuple[int, ...], **options: Any
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array | None]:
     """Moments over ``axes`` and within groups of the last axis, with one entry for each feature."""
     size = x.shape[-1] // groups
     grouped = (*x.shape[:-1], groups, size)
-    _check_mask(mask, x)
+    mask = _checked(mask, x)
     if mask is not None:
         mask = _reshape(jnp.broadcast_to(mask, x.shape), grouped)
-    mean, var = moments(_reshape(x, grouped), mask, axes=(*axes, x.ndim), **options)
-    return _repeat(mean, size), _repeat(var, size)
+    mean, var, counts = moments(_reshape(x, grouped), mask, axes=(*axes, x.ndim), **options)
+    return _repeat(mean, size), _repeat(var, size), None if counts is None else _repeat(counts, size)
 
 
 @step("shape")
@@ -725,5 +733,5 @@ class InstanceNorm(Module):
             )
         axes = tuple([a for a in range(1, x.ndim) if a not in feature_axes])
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
-        mean, var = moments(x, mask, axes=axes, **_moments_settings(self))
-        return normalize(x, mean, var, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+        mean, var, counts = moments(x, mask, axes=axes, **_moments_settings(self))
+        return normalize(x, mean, var, counts, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)

@@ -213,7 +213,9 @@ def test_an_example_of_which_nothing_counts_leaves_the_gradients_finite(name, fa
     """A batch is filled up with empty examples, which the loss leaves out; 0 / 0 would be in all derivatives."""
     layer = MAKERS[name](use_fast_variance=fast)
     x, mask = array(2, 6, 4), jnp.array([True, False])[:, None, None]
-    assert jnp.isfinite(layer(x, mask=mask)).all()
+    y = layer(x, mask=mask)
+    assert jnp.isfinite(y[0]).all()
+    assert jnp.isnan(y[1]).all()
     gradient = nnx.grad(lambda layer: jnp.sum(jnp.where(mask, layer(x, mask=mask), 0.0)))(layer)
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradient))
     alone = nnx.grad(lambda layer: jnp.sum(layer(x[:1])))(layer)
@@ -237,7 +239,8 @@ def test_running_statistics_stay_where_nothing_counts(fast, axis_name):
     for x, counts, kept in cases:
         mask = jnp.broadcast_to(jnp.array(counts), x.shape)
         y, same_mean, same_var = jax.vmap(run, axis_name="shards")(x, mask)
-        assert jnp.isfinite(y).all()
+        assert jnp.isnan(y[..., np.array(kept)]).all()
+        assert jnp.isfinite(y[..., ~np.array(kept)]).all()
         assert same_mean.tolist() == same_var.tolist() == [kept, kept]
     _, *same = jax.vmap(lambda x: run(x, None), axis_name="shards")(batch[:, :0])
     assert all(s.all() for s in same)
