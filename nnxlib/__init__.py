@@ -368,6 +368,9 @@ else:
         **{old: f"use nnx.{new}" for old, new in _LIFTED.items()},
         **{name: f"use {ours}" for ours, names in _ELSEWHERE.items() for name in names.split()},
         "fork": "use nnx.fork_rngs or nnx.split_rngs",
+        "set_mode": "use nnx.view",
+        "set_mode_info": "use nnx.view_info",
+        **dict.fromkeys(("use_refs", "using_refs"), "give Variables ref=True"),
         "register_variable_name_type_pair": "use nnx.register_variable_name",
         "with_sharding_constraint": "jax.lax.with_sharding_constraint takes a State",
     }

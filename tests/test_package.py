@@ -83,6 +83,8 @@ print(len(traces))
         ("ReLU", "use the function nnx.relu"),
         ("MSELoss", "use a loss of optax"),
         ("fork", "use nnx.fork_rngs or nnx.split_rngs"),
+        ("set_mode", "use nnx.view"),
+        ("using_refs", "give Variables ref=True"),
         ("register_variable_name_type_pair", "use nnx.register_variable_name"),
         ("with_sharding_constraint", "jax.lax.with_sharding_constraint"),
     ],
