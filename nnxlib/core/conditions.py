@@ -37,7 +37,11 @@ class Conditions:
       functions: those to which the conditions must not refer.
     """
 
-    __slots__ = ("_ends", "_members", "_steps")
+    __slots__ = ("ends", "members", "steps")
+
+    steps: list[tuple[LookUp, LookUp]]  # a look-up, and a reference to what that has found
+    ends: list[tuple[LookUp, types.CellType]]  # a look-up, and the type of what that has found
+    members: list[Members]
 
     def __init__(self, found: Found, others: Iterable[Way], known: set[int], functions: Collection[Any] = ()):
         containers = _containers(found)
@@ -45,25 +49,28 @@ class Conditions:
         known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
         ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
         steps = [step for way in ways for step in way.steps(known)]
-        self._steps = [step for step in steps if not _refers_to(step[0], functions)]
-        self._ends = [(way.look_up, type(way.value)) for way in alone if not _refers_to(way.look_up, functions)]
-        self._members = [Members(container) for _, container in containers]
+        ends = [way for way in alone if not _refers_to(way.look_up, functions)]
+        self.steps = [step for step in steps if not _refers_to(step[0], functions)]
+        self.ends = [(way.look_up, types.CellType(type(way.value))) for way in ends]
+        self.members = [Members(container) for _, container in containers]
 
     def __bool__(self) -> bool:
-        return bool(self._steps or self._ends or self._members)
+        return bool(self.steps or self.ends or self.members)
 
     def hold(self) -> bool:
         """Whether each holder is at its place, and what is there is of the same type, or is other data."""
         try:
-            for look_up, before in self._steps:
+            for look_up, before in self.steps:
                 x = look_up()
                 if x is None or x is not before():
                     return False
-            for look_up, kind in self._ends:
-                now = type(look_up())
-                if now is not kind and not (is_data(now) and is_data(kind)):
-                    return False
-            for members in self._members:
+            for look_up, cell in self.ends:
+                now, kind = type(look_up()), cell.cell_contents
+                if now is not kind:
+                    if not (is_data(now) and is_data(kind)):
+                        return False
+                    cell.cell_contents = now
+            for members in self.members:
                 if [*map(type, members.held)] != members.types and not members.are_as_before():
                     return False
         except Exception:  # of a look-up, or a container that another thread changes

@@ -87,7 +87,7 @@ class Way(NamedTuple):
             yield way.look_up, _reference(way.value)
             if isinstance(holder, CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
-                yield functools.partial(_is_as_long, holder, len(holder)), _true
+                yield functools.partial(is_as_long, holder, len(holder)), _true
             way = way.before
 
     def is_looked_along(self, names: Collection[str]) -> bool:
@@ -139,9 +139,9 @@ def _place_of(look_up: LookUp) -> Hashable:
     if not isinstance(look_up, functools.partial):
         return type(look_up)  # of a weak reference, or of a context variable
     function, arguments = look_up.func, look_up.args
-    if function is _inside:
+    if function is inside:
         return _place_of(arguments[0]), arguments[1]
-    if function in (getattr, _item, _nth, _in_closure):
+    if function in (getattr, _item, _nth, in_closure):
         return function.__name__, *arguments[1:]  # the first is the holder
     name = None
     if function is not in_class:  # it is the `get` of a mapping; the globals of a module say what that is called
@@ -158,7 +158,7 @@ def _weakly(key: Any) -> Any:
         return key
 
 
-def _is_as_long(container: Any, length: int) -> bool:
+def is_as_long(container: Any, length: int) -> bool:
     return len(container) == length
 
 
@@ -329,7 +329,7 @@ def _is_read_from(x: Any, name: str, y: Any) -> bool:
 def _cells_of(function: types.FunctionType) -> Iterator[LookUp]:
     """How to look up what is in the closure of a function."""
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        yield functools.partial(_in_closure, cell, name)
+        yield functools.partial(in_closure, cell, name)
 
 
 def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
@@ -363,9 +363,9 @@ def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterabl
         x = found_by(look_up)
         if issubclass(type(x), types.ModuleType | type) and not is_of_library(vars(x)) and id(x) not in seen:
             seen.add(id(x))
-            inside = [functools.partial(_inside, look_up, name) for name in sorted(names & vars(x).keys())]
-            yield from inside
-            stack += inside
+            further = [functools.partial(inside, look_up, name) for name in sorted(names & vars(x).keys())]
+            yield from further
+            stack += further
 
 
 @functools.lru_cache(maxsize=1000)
@@ -416,7 +416,7 @@ def _is_named(look_up: LookUp, holder: Any, names: Collection[str]) -> bool:
     return name in _WRAPPED or name in names
 
 
-def _inside(look_up: LookUp, name: str) -> Any:
+def inside(look_up: LookUp, name: str) -> Any:
     return getattr(look_up(), "__dict__", {}).get(name)
 
 
@@ -424,7 +424,7 @@ def in_class(cls: type, name: str) -> Any:
     return vars(cls).get(name)
 
 
-def _in_closure(cell: types.CellType, name: str) -> Any:
+def in_closure(cell: types.CellType, name: str) -> Any:
     return cell.cell_contents
 
 

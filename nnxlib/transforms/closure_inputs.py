@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
 from ..core.conditions import Conditions
@@ -26,8 +26,9 @@ from ..core.finding import reachable
 from ..core.graph import Packed
 from ..core.layout import KEPT, Layout
 from ..core.objects import Node
-from ..core.references import Found, LookUp, Way, named_in, search
+from ..core.references import Found, Way, named_in, search
 from ..core.rows import NodeRow, Ref, Tree
+from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
 from ..core.variables import Variable
 
@@ -38,12 +39,43 @@ Captured = tuple[tuple[Any, ...], object]
 NOTHING: Captured = (), None
 
 
-class _Known(NamedTuple):
+class _Known:
     """What is looked up at each call."""
 
-    steps: list[tuple[LookUp, LookUp, bool]]  # a look-up, what that found before, whether this is a root
-    beside: Conditions | None  # of the other places
-    places: object  # what stands for the places, see `Captured`
+    __slots__ = ("beside", "places", "steps", "straight")
+
+    def __init__(self, steps: list[Step], beside: Conditions | None, places: object):
+        self.steps = steps
+        self.beside = beside  # what must hold of the other places
+        self.places = places  # what stands for the places, see `Captured`
+        self.straight: Callable[[], Any] | None = None  # code for all of it, made when it has held once
+
+    def roots(self) -> tuple[Any, ...]:
+        """What the function captures.
+
+        Raises:
+          _Changed: if not all is as it was.
+          Exception: what a look-up has raised.
+        """
+        found = []
+        for look_up, before, is_root in self.steps:
+            x = look_up()
+            if x is None or x is not before():
+                raise _Changed(is_exchanged=issubclass(type(before()), Node | Variable))
+            if is_root:
+                found.append(x)
+        if self.beside is not None and not self.beside.hold():
+            raise _Changed(is_exchanged=False)
+        if self.straight is None:
+            self.straight = straight_line(self.steps, self.beside)
+        return tuple(found)
+
+
+class _Changed(Exception):
+    """Something is not as it was; ``is_exchanged`` if an object no longer is at its place."""
+
+    def __init__(self, is_exchanged: bool):
+        self.is_exchanged = is_exchanged
 
 
 EMPTY = _Known([], None, None)
@@ -122,7 +154,7 @@ class Captures:
         others = [way for way in found.objects() if id(way.value) not in given]
         known = set[int]()
         beside = Conditions(found, others, known)
-        steps: list[tuple[LookUp, LookUp, bool]] = []
+        steps: list[Step] = []
         for reference, to_root in zip(references, to_roots, strict=True):
             last, *further = [step for way in to_root for step in way.steps(known)] or [(reference, reference)]
             steps += [(*last, True), *[(*step, False) for step in further]]
@@ -173,24 +205,21 @@ class Captures:
 
     def now(self) -> Captured:
         """What the function captures, as far as that is known; if it now refers to other objects, it is found again."""
-        known, found, is_exchanged = self.known, [], False
+        known = self.known
         if known is None:
             return self._roots_and(self._look())
         try:
-            for look_up, before, is_root in known.steps:
-                x = look_up()
-                if x is None or x is not before():
-                    is_exchanged = issubclass(type(before()), Node | Variable)  # so it no longer is at its place
-                    raise LookupError
-                if is_root:
-                    found.append(x)
-            if known.beside is not None and not known.beside.hold():
-                raise LookupError
-        except Exception:  # of a look-up, too
-            return self._found_again(known, is_exchanged)
+            found = known.straight is not None and known.straight()
+        except Exception:  # of a look-up, which is made once more
+            found = False
+        if found is False:
+            try:
+                found = known.roots()
+            except Exception as error:
+                return self._found_again(known, isinstance(error, _Changed) and error.is_exchanged)
         if self._readers and Watch.count:
             note_readers(self._readers)
-        return tuple(found), self._with_constants(known.places) if self._constants else known.places
+        return found, self._with_constants(known.places) if self._constants else known.places
 
     def _with_constants(self, places: object) -> object:
         """What stands for these places and the present constants; equal to no other if one is no constant any more."""

@@ -1,0 +1,128 @@
+"""Straight-line code for what a jitted function looks up at each call.
+
+The look-ups of references.py are partial functions. To make them one by one, and to compare, takes 0.1 us each and 0.4
+for the loops around them. As the code of one function they take a fifth of that::
+
+    r0() is encoder is not None and type(RATE) is t1 and type(c2) is t3
+
+The globals of this function are those of the user's, and the cells in its closure are the user's own, too. So the
+interpreter itself caches where each value is found.
+
+The code only has to be sure of what is as it was before. In all other cases, also if it raises an error, whoever calls
+it goes on with the look-ups themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import ReferenceType
+
+from .conditions import Conditions
+from .references import LookUp, in_class, in_closure, inside, is_as_long
+
+Step = tuple[LookUp, LookUp, bool]  # a look-up, a reference to what that has found before, whether this is a root
+
+
+def straight_line(steps: Sequence[Step], beside: Conditions | None) -> Callable[[], Any]:
+    """A function that makes these look-ups; it returns a tuple of the roots if all is as before, and else False.
+
+    Args:
+      steps: those that have to find what they found before.
+      beside: what else must hold.
+    """
+    more, ends, members = ([], [], []) if beside is None else (beside.steps, beside.ends, beside.members)
+    look_ups = [look_up for look_up, *_ in (*steps, *more, *ends)]
+    code = _Code(_most_common_namespace(look_ups))
+    code.terms += [code.finds(look_up, before, is_root) for look_up, before, is_root in steps]
+    code.terms += [code.finds(look_up, before) for look_up, before in more]
+    kind_of, each = code.held(type), code.held(map)
+    code.terms += [f"{kind_of}({code.found_by(look_up)}) is {code.name(kind)}" for look_up, kind in ends]
+    for held in map(code.held, members):
+        code.terms.append(f"([*{each}({kind_of}, {held}.held)] == {held}.types or {held}.are_as_before())")
+    return code.function()
+
+
+_PREFIX = "_nnx_"  # of names that stand for what is in the closure of the code
+
+
+class _Code:
+    """The code of one function without arguments: ``terms`` that are joined by `and`, and the cells in its closure."""
+
+    def __init__(self, namespace: dict[str, Any]):
+        self.namespace, self.terms = namespace, list[str]()
+        self._cells, self._roots = dict[str, types.CellType](), list[str]()
+
+    def name(self, cell: types.CellType) -> str:
+        """A name for the contents of a cell."""
+        name = f"{_PREFIX}{len(self._cells)}"
+        self._cells[name] = cell
+        return name
+
+    def held(self, value: Any) -> str:
+        """A name for a value."""
+        return self.name(types.CellType(value))
+
+    def finds(self, look_up: LookUp, before: LookUp, is_root: bool = False) -> str:
+        """That a look-up finds the same as before."""
+        if isinstance(look_up, functools.partial) and look_up.func is is_as_long:
+            container, length = look_up.args
+            return f"{self.held(len)}({self.held(container)}) == {length}"
+        found = self.found_by(look_up)
+        if is_root:
+            self._roots.append(f"{_PREFIX}root_{len(self._roots)}")
+            found = f"({self._roots[-1]} := {found})"
+        same = f"{self.held(before)}()" if isinstance(before, ReferenceType) else self.held(before())
+        return f"{same} is {found} is not None"
+
+    def found_by(self, look_up: LookUp) -> str:
+        """What a look-up finds, or an error if it finds nothing."""
+        if isinstance(look_up, functools.partial) and not look_up.keywords:
+            function, arguments = look_up.func, look_up.args
+            if function is in_closure:
+                return self.name(arguments[0])
+            if function is inside:
+                return f"{self.found_by(arguments[0])}.__dict__[{arguments[1]!r}]"
+            if function is in_class:
+                return f"{self.held(arguments[0])}.__dict__[{arguments[1]!r}]"
+            if function is getattr and len(arguments) == 2 and _is_plain(arguments[1]):
+                return f"{self.held(arguments[0])}.{arguments[1]}"
+            if (mapping := _read_by(look_up)) is not None and type(arguments[0]) is str:
+                if mapping is self.namespace and _is_plain(arguments[0]):
+                    return arguments[0]
+                return f"{self.held(mapping)}[{arguments[0]!r}]"
+        return f"{self.held(look_up)}()"
+
+    def function(self) -> Callable[[], Any]:
+        roots = f"({', '.join(self._roots)},)" if self._roots else "()"
+        code = _compiled(f"lambda {', '.join(self._cells)}: lambda: {' and '.join([*self.terms, roots])}")
+        closure = tuple([self._cells[name] for name in code.co_freevars])
+        return types.FunctionType(code, self.namespace, "straight_line", None, closure)
+
+
+@functools.lru_cache(maxsize=1000)
+def _compiled(source: str) -> types.CodeType:
+    """The code of the function that the function in ``source`` makes."""
+    return next(x for x in eval(source).__code__.co_consts if isinstance(x, types.CodeType))
+
+
+def _is_plain(name: str) -> bool:
+    return name.isidentifier() and name.isascii() and not keyword.iskeyword(name) and not name.startswith(_PREFIX)
+
+
+def _read_by(look_up: LookUp) -> dict[Any, Any] | None:
+    """The dict that a look-up reads by its ``get``."""
+    function = look_up.func if isinstance(look_up, functools.partial) else None
+    holder = getattr(function, "__self__", None)
+    return holder if type(holder) is dict and function == holder.get else None
+
+
+def _most_common_namespace(look_ups: Iterable[LookUp]) -> dict[str, Any]:
+    """The globals that are read most often; an empty namespace if there are none."""
+    read = [mapping for mapping in map(_read_by, look_ups) if mapping is not None and "__name__" in mapping]
+    counts = Counter(map(id, read))
+    return max(read, key=lambda mapping: counts[id(mapping)], default={})

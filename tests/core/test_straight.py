@@ -1,0 +1,133 @@
+"""The code that makes all look-ups of a jitted function: it is only sure of what the look-ups themselves say."""
+
+import gc
+import types
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nnxlib as nnx
+from nnxlib.core.references import search
+from nnxlib.core.straight import straight_line
+
+from .test_conditions import PLACES, Settings, conditions_of
+
+
+def run(straight):
+    """What the code says: the roots, or False, also if it fails."""
+    try:
+        return straight()
+    except Exception:
+        return False
+
+
+def steps_to(f, *roots):
+    """The steps of the first way to each of these objects, as a jitted function has them."""
+    ways = {id(way.value): way for way in reversed(search(f).ways)}
+    found = []
+    for root in roots:
+        last, *further = ways[id(root)].steps(set())
+        found += [(*last, True), *[(*step, False) for step in further]]
+    return found
+
+
+DATA = 3, 2.5, "other", None, np.ones(2), jnp.ones(3)
+OBJECTS = nnx.Dict(), nnx.Param(1.0), Settings(), types.SimpleNamespace()
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@given(st.lists(st.sampled_from(DATA + OBJECTS), max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_it_never_says_yes_where_the_look_ups_say_no(kind, values):
+    """And says it again for what these have accepted, whose type they note."""
+    f, set_to = PLACES[kind]()
+    conditions = conditions_of(f)
+    straight = straight_line([], conditions)
+    assert straight() == ()
+    for value in values:
+        set_to(value)
+        said = run(straight)
+        holds = conditions.hold()
+        assert said in ((), False)
+        assert holds or said is False
+        assert (run(straight) == ()) == holds
+
+
+def in_namespace(source, **names):
+    """A function made from source, whose globals are these."""
+    namespace = {"__name__": "elsewhere", **names}
+    exec(f"def f(): return {source}", namespace)
+    return namespace["f"], namespace
+
+
+def test_names_that_the_code_itself_might_use():
+    """Globals that hide builtins, or have a name that is no identifier in ASCII, or one like those in the code."""
+    names = {"type": 1, "len": 2.0, "map": None, "_nnx_0": 3, "größe": "x", "straight_line": b"y"}
+    f, namespace = in_namespace(", ".join(names), **names)
+    conditions = conditions_of(f)
+    straight = straight_line([], conditions)
+    assert len(conditions.ends) == len(names)
+    assert straight() == ()
+    for name, value in names.items():
+        namespace[name] = nnx.Dict()
+        assert run(straight) is False, name
+        namespace[name] = value
+        assert straight() == ()
+
+
+def test_a_global_that_is_gone():
+    """Also if there is a builtin function of that name."""
+    for name in ("rate", "sum"):
+        f, namespace = in_namespace(name, **{name: 1.0})
+        straight = straight_line([], conditions_of(f))
+        assert straight() == ()
+        del namespace[name]
+        assert run(straight) is False
+
+
+def test_roots_in_their_order():
+    first, second, held = nnx.Dict(), nnx.Dict(), {"a": [nnx.Dict()]}
+    f = lambda: (second, held["a"][0], first)
+    roots = first, held["a"][0], second
+    straight = straight_line(steps_to(f, *roots), None)
+    found = straight()
+    assert len(found) == 3
+    assert all(x is root for x, root in zip(found, roots, strict=True))
+    held["a"].append(nnx.Dict())
+    assert run(straight) is False
+    held["a"].pop()
+    assert straight() == roots
+    held["a"] = [held["a"][0]]
+    assert run(straight) is False
+
+
+def test_a_root_that_is_exchanged_or_gone():
+    model = nnx.Dict()
+    f = lambda: model
+    straight = straight_line(steps_to(f, model), None)
+    assert straight() == (model,)
+    reference, model = weakref.ref(model), nnx.Dict()
+    gc.collect()
+    assert reference() is None  # the code keeps no model alive
+    assert run(straight) is False
+    model = None
+    assert run(straight) is False
+
+
+def test_a_jitted_function_that_names_numbers_calls_no_look_up():
+    """It runs one function of straight-line code, however many they are."""
+    f, namespace = in_namespace("x0 + x1 + x2 + x3", **{f"x{k}": 1.0 for k in range(4)})
+    step = nnx.jit(f)
+    assert [step().item() for _ in range(3)] == [4.0] * 3
+    known, called = step._captures.known, []
+    assert known is not None
+    straight = known.straight
+    assert straight is not None
+    known.straight = lambda: called.append(1) or straight()
+    assert step().item() == 4.0
+    assert called == [1]
+    assert step._captures.known is known
