@@ -52,7 +52,7 @@ class Conditions:
         ends = [way for way in alone if not _refers_to(way.look_up, functions)]
         self.steps = [step for step in steps if not _refers_to(step[0], functions)]
         self.ends = [(way.look_up, types.CellType(type(way.value))) for way in ends]
-        self.members = [Members(container) for _, container in containers]
+        self.members = [Members(container) for _, container in containers if container != ()]
 
     def __bool__(self) -> bool:
         return bool(self.steps or self.ends or self.members)
@@ -126,11 +126,16 @@ def _containers(found: Found) -> list[tuple[Way, Any]]:
 
 
 def _held_by(x: Any) -> Any:
-    """The container that has the members of a container, or the attributes of an object; None for all else."""
+    """The container that has the members of a container, or the attributes of an object; None for all else.
+
+    Empty for an object whose attributes neither come nor go.
+    """
     if issubclass(type(x), CONTAINERS):
         return x
     if issubclass(type(x), _NO_HOLDERS) or is_of_library(vars(type(x))):
         return None
+    if _is_frozen(x):
+        return ()
     try:
         attributes = x.__dict__
     except Exception:  # of a weak proxy, or a class's own __getattr__
@@ -138,12 +143,17 @@ def _held_by(x: Any) -> Any:
     return attributes.values() if type(attributes) is dict else None
 
 
+def _is_frozen(x: Any) -> bool:
+    """Whether this is an instance of a frozen dataclass."""
+    return getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False)
+
+
 def _is_alone(way: Way) -> bool:
     """Whether what is at the end of a way may be replaced there, and is not compared with all that is beside it."""
     if way.before is None or not _finds(way.look_up, type(way.value)):
         return False
     holder, look_up = way.before.value, way.look_up
-    if issubclass(type(holder), tuple | frozenset | types.MethodType | functools.partial):
+    if issubclass(type(holder), tuple | frozenset | types.MethodType | functools.partial) or _is_frozen(holder):
         return False
     if not isinstance(look_up, functools.partial) or look_up.func is in_class:
         return True  # of a weak reference, a context variable, a class

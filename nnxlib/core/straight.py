@@ -89,7 +89,7 @@ class _Code:
                 return f"{self.found_by(arguments[0])}.__dict__[{arguments[1]!r}]"
             if function is in_class:
                 return f"{self.held(arguments[0])}.__dict__[{arguments[1]!r}]"
-            if function is getattr and len(arguments) == 2 and _is_plain(arguments[1]):
+            if function is getattr and _is_plain(arguments[1]):
                 return f"{self.held(arguments[0])}.{arguments[1]}"
             if (mapping := _read_by(look_up)) is not None and type(arguments[0]) is str:
                 if mapping is self.namespace and _is_plain(arguments[0]):

@@ -1,6 +1,7 @@
 """What must hold at the places of a function without a Module: types are compared, values are not."""
 
 import collections
+import dataclasses
 import gc
 import types
 import weakref
@@ -105,6 +106,23 @@ def test_the_holder_is_replaced():
     held = {"a": [None]}
     conditions = conditions_of(lambda: held["a"][0])
     held["a"] = [None]
+    assert not conditions.hold()
+
+
+def test_the_fields_of_a_frozen_dataclass_are_not_compared():
+    """Only that it still is the same object."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        width: int = 3
+        inner: object = None
+
+    config = Config()
+    conditions = conditions_of(lambda: config.width * config.inner)  # type: ignore[operator]
+    assert not conditions.members
+    assert not conditions.ends
+    assert conditions.hold()
+    config = Config(inner=nnx.Dict())
     assert not conditions.hold()
 
 
