@@ -64,10 +64,13 @@ def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
 _UNROLLED = 128  # up to so many cells the loop is unrolled, which takes a third of the time
 
 
-def reader(cells: Sequence[Cell]) -> Callable[[Callable[..., Any]], Any]:
-    """A function that calls another with the values of these cells: ``f(c0.value, c1.value, ...)``."""
-    if len(cells) > _UNROLLED:
-        return lambda f: f(*[cell.value for cell in cells])
+def reader(cells: Sequence[Cell], items: Sequence[tuple[Any, Any]] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """A function that calls another with the values of these cells, and items: ``f(c0.value, c1.value, d0[k0], ...)``.
+
+    Each item is given by a container and a key.
+    """
+    if len(cells) > _UNROLLED or items:
+        return lambda f: f(*[cell.value for cell in cells], *[container[key] for container, key in items])
     return _new_reader(len(cells))(*cells)
 
 

@@ -10,7 +10,8 @@ one of two ways:
   the cells that the compiled function reads and writes. It refers to no object: it is for all objects of these layouts.
 - For the very objects of an earlier call not even this key is needed: a :class:`Shortcut` has the entry, and each of
   their tables has the cells themselves, under a :class:`CallSite`, which stands for the signature. (Compilers call that
-  an inline cache; ``stamp.valid`` is its guard.) Only calls that change nothing but values of Variables have one.
+  an inline cache; ``stamp.valid`` is its guard.) Only calls that change nothing but values of Variables have one, and
+  only if no array is in a pytree that is an attribute.
 
 A call that has neither is packed (jit.py), which adds an entry; a call by an entry adds a shortcut. Either way, only
 the loops over cells take time in proportion to a size: that of what the function touches, not of the model.
@@ -123,6 +124,7 @@ class Dispatch:
                 table.until_check -= 1
                 if not alone or compiled.donates:
                     inputs = [cell.value for cell in part.inputs]
+                    arrays = part.arrays
                     for place in others:
                         table = leaves[place]._nnx_table
                         if table.until_check == 1 or not (table.stamp.valid or patched(table, leaves[place])):
@@ -132,7 +134,10 @@ class Dispatch:
                             raise LookupError
                         table.until_check -= 1
                         inputs += [cell.value for cell in part.inputs]
+                        arrays = arrays + part.arrays
                         outputs = outputs + part.outputs
+                    if arrays:
+                        inputs += [container[key] for container, key in arrays]
                     for place in plain:
                         x = leaves[place]
                         if type(x) not in _LEAF_TYPES:
@@ -336,9 +341,10 @@ class CacheEntry:
         shortcut = Shortcut(self, reads.compiled, writes.output)
         for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):
             inputs, outputs = (_cells([x for x in one.cells if x[0] == k], found.tables) for one in (reads, writes))
+            arrays = [table.arrays[j][:2] for i, chosen in reads.arrays if i == k for j in chosen]
             if len(table.shortcuts) >= KEPT:  # probably of functions that are gone
                 table.shortcuts.clear()
-            table.shortcuts[site] = Part(shortcut, place, inputs, outputs)
+            table.shortcuts[site] = Part(shortcut, place, inputs, arrays, outputs)
 
     def _reads_of(self, compiled: Compiled) -> _Reads:
         both = [*self._cells, *self._arrays]
@@ -356,9 +362,9 @@ class CacheEntry:
 
 
 def _only_writes_cells(outcome: Outcome, tables: Sequence[LiveTable]) -> bool:
-    """Whether a call can have a shortcut: it has objects, all values are in cells, and nothing but values changes."""
+    """Whether a call can have a shortcut: it has objects, no pytree is to be flattened, and only Variables change."""
     for table in tables:
-        if table.arrays or table.mutable:
+        if table.mutable or any(tree is not None for *_, tree in table.arrays):
             return False
     return 0 < len({*tables}) == len(tables) and not outcome.delta.rows and not outcome.returns_objects
 
@@ -423,11 +429,14 @@ class Shortcut:
 
 
 class Part:
-    """The cells of one object that a shortcut reads and writes. Kept on the table of the object, and nowhere else."""
+    """What a shortcut reads and writes of one object. Kept on the table of the object, and nowhere else."""
 
-    __slots__ = ("inputs", "outputs", "place", "read", "shortcut", "write")
+    __slots__ = ("arrays", "inputs", "outputs", "place", "read", "shortcut", "write")
 
-    def __init__(self, shortcut: Shortcut, place: int, inputs: list[Cell], outputs: list[Cell]):
+    def __init__(
+        self, shortcut: Shortcut, place: int, inputs: list[Cell], arrays: list[tuple[Any, Any]], outputs: list[Cell]
+    ):
         self.shortcut, self.place = shortcut, place  # of the object among the leaves
-        self.inputs, self.outputs = inputs, outputs
-        self.read, self.write = reader(inputs), writer(outputs)  # used if the object is the only one
+        self.inputs, self.outputs = inputs, outputs  # cells
+        self.arrays = arrays  # that are read besides cells: what has each of them, and under which key
+        self.read, self.write = reader(inputs, arrays), writer(outputs)  # used if the object is the only one

@@ -6,7 +6,10 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import nnxlib as nnx
 from nnxlib import errors
@@ -119,3 +122,79 @@ def test_a_static_array_is_one_error():
         with pytest.raises(errors.StaticValueError, match=r"float32\[2\] at args\[1\]") as caught:
             f(jnp.ones(2), jnp.ones(2))
         assert caught.value.__context__ is None
+
+
+class Buffered(nnx.Module):
+    """Two Variables, an array in an attribute, and two in a list."""
+
+    def __init__(self, value=1.0):
+        self.kernel, self.seen = nnx.Param(jnp.full(2, value)), nnx.BatchStat(jnp.zeros(2))
+        self.scale = jnp.full(2, 10 * value)
+        self.table = nnx.List([jnp.full(2, 100 * value), jnp.ones(2)])
+
+    def total(self):
+        return (self.kernel.value * self.scale + self.table[0] * self.table[1]).sum()
+
+
+def use_buffers(*args):
+    total = sum((k + 1) * (x.total() if isinstance(x, Buffered) else value_of(x)) for k, x in enumerate(args))
+    for x in args:
+        if isinstance(x, Buffered):
+            x.seen.value = x.seen.value + total
+    return total
+
+
+BUFFER_EDITS = {
+    "nothing": lambda x: None,
+    "array replaced": lambda x: setattr(x, "scale", x.scale + 1),
+    "through vars": lambda x: vars(x).update(scale=x.scale - 1),
+    "of another dtype": lambda x: setattr(x, "scale", jnp.ones(2, jnp.int32)),
+    "of another shape": lambda x: setattr(x, "scale", jnp.sum(x.scale)),
+    "by NumPy's": lambda x: setattr(x, "scale", np.full(2, 7.0, np.float32)),
+    "by a number": lambda x: setattr(x, "scale", 3.0),
+    "by a Variable's value": lambda x: setattr(x, "scale", x.kernel.value),
+    "item of a list": lambda x: x.table.__setitem__(0, x.table[0] + 1),
+    "list": lambda x: setattr(x, "table", nnx.List([jnp.full(2, 5.0), jnp.full(2, 6.0)])),
+    "value of a Variable": lambda x: setattr(x.kernel, "value", x.kernel.value + 1),
+}
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(BUFFER_EDITS)), st.booleans()), max_size=12))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_arrays_in_attributes_are_read_anew_at_each_call(unchecked, donated, steps):
+    """With one object, with two in both orders, and beside one without arrays; what is not the same is compared."""
+    jitted = nnx.jit(use_buffers, donate_argnums=(0, 1) if donated else ())
+    pairs = [[Buffered(), Buffered(2.0), net(3.0)] for _ in range(2)]
+    ours, plain = pairs
+    for first, edit, alone in [(0, "nothing", True), *steps, (1, "nothing", False)]:
+        for edited, *_ in pairs:
+            BUFFER_EDITS[edit](edited)
+        chosen = [(x,) if alone else ((x, y), (y, x, 2.0), (n, x))[first] for x, y, n in pairs]
+        for _ in range(2):
+            assert jnp.array_equal(jitted(*chosen[0]), use_buffers(*chosen[1]))
+        for mine, theirs in zip(ours[:2], plain[:2], strict=True):
+            assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.state(mine), nnx.state(theirs)))
+
+
+def test_a_model_with_an_array_has_a_shortcut(unchecked):
+    """It takes no more calls than one without."""
+    model = Buffered()
+    jitted = nnx.jit(lambda m, x: m.kernel * m.scale * x)
+    for _ in range(3):
+        jitted(model, 2.0)
+    (part,) = table_of(model).shortcuts.values()
+    assert len(part.arrays) == 3
+    assert all(container is not model for container, _ in part.arrays)
+    gone = weakref.ref(model)
+    del model, part
+    assert gone() is None
+
+
+def test_an_array_that_was_deleted_with_its_attribute(unchecked):
+    model = Buffered()
+    jitted = nnx.jit(lambda m: m.kernel * getattr(m, "scale", 1.0))
+    for _ in range(3):
+        assert jitted(model).tolist() == [10.0, 10.0]
+    del model.scale
+    assert jitted(model).tolist() == [1.0, 1.0]
