@@ -318,12 +318,14 @@ CONTAINERS[list], CONTAINERS[dict] = List, Dict
 
 def holds_data(container: List | Dict) -> bool:
     """Whether there is any data in a List or Dict, at any depth."""
-    left = [container]
+    left, seen = [container], {id(container)}
     while left:
         node = left.pop()
         for name, value in node._nnx_children():
             if isinstance(value, List | Dict):
-                left.append(value)
+                if id(value) not in seen:  # it may contain itself
+                    seen.add(id(value))
+                    left.append(value)
             elif is_data(value) if (mark := explicit_mark(node, name)) is None else mark:
                 return True
     return False

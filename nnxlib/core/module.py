@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
-from .data import is_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, did_you_mean
 from .filters import Filter, to_predicate
 from .iteration import iter_children, iter_objects
@@ -302,15 +301,9 @@ def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
 
 def _iter_kind(node: Any, kind: type[Node]) -> Iterator[tuple[Path, Any]]:
     """Yield (path, node) for each node of a class, and for each List and Dict that holds data at any depth."""
-    with_data: set[int] = set()
-    for path, x in iter_objects(node):  # children first, so that each list is looked into once
-        if isinstance(x, kind):
+    for path, x in iter_objects(node):
+        if isinstance(x, kind) or (isinstance(x, List | Dict) and holds_data(x)):
             yield path, x
-        elif isinstance(x, List | Dict):
-            held = [child for _, child in x._nnx_children()]
-            if any(id(child) in with_data if isinstance(child, List | Dict) else is_data(child) for child in held):
-                with_data.add(id(x))
-                yield path, x
 
 
 @boundary

@@ -508,6 +508,15 @@ def test_settings_are_no_modules():
     assert (m.layers.rate, m.layers[0].rate, m.heads.rate, m.heads.a.rate, m.names["rate"]) == (0, 0, 0, 0, 0.5)
 
 
+def test_settings_that_contain_themselves_are_no_modules():
+    """The search for data in a list ends."""
+    sizes = nnx.List([1])
+    sizes.append(sizes)
+    m = nnx.Dict(sizes=sizes, head=nnx.Dropout(0.5))
+    assert [path for path, _ in nnx.iter_modules(m)] == [("head",), ()]
+    assert [name for name, _ in nnx.iter_module_children(m)] == ["head"]
+
+
 def test_lists_and_dicts_switch_the_modes_of_what_is_in_them():
     """As Modules do; an item or attribute of such a name comes first, and anything else is missing as before."""
     rngs = nnx.Rngs(0)
