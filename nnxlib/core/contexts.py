@@ -40,7 +40,7 @@ from .graphdef import GraphDef, graphdef_of
 from .layout import Layout
 from .ops import copies_of, merge
 from .rows import NodeRow, Ref, Row, VariableRow
-from .state import FlatState, split_state, state_of_items
+from .state import FlatState, grouped, state_of_items
 from .tracing import TraceRef, at_top_level, current_trace
 from .traversals import sorted_by_path
 from .variables import stored_value
@@ -103,11 +103,8 @@ class SplitContext:
     def split(self, node: Any, *filters: Filter) -> tuple[Any, ...]:
         """Split a node like :func:`nnxlib.split`, without the leaves of objects that were split here before."""
         graphdef, items = self._items(node)
-        state = state_of_items(items)
-        if not filters:
-            return graphdef, state
-        groups = split_state(state, *filters)
-        return graphdef, *(groups if len(filters) > 1 else (groups,))
+        groups = grouped(FlatState(items), filters, exhaustive=True) if filters else [items]
+        return graphdef, *map(state_of_items, groups)
 
     def flatten(self, node: Any, *filters: Filter, with_paths: bool = True) -> tuple[Any, ...]:
         """Split a node into a GraphDef and FlatStates; with ``with_paths=False``, into a GraphDef and a list of values.
@@ -123,8 +120,7 @@ class SplitContext:
             return graphdef, list(map(stored_value, flat.leaves))
         if not filters:
             return graphdef, flat
-        groups = flat.split(*filters)
-        return graphdef, *(groups if len(filters) > 1 else (groups,))
+        return graphdef, *(FlatState(group, sort=False) for group in grouped(flat, filters, exhaustive=True))
 
     def _items(self, node: Any) -> tuple[LinkedGraphDef, list[tuple[Path, Any]]]:
         """The GraphDef, and (path, leaf) pairs with new Variables."""

@@ -27,7 +27,7 @@ from .layout import Layout
 from .nesting import Nesting
 from .objects import Node
 from .rows import Row, VariableRow, count_leaves, touched_rows
-from .state import FlatState, State, from_flat_state, state_of_items
+from .state import FlatState, State, from_flat_state, grouped, one_or_all, state_of_items
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, boundary, current_trace
@@ -36,6 +36,7 @@ from .variables import Variable, make_variable, make_variables, plain_value
 A = TypeVar("A")
 
 PureState = tuple[GraphDef[A], State]
+Items = list[tuple[Path, Any]]  # pairs of path and leaf
 _State = State[Any, Any]  # what a checker takes a State without arguments for is an unknown type
 
 # --- split and merge ------------------------------------------------------------------------------------------------
@@ -96,29 +97,29 @@ def _states(
 
     if nesting is None:  # a leaf by itself, a very deep graph, or keys that JAX cannot sort
         flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves), strict=True))
-        return tuple([state_of_items(list(group)) for group in _divided(flat, filters, exhaustive)])
+        return tuple([state_of_items(group) for group in _divided(flat, filters, exhaustive)])
     if not filters:
         return (State._later(_Snapshot(layout, leaves)),)
     variables = [objects[i] for i in layout.variables]
 
-    def groups_of(leaves: list[Any]) -> tuple[FlatState, ...]:
+    def groups_of(leaves: list[Any]) -> list[Items]:
         return _divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)), filters, exhaustive)
 
     # The groups follow from the layout, unless there are arrays, whose types it does not know, or a filter looks at
     # values.
     if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
         return tuple([from_flat_state(group) for group in groups_of(copies_of(layout, leaves))])
-    groups = layout.grouped((predicates, exhaustive), lambda: [group.paths for group in groups_of(variables)])
+    paths_of_groups = lambda: [[path for path, _ in group] for group in groups_of(variables)]
+    groups = layout.grouped((predicates, exhaustive), paths_of_groups)
     return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
 
 
-def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> tuple[FlatState, ...]:
-    """One FlatState for each filter; without any, that of all leaves."""
+def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> list[Items]:
+    """The leaves for each filter, with their paths; without any, all leaves."""
     if not filters:
-        return (flat,)
+        return [list(flat)]
     warn_of_node_classes(filters)
-    groups = flat.split(*filters) if exhaustive else flat.filter(*filters)
-    return groups if len(filters) > 1 else (groups,)
+    return grouped(flat, filters, exhaustive=exhaustive)
 
 
 def live_states(node: Any, filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:
@@ -126,7 +127,7 @@ def live_states(node: Any, filters: Sequence[Filter], *, exhaustive: bool) -> tu
     layout, leaves, objects = _packed(node)
     own = [objects[i] for i in layout.variables] + leaves[len(layout.variables) :]
     flat = FlatState(zip(layout.leaf_paths, own, strict=True))
-    return tuple([state_of_items(list(group)) for group in _divided(flat, filters, exhaustive)])
+    return tuple([state_of_items(group) for group in _divided(flat, filters, exhaustive)])
 
 
 @overload
@@ -257,8 +258,7 @@ def state(node: Any, *filters: Filter) -> Any:
     ['mean', 'var']
     """
     layout, leaves, objects = _packed(node)
-    found, *more = _states(layout, leaves, objects, filters, exhaustive=False)
-    return (found, *more) if more else found
+    return one_or_all(_states(layout, leaves, objects, filters, exhaustive=False))
 
 
 @boundary
@@ -272,8 +272,7 @@ def variables(node: Any, *filters: Filter) -> Any:
     >>> nnx.variables(model)['bias'] is model.bias
     True
     """
-    found, *more = live_states(node, filters, exhaustive=False)
-    return (found, *more) if more else found
+    return one_or_all(live_states(node, filters, exhaustive=False))
 
 
 @boundary
@@ -470,8 +469,7 @@ def unpack(node: Any, *filters: Filter) -> Any:
     (2, 3)
     """
     graphdef, *states = split(node, *filters)
-    found: Sequence[Any] = [GraphState(graphdef, state) for state in states]
-    return tuple(found) if len(found) > 1 else found[0]
+    return one_or_all([GraphState(graphdef, state) for state in states])
 
 
 class CallProxy:

@@ -13,7 +13,7 @@ from .errors import Path, UsageError, format_path
 from .filters import Filter, first_of, to_predicate, warn_of_node_classes
 from .iteration import places
 from .objects import Node, check_writable, delete_child
-from .state import State, state_of_items
+from .state import State, one_or_all, state_of_items
 from .tracing import boundary, current_trace
 from .variables import Variable, all_unshared, make_variables
 
@@ -42,7 +42,7 @@ def pop(node: Any, *filters: Filter) -> Any:
             check_writable(holder, f"delete attribute {key!r}")
     for holder, key in reversed(to_delete):  # items of a list from the last to the first
         delete_child(holder, key)
-    return tuple(states) if len(states) > 1 else states[0]
+    return one_or_all(states)
 
 
 def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, Any]]], list[tuple[Any, Any]]]:

@@ -355,11 +355,11 @@ class FlatState(Sequence[tuple[Path, V]]):
 
     def split(self, first: Filter, /, *filters: Filter) -> Any:
         """See :func:`split_state`."""
-        return _split(self, (first, *filters), _flat)
+        return one_or_all(map(_flat, grouped(self, (first, *filters), exhaustive=True)))
 
     def filter(self, first: Filter, /, *filters: Filter) -> Any:
         """See :func:`filter_state`."""
-        return _group(self, (first, *filters), _flat)[0]
+        return one_or_all(map(_flat, grouped(self, (first, *filters), exhaustive=False)))
 
     @classmethod
     def merge(cls, flat_state: Flat, /, *flat_states: Flat) -> FlatState:
@@ -511,7 +511,7 @@ def split_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) ->
     Raises:
       NonExhaustiveFiltersError: if leaves are left over.
     """
-    return _split(_pairs(state), (first, *filters), from_flat_state)
+    return one_or_all(map(from_flat_state, grouped(_pairs(state), (first, *filters), exhaustive=True)))
 
 
 def filter_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -> Any:
@@ -522,7 +522,7 @@ def filter_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -
     >>> list(nnx.filter_state(state, nnx.PathContains('bias')))
     ['bias']
     """
-    return _group(_pairs(state), (first, *filters), from_flat_state)[0]
+    return one_or_all(map(from_flat_state, grouped(_pairs(state), (first, *filters), exhaustive=False)))
 
 
 def merge_state(state: Mapping[Any, Any], /, *states: Mapping[Any, Any], cls: type = State) -> Any:
@@ -620,16 +620,20 @@ def _flat(pairs: Pairs) -> FlatState[Any]:
     return FlatState(pairs, sort=False)
 
 
-def _group(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]) -> tuple[Any, list]:
-    """The groups, a single one by itself, and what is left over."""
+def one_or_all(found: Iterable[Any]) -> Any:
+    """What was found for each filter, as a tuple; by itself if there is one filter, or none."""
+    several = tuple(found)
+    return several[0] if len(several) == 1 else several
+
+
+def grouped(pairs: Pairs, filters: Sequence[Filter], *, exhaustive: bool) -> list[list[tuple[Path, Any]]]:
+    """The pairs of path and leaf that each filter is the first to take.
+
+    Raises:
+      NonExhaustiveFiltersError: if leaves are left over, and the filters are to be exhaustive.
+    """
     *groups, rest = group_by_filters(pairs, filters)
-    made = tuple(map(make, groups))
-    return (made[0] if len(made) == 1 else made), rest
-
-
-def _split(pairs: Pairs, filters: Sequence[Filter], make: Callable[[Pairs], Any]) -> Any:
-    groups, rest = _group(pairs, filters, make)
-    if rest:
+    if rest and exhaustive:
         asked = ", ".join(map(repr, filters_to_predicates(filters)))
         head = f"Non-exhaustive filters, got a non-empty remainder: none of {asked} takes these leaves:"
         remedy = "Add `...` as the last filter to get them too, or use `filter` to leave them out."
