@@ -13,7 +13,7 @@ A State that is nested like the layout, with leaves of the types and avals at th
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -237,10 +237,7 @@ def _values_that_fit(graphdef: GraphDef, leaves: list[Any]) -> Values | None:
     values = all_unshared([x._cell.value for x in variables]) + raw_values(leaves[n:])
     if not have_avals(values, graphdef.avals):
         return None
-    metadata = [x._metadata for x in variables]
-    same = [const.value for const in layout.blueprint.metadata]
-    changed = [k for k in range(n) if metadata[k] is not same[k] and not same_items(metadata[k], same[k])]
-    return values, {k: (type(variables[k]), metadata[k]) for k in changed}
+    return values, {k: (type(leaves[k]), x) for k, x in _other_metadata(layout, enumerate(variables)).items()}
 
 
 def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[Path, Any], strict: bool) -> Values:
@@ -260,8 +257,7 @@ def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[P
     by_path = [x for x in found if x.kind in ("removed", "added")]
     remedy = _ALL_OF_THEM if by_path else "Pass strict=False to take these as they are."
     refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy)
-    same = [const.value for const in layout.blueprint.metadata]
-    changed = {k for k in range(n) if isinstance(x := leaves[k], Variable) and not same_items(x._metadata, same[k])}
+    changed = {*_other_metadata(layout, [(k, x) for k, x in enumerate(leaves[:n]) if isinstance(x, Variable)])}
     changed |= {k for k, was in enumerate(layout.blueprint.variable_types) if types[k] is not was}
     return unshared_leaves(values, n), {k: (types[k], leaves[k]._metadata) for k in changed}
 
@@ -273,11 +269,19 @@ model."""
 
 def _values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
     """By position, the values of leaves; and the metadata of Variables, if it differs from the layout's."""
-    same, n = layout.blueprint.metadata, len(layout.variables)
-    held = zip(new, raw_values(new.values()), strict=True)
-    boxed = {k: x._metadata for k, x in new.items() if k < n and isinstance(x, Variable)}
-    others = {k: metadata for k, metadata in boxed.items() if not same_items(metadata, same[k].value)}
-    return {k: unshared(x) if k < n else x for k, x in held}, others
+    n, held = len(layout.variables), zip(new, raw_values(new.values()), strict=True)
+    variables = [(k, x) for k, x in new.items() if k < n and isinstance(x, Variable)]
+    return {k: unshared(x) if k < n else x for k, x in held}, _other_metadata(layout, variables)
+
+
+def _other_metadata(layout: Layout, variables: Iterable[tuple[int, Variable]]) -> dict[int, Any]:
+    """By position, the metadata of those Variables, given with their positions, that differ from the layout's."""
+    same = layout.blueprint.metadata
+    return {
+        k: x._metadata
+        for k, x in variables
+        if x._metadata is not same[k].value and not same_items(x._metadata, same[k].value)
+    }
 
 
 def _with_keys(avals: Mapping[int, Aval], new: dict[int, Any]) -> dict[int, Any]:
