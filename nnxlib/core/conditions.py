@@ -3,7 +3,7 @@
 A compiled function has the numbers, texts and arrays that it refers to as constants, and what is None at a place may be
 a Module later. To trace again whenever any of these changes would be too often, and JAX does not do so. But if a Module
 comes to such a place, the function has to be traced again. So of all places that the function may look at *types* are
-compared at each call, where all data counts as one type:
+compared at each call, where all these constants count as one type:
 
 - The members of a container, and the attributes of a plain object, are compared at once (:class:`Members`).
 - What stands alone is looked up: in a closure, in globals, in a class.
@@ -20,7 +20,7 @@ from typing import Any
 
 from .graphdef import GraphDef
 from .objects import Node
-from .references import CONTAINERS, Found, LookUp, Way, in_class, is_data, is_left, is_of_library
+from .references import CONTAINERS, Found, LookUp, Way, in_class, is_constant, is_left, is_of_library
 from .variables import Variable
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
@@ -58,7 +58,7 @@ class Conditions:
         return bool(self.steps or self.ends or self.members)
 
     def hold(self) -> bool:
-        """Whether each holder is at its place, and what is there is of the same type, or is other data."""
+        """Whether each holder is at its place, and what is there is of the same type, or is another constant."""
         try:
             for look_up, before in self.steps:
                 x = look_up()
@@ -67,7 +67,7 @@ class Conditions:
             for look_up, cell in self.ends:
                 now, kind = type(look_up()), cell.cell_contents
                 if now is not kind:
-                    if not (is_data(now) and is_data(kind)):
+                    if not (is_constant(now) and is_constant(kind)):
                         return False
                     cell.cell_contents = now
             for members in self.members:
@@ -79,7 +79,7 @@ class Conditions:
 
 
 class Members:
-    """The members of a container, or the attributes of an object: their types must stay, but data may come and go.
+    """The members of a container, or the attributes of an object: their types must stay, but constants may come and go.
 
     It keeps none of them alive.
     """
@@ -103,10 +103,10 @@ class Members:
             self.types = [*map(type, self.held)]
 
     def _others_now(self) -> list[type]:
-        """The types of the members that are no data, nor left there by a trace."""
+        """The types of the members that are no constants, nor left there by a trace."""
         held = self._container
         members = [*held, *held.values()] if isinstance(held, dict) else [*held]
-        return [type(x) for x in members if not (is_data(type(x)) or is_left(x))]
+        return [type(x) for x in members if not (is_constant(type(x)) or is_left(x))]
 
     def are_as_before(self) -> bool:
         """To be asked if ``types`` are not those of what is ``held``."""

@@ -174,7 +174,7 @@ class After(NamedTuple):
 
 
 def _after(walk: Walk, rows: Sequence[Row], delta: Delta) -> After:
-    """What a walk has found, with the leaves of a Delta in a form that JAX can return: not a Ref, but what is in it."""
+    """What a walk has found, with the leaves of a Delta in a form that JAX can return: not a jax.Ref, but its value."""
 
     def leaf(row: int, k: int) -> Any:
         if row not in walk.cells:

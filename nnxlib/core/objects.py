@@ -72,7 +72,8 @@ class Node(Identified):
     _nnx_init_slots: Any  # (self, tree): gives the slots of a node their first values; ``tree`` is that of `_nnx_tree`
     # False for a class with pytree=False. As in flax.nnx, declarations have no effect there, and lists and dicts stay.
     _nnx_is_pytree: bool = True
-    # Whether a jitted function captures the node. Of one that checks writes itself, it captures Variables only.
+    # Whether a jitted function that uses the node captures it. False for a class with a `_check_valid_context` of its
+    # own: of such a node only the Variables are captured.
     _nnx_is_captured: bool = True
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):

@@ -313,7 +313,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     layout, leaves, objects = _packed(node)
     values, metadata = values_to_write(layout, leaves, objects, (state, *states), strict)
     # Most are committed. The leaves of a pytree around the objects are set in the container that holds them, and those
-    # that are kept in a Ref are written there, which is possible under any trace.
+    # that are kept in a jax.Ref are written there, which is possible under any trace.
     own = range(len(leaves) - count_leaves(layout.root), len(leaves))
     items = [(*_settable(node, layout.leaf_paths[k]), values.pop(k)) for k in own if k in values]
     in_refs = {k: values.pop(k) for k in layout.in_refs & values.keys() - metadata.keys()}

@@ -75,8 +75,10 @@ class NodeShape:
     """The static half of a node that flattens as a tree: its class, its static values, the names of its children.
 
     From these follow the keys of the children, how to take the children out of a node, ``take(open(node))``, and what
-    a node of such children holds, ``fill(*children)``. On a node that JAX has unflattened it stands in place of a
-    :class:`KnownShape`, and counts as one to be looked at.
+    a node of such children holds, ``fill(*children)``.
+
+    A node that JAX has unflattened keeps it in place of a :class:`KnownShape`. It has a stamp that is never valid, so
+    when the node is flattened again, :func:`_known_if_unflattened` is asked first.
     """
 
     __slots__ = ("_key", "children", "fill", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")

@@ -45,7 +45,7 @@ _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then
 CONTAINERS = list, dict, deque, set
 _TRANSPARENT = dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
-_DATA = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
+_CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 _LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # their globals are no Modules
 _PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program.py
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
@@ -55,7 +55,7 @@ class Found(NamedTuple):
     """What can be reached from a function."""
 
     ways: list[Way]  # the shortest one to each value, then all others to Modules and Variables
-    ends: list[Way]  # all ways to data
+    ends: list[Way]  # all ways to constants
     names: set[str]  # in the code of the functions among them
 
     def objects(self) -> list[Way]:
@@ -102,7 +102,7 @@ class Way(NamedTuple):
     def places(self, widths: dict[int, int]) -> tuple[Hashable, ...]:
         """What is looked up at each step, from the last one on: the same if the way now leads to another value.
 
-        With how many members each container has besides numbers, text and arrays: the function may go over all of them.
+        With how many members each container has besides constants: the function may go over all of them.
         ``widths`` has these numbers, by the ids of containers, as far as they are known from other ways.
         """
         way: Way = self
@@ -116,9 +116,9 @@ class Way(NamedTuple):
         return tuple(found)
 
 
-def is_data(kind: type) -> bool:
-    """Whether this is a type of numbers, text or arrays, which a compiled function has as constants."""
-    return issubclass(kind, _DATA)
+def is_constant(kind: type) -> bool:
+    """Whether a compiled function has values of this type, numbers, text, arrays and None, as constants."""
+    return issubclass(kind, _CONSTANTS)
 
 
 def is_left(x: Any) -> bool:
@@ -129,9 +129,9 @@ def is_left(x: Any) -> bool:
 
 
 def _width(container: Any) -> int:
-    """How many members of a container are no mere data, which a compiled function may have as constants."""
+    """How many members of a container are no constants."""
     members = list(container.items()) if isinstance(container, dict) else [(member,) for member in list(container)]
-    return sum(not all(is_data(type(x)) for x in member) for member in members)
+    return sum(not all(is_constant(type(x)) for x in member) for member in members)
 
 
 def _place_of(look_up: LookUp) -> Hashable:
@@ -229,7 +229,7 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
             continue
         else:
             break
-        if is_data(type(way.value)) and not _is_kept_by_library(way):
+        if is_constant(type(way.value)) and not _is_kept_by_library(way):
             ends.append(way)
         if id(way.value) in found:
             if issubclass(type(way.value), Node | Variable):  # isinstance would ask a proxy, perhaps to what is gone

@@ -213,9 +213,9 @@ def _find_arrays(table: LiveTable, walk: Walk, i: int, row: NodeRow, is_root: bo
 
 
 def _kept(table: LiveTable, root: Any) -> LiveTable:
-    """The table, kept on its root if it can be used again."""
-    borrowed = at_top_level() and not {Cell}.issuperset(map(type, table.cells))  # by a trace of another thread
-    object.__setattr__(root, "_nnx_table", table if table.reliable and not borrowed else None)
+    """The table, kept on its root if it can be used again; not if another thread has lent a trace some of the cells."""
+    has_lent = at_top_level() and not {Cell}.issuperset(map(type, table.cells))
+    object.__setattr__(root, "_nnx_table", table if table.reliable and not has_lent else None)
     return table
 
 

@@ -204,7 +204,7 @@ class Variable(ArrayOperators[A], VariableSlots):
         self._store(value.get_raw_value() if isinstance(value, Variable) else value)
 
     def _store(self, value: Any) -> None:
-        """Write a value without checks; into the Ref, if the present one is kept in one."""
+        """Write a value without checks; into the jax.Ref, if the present one is kept in one."""
         cell: Any = self._cell
         if "ref" in self._metadata and isinstance(cell.value, jax.Ref):
             cell.value[...] = as_stored(value, NO_METADATA)
@@ -222,7 +222,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     _raw_value = property(get_raw_value, _put)
 
     def check_writable(self) -> None:
-        """Raise :class:`TraceContextError` unless this Variable belongs to the running trace, or is kept in a Ref."""
+        """Raise :class:`TraceContextError` unless this Variable belongs to the running trace, or is in a jax.Ref."""
         if self._cell.trace is not current_trace():
             if Watch.count:
                 notice(self)
@@ -609,7 +609,7 @@ def stored_value(x: Any) -> Any:
 
 
 def plain_value(x: Any) -> Any:
-    """The value of a Variable without hooks, read from its Ref if it is kept in one; anything else as it is."""
+    """The value of a Variable without hooks, read from its jax.Ref if it has one; anything else as it is."""
     if not isinstance(x, Variable):
         return x
     return as_stored(x.get_raw_value(), NO_METADATA) if x.ref else x.get_raw_value()

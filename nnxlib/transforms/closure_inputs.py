@@ -143,7 +143,7 @@ class Captures:
         return known
 
     def _along(self, found: Found) -> _Known:
-        """What to look up: each step on the ways to the roots, and to data in the place of which a Module may come."""
+        """What to look up: each step on the ways to the roots, and to constants whose place a Module may take."""
         ways_to: dict[int, list[Way]] = {}
         for way in found.ways:
             ways_to.setdefault(id(way.value), []).append(way)

@@ -46,8 +46,6 @@ class Program:
 
     __slots__ = ("_traced", "beside", "captures", "function", "jitted", "objects", "until")
 
-    beside: list[Conditions]  # if they hold, the functions still refer to these and no other
-    objects: list[type]  # objects, which are not captured
     until: list[weakref.ref]  # to its functions; without one of them it is forgotten
 
     def __init__(self, function: Callable, jitted: Callable | None = None, *, compiled: bool = True):
@@ -55,8 +53,8 @@ class Program:
         self._traced: Any = jax.jit(watched(function))  # once: `jax.make_jaxpr` jits at each call
         self.jitted = jitted or (jax.jit(watched(function)) if compiled else self._inlined)
         self.captures = False  # whether it was found to capture objects
-        self.beside: list[Conditions] = []  # while they hold, the functions still refer to these objects and no others,
-        self.objects: list[type] = []  # which are not captured
+        self.objects: list[type] = []  # the types of other objects to which its functions refer
+        self.beside: list[Conditions] = []  # while they hold, the functions refer to no further objects
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not self.captures and not followed():

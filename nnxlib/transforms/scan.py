@@ -188,7 +188,7 @@ class _Scan(NamedTuple):
     def program(self, leaves: list[Any]) -> Any:
         """Trace the body on slices, check what it does, and loop over it."""
         layout, leaf_labels = self.layout, self.leaf_labels
-        _check_whole(layout, leaves, leaf_labels)
+        _refuse_explicit(layout, leaves, leaf_labels)
         slices = [_slice_type(x, axis) for x, axis in zip(leaves, leaf_labels, strict=True)]
         inner = strip_axes(layout, slices, leaf_labels, self.axis_name)
         enter = None if self.data_transform is None else transformed_data(self.data_transform, inner, leaf_labels)
@@ -391,7 +391,7 @@ def _is_stacked(labels: Labels, row: int) -> bool:
     return all(map(_is_axis, labels.may_have(row)))
 
 
-def _check_whole(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any]) -> None:
+def _refuse_explicit(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any]) -> None:
     """Refuse to loop over an axis whose sharding is part of an array's type, which JAX cannot do."""
     sharded = [
         f"{place_of(path)}: axis {label} of {type_.str_short(short_dtypes=False)}"
