@@ -204,31 +204,19 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
     inner = inspect.unwrap(function)
     namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
     start = Way(function, lambda: function, None)
-    queue, elsewhere = deque([start]), deque[Way]()
+    queue = deque([start])  # the ways that are yet to be visited, the shortest first
     ran = [reader for reader in readers if not is_of_library(reader.namespace)]
     names = {name for reader in ran for name in _names_in(reader.code)}  # of the code visited so far
     visited = set[int]()  # the code of functions, by id
+    elsewhere = list[Way]()  # to functions of other files
     found, others, ends = dict[int, Way](), list[Way](), list[Way]()
     missing = set(map(id, sought))
-    look_ups_left, functions_left = iter(range(_MOST_TO_FIND)), iter(range(_MOST_ELSEWHERE))
+    look_ups_left = iter(range(_MOST_TO_FIND))
 
     def go_on(way: Way, look_ups: Iterable[LookUp]) -> None:
         queue.extend([further for further, _ in zip(_ways_on(way, look_ups), look_ups_left)])
 
-    while missing or len(found) < _MOST:
-        if queue:
-            way = queue.popleft()
-        elif ran:
-            code, seen_from = ran.pop()
-            if id(code) not in visited:
-                go_on(start, _globals_of(code, seen_from))
-            continue
-        elif missing and elsewhere and next(functions_left, None) is not None:
-            way = elsewhere.popleft()
-            go_on(way, _names_of(way.value))
-            continue
-        else:
-            break
+    def visit(way: Way) -> None:
         if is_constant(type(way.value)) and not _is_kept_by_library(way):
             ends.append(way)
         if id(way.value) in found:
@@ -238,7 +226,7 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
             found[id(way.value)] = way
             missing.discard(id(way.value))
             if type(way.value) is types.FunctionType:
-                names |= _names_in(way.value.__code__)
+                names.update(_names_in(way.value.__code__))
                 if way.value.__globals__ is namespace:
                     visited.add(id(way.value.__code__))
                     go_on(way, _names_of(way.value))
@@ -246,6 +234,20 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
                     elsewhere.append(way)
                     go_on(way, _objects_of(way.value))
             go_on(way, _look_ups(way.value, names))
+
+    def visit_all() -> None:
+        while queue and (missing or len(found) < _MOST):
+            visit(queue.popleft())
+
+    visit_all()
+    for code, seen_from in reversed(ran):
+        if id(code) not in visited:
+            go_on(start, _globals_of(code, seen_from))
+            visit_all()
+    for way in itertools.islice(elsewhere, _MOST_ELSEWHERE):  # which become more
+        if missing:
+            go_on(way, _names_of(way.value))
+            visit_all()
     return Found([*found.values(), *others], ends, names)
 
 
