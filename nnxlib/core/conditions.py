@@ -20,7 +20,7 @@ from typing import Any
 
 from .graphdef import GraphDef
 from .objects import Node
-from .references import CONTAINERS, Found, LookUp, Way, in_class, is_constant, is_left, is_of_library
+from .references import CONTAINERS, Find, Found, LookUp, Way, is_constant, is_left, is_of_library
 from .variables import Variable
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
@@ -39,7 +39,7 @@ class Conditions:
 
     __slots__ = ("ends", "members", "steps")
 
-    steps: list[tuple[LookUp, LookUp]]  # a look-up, and a reference to what that has found
+    steps: list[tuple[LookUp, Find]]  # a look-up, and a reference to what that has found
     ends: list[tuple[LookUp, types.CellType]]  # a look-up, and the type of what that has found
     members: list[Members]
 
@@ -49,8 +49,8 @@ class Conditions:
         known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
         ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
         steps = [step for way in ways for step in way.steps(known)]
-        ends = [way for way in alone if not _refers_to(way.look_up, functions)]
-        self.steps = [step for step in steps if not _refers_to(step[0], functions)]
+        ends = [way for way in alone if not way.look_up.refers_to(functions)]
+        self.steps = [step for step in steps if not step[0].refers_to(functions)]
         self.ends = [(way.look_up, types.CellType(type(way.value))) for way in ends]
         self.members = [Members(container) for _, container in containers if container != ()]
 
@@ -61,11 +61,11 @@ class Conditions:
         """Whether each holder is at its place, and what is there is of the same type, or is another constant."""
         try:
             for look_up, before in self.steps:
-                x = look_up()
+                x = look_up.find()
                 if x is None or x is not before():
                     return False
             for look_up, cell in self.ends:
-                now, kind = type(look_up()), cell.cell_contents
+                now, kind = type(look_up.find()), cell.cell_contents
                 if now is not kind:
                     if not (is_constant(now) and is_constant(kind)):
                         return False
@@ -152,12 +152,12 @@ def _is_alone(way: Way) -> bool:
     """Whether what is at the end of a way may be replaced there, and is not compared with all that is beside it."""
     if way.before is None or not _finds(way.look_up, type(way.value)):
         return False
-    holder, look_up = way.before.value, way.look_up
+    holder, kind = way.before.value, way.look_up.kind
     if issubclass(type(holder), tuple | frozenset | types.MethodType | functools.partial) or _is_frozen(holder):
         return False
-    if not isinstance(look_up, functools.partial) or look_up.func is in_class:
-        return True  # of a weak reference, a context variable, a class
-    if look_up.func is getattr:
+    if kind in ("reference", "context", "class"):
+        return True
+    if kind == "attribute":
         return not isinstance(holder, types.FunctionType)  # its defaults
     return _held_by(holder) is None
 
@@ -165,14 +165,6 @@ def _is_alone(way: Way) -> bool:
 def _finds(look_up: LookUp, kind: type) -> bool:
     """Whether a look-up finds something of this very type; not if it fails."""
     try:
-        return type(look_up()) is kind
+        return type(look_up.find()) is kind
     except Exception:
         return False
-
-
-def _refers_to(look_up: LookUp, functions: Collection[Any]) -> bool:
-    """Whether a look-up is one in one of these functions, in its defaults or its attributes."""
-    if not functions or not isinstance(look_up, functools.partial):
-        return False
-    holders = getattr(look_up.func, "__self__", None), *look_up.args[:1]  # of a method, of a function such as getattr
-    return any(holder is f or holder is f.__dict__ for holder in holders for f in functions)

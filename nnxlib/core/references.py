@@ -36,7 +36,7 @@ from .objects import Node
 from .tracing import current_trace
 from .variables import Variable
 
-LookUp = Callable[[], Any]
+Find = Callable[[], Any]
 
 _MOST = 1000  # values to visit: a function may refer to half of a program
 _MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not found; each takes a few microseconds
@@ -46,6 +46,8 @@ CONTAINERS = list, dict, deque, set
 _TRANSPARENT = dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
 _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
+# The types of most of what a class holds; to ask more of it would take a tenth of a search.
+_METHODS = {types.FunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType}
 _LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # their globals are no Modules
 _PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program.py
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
@@ -68,6 +70,37 @@ class Found(NamedTuple):
         return [way.value for way in self.objects() if _has_setting(way.value, self.names)]
 
 
+class LookUp(NamedTuple):
+    """How a value is looked up: ``find()`` gives what is there now, and the rest says where that is.
+
+    The kinds are an "attribute" of an object, an "entry" of a mapping, which may be the attributes of an object or the
+    globals of a function, an "item" of a sequence, a "member" of a set or a key of a dict, by its number, the contents
+    of a "cell" in a closure, the value of a weak "reference" or in a "context", what a "class" holds under a name, what
+    is "inside" a module or class that another look-up finds, and the "length" of a container.
+    """
+
+    find: Find
+    kind: str
+    holder: Any  # where it is looked up; of an "inside" the other look-up
+    key: Any = None  # the name, key or number
+
+    @property
+    def place(self) -> Hashable:
+        """What is looked up, whatever the holder is."""
+        if self.kind == "inside":
+            return self.holder.place, self.key
+        if self.kind == "class":
+            return self.kind, _weakly(self.holder), self.key
+        if self.kind != "entry":
+            return self.kind, self.key
+        module = self.holder.get("__name__") if type(self.holder) is dict else None  # if these are its globals
+        return self.kind, module if type(module) is str else None, _weakly(self.key)
+
+    def refers_to(self, functions: Collection[Any]) -> bool:
+        """Whether it keeps one of these functions alive, or the attributes of one."""
+        return any(x is f or x is f.__dict__ for f in functions for x in (self.holder, self.key))
+
+
 class Way(NamedTuple):
     """A way from a function to a value: how the value is looked up, and the way to what it is looked up in."""
 
@@ -75,7 +108,7 @@ class Way(NamedTuple):
     look_up: LookUp
     before: Way | None
 
-    def steps(self, known: set[int]) -> Iterator[tuple[LookUp, LookUp]]:
+    def steps(self, known: set[int]) -> Iterator[tuple[LookUp, Find]]:
         """For each step its look-up, and a reference to what that has found. A container must also keep its length.
 
         ``known`` are the ids of the ways and containers whose steps are known already, from other ways.
@@ -87,14 +120,15 @@ class Way(NamedTuple):
             yield way.look_up, _reference(way.value)
             if isinstance(holder, CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
-                yield functools.partial(is_as_long, holder, len(holder)), _true
+                is_as_long = functools.partial(_is_as_long, holder, len(holder))
+                yield LookUp(is_as_long, "length", holder, len(holder)), _true
             way = way.before
 
     def is_looked_along(self, names: Collection[str]) -> bool:
         """Whether code with these names may go along the way: it leads over no attribute of another name."""
         way: Way = self
         while way.before is not None:
-            if not _is_named(way.look_up, way.before.value, names):
+            if not way._is_named(names):
                 return False
             way = way.before
         return True
@@ -111,9 +145,17 @@ class Way(NamedTuple):
             holder = way.before.value
             if isinstance(holder, CONTAINERS) and id(holder) not in widths:
                 widths[id(holder)] = _width(holder)
-            found += [_place_of(way.look_up), widths.get(id(holder))]
+            found += [way.look_up.place, widths.get(id(holder))]
             way = way.before
         return tuple(found)
+
+    def _is_named(self, names: Collection[str]) -> bool:
+        """Whether code with these names may make the last look-up: of an attribute if it has the name."""
+        _, kind, _, key = self.look_up
+        if kind in ("item", "member", "reference", "context"):
+            return True
+        assert self.before is not None
+        return issubclass(type(self.before.value), _TRANSPARENT) or key in _WRAPPED or key in names
 
 
 def is_constant(kind: type) -> bool:
@@ -134,22 +176,6 @@ def _width(container: Any) -> int:
     return sum(not all(is_constant(type(x)) for x in member) for member in members)
 
 
-def _place_of(look_up: LookUp) -> Hashable:
-    """What a look-up looks up, wherever it does: a name, an index or a key, and what kind of thing it is in."""
-    if not isinstance(look_up, functools.partial):
-        return type(look_up)  # of a weak reference, or of a context variable
-    function, arguments = look_up.func, look_up.args
-    if function is inside:
-        return _place_of(arguments[0]), arguments[1]
-    if function in (getattr, _item, _nth, in_closure):
-        return function.__name__, *arguments[1:]  # the first is the holder
-    name = None
-    if function is not in_class:  # it is the `get` of a mapping; the globals of a module say what that is called
-        holder = getattr(function, "__self__", None)
-        name = holder.get("__name__") if type(holder) is dict else None
-    return name if type(name) is str else None, *map(_weakly, arguments)
-
-
 def _weakly(key: Any) -> Any:
     """A weak reference, which is equal to another one if the keys are; or what does not allow one, such as text."""
     try:
@@ -158,7 +184,7 @@ def _weakly(key: Any) -> Any:
         return key
 
 
-def is_as_long(container: Any, length: int) -> bool:
+def _is_as_long(container: Any, length: int) -> bool:
     return len(container) == length
 
 
@@ -166,7 +192,7 @@ def _true() -> bool:
     return True
 
 
-def _reference(value: Any) -> LookUp:
+def _reference(value: Any) -> Find:
     """A weak reference, so that no way keeps a model alive; containers do not allow one, so they are held."""
     try:
         return weakref.ref(value)
@@ -203,7 +229,7 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
     """
     inner = inspect.unwrap(function)
     namespace = getattr(inner, "__globals__", getattr(getattr(inner, "__func__", None), "__globals__", None))
-    start = Way(function, lambda: function, None)
+    start = Way(function, LookUp(lambda: function, "start", None), None)
     queue = deque([start])  # the ways that are yet to be visited, the shortest first
     ran = [reader for reader in readers if not is_of_library(reader.namespace)]
     names = {name for reader in ran for name in _names_in(reader.code)}  # of the code visited so far
@@ -263,7 +289,7 @@ def _ways_on(way: Way, look_ups: Iterable[LookUp]) -> Iterator[Way]:
 def found_by(look_up: LookUp) -> Any:
     """What a look-up finds; None if it fails."""
     try:
-        return look_up()
+        return look_up.find()
     except Exception:  # of a property, or a class's own __getattribute__ or get
         return None
 
@@ -275,63 +301,71 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """
     if isinstance(x, types.FunctionType):
         yield from _cells_of(x)
-        yield from [functools.partial(getattr, x, name) for name in ("__defaults__", "__kwdefaults__")]
-        yield from [functools.partial(x.__dict__.get, name) for name in list(x.__dict__) if name != _PROGRAMS]
+        yield from [_attribute(x, name) for name in ("__defaults__", "__kwdefaults__")]
+        yield from [_entry(x.__dict__, name) for name in list(x.__dict__) if name != _PROGRAMS]
     elif isinstance(x, types.MethodType):
-        yield from [functools.partial(getattr, x, name) for name in ("__self__", "__func__")]
+        yield from [_attribute(x, name) for name in ("__self__", "__func__")]
     elif isinstance(x, functools.partial):
-        yield from [functools.partial(getattr, x, name) for name in ("func", "args", "keywords")]
+        yield from [_attribute(x, name) for name in ("func", "args", "keywords")]
     elif isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType | str | float | None):
         return
     elif isinstance(x, list | tuple | deque):
-        yield from (functools.partial(_item, x, k) for k in range(len(x)))
+        yield from (LookUp(functools.partial(_item, x, k), "item", x, k) for k in range(len(x)))
     elif isinstance(x, dict | types.MappingProxyType):
         keys = list(x)  # a copy: a collection of garbage may shrink a cache
-        yield from (functools.partial(x.get, key) for key in keys)
+        yield from (_entry(x, key) for key in keys)
         yield from _members(x, keys)
     elif isinstance(x, set | frozenset):
         yield from _members(x, list(x))
     elif isinstance(x, weakref.ref):
-        yield x
+        yield LookUp(x, "reference", x)
     elif isinstance(x, contextvars.ContextVar):
-        yield x.get
+        yield LookUp(x.get, "context", x)
     elif isinstance(x, threading.local):  # each thread has attributes of its own
-        yield from [functools.partial(getattr, x, name, None) for name in list(x.__dict__)]
+        yield from [_attribute(x, name, None) for name in list(x.__dict__)]
     elif type(x).__module__.startswith("jaxlib."):  # a function that JAX has jitted; all else there is JAX's own
-        yield functools.partial(getattr, x, "__wrapped__", None)
+        yield _attribute(x, "__wrapped__", None)
     else:
         attributes: Any = getattr(x, "__dict__", None)
         if type(attributes) is dict:
-            yield from [functools.partial(attributes.get, name) for name in list(attributes)]
+            yield from [_entry(attributes, name) for name in list(attributes)]
         classes = type(x).__mro__
         if isinstance(x, type):
             classes = *x.__mro__, *classes[:-2]  # these are type and object
         for cls in classes:
             has_methods = "__module__" in vars(cls)  # that are written in Python; those of str lead nowhere
             for name, y in vars(cls).copy().items():
-                if _is_read_from(x, name, y) and name != "__dict__":
-                    yield functools.partial(getattr, x, name, None)
+                if type(y) not in _METHODS and _is_read_from(x, name, y) and name != "__dict__":
+                    yield _attribute(x, name, None)
                 elif has_methods and name in names:
-                    yield functools.partial(in_class, cls, name)
+                    yield LookUp(functools.partial(_in_class, cls, name), "class", cls, name)
 
 
 def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
     """How to look up the Modules and Variables among the members of a set or the keys of a dict, which may be weak."""
     for k, member in enumerate(members):
         if issubclass(type(member), Node | Variable | weakref.ref):
-            yield functools.partial(_nth, x, k)
+            yield LookUp(functools.partial(_nth, x, k), "member", x, k)
+
+
+def _attribute(x: Any, name: str, *default: Any) -> LookUp:
+    return LookUp(functools.partial(getattr, x, name, *default), "attribute", x, name)
+
+
+def _entry(mapping: Any, key: Any) -> LookUp:
+    return LookUp(functools.partial(mapping.get, key), "entry", mapping, key)
 
 
 def _is_read_from(x: Any, name: str, y: Any) -> bool:
     """Whether an attribute of ``x`` is what its class holds under a name, or what a slot does; no method is."""
     is_value = not hasattr(type(y), "__get__") and not name.startswith("__")
-    return is_value or (inspect.ismemberdescriptor(y) and not isinstance(x, type))
+    return is_value or (isinstance(y, types.MemberDescriptorType) and not isinstance(x, type))
 
 
 def _cells_of(function: types.FunctionType) -> Iterator[LookUp]:
     """How to look up what is in the closure of a function."""
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        yield functools.partial(in_closure, cell, name)
+        yield LookUp(functools.partial(getattr, cell, "cell_contents"), "cell", cell, name)
 
 
 def _names_of(function: types.FunctionType) -> Iterator[LookUp]:
@@ -346,7 +380,7 @@ def _objects_of(function: types.FunctionType) -> list[LookUp]:
         name for name in _names_in(function.__code__) & namespace.keys() if issubclass(type(namespace[name]), kinds)
     ]
     read = _loaded_in(function.__code__)[0].intersection(named) if named else ()
-    return [functools.partial(namespace.get, name) for name in sorted(read)]
+    return [_entry(namespace, name) for name in sorted(read)]
 
 
 def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterable[LookUp] = ()) -> Iterator[LookUp]:
@@ -356,8 +390,8 @@ def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterabl
     """
     read, imported = _loaded_in(code)
     names = _names_in(code)
-    look_ups = [functools.partial(namespace.get, name) for name in sorted(read & namespace.keys())]
-    look_ups += [functools.partial(sys.modules.get, name) for name in sorted(imported)]
+    look_ups = [_entry(namespace, name) for name in sorted(read & namespace.keys())]
+    look_ups += [_entry(sys.modules, name) for name in sorted(imported)]
     yield from look_ups
     stack, seen = [*look_ups, *others], set[int]()
     while stack:
@@ -365,9 +399,10 @@ def _globals_of(code: types.CodeType, namespace: dict[str, Any], others: Iterabl
         x = found_by(look_up)
         if issubclass(type(x), types.ModuleType | type) and not is_of_library(vars(x)) and id(x) not in seen:
             seen.add(id(x))
-            further = [functools.partial(inside, look_up, name) for name in sorted(names & vars(x).keys())]
-            yield from further
-            stack += further
+            named = sorted(names & vars(x).keys())
+            inside = [LookUp(functools.partial(_inside, look_up.find, name), "inside", look_up, name) for name in named]
+            yield from inside
+            stack += inside
 
 
 @functools.lru_cache(maxsize=1000)
@@ -408,26 +443,12 @@ def _has_setting(x: Any, names: set[str]) -> bool:
     return not names.isdisjoint(settings) or any(isinstance(getattr(type(x), name, None), property) for name in names)
 
 
-def _is_named(look_up: LookUp, holder: Any, names: Collection[str]) -> bool:
-    """Whether code with these names may make a look-up in this holder: of an attribute if it has the name."""
-    if not isinstance(look_up, functools.partial) or look_up.func in (_item, _nth):
-        return True
-    if issubclass(type(holder), _TRANSPARENT):
-        return True
-    name = look_up.args[1] if look_up.func in (getattr, in_class) else look_up.args[0]
-    return name in _WRAPPED or name in names
+def _inside(find: Find, name: str) -> Any:
+    return getattr(find(), "__dict__", {}).get(name)
 
 
-def inside(look_up: LookUp, name: str) -> Any:
-    return getattr(look_up(), "__dict__", {}).get(name)
-
-
-def in_class(cls: type, name: str) -> Any:
+def _in_class(cls: type, name: str) -> Any:
     return vars(cls).get(name)
-
-
-def in_closure(cell: types.CellType, name: str) -> Any:
-    return cell.cell_contents
 
 
 def _item(sequence: Any, index: int) -> Any:

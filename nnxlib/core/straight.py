@@ -1,7 +1,7 @@
 """Straight-line code for what a jitted function looks up at each call.
 
-The look-ups of references.py are partial functions. To make them one by one, and to compare, takes 0.1 us each and 0.4
-for the loops around them. As the code of one function they take a fifth of that::
+To make the look-ups of references.py one by one, and to compare, takes 0.1 us each and 0.4 for the loops around them.
+As the code of one function they take a fifth of that::
 
     r0() is encoder is not None and type(RATE) is t1 and type(c2) is t3
 
@@ -23,9 +23,9 @@ from typing import Any
 from weakref import ReferenceType
 
 from .conditions import Conditions
-from .references import LookUp, in_class, in_closure, inside, is_as_long
+from .references import Find, LookUp
 
-Step = tuple[LookUp, LookUp, bool]  # a look-up, a reference to what that has found before, whether this is a root
+Step = tuple[LookUp, Find, bool]  # a look-up, a reference to what that has found before, whether this is a root
 
 
 def straight_line(steps: Sequence[Step], beside: Conditions | None) -> Callable[[], Any]:
@@ -67,11 +67,10 @@ class _Code:
         """A name for a value."""
         return self.name(types.CellType(value))
 
-    def finds(self, look_up: LookUp, before: LookUp, is_root: bool = False) -> str:
+    def finds(self, look_up: LookUp, before: Find, is_root: bool = False) -> str:
         """That a look-up finds the same as before."""
-        if isinstance(look_up, functools.partial) and look_up.func is is_as_long:
-            container, length = look_up.args
-            return f"{self.held(len)}({self.held(container)}) == {length}"
+        if look_up.kind == "length":
+            return f"{self.held(len)}({self.held(look_up.holder)}) == {look_up.key}"
         found = self.found_by(look_up)
         if is_root:
             self._roots.append(f"{_PREFIX}root_{len(self._roots)}")
@@ -81,21 +80,18 @@ class _Code:
 
     def found_by(self, look_up: LookUp) -> str:
         """What a look-up finds, or an error if it finds nothing."""
-        if isinstance(look_up, functools.partial) and not look_up.keywords:
-            function, arguments = look_up.func, look_up.args
-            if function is in_closure:
-                return self.name(arguments[0])
-            if function is inside:
-                return f"{self.found_by(arguments[0])}.__dict__[{arguments[1]!r}]"
-            if function is in_class:
-                return f"{self.held(arguments[0])}.__dict__[{arguments[1]!r}]"
-            if function is getattr and _is_plain(arguments[1]):
-                return f"{self.held(arguments[0])}.{arguments[1]}"
-            if (mapping := _read_by(look_up)) is not None and type(arguments[0]) is str:
-                if mapping is self.namespace and _is_plain(arguments[0]):
-                    return arguments[0]
-                return f"{self.held(mapping)}[{arguments[0]!r}]"
-        return f"{self.held(look_up)}()"
+        find, kind, holder, key = look_up
+        if kind == "cell":
+            return self.name(holder)
+        if kind == "inside":
+            return f"{self.found_by(holder)}.__dict__[{key!r}]"
+        if kind == "class":
+            return f"{self.held(holder)}.__dict__[{key!r}]"
+        if kind == "attribute" and _is_plain(key):
+            return f"{self.held(holder)}.{key}"
+        if _is_in_dict(look_up) and type(key) is str:
+            return key if holder is self.namespace and _is_plain(key) else f"{self.held(holder)}[{key!r}]"
+        return f"{self.held(find)}()"
 
     def function(self) -> Callable[[], Any]:
         roots = f"({', '.join(self._roots)},)" if self._roots else "()"
@@ -114,15 +110,12 @@ def _is_plain(name: str) -> bool:
     return name.isidentifier() and name.isascii() and not keyword.iskeyword(name) and not name.startswith(_PREFIX)
 
 
-def _read_by(look_up: LookUp) -> dict[Any, Any] | None:
-    """The dict that a look-up reads by its ``get``."""
-    function = look_up.func if isinstance(look_up, functools.partial) else None
-    holder = getattr(function, "__self__", None)
-    return holder if type(holder) is dict and function == holder.get else None
+def _is_in_dict(look_up: LookUp) -> bool:
+    return look_up.kind == "entry" and type(look_up.holder) is dict
 
 
 def _most_common_namespace(look_ups: Iterable[LookUp]) -> dict[str, Any]:
     """The globals that are read most often; an empty namespace if there are none."""
-    read = [mapping for mapping in map(_read_by, look_ups) if mapping is not None and "__name__" in mapping]
+    read = [look_up.holder for look_up in look_ups if _is_in_dict(look_up) and "__name__" in look_up.holder]
     counts = Counter(map(id, read))
     return max(read, key=lambda mapping: counts[id(mapping)], default={})

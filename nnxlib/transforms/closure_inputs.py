@@ -26,7 +26,7 @@ from ..core.finding import reachable
 from ..core.graph import Packed
 from ..core.layout import KEPT, Layout
 from ..core.objects import Node
-from ..core.references import Found, Way, named_in, search
+from ..core.references import Found, LookUp, Way, named_in, search
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
@@ -59,7 +59,7 @@ class _Known:
         """
         found = []
         for look_up, before, is_root in self.steps:
-            x = look_up()
+            x = look_up.find()
             if x is None or x is not before():
                 raise _Changed(is_exchanged=issubclass(type(before()), Node | Variable))
             if is_root:
@@ -156,7 +156,8 @@ class Captures:
         beside = Conditions(found, others, known)
         steps: list[Step] = []
         for reference, to_root in zip(references, to_roots, strict=True):
-            last, *further = [step for way in to_root for step in way.steps(known)] or [(reference, reference)]
+            directly = LookUp(reference, "reference", reference), reference
+            last, *further = [step for way in to_root for step in way.steps(known)] or [directly]
             steps += [(*last, True), *[(*step, False) for step in further]]
         places = self._what_stands_for(to_roots, others)
         return _Known(steps, beside or None, places) if steps or beside else EMPTY
