@@ -159,23 +159,21 @@ def _expander(layout: Layout) -> Callable[[Spec], Leaf | Group]:
             items = spec.at(())
             children = [(f"{format_path(keys)}: ", keys[0] if len(keys) == 1 else keys, x) for keys, x in items]
             return Group(f"{_head(spec)}(", children, ")")
-        row = layout.rows[spec.index] if isinstance(spec, Ref) else spec
-        if isinstance(row, NodeRow) and isinstance(spec, Ref):
-            fields = dict(row.fields)
-            return node_group(row.type, [(name, fields[name]) for name in row.names], spec.index)
-        if isinstance(row, VariableRow) and isinstance(spec, Ref):
+        if not isinstance(spec, Ref):
+            return Leaf(_head(spec), "Array" if spec is LEAF else None)
+        row = layout.rows[spec.index]
+        if isinstance(row, VariableRow):
             return Leaf(_head(row), row.type.__name__, identity=spec.index)
-        return Leaf(_head(row), "Array" if row is LEAF else None)
+        fields = dict(row.fields)
+        return node_group(row.type, [(name, fields[name]) for name in row.names], spec.index)
 
     return expand
 
 
-def _head(item: Row | Spec) -> str:
+def _head(item: VariableRow | Spec) -> str:
     if isinstance(item, VariableRow):
         metadata = ", ".join(f"{k}={static_repr(v)}" for k, v in item.metadata.value.items())
         return f"{item.type.__name__}({metadata})"
-    if isinstance(item, NodeRow):
-        return item.type.__name__
     if isinstance(item, Tree):
         return f"pytree {_tree_text(item.treedef)}"
     return "array" if item is LEAF else static_repr(item.value) if isinstance(item, Const) else repr(item)
