@@ -80,7 +80,7 @@ class Watch:
         self.outer, self.frame = outer, frame  # the frame that watches
         self.readers = dict[int, Reader]()
         self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
-        self.roots: list[Any] = []
+        self.roots: list[Any] = []  # those of them that are not below another
         self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
         self.lacks_input = False  # that the trace reads a value it was not given
 

@@ -68,12 +68,11 @@ def values_to_write(
         fitting = _values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
         if fitting is not None:
             return {k: fitting[0][k] for k in given}, {k: metadata for k, (_, metadata) in fitting[1].items()}
-    leaves_given: dict[int, Any] = given or {}
     unexpected: dict[Path, Any] = {}
     if not given:
-        leaves_given, unexpected = _matched(layout, states, avals_of(leaves))
-        leaves_given = {k: x["value"] if is_boxed(x, leaves[k]) else x for k, x in leaves_given.items()}
-    new: dict[Any, Any] = {k: x for k, x in leaves_given.items() if x is not None or not is_without_leaves(leaves[k])}
+        matched, unexpected = _matched(layout, states, avals_of(leaves))
+        given = {k: x["value"] if is_boxed(x, leaves[k]) else x for k, x in matched.items()}
+    new: dict[Any, Any] = {k: x for k, x in given.items() if x is not None or not is_without_leaves(leaves[k])}
     avals = dict(zip(new, avals_of([leaves[k] for k in new]), strict=True))
     before = {k: None if isinstance(leaves[k], Tracer) else aval for k, aval in avals.items()}
     new = _with_keys(avals, new)

@@ -169,7 +169,7 @@ def recursive_map(f: Callable[[Path, Any], Any], node: Any, /) -> Any:
     for path, value in iter_objects(node):
         if isinstance(value, Variable):
             copies[id(value)] = f(path, value)
-        elif isinstance(value, Node):
+        else:
             copied = new_node(type(value), value._nnx_marks)
             copied._nnx_fill({k: _mapped(f, (*path, k), child, copies) for k, child in value._nnx_children()})
             copies[id(value)] = f(path, copied)
