@@ -155,6 +155,15 @@ def test_filters_and_paths_go_to_the_states():
             ctx.flatten(Pair(), nnx.Param, with_paths=False)
 
 
+def test_a_variable_by_itself_is_split_by_filters():
+    """As by nnx.split: it is the State of the filter that takes it."""
+    with nnx.split_context() as ctx:
+        graphdef, params, rest = ctx.split(nnx.Param(jnp.array(1.0)), nnx.Param, ...)
+    assert (type(params), list(rest)) == (nnx.Param, [])
+    with nnx.merge_context() as ctx:
+        assert ctx.merge(graphdef, params, rest) == 1.0
+
+
 def test_values_without_paths_are_in_the_order_of_paths():
     """``unflatten`` puts a list of values where ``flatten`` took them from, with and without shared leaves."""
     pair = Pair()
