@@ -1,6 +1,7 @@
 """The package as a whole: what importing it loads and costs, what its files import from each other, what is shipped."""
 
 import ast
+import dis
 import importlib.metadata
 import importlib.resources
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -240,3 +242,49 @@ for statement in ("nnxlib.bridge", "import nnxlib.bridge", "from nnxlib import b
 assert not hasattr(nnxlib, "bridges")
 """
     run_python(code)
+
+
+def unprotected_jumps(code):
+    """The lines of jumps back to the start of a loop in a `with` block that are not covered by the end of that block.
+
+    CPython handles interrupts at such a jump. If the last statement of the loop is an `if`, or the loop is a
+    comprehension with one, the compiler leaves its jump out of the table of handlers: Ctrl-C then skips the end.
+    """
+    handlers: list[Any] = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    instructions = {x.offset: x for x in dis.get_instructions(code)}
+    offsets = list(instructions)
+    of_with = {
+        handler.target
+        for handler in handlers
+        for k in [offsets.index(handler.target)]
+        if any(instructions[o].opname == "WITH_EXCEPT_START" for o in offsets[k : k + 3])
+    }
+    for offset, jump in instructions.items():
+        is_handled = not jump.opname.startswith("JUMP_BACKWARD") or any(x.start <= offset < x.end for x in handlers)
+        if not is_handled and any(x.start <= jump.argval < x.end and x.target in of_with for x in handlers):
+            yield code.co_firstlineno if jump.positions is None else jump.positions.lineno
+
+
+def codes_in(code):
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from codes_in(const)
+
+
+def compiled(source, name="<test>"):
+    return list(codes_in(compile(source, name, "exec")))
+
+
+def test_an_interrupt_in_a_loop_does_not_skip_the_end_of_a_with_block():
+    """A lock would be held for ever, or a captured Module keep its tracers."""
+    probe = "with lock:\n  for x in y:\n    if x:\n      f(x)\n  g()"
+    if sys.version_info[:2] in ((3, 12), (3, 13)):
+        assert [*unprotected_jumps(compiled(probe)[0])] == [3]
+    found = [
+        f"{path.name}:{line}, in {code.co_name}"
+        for path in SOURCES
+        for code in compiled(path.read_text(), str(path))
+        for line in unprotected_jumps(code)
+    ]
+    assert not found, "move these loops to functions of their own"

@@ -40,16 +40,19 @@ class _Paths:
         return path
 
     def _walk(self) -> None:
-        self._stamp, seen = Stamp(), set[int]()
-        reference = weakref.ref(self._stamp)
+        self._stamp = Stamp()
         with stamping:
-            for root in self._roots:
-                for path, node in reachable(root, seen, self.known):
-                    if isinstance(node, Node):
-                        object.__setattr__(node, "_nnx_stamps", with_stamp(node._nnx_stamps, reference))
-                    if id(node) not in self.known:
-                        self.known[id(node)] = path
-                        self._attached.append(node)
+            self._visit(weakref.ref(self._stamp))
+
+    def _visit(self, reference: weakref.ref[Stamp]) -> None:
+        seen = set[int]()
+        for root in self._roots:
+            for path, node in reachable(root, seen, self.known):
+                if isinstance(node, Node):
+                    object.__setattr__(node, "_nnx_stamps", with_stamp(node._nnx_stamps, reference))
+                if id(node) not in self.known:
+                    self.known[id(node)] = path
+                    self._attached.append(node)
 
 
 class Listener:

@@ -236,30 +236,11 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
     returns, has another Module at every call.
     """
     stamp = Stamp()
-    stamps = (weakref.ref(stamp),)
-    nodes, parents, held, seen = [root], [0], [], {id(root)}
-    shapes: list[NodeShape] = []
-    mutable: list[Mutable] = []  # of each node
     with stamping:
-        for k, node in enumerate(nodes):  # which become more
-            shape = node._nnx_tree
-            if type(shape) is not NodeShape or not node._nnx_guarded:
-                return None
-            _set(node, "_nnx_stamps", with_stamp(node._nnx_stamps, stamps[0]) if node._nnx_stamps else stamps)
-            contents = shape.open(node)
-            children = [*shape.take(contents)]
-            for child in children:  # which become more
-                if isinstance(child, Node):
-                    if id(child) in seen:
-                        return None
-                    seen.add(id(child))
-                    nodes.append(child)
-                    parents.append(k)
-                elif isinstance(child, tuple):
-                    children += child
-            held += children
-            shapes.append(shape)
-            mutable.append([(contents[name], shape.statics[name]) for name in shape.mutable] if shape.mutable else ())
+        found = _unflattened_below(root, weakref.ref(stamp))
+    if found is None:
+        return None
+    nodes, parents, shapes, mutable, held = found
     objects = [x for x in held if isinstance(x, Identified)]
     others = [x for x in held if x is not None and not isinstance(x, (Identified, tuple))]
     if len(set(map(id, objects))) < len(objects) or not jtu.all_leaves(others):  # there may be more in other pytrees
@@ -273,6 +254,40 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
     for node, shape in zip(nodes, known, strict=True):
         _set(node, "_nnx_tree", shape)
     return known[0]
+
+
+def _unflattened_below(
+    root: Any, stamp: weakref.ref[Stamp]
+) -> tuple[list[Any], list[int], list[NodeShape], list[Mutable], list[Any]] | None:
+    """The nodes from ``root`` down, to which the stamp is attached, for each the number of the one that holds it, its
+    shape, and its static values that can be changed in place; and all that they hold.
+
+    None if a node is there twice, or does not have the shape that it came from any more.
+    """
+    stamps = (stamp,)
+    nodes, parents, held, seen = [root], [0], list[Any](), {id(root)}
+    shapes: list[NodeShape] = []
+    mutable: list[Mutable] = []
+    for k, node in enumerate(nodes):  # which become more
+        shape = node._nnx_tree
+        if type(shape) is not NodeShape or not node._nnx_guarded:
+            return None
+        _set(node, "_nnx_stamps", with_stamp(node._nnx_stamps, stamp) if node._nnx_stamps else stamps)
+        contents = shape.open(node)
+        children = [*shape.take(contents)]
+        for child in children:  # which become more
+            if isinstance(child, Node):
+                if id(child) in seen:
+                    return None
+                seen.add(id(child))
+                nodes.append(child)
+                parents.append(k)
+            elif isinstance(child, tuple):
+                children += child
+        held += children
+        shapes.append(shape)
+        mutable.append([(contents[name], shape.statics[name]) for name in shape.mutable] if shape.mutable else ())
+    return nodes, parents, shapes, mutable, held
 
 
 Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in place, and what they were

@@ -45,7 +45,7 @@ from .graph import Packed, build, pack
 from .graphdef import differences_listed
 from .layout import KEPT, Layout
 from .objects import HasAttributes, Node, Pytree, attributes_of
-from .rows import LEAF, ROOT, NodeRow, Ref, Tree, count_leaves
+from .rows import LEAF, ROOT, NodeRow, Ref, Row, Tree, count_leaves
 from .stamps import Stamp, gone, stamping, with_stamp
 from .static import Const, same_items
 from .tracing import at_top_level
@@ -185,12 +185,16 @@ def _make(root: Any) -> LiveTable:
         layout = Layout(rows, spec)
         table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
         table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
-        for i, row in enumerate(rows):
-            if type(row) is NodeRow:
-                _find_arrays(table, walk, i, row, walk.objects[i] is root)
+        _find_all_arrays(table, walk, rows, root)
         walk.foreign.watch(stamp)
     table.snapshot = None if table.reliable else walk.leaves()
     return _kept(table, root)
+
+
+def _find_all_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -> None:
+    for i, row in enumerate(rows):
+        if type(row) is NodeRow:
+            _find_arrays(table, walk, i, row, walk.objects[i] is root)
 
 
 def _find_arrays(table: LiveTable, walk: Walk, i: int, row: NodeRow, is_root: bool) -> None:

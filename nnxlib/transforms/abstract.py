@@ -66,10 +66,10 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     referred: list[Any] = []
 
     def pure(leaves: list[Any]) -> tuple[list[Any], Outcome]:
+        variables = [x for x in referred if isinstance(x, Variable)]
         with borrowed(referred, wait=True):
-            for x in referred:
-                if isinstance(x, Variable):
-                    lend(x, x.get_raw_value())
+            for x in variables:
+                lend(x, x.get_raw_value())
             out, after = cross(f, layout, leaves, part=lambda out: None if layout.rows else out)
             check_returned(after)
             if layout.rows:  # the output is described by itself, so objects of the caller's in it become new ones

@@ -123,10 +123,10 @@ def cross(
       cell: makes the cells of the Variables; for ``nnx.jit`` they note whether they are read (core/inputs.py).
     """
     leaves, edited = _own_pytrees(leaves)
+    lent = [(loan[i], leaf) for i, leaf in zip(layout.variables, leaves, strict=False) if i in loan]
     with borrowed(list(loan.values())):  # restored as they were when the block ends
-        for i, leaf in zip(layout.variables, leaves, strict=False):
-            if i in loan:
-                lend(loan[i], leaf)  # the live Variable holds the tracer, for this trace alone
+        for variable, leaf in lent:
+            lend(variable, leaf)  # the live Variable holds the tracer, for this trace alone
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
         with listening(inside(layout, objects)):  # so Modules that are called know their paths (core/calls.py)
             out = f(*args, **kwargs)
