@@ -164,7 +164,7 @@ def label_arguments(
 ) -> tuple[Labels, list[Label]]:
     """The labels of packed ``Arguments``, by row and in the order of the leaves.
 
-    Mappings see paths without the first two keys, those of the argument (``args[0]``).
+    Mappings are asked for paths without the first two keys, those of the argument (``args[0]``).
     """
     values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
     for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):

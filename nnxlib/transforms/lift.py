@@ -52,7 +52,7 @@ from .callables import resolve
 from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, lanes_of, split_lanes
 from .leaf_checks import check_returned
 from .naming import named
-from .prefixes import broadcast_prefix
+from .prefixes import output_entries
 
 
 class Arguments(NamedTuple):
@@ -215,7 +215,7 @@ class Crossing:
     def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[After, tuple[int, ...]]:
         """What the function did, with the names of stacked axes; and the lane of each leaf that comes back."""
         name = "out_shardings or out_specs" if self.axis_name is MISSING else "out_axes"
-        found = labels_after(labels, after, broadcast_prefix(self.out_prefix, out, name))
+        found = labels_after(labels, after, output_entries(self.out_prefix, out, name))
         if self.axis_name is not MISSING:
             found = stack_recorded(found, layout, after)
             after = stack_axes(after, found, self.axis_name)

@@ -2,8 +2,8 @@
 
 A *prefix* is a pytree prefix of the arguments, as in JAX. At its leaves are *entries*. An entry is a *label* (an axis,
 a sharding, "differentiate") for all leaves below; or, for a Module, a :class:`PrefixMapping`, which gives each leaf of
-the Module a label by filter. The leaves with one label form a *lane*: they cross the JAX transformation together, in
-one list.
+the Module a label by filter. Filters see paths from where the mapping stands: what leads to it is in the prefix, too.
+The leaves with one label form a *lane*: they cross the JAX transformation together, in one list.
 
 Which label each leaf gets is found in labels.py.
 """
@@ -29,7 +29,7 @@ Label = Hashable
 
 
 class PrefixMapping(Mapping):
-    """Labels by filter: the first filter that takes a leaf gives its label.
+    """Labels by filter: the first filter that takes a leaf gives its label. Paths begin where the mapping stands.
 
     Args:
       mapping: filters to labels, as a mapping or as pairs; or a State with a label at each path, such as that of
@@ -127,12 +127,13 @@ class StateSharding(PrefixMapping):
 class TreeState(PrefixMapping):
     """What :func:`prefix` returns for a Module: the label of a leaf is given by a function of its path and value.
 
-    ``state`` is a State with the label of each leaf; its keys are also attributes.
+    ``state`` is a State with the label of each leaf; its keys are also attributes. ``start`` leads to the Module in the
+    pytree that the prefix was made for: the function sees paths in that pytree.
     """
 
-    def __init__(self, function: Callable[[tuple, Any], Label], state: State):
+    def __init__(self, function: Callable[[tuple, Any], Label], state: State, start: tuple = ()):
         super().__init__({})
-        self._function, self.state = function, state
+        self._function, self.state, self._start = function, state, start
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -147,17 +148,44 @@ class TreeState(PrefixMapping):
         return f"TreeState({self.state!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TreeState) and self._function == other._function
+        return isinstance(other, TreeState) and (self._function, self._start) == (other._function, other._start)
 
     def __hash__(self) -> int:
-        return hash(self._function)
+        return hash((self._function, self._start))
 
     def map_prefix(self, path: tuple, leaf: Any) -> Label:
-        return self._function(path, leaf)
+        return self._function((*self._start, *path), leaf)
 
     def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
         state = map_state(lambda path, label: function(label), self.state)
-        return TreeState(lambda path, leaf: function(self._function(path, leaf)), state)
+        return TreeState(lambda path, leaf: function(self._function(path, leaf)), state, self._start)
+
+
+class _Below(PrefixMapping):
+    """A mapping that stands ``depth`` keys down in a prefix, and sees paths from there."""
+
+    def __init__(self, mapping: PrefixMapping, depth: int):
+        super().__init__({})
+        self._mapping, self._depth = mapping, depth
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return self._mapping.labels
+
+    def map_prefix(self, path: tuple, leaf: Any) -> Label:
+        return self._mapping.map_prefix(path[self._depth :], leaf)
+
+    def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
+        return _Below(self._mapping.relabelled(function), self._depth)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Below) and (self._mapping, self._depth) == (other._mapping, other._depth)
+
+    def __hash__(self) -> int:
+        return hash((self._mapping, self._depth))
+
+    def __repr__(self) -> str:
+        return repr(self._mapping)
 
 
 def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any], Label], /) -> Any:
@@ -166,7 +194,7 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
     Args:
       node: a Module, or a pytree with Modules.
       filter_map: a mapping from filters to labels, of which the first that fits counts; or a function of the path of a
-        leaf, from the argument down, and the leaf.
+        leaf, from ``node`` down, and the leaf.
 
     Returns:
       ``node`` with a label in place of each leaf, and labels by path, like a State, in place of each Module.
@@ -189,7 +217,7 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
         found = [resolve((*start, *path), value) for path, value in zip(layout.leaf_paths, values, strict=True)]
         if layout.leaf_paths == ((),):
             return found[0]
-        return TreeState(resolve, from_flat_state(list(zip(layout.leaf_paths, found, strict=True))))
+        return TreeState(resolve, from_flat_state(list(zip(layout.leaf_paths, found, strict=True))), start)
 
     return jtu.tree_map_with_path(label, node, is_leaf=is_node)
 
@@ -223,7 +251,22 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
 
 def argument_entries(prefix: Any, args: tuple, name: str) -> list[Any]:
     """The same for positional arguments; as in JAX, a list will do for a tuple."""
-    return broadcast_prefix(tuple(prefix) if isinstance(prefix, list) else prefix, args, name)
+    return broadcast_prefix(_placed(tuple(prefix) if isinstance(prefix, list) else prefix, left_out=1), args, name)
+
+
+def output_entries(prefix: Any, out: Any, name: str) -> list[Any]:
+    """The same for what a function returns."""
+    return broadcast_prefix(_placed(prefix, left_out=0), out, name)
+
+
+def _placed(prefix: Any, left_out: int) -> Any:
+    """The same with mappings that see paths from where they stand; those asked for lack the first ``left_out`` keys."""
+
+    def at(keys: tuple, entry: Any) -> Any:
+        depth = len(keys) - left_out
+        return _Below(entry, depth) if depth > 0 and isinstance(entry, PrefixMapping) else entry
+
+    return jtu.tree_map_with_path(at, prefix, is_leaf=_is_none)
 
 
 _LIKE_THE_VALUES = "Give one label for all, or the same tuples, lists and dicts as the values, down to some level."

@@ -48,7 +48,7 @@ from .data_transform import DataTransform, transformed_data
 from .labels import Labels, label_arguments, labels_after, mapped_size
 from .lift import Arguments, Outcome
 from .naming import named
-from .prefixes import argument_entries, broadcast_prefix, check_axes, labels_in, prefix_key, same_entries
+from .prefixes import argument_entries, check_axes, labels_in, output_entries, prefix_key, same_entries
 from .program import Program, program_of, run_program, weakly
 
 
@@ -205,7 +205,7 @@ class _Scan(NamedTuple):
 
     def _labels_after(self, after: After, out: Any) -> list[Any]:
         _check_values(out, self.out_axes)
-        found = labels_after(self.labels, after, broadcast_prefix(self.out_axes, out, "out_axes"))
+        found = labels_after(self.labels, after, output_entries(self.out_axes, out, "out_axes"))
         return list(stack_recorded(found, self.layout, after))
 
     def _run(self, body: Body, leaves: list[Any], sources: list[int]) -> tuple[list[Any], Outcome]:

@@ -5,12 +5,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import nnxlib as nnx
 from nnxlib.core.errors import ArgumentError, FilterOrderError, InvalidFilterError, PrefixError
 from nnxlib.core.filters import PathIn
-from nnxlib.transforms.prefixes import PrefixMapping, broadcast_prefix
+from nnxlib.transforms.prefixes import PrefixMapping, argument_entries, broadcast_prefix
 
 from .kinds import Net
 
@@ -274,6 +275,76 @@ def test_a_state_of_named_shardings_is_a_prefix_for_jit():
     prefix = nnx.StateSharding(nnx.get_named_sharding(nnx.state(layer), mesh))
     y = nnx.jit(lambda layer, x: layer(x), in_shardings=(prefix, None))(layer, jnp.ones((1, 2)))
     assert y.shape == (1, 3)
+
+
+def make_pair(x):
+    return x, {"layer": nnx.Linear(2, 3, rngs=nnx.Rngs(0))}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda axes: nnx.vmap(make_pair, out_axes=(0, {"layer": axes}))(jnp.ones(4)),
+        lambda axes: nnx.scan(make_pair, in_axes=0, out_axes=(0, {"layer": axes}))(jnp.ones(4)),
+    ],
+)
+def test_mappings_see_paths_from_where_they_stand_in_an_output(made):
+    """A State of labels fits the Module that it was made for, whatever is returned beside it."""
+    labels = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))).map(lambda path, v: 1 if path == ("bias",) else 0)
+    layer = made(nnx.StateAxes(labels))[1]["layer"]
+    assert (layer.kernel.shape, layer.bias.shape) == ((4, 2, 3), (3, 4))
+
+
+def test_mappings_see_paths_from_where_they_stand_in_an_argument():
+    """And not from the argument, if that is a dict; a Variable itself has the empty path."""
+    seen = []
+    axes = nnx.StateAxes({(lambda path, x: seen.append(path)): None, ...: 0})
+    args = {"m": nnx.Dict(w=nnx.Param(jnp.ones(3)))}, [nnx.Param(jnp.ones(3))], nnx.Dict(v=nnx.Param(jnp.ones(3)))
+    nnx.vmap(lambda *args: None, in_axes=({"m": axes}, [axes], axes))(*args)
+    assert set(seen) == {("w",), (), ("v",)}
+
+
+def test_a_mapping_below_the_argument_is_like_the_one_that_was_written():
+    """It looks the same, and is equal to one at the same depth."""
+    axes, args = nnx.StateAxes({nnx.Param: 0, ...: None}), ({"m": Net()}, Net())
+    first, second = (argument_entries(({"m": axes}, axes), args, "in_axes") for _ in range(2))
+    assert first == second
+    assert hash(first[0]) == hash(second[0])
+    assert first[0] != first[1] == axes
+    assert (repr(first[0]), first[0].labels) == (repr(axes), axes.labels)
+
+
+def test_the_state_of_a_sharded_model_says_how_it_comes_in_and_out():
+    """A step that takes and returns a model and its optimizer."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(layer, optax.adam(0.1), wrt=nnx.Param)
+    both = tuple([nnx.StateSharding(nnx.get_named_sharding(nnx.state(x), mesh)) for x in (layer, optimizer)])
+
+    @nnx.jit(in_shardings=(*both, None), out_shardings=(*both, None))
+    def step(layer, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda layer: (layer(x) ** 2).mean())(layer)
+        optimizer.update(layer, grads)
+        return layer, optimizer, loss
+
+    before = nnx.clone(layer)
+    same, _, loss = step(layer, optimizer, jnp.ones((1, 2)))
+    assert same is layer
+    assert loss > 0
+    assert (layer.kernel != before.kernel).all()
+
+
+def test_a_prefix_of_a_pytree_asks_for_the_same_paths_again():
+    """Those that the function has seen when the prefix was made, from the pytree down."""
+    paths, args = [], ({"a": nnx.Dict(w=nnx.Param(jnp.ones(3)))}, jnp.ones(3))
+    axes = nnx.prefix(args, lambda path, x: paths.append(path) or 0)
+    assert set(paths) == {(0, "a", "w"), (1,)}
+    paths.clear()
+    nnx.vmap(lambda d, x: None, in_axes=axes)(*args)
+    assert set(paths) == {(0, "a", "w")}  # the array has a label of its own
+    out_axes = nnx.prefix(args, lambda path, x: {(0, "a", "w"): 1, (1,): 0}[path])
+    d, x = nnx.vmap(lambda x: ({"a": nnx.Dict(w=nnx.Param(jnp.ones(2)))}, x), out_axes=out_axes)(jnp.ones(3))
+    assert (d["a"].w.shape, x.shape) == ((2, 3), (3,))
 
 
 def test_an_error_shows_the_prefix_as_it_was_written():
