@@ -34,6 +34,8 @@ _DIFFERENTIATED, _REST = _LANES
 class DiffState(NamedTuple):
     """Which leaves of an argument to differentiate: ``DiffState(argnum, filter)``, for ``argnums``.
 
+    The filter sees paths from the argument down, as it does in :func:`nnxlib.state`.
+
     >>> import nnxlib as nnx
     >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     >>> only_bias = nnx.DiffState(0, nnx.PathContains('bias'))

@@ -93,6 +93,15 @@ def test_gradients_are_states_of_variables_of_the_same_type_and_metadata():
     assert (type(grads.b), grads.b.tag, list(nnx.filter_state(grads, "bias"))) == (nnx.Param, "bias", ["b"])
 
 
+def test_filters_by_path_in_a_pytree_of_modules():
+    """They see paths from the argument down, as those of ``state`` and of an optimizer do."""
+    models = {"a": Layer(), "b": Layer(2.0)}
+    only = nnx.All(nnx.Param, lambda path, x: path[0] == "b")
+    grads = nnx.grad(lambda m: loss(m["a"], X) + loss(m["b"], X), argnums=nnx.DiffState(0, only))(models)
+    assert shown(grads) == {"a": {}, "b": W}
+    assert set(nnx.state(models, only)) == {"b"}
+
+
 def test_modules_inside_pytrees():
     """A differentiated argument that is a pytree gives the same pytree, with a State in place of each Module."""
     tree = {"m": Layer(), "x": X, "deep": (nnx.Param(X), [Layer(2.0)], None)}
