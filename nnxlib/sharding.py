@@ -26,6 +26,7 @@ from .core.placement import logical_axis_rules as logical_axis_rules
 from .core.placement import use_eager_sharding as use_eager_sharding
 from .core.placement import using_eager_sharding as using_eager_sharding
 from .core.state import State
+from .core.tracing import boundary
 from .core.variables import Variable
 from .transforms.abstract import eval_shape
 from .transforms.axes import PARTITION_NAME as PARTITION_NAME
@@ -54,6 +55,7 @@ def _replicated(x: Any) -> PartitionSpec | None:
     return PartitionSpec() if hasattr(x, "shape") else None
 
 
+@boundary
 def get_partition_spec(tree: A) -> A:
     """Return a copy of a tree with a PartitionSpec in place of each array, and None in place of other leaves.
 
@@ -70,6 +72,7 @@ def get_partition_spec(tree: A) -> A:
     return map_leaves(lambda path, x: get_var_pspec(x) if isinstance(x, Variable) else _replicated(x), tree)
 
 
+@boundary
 def get_named_sharding(tree: A, mesh: Mesh) -> A:
     """Return a copy of a tree with a NamedSharding in place of each array, and None in place of other leaves.
 
@@ -113,6 +116,7 @@ _LOGICAL_NAMES = (
 )
 
 
+@boundary
 def as_abstract(tree: A) -> A:
     """Return a copy of a tree whose shapes (``jax.ShapeDtypeStruct``) have the sharding that their Variables name.
 
@@ -142,6 +146,7 @@ def _abstract(variable: Variable) -> Any:
 abstract_with_sharding = as_abstract
 
 
+@boundary
 def get_abstract_model(init_fn: Callable[[], A], mesh: Mesh) -> tuple[GraphDef[A], State]:
     """Return the GraphDef and the State of a model that is not computed: shapes with shardings.
 

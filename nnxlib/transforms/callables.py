@@ -28,6 +28,13 @@ def name_of(f: Callable) -> str:
     return getattr(f, "__name__", type(f).__name__)
 
 
+def check_options(options: Mapping[str, Any], transform: Callable) -> None:
+    """Refuse options which the transform of JAX that they are passed to does not take, before a function is called."""
+    unknown = options and options.keys() - inspect.signature(transform).parameters.keys()
+    if unknown:
+        raise TypeError(f"{name_of(transform)}() got an unexpected keyword argument '{min(unknown)}'")
+
+
 def _call_method(node: Node) -> Callable:
     if not callable(node):
         raise ArgumentError(f"A {type(node).__name__} cannot be called; give its class a method __call__.")

@@ -11,7 +11,7 @@ import jax
 from ..core.graph import build, commit
 from ..core.tables import pack_call
 from ..core.variables import MISSING
-from .callables import name_of, resolve, static_arguments
+from .callables import check_options, name_of, resolve, static_arguments
 from .classes import lifts_classes
 from .lift import Arguments, Crossing
 from .signatures import as_operator
@@ -43,6 +43,7 @@ def make_jaxpr(
     >>> [variable.aval.shape for variable in jaxpr.jaxpr.invars]
     [(3,), (2, 3), (1, 2)]
     """
+    check_options(options, jax.make_jaxpr)
     function, bound, bound_kwargs = resolve(f)
 
     @functools.wraps(f, updated=())

@@ -40,7 +40,7 @@ from ..core.tracing import EAGER, at_top_level, hide_frames, running_trace
 from ..core.variables import MISSING
 from .abstract import eval_packed
 from .buffers import note_buffers
-from .callables import resolve
+from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
 from .closure_inputs import EMPTY, NOTHING, Captures, constants_in
@@ -109,9 +109,7 @@ def jit(
       StaticValueError: for a static argument that cannot be compared.
       TraceContextError: if the call changes an object that belongs to another trace.
     """
-    unknown = options and options.keys() - inspect.signature(jax.jit).parameters.keys()
-    if unknown:
-        raise TypeError(f"jit() got an unexpected keyword argument '{min(unknown)}'")
+    check_options(options, jax.jit)
     return JitWrapped(
         fun,
         in_shardings=in_shardings,

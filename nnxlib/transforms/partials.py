@@ -16,6 +16,7 @@ from ..core.tracing import boundary
 from .jit import jit
 
 
+@boundary
 def cached_partial(f: Callable, *cached_args: Any) -> functools.partial:
     """Bind the first arguments of a function, as ``functools.partial`` does.
 

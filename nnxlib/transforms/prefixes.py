@@ -20,6 +20,7 @@ from ..core.errors import ArgumentError, PrefixError, counted, describe_nested, 
 from ..core.filters import Filter, FilterObject, PathIn, filters_to_predicates, shown
 from ..core.graph import pack
 from ..core.state import State, from_flat_state, map_state, to_flat_state
+from ..core.tracing import boundary
 from ..core.traversals import path_key
 from ..core.variables import Variable, plain_value
 
@@ -188,6 +189,7 @@ class _Below(PrefixMapping):
         return repr(self._mapping)
 
 
+@boundary
 def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any], Label], /) -> Any:
     """Return a prefix for ``node``, such as its ``in_axes``: a label for each of its leaves.
 

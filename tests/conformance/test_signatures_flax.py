@@ -77,3 +77,23 @@ def test_arguments_have_the_same_names_and_defaults():
                 wrong.append(f"{name}: {parameter} is {default!r} there, {found!r} here")
     assert not wrong
     assert compared > 150
+
+
+@pytest.mark.parametrize("switch", sorted(SWITCHES))
+def test_each_function_says_that_there_is_one_mode(switch):
+    """A switch of flax.nnx is refused with what to write instead, also where options are passed on to JAX."""
+    silent = []
+    compared = 0
+    for name, there in sorted(vars(flax).items()):
+        parameters = by_name(there)[0] if inspect.isfunction(there) and by_name(there) else {}
+        if name.startswith("_") or switch not in parameters or not hasattr(nnx, name):
+            continue
+        compared += 1
+        needed = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+        with pytest.raises(Exception, match=f"'{switch}'") as error:
+            made = getattr(nnx, name)(*[lambda *args: None] * max(needed, 1), **{switch: True})
+            made(1.0)  # some transforms refuse it when the function is called
+        if not any("nnxlib has one mode" in note for note in getattr(error.value, "__notes__", ())):
+            silent.append(name)
+    assert not silent
+    assert compared > 15
