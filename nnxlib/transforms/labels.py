@@ -2,7 +2,8 @@
 
 An object has one row, hence one label for each of its leaves. If it can be reached by two paths in one argument, the
 first path decides, which is that in the State; if by paths in two, both must give it the same labels, leaf by leaf, and
-an error names both paths. The leaves with one label form a lane.
+an error names both paths. What a function captures is given no labels by anyone, so those of an argument that it shares
+an object with hold. The leaves with one label form a lane.
 
 A function may attach new objects to its arguments and return objects. So labels are found in two visits: before the
 call, those of the arguments (:func:`label_arguments`); after it, those of the leaves that come back
@@ -58,7 +59,7 @@ class Labelling:
 
     def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]], before: Labels | None = None):
         self.rows, self.values = rows, values
-        self._returning = before is not None  # then a label may give way to the one that an object has
+        self._returning = before is not None  # then a label gives way to the one that an object has
         self._compared: set[tuple[_Visit, int]] = set()  # rows that a later visit has reached, too
         if before is None:
             self.labels = Labels(rows, {}, {})
@@ -112,6 +113,7 @@ class Labelling:
 
     def _check_alias(self, i: int, path: tuple, visit: _Visit) -> None:
         """Check that an object shared between two arguments gets the same labels from both, leaf by leaf."""
+        gives_way = self._returning or path[0] == "captured"
         stack = [(i, path)]
         while stack:
             i, path = stack.pop()
@@ -127,7 +129,7 @@ class Labelling:
             leaves, known = [key for key, spec in held if spec is LEAF], self.labels.of_row[i]
             for key, value, old in zip(leaves, self.values(i), known, strict=False):  # in a cycle not yet all are known
                 new = visit.label((*path, *key), value)
-                if new != old and not (self._returning and _yields(new, old)):
+                if new != old and not (gives_way and _yields(new, old)):
                     raise AliasingError(
                         f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
                         f"different treatment: {other.place((*first, *key))}: {old!r}, but "

@@ -30,6 +30,8 @@ from tests.properties.compare import assert_same, objects_in
 from .jitted import Layer, Net, X, values
 from .models import counted
 
+ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
 
 def check(jitted, model, x=X):
     """`jitted(x)` (the model is bound to it, or it is a partial of one that takes both) does what `model(x)` does."""
@@ -823,6 +825,28 @@ def test_donation_of_a_shared_object():
         nnx.jit(lambda a, b: None, donate_argnums=0)(model, nnx.List([model.layers[0]]))
     assert_same(model, Net())
     assert model(X).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("options", [{"donate_argnums": 0}, {"in_shardings": (ONE_DEVICE, None)}, {}])
+def test_a_trainer_that_its_own_step_refers_to(options):
+    """A function that gets the model of the trainer whose method it calls: the model is treated as the argument is."""
+
+    class Trainer(nnx.Module):
+        def __init__(self):
+            self.policy, self.teacher = Layer(2.0), Layer(3.0)
+            self.step = nnx.jit(lambda policy, x: self.train(policy, x), **options)
+
+        def train(self, policy, x):
+            policy.w *= 2
+            return self.policy(x) + self.teacher(x)
+
+    trainer = Trainer()
+    policy, teacher = trainer.policy.w.value, trainer.teacher.w.value
+    assert [trainer.step(trainer.policy, X).tolist() for _ in range(3)] == [[7, 7], [11, 11], [19, 19]]
+    assert trainer.policy.calls == trainer.teacher.calls == 3
+    assert policy.is_deleted() == ("donate_argnums" in options)
+    assert not teacher.is_deleted()
+    assert trainer.step(Layer(5.0), X).tolist() == [19, 19]
 
 
 def test_donation_and_clone():
