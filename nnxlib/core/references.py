@@ -53,6 +53,17 @@ _PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/progra
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
 
 
+class Jitted:
+    """Base class of what ``nnx.jit`` makes of a function, which it has as ``__wrapped__``; see :func:`is_jitted`."""
+
+    __wrapped__: Callable
+
+
+def is_jitted(x: Any) -> bool:
+    """Whether this is a function that ``nnx.jit`` or ``jax.jit`` has compiled: what it does is what it wraps does."""
+    return isinstance(x, Jitted) or type(x).__module__.startswith("jaxlib.")
+
+
 class Found(NamedTuple):
     """What can be reached from a function."""
 
@@ -323,8 +334,10 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield LookUp(x.get, "context", x)
     elif isinstance(x, threading.local):  # each thread has attributes of its own
         yield from [_attribute(x, name, None) for name in list(x.__dict__)]
-    elif type(x).__module__.startswith("jaxlib."):  # a function that JAX has jitted; all else there is JAX's own
+    elif is_jitted(x):  # all else there is ours, or JAX's own, but for what users have attached
         yield _attribute(x, "__wrapped__", None)
+        attached = [name for name in getattr(x, "__dict__", ()) if not name.startswith("_")]
+        yield from [_attribute(x, name, None) for name in attached]
     else:
         attributes: Any = getattr(x, "__dict__", None)
         if type(attributes) is dict:

@@ -139,7 +139,10 @@ class Captures:
         if here:
             self._add(here, found)
         known = self._along(found)
-        self.known = known if len(here) == len(named) else None  # another trace may take those that this one cannot
+        if len(here) < len(named):  # another trace may take those that this one cannot; no program serves both
+            self.known, self._places_met = None, self._places_met + 1
+            return _Known(known.steps, known.beside, object())
+        self.known = known
         return known
 
     def _along(self, found: Found) -> _Known:

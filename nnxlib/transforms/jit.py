@@ -35,6 +35,7 @@ from ..core.filters import looks_at_values
 from ..core.graph import Packed, commit, pack
 from ..core.layout import Layout
 from ..core.pickling import global_name
+from ..core.references import Jitted
 from ..core.static import StaticArgument
 from ..core.tracing import EAGER, at_top_level, hide_frames, running_trace
 from ..core.variables import MISSING
@@ -126,7 +127,7 @@ def _as_tuple(value: Any) -> tuple:
     return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
 
 
-class JitWrapped(Generic[P, R]):
+class JitWrapped(Jitted, Generic[P, R]):
     """A jitted function of Modules; what :func:`jit` returns."""
 
     __name__: str

@@ -27,7 +27,7 @@ from ..core.graph import Packed, commit
 from ..core.layout import KEPT
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import named_in, search
+from ..core.references import is_jitted, named_in, search
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, evaluate
 from .checkify import note_nan
@@ -114,7 +114,7 @@ class WeakFunction:
 
     __slots__ = ("__weakref__", "_hash", "_reference")
 
-    def __init__(self, function: types.FunctionType):
+    def __init__(self, function: Any):
         self._reference, self._hash = weakref.ref(function), hash(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,8 +137,8 @@ class WeakFunction:
 
 
 def weakly(f: Callable) -> Callable:
-    """``f`` as a program is to refer to it; programs are kept on plain functions only."""
-    return WeakFunction(f) if isinstance(f, types.FunctionType) else f
+    """``f`` as a program is to refer to it; programs are kept on plain and on jitted functions only."""
+    return WeakFunction(f) if isinstance(f, types.FunctionType) or is_jitted(f) else f
 
 
 class _Programs(dict):
@@ -151,7 +151,7 @@ class _Programs(dict):
 def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], Program]) -> Program:
     """The program of some functions for ``key``, cached on the first of them, and as long as all of them live.
 
-    It is cached for plain functions only, since other callables may change what they do; they are given by
+    It is cached for plain and jitted functions only, since other callables may change what they do; they are given by
     :func:`weakly`, and that is how the program has to refer to them.
     """
     if not all(isinstance(f, WeakFunction) for f in functions):

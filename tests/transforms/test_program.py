@@ -1,6 +1,9 @@
 """Programs: what is kept with a function for its next call, eager or in a trace, and what is not."""
 
+import functools
+import gc
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +36,7 @@ def closing_over(other):
 
 
 FUNCTIONS = {"global": flagged, "default": flagged_by_name, "closure": closing_over(model)}
+FUNCTIONS |= {f"jitted, {name}": nnx.jit(f) for name, f in FUNCTIONS.items()}
 EAGER = {
     "cond": lambda f: nnx.cond(True, f, flagged_by_name, X),
     "other branch": lambda f: nnx.cond(False, same, f, X),
@@ -66,7 +70,10 @@ def with_settings(x):
     return x * PLACES["settings"].flag
 
 
-@pytest.mark.parametrize("function", [with_held, with_global, with_settings])
+LOOKING = [with_held, with_global, with_settings]
+
+
+@pytest.mark.parametrize("function", [*LOOKING, *map(nnx.jit, LOOKING)], ids=lambda f: type(f).__name__ + f.__name__)
 @pytest.mark.parametrize("name", EAGER)
 def test_a_module_that_comes_to_where_a_function_looks_is_seen(name, function):
     """As is one that it finds in a dict, and of which it only reads a flag."""
@@ -94,6 +101,40 @@ def test_a_function_that_names_no_module_is_traced_once():
     for _ in range(3):
         assert nnx.cond(True, f, same, X) == 2
     assert len(traces) == 1
+
+
+def below_one(x):
+    return x < 1.5
+
+
+ALONE = {name: EAGER[name] for name in ("switch", "scan")} | {
+    "cond": lambda f: nnx.cond(False, same, f, X),
+    "while_loop": lambda f: nnx.while_loop(below_one, f, X),
+    "fori_loop": lambda f: nnx.fori_loop(0, 1, f, X),
+}
+WRAPS = {"plain": same, "nnx.jit": nnx.jit, "jax.jit": jax.jit, "donated": functools.partial(nnx.jit, donate_argnums=0)}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_function_is_compiled_once_also_if_it_is_jitted(name, wrap):
+    """And what is kept for it keeps it no longer alive."""
+    f = WRAPS[wrap](lambda *args: args[-1] + 1)
+    assert ALONE[name](f) == 2  # compiles what is around it, too
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        for _ in range(3):
+            assert ALONE[name](f) == 2
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled
+    reference = weakref.ref(f)
+    del f
+    gc.collect()
+    assert reference() is None
 
 
 # --- inside of a trace ----------------------------------------------------------------------------------------------
