@@ -249,3 +249,16 @@ def test_a_traced_value_is_not_put_into_a_live_variable():
     one = jnp.ones(2)
     jax.eval_shape(lambda: setattr(weight, "_value", one))
     assert weight._raw_value is one
+
+
+def test_a_bound_method_is_taken_apart():
+    """For a transform that treats the Module otherwise than the other arguments; other callables stay whole."""
+    from nnxlib.transforms.transforms import _resolve_bound_callable
+
+    cell = nnx.GRUCell(2, 3, rngs=nnx.Rngs(0))
+    function, module, is_bound = _resolve_bound_callable(cell.__call__)
+    assert (function, module, is_bound) == (nnx.GRUCell.__call__, cell, True)
+    scan = nnx.scan(function, in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    assert scan(module, jnp.zeros((1, 3)), jnp.ones((4, 1, 2)))[1].shape == (4, 1, 3)
+    for whole in (jnp.sin, cell, "text".upper):
+        assert _resolve_bound_callable(whole) == (whole, None, False)
