@@ -218,6 +218,10 @@ def named_in(function: Callable) -> list[Any]:
         if isinstance(function, types.FunctionType):
             found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
             found += [found_by(look_up) for look_up in (*_cells_of(function), *_names_of(function))]
+        elif not hasattr(function, "__wrapped__"):  # a method, or an object with one
+            inner = getattr(function, "__func__", None) or inspect.getattr_static(type(function), "__call__", None)
+            function = inner if isinstance(inner, types.FunctionType) else None  # type: ignore[assignment]
+            continue
         function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
     return found
 
@@ -350,7 +354,7 @@ def _look_ups(x: Any, names: Collection[str]) -> Iterator[LookUp]:
             for name, y in vars(cls).copy().items():
                 if type(y) not in _METHODS and _is_read_from(x, name, y) and name != "__dict__":
                     yield _attribute(x, name, None)
-                elif has_methods and name in names:
+                elif has_methods and (name in names or (name == "__call__" and not isinstance(x, type))):
                     yield LookUp(functools.partial(_in_class, cls, name), "class", cls, name)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -23,13 +23,16 @@ import jax.tree_util as jtu
 from ..core.calls import followed
 from ..core.closures import CapturedObjects, lending, watching
 from ..core.conditions import Conditions
+from ..core.data import is_data, is_node
 from ..core.graph import Packed, commit
 from ..core.layout import KEPT
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
 from ..core.references import is_jitted, named_in, search
+from ..core.static import Const
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, evaluate
+from .callables import name_of
 from .checkify import note_nan
 from .leaf_checks import check_traceable
 from .lift import Arguments
@@ -139,6 +142,57 @@ class WeakFunction:
 def weakly(f: Callable) -> Callable:
     """``f`` as a program is to refer to it; programs are kept on plain and on jitted functions only."""
     return WeakFunction(f) if isinstance(f, types.FunctionType) or is_jitted(f) else f
+
+
+def as_function(f: Callable) -> Callable:
+    """``f``, or a plain function that calls it, on which programs can be kept; whoever gets that keeps it alive."""
+    if isinstance(f, types.FunctionType) or is_jitted(f):
+        return f
+    method = f if isinstance(f, types.MethodType) else f.__call__  # the code of which says what is looked at
+
+    @functools.wraps(f, updated=())
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = name_of(f)
+    return function
+
+
+def settings_of(f: Callable) -> Hashable:
+    """What a program for a method of a plain object, or for a callable object, depends on: the attributes now.
+
+    Of Modules in them only that they are there, since others may be seen (:meth:`Program.look_at`); arrays are the same
+    or not; all else is compared by value. A function has none. It is equal to nothing if something cannot be compared.
+    """
+    holder = f.__self__ if isinstance(f, types.MethodType) else f
+    if isinstance(holder, types.FunctionType | Node) or is_jitted(holder):
+        return ()
+    try:
+        return tuple([(name, _setting(x, name)) for name, x in getattr(holder, "__dict__", {}).items()])
+    except Exception:  # of user code, such as a comparison
+        return object()
+
+
+def _setting(x: Any, name: str) -> Hashable:
+    if not is_data(x):
+        return Const.of(x, (name,))
+    leaves, treedef = jtu.tree_flatten(x, is_leaf=is_node)
+    return treedef, tuple([type(leaf) if is_node(leaf) else _Same(leaf) for leaf in leaves])
+
+
+class _Same:
+    """An object, equal to itself only."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, x: Any):
+        self._object = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._object is other._object
+
+    def __hash__(self) -> int:
+        return id(self._object)
 
 
 class _Programs(dict):

@@ -49,7 +49,7 @@ from .labels import Labels, label_arguments, labels_after, mapped_size
 from .lift import Arguments, Outcome
 from .naming import named
 from .prefixes import argument_entries, check_axes, labels_in, output_entries, prefix_key, same_entries
-from .program import Program, program_of, run_program, weakly
+from .program import Program, as_function, program_of, run_program, settings_of, weakly
 
 
 class _NamedLabel(type):
@@ -132,8 +132,9 @@ def looped(
     data_transform: DataTransform | None,
 ) -> Callable:
     """``f`` as the body of ``loop(step, init, xs, length=...)``: ``jax.lax.scan`` or its like, with options bound."""
-    function, bound, bound_kwargs = resolve(f)
-    function = weakly(function)
+    inner, bound, bound_kwargs = resolve(f)
+    kept = as_function(inner)
+    function = weakly(kept)
     name = axis_name_in(transform_metadata)
     in_axes = (Carry,) if in_axes is Carry else in_axes
     place, out_place = _places_of_carry(in_axes, out_axes)
@@ -165,7 +166,7 @@ def looped(
                 what = layout, labels, leaf_labels, size, body, loop
                 return Program(_Scan(*what, out_axes, carried, out_place, name, data_transform).program)
 
-            return run_program(program_of((function,), key, make), packed)
+            return run_program(program_of((weakly(kept),), (*key, settings_of(inner)), make), packed)
 
     return wrapped
 

@@ -316,6 +316,25 @@ def test_a_dataclass_is_all_its_attributes():
     np.testing.assert_array_equal(jitted(net), net.array * 4)
 
 
+class Scaled:
+    """A callable object, which is no Module, and asks a Module for nothing but a setting."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, x):
+        return x * self.config.rate
+
+
+@pytest.mark.parametrize("jitted", [lambda f: nnx.jit(f), lambda f: nnx.jit(lambda x: f(x))], ids=["itself", "closure"])
+def test_a_setting_that_a_callable_object_reads_is_seen(jitted):
+    """The function does not name the method that is called."""
+    config = nnx.Module()
+    f = jitted(Scaled(config))
+    for config.rate in (2.0, 3.0, 2.0):
+        assert f(1.0) == config.rate
+
+
 @pytest.mark.xfail(reason="an object that is hashed by identity is compared by identity: JAX does the same")
 def test_a_plain_object_changed_in_place_is_seen():
     """An attribute of a static object that has neither __eq__ nor __hash__ of its own."""

@@ -137,6 +137,49 @@ def test_a_function_is_compiled_once_also_if_it_is_jitted(name, wrap):
     assert reference() is None
 
 
+class Trainer:
+    """A plain object, the method of which is the body of a loop, and which can be called itself."""
+
+    def __init__(self):
+        self.scale, self.options, self.offset = 2.0, {"power": 1}, jnp.float32(0)
+        self.held = None
+
+    def step(self, x):
+        y = x * self.scale ** self.options["power"] + self.offset
+        return y if self.held is None else y * self.held.flag
+
+    __call__ = step
+
+
+@pytest.mark.parametrize("of", [lambda t: t.step, lambda t: t, lambda t: functools.partial(t.step)])
+def test_a_kept_loop_over_a_method_is_compiled_once_for_the_attributes_of_its_object(of):
+    """Of a plain object, which may have others at a later call. It keeps no Module alive."""
+    trainer, compiled = Trainer(), []
+    loop = nnx.scan(of(trainer), in_axes=nnx.Carry, out_axes=nnx.Carry, length=1)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        assert [loop(X) for _ in range(3)] == [2, 2, 2]
+        assert len(compiled) == 1
+    finally:
+        jax.monitoring.clear_event_listeners()
+    trainer.scale = 3.0
+    assert loop(X) == 3
+    trainer.options["power"] = 2
+    assert loop(X) == 9
+    trainer.offset = jnp.float32(1)
+    assert loop(X) == 10
+    trainer.held = held = Layer()
+    for held.flag in (2.0, 3.0):
+        assert loop(X) == 10 * held.flag
+    reference, trainer.held = weakref.ref(held), None
+    assert loop(X) == 10
+    del held
+    gc.collect()
+    assert reference() is None
+
+
 # --- inside of a trace ----------------------------------------------------------------------------------------------
 
 TRACES = []
