@@ -26,6 +26,8 @@ from .variables import Variable
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 _NO_HOLDERS = Node, Variable, GraphDef, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial
 
+_FIXED = ()  # in place of the attributes of a frozen dataclass
+
 
 class Conditions:
     """The conditions for one function. They refer to none of the ``functions``, so they can be kept on one of these.
@@ -52,7 +54,7 @@ class Conditions:
         ends = [way for way in alone if not way.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step[0].refers_to(functions)]
         self.ends = [(way.look_up, types.CellType(type(way.value))) for way in ends]
-        self.members = [Members(container) for _, container in containers if container != ()]
+        self.members = [Members(container) for _, container in containers if container is not _FIXED]
 
     def __bool__(self) -> bool:
         return bool(self.steps or self.ends or self.members)
@@ -128,14 +130,14 @@ def _containers(found: Found) -> list[tuple[Way, Any]]:
 def _held_by(x: Any) -> Any:
     """The container that has the members of a container, or the attributes of an object; None for all else.
 
-    Empty for an object whose attributes neither come nor go.
+    It is ``_FIXED`` for an object whose attributes neither come nor go.
     """
     if issubclass(type(x), CONTAINERS):
         return x
     if issubclass(type(x), _NO_HOLDERS) or is_of_library(vars(type(x))):
         return None
     if _is_frozen(x):
-        return ()
+        return _FIXED
     try:
         attributes = x.__dict__
     except Exception:  # of a weak proxy, or a class's own __getattr__

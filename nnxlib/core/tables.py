@@ -192,6 +192,7 @@ def _make(root: Any) -> LiveTable:
 
 
 def _find_all_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -> None:
+    """:func:`_find_arrays` for each node; no loop within the `with` block, whose end an interrupt would skip."""
     for i, row in enumerate(rows):
         if type(row) is NodeRow:
             _find_arrays(table, walk, i, row, walk.objects[i] is root)

@@ -68,9 +68,7 @@ class Walk:
         self.reliable = True  # whether the stamp and `mutable` reveal every later change of what was visited
         self.mutable: dict[int, tuple[Any, Const]] = {}  # static values that can be changed in place, by id
         self.foreign = Foreign()  # the containers in pytrees, where a stamp is attached
-        self.unwatched: set[tuple[int, Any]] = (
-            set()
-        )  # (row, name) of fields with pytrees of which `foreign` misses changes
+        self.unwatched: set[tuple[int, Any]] = set()  # (row, name) of fields with pytrees that may change unnoticed
         self.objects: list[Any] = ObjectList(known)
         self.index = {id(x): i for i, x in enumerate(self.objects)} if index is None else index
         self.rows: dict[int, Row] = {}
