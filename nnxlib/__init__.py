@@ -68,7 +68,6 @@ from .core.ops import update as update
 from .core.ops import variables as variables
 from .core.paths import current_path as current_path
 from .core.paths import path_of as path_of
-from .core.pop import pop as pop
 from .core.rngs import Rngs as Rngs
 from .core.rngs import RngStream as RngStream
 from .core.scopes import use_name_scopes as use_name_scopes
@@ -130,14 +129,6 @@ from .nn.linear import Embed as Embed
 from .nn.linear import Linear as Linear
 from .nn.linear import LinearGeneral as LinearGeneral
 from .nn.stochastic import Dropout as Dropout
-from .sharding import abstract_with_sharding as abstract_with_sharding
-from .sharding import as_abstract as as_abstract
-from .sharding import get_abstract_model as get_abstract_model
-from .sharding import get_named_sharding as get_named_sharding
-from .sharding import get_partition_spec as get_partition_spec
-from .sharding import logical_axis_rules as logical_axis_rules
-from .sharding import use_eager_sharding as use_eager_sharding
-from .sharding import using_eager_sharding as using_eager_sharding
 from .training import optimizer as optimizer
 from .training.optimizer import ModelAndOptimizer as ModelAndOptimizer
 from .training.optimizer import OptArray as OptArray
@@ -153,14 +144,13 @@ from .transforms.lift import lift as lift
 from .transforms.prefixes import StateAxes as StateAxes
 from .transforms.prefixes import StateSharding as StateSharding
 from .transforms.prefixes import prefix as prefix
-from .transforms.remat import checkpoint as checkpoint
-from .transforms.remat import remat as remat
 from .transforms.tangents import DiffState as DiffState
 
 __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from . import bridge as bridge
+    from . import sharding as sharding
     from .bridge import wrappers as wrappers
     from .compat import filterlib as filterlib
     from .compat import graphlib as graph
@@ -187,6 +177,7 @@ if _typing.TYPE_CHECKING:
     from .core.contexts import merge_context as merge_context
     from .core.contexts import split_context as split_context
     from .core.contexts import update_context as update_context
+    from .core.pop import pop as pop
     from .core.streams import fork_rngs as fork_rngs
     from .core.streams import reseed as reseed
     from .core.streams import restore_rngs as restore_rngs
@@ -235,6 +226,14 @@ if _typing.TYPE_CHECKING:
     from .nn.reparametrised import SpectralNorm as SpectralNorm
     from .nn.reparametrised import WeightNorm as WeightNorm
     from .nn.stack import Stack as Stack
+    from .sharding import abstract_with_sharding as abstract_with_sharding
+    from .sharding import as_abstract as as_abstract
+    from .sharding import get_abstract_model as get_abstract_model
+    from .sharding import get_named_sharding as get_named_sharding
+    from .sharding import get_partition_spec as get_partition_spec
+    from .sharding import logical_axis_rules as logical_axis_rules
+    from .sharding import use_eager_sharding as use_eager_sharding
+    from .sharding import using_eager_sharding as using_eager_sharding
     from .training import metrics as metrics
     from .training.ema import EMA as EMA
     from .training.metrics import Metric as Metric
@@ -265,6 +264,8 @@ if _typing.TYPE_CHECKING:
     from .transforms.metadata import transform_metadata as transform_metadata
     from .transforms.partials import cached_partial as cached_partial
     from .transforms.partials import jit_partial as jit_partial
+    from .transforms.remat import checkpoint as checkpoint
+    from .transforms.remat import remat as remat
     from .transforms.remat_scan import remat_scan as remat_scan
     from .transforms.scan import Carry as Carry
     from .transforms.scan import scan as scan
@@ -280,12 +281,18 @@ else:
     _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
     _LORA = ("LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "add_lora", "merge_lora")
     _CONTEXTS = ("merge_context", "split_context", "update_context", "current_update_context")
+    _ABSTRACT = ("abstract_with_sharding", "as_abstract", "get_abstract_model")
+    _SPECS = ("get_named_sharding", "get_partition_spec", "logical_axis_rules")
+    _SHARDING = (*_ABSTRACT, *_SPECS, "use_eager_sharding", "using_eager_sharding")
     _LATER = {  # not all programs use these: each is imported when it is first asked for
         **dict.fromkeys(("Diff", "Difference", "diff"), ".inspection.diff"),
         **dict.fromkeys(("Statistics", "ValueStatistics", "statistics"), ".inspection.statistics"),
         **dict.fromkeys((*_CONTEXTS, "MergeContext", "SplitContext", "UpdateContext"), ".core.contexts"),
         **dict.fromkeys(("fork_rngs", "reseed", "restore_rngs", "split_rngs", "with_rngs"), ".core.streams"),
+        "pop": ".core.pop",
+        **dict.fromkeys(_SHARDING, ".sharding"),
         "capture": ".transforms.capture",
+        **dict.fromkeys(("checkpoint", "remat"), ".transforms.remat"),
         **dict.fromkeys(("NodeStates", "from_tree", "merge_inputs", "split_inputs", "to_tree"), ".transforms.extract"),
         **dict.fromkeys(("cond", "switch"), ".transforms.branch"),
         **dict.fromkeys(("fori_loop", "while_loop"), ".transforms.loops"),
@@ -317,7 +324,11 @@ else:
         "draw": ".inspection.picture",
         "tabulate": ".inspection.tabulate",
     }
-    _MODULES = {"bridge", *compat.ALIASES}  # the bridge needs flax, and takes as long to import as flax does
+    _MODULES = {
+        "bridge",
+        "sharding",
+        *compat.ALIASES,
+    }  # the bridge needs flax, and takes as long to import as flax does
     __all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER, "metrics"]
     _OF_MODES = ("set_graph_mode", "set_graph_updates", "var_defaults", "vars_as", "with_vars")
     _LIFTED = {name.title(): name for name in ("cond", "grad", "jit", "pmap", "remat", "scan", "vmap")}
