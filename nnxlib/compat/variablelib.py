@@ -6,7 +6,6 @@ Of these, ``ref=True`` is a setting of any Variable here. ``hijax=True`` is kept
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,8 +23,8 @@ from ..sharding import using_eager_sharding as using_eager_sharding
 _KINDS = {"hijax": False, "ref": False}
 
 
-class var_defaults(Mapping):  # flax.nnx has a function of this name
-    """What Variables that do not say otherwise are asked to be.
+class var_defaults(Mapping):
+    """What Variables that do not say otherwise are asked to be; ``hijax`` is kept as metadata and has no effect.
 
     With arguments, it is set: for good when called, within a ``with`` block, or within each call of the function that
     it decorates.
@@ -40,8 +39,6 @@ class var_defaults(Mapping):  # flax.nnx has a function of this name
     ref = property(lambda self: self["ref"])
 
     def __init__(self, *, hijax: bool | None = None, ref: bool | None = None):
-        if hijax:
-            warnings.warn(_NO_HIJAX, stacklevel=2)
         self._asked = {kind: x for kind, x in {"hijax": hijax, "ref": ref}.items() if x is not None}
         self._before = dict(DEFAULTS)
         DEFAULTS.update(self._asked)
@@ -77,9 +74,7 @@ class var_defaults(Mapping):  # flax.nnx has a function of this name
         return f"var_defaults(hijax={self.hijax}, ref={self.ref})"
 
 
-_NO_HIJAX = """\
-hijax=True has no effect in nnxlib: changes come out of nnx.jit, nnx.grad and so on, and are lost in jax.jit, unless \
-Variables are kept in a jax.Ref (ref=True)."""
+VarDefaults = var_defaults  # flax.nnx has a function and a class
 
 
 class _Asked(type):

@@ -287,9 +287,7 @@ def test_what_variables_are_asked_to_be():
     with nnx.var_defaults(ref=True) as now:
         assert (now.ref, nnx.var_defaults().hijax, len(now)) == (True, False, 2)
         v, other = nnx.Param(1), nnx.Param(1, ref=False)
-        with pytest.warns(UserWarning, match="hijax=True has no effect"):
-            hijax = nnx.var_defaults(hijax=True)
-        with hijax:
+        with nnx.var_defaults(hijax=True):
             assert repr(nnx.var_defaults()) == "var_defaults(hijax=True, ref=True)"
             both = nnx.Param(1)
     assert (v.ref, other.ref, both.hijax, nnx.Param(1).ref, nnx.Param(1).hijax) == (True, False, True, False, False)
@@ -300,6 +298,7 @@ def test_what_variables_are_asked_to_be():
         nnx.var_defaults(ref=True)
         assert nnx.Param(1).ref
     assert not nnx.Param(1).ref
+    assert isinstance(nnx.var_defaults(), nnx.variablelib.VarDefaults)
 
 
 def test_variables_are_copied_to_what_they_are_asked_to_be():
