@@ -28,7 +28,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .errors import ArgumentError, PlacementError, describe
-from .tracing import at_top_level, concrete_mesh, current_mesh, level_of_user
+from .tracing import at_top_level, concrete_mesh, current_mesh, level_of_user, resharded
 
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
@@ -324,7 +324,7 @@ def _constrained(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     """A traced array with a sharding: explicit axes of a mesh are part of an array's type, automatic ones a hint."""
     explicit, automatic = _axes(mesh, AxisType.Explicit), _axes(mesh, AxisType.Auto)
     if explicit:
-        x = jax.sharding.reshard(x, NamedSharding(mesh, _within(spec, explicit)))
+        x = resharded(x, NamedSharding(mesh, _within(spec, explicit)))
     if automatic:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _within(spec, automatic)))
     return x

@@ -123,6 +123,14 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
 concrete_mesh: Callable[[], jax.sharding.Mesh] = getattr(jax.sharding, "get_mesh", _get_concrete_mesh)
 
 
+def resharded(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    """A traced array with a sharding over explicit axes of a mesh."""
+    reshard = jax.sharding.reshard
+    if jax.__version_info__ < (0, 10):  # where an eager `vmap` refuses it, unless it is compiled
+        return jax.jit(reshard, static_argnums=1)(x, sharding)
+    return reshard(x, sharding)
+
+
 def varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
     """``x``, known to differ between the devices of a ``shard_map`` between which ``other`` differs."""
     axes = tuple(_varying(other) - _varying(x))
