@@ -12,9 +12,9 @@ further inputs:
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
 Modules that the function names directly, and those of which it names a setting, count as captured before the first
-trace. Each call checks that the function still refers to the same objects, and to none where there was none
-(references.py). A function without closures pays one test of :attr:`Watch.count` per
-read, and only while something is being traced.
+trace. Each call checks that the function still refers to the same objects (references.py), and that there are none
+where there were none (conditions.py). A function without closures pays one test of :attr:`Watch.count` per read, and
+only while something is being traced.
 
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
 made again later. It must not wait inside the trace, since JAX makes a thread wait for what another one is tracing.
@@ -49,7 +49,7 @@ class CapturedObjects(BaseException):
 
     def __init__(self, roots: Sequence[Any], readers: Readers = types.MappingProxyType({})):
         super().__init__(f"{len(roots)} captured objects")
-        self.roots, self.readers = list(roots), readers  # the code that ran when they were noticed
+        self.roots, self.readers = list(roots), readers  # `readers`: the code that ran when they were noticed
 
 
 class Occupied(CapturedObjects):
@@ -80,9 +80,9 @@ class Watch:
         self.outer, self.frame = outer, frame  # the frame that watches
         self.readers = dict[int, Reader]()
         self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
-        self.roots: list[Any] = []  # those of them that are not below another
+        self.roots: list[Any] = []  # what is captured, without what is below another of these
         self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
-        self.lacks_input = False  # that the trace reads a value it was not given
+        self.lacks_input = False  # whether the trace reads a value that it was not given
 
     def notice(self, x: Any) -> None:
         if id(x) in self.covered:
@@ -113,7 +113,7 @@ def notice(x: Any) -> None:
 
 
 def is_captured(x: Any) -> bool:
-    """Whether the innermost watch of this thread notes an object: the trace has yet to be given it."""
+    """Notice an object; returns whether the trace has captured it, so that it will be made again with this input."""
     notice(x)
     return _thread.watch is not None and id(x) in _thread.watch.covered
 

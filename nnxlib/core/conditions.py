@@ -1,12 +1,12 @@
-"""Conditions: what must hold at the places without a captured object, or else a function may now find one there.
+"""Conditions: what must stay as it is at the places where a function found no object to capture.
 
-A compiled function has the numbers, texts and arrays that it refers to as constants, and what is None at a place may be
-a Module later. To trace again whenever any of these changes would be too often, and JAX does not do so. But if a Module
-comes to such a place, the function has to be traced again. So of all places that the function may look at *types* are
-compared at each call, where all these constants count as one type:
+The numbers, texts and arrays that a function refers to are constants of the compiled function, as in JAX: it is not
+traced again when one of them changes. But where there was a number, or None, there may be a Module later. Then the
+function has to be traced again. So at each call the *types* are compared of what is at all places that the function may
+look at, where all constants count as one type:
 
-- The members of a container, and the attributes of a plain object, are compared at once (:class:`Members`).
-- What stands alone is looked up: in a closure, in globals, in a class.
+- Members of a container, and attributes of a plain object, are compared all at once (:class:`Members`).
+- What stands alone, in a closure, in globals or in a class, is looked up.
 
 The functions, containers and objects on the ways to these places must be the same as before.
 """
@@ -19,29 +19,30 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from .graphdef import GraphDef
+from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
 from .objects import Node
-from .references import CONTAINERS, Find, Found, LookUp, Way, is_constant, is_left, is_of_library
+from .references import CONTAINERS, Found, Reference, Way, is_constant, is_left
 from .variables import Variable
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 _NO_HOLDERS = Node, Variable, GraphDef, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial
 
-_FIXED = ()  # in place of the attributes of a frozen dataclass
+_FIXED = ()  # stands for the attributes of a frozen dataclass
 
 
 class Conditions:
-    """The conditions for one function. They refer to none of the ``functions``, so they can be kept on one of these.
+    """The conditions for one function.
 
     Args:
       found: what the function refers to.
       others: the ways to objects that are not captured.
-      known: ids of ways and containers with which steps need not be taken, see :meth:`Way.steps`; gets more of them.
-      functions: those to which the conditions must not refer.
+      known: the ids of ways and containers that are compared already, see :meth:`Way.steps`; more are added.
+      functions: to which the conditions must not refer, since they will be kept on one of them.
     """
 
     __slots__ = ("ends", "members", "steps")
 
-    steps: list[tuple[LookUp, Find]]  # a look-up, and a reference to what that has found
+    steps: list[tuple[LookUp, Reference]]  # a look-up, and a reference to what that has found
     ends: list[tuple[LookUp, types.CellType]]  # a look-up, and the type of what that has found
     members: list[Members]
 
@@ -60,7 +61,7 @@ class Conditions:
         return bool(self.steps or self.ends or self.members)
 
     def hold(self) -> bool:
-        """Whether each holder is at its place, and what is there is of the same type, or is another constant."""
+        """Whether each holder is at its place, and holds what is of the same type as before, or another constant."""
         try:
             for look_up, before in self.steps:
                 x = look_up.find()
@@ -81,15 +82,15 @@ class Conditions:
 
 
 class Members:
-    """The members of a container, or the attributes of an object: their types must stay, but constants may come and go.
+    """The types of the members of a container, or of the attributes of an object, of which it keeps none alive.
 
-    It keeps none of them alive.
+    They must stay as they are, except that constants may come and go.
     """
 
     __slots__ = ("_container", "_count", "_others", "held", "types")
 
-    held: Collection[Any]  # the members, if they are few: the types of others are not compared as long as their number
-    types: list[type] | None  # is the same
+    held: Collection[Any]  # the members; empty if there are so many that only their number is compared
+    types: list[type] | None  # of the members; None if there are so many
 
     def __init__(self, container: Any):
         self._container = container
@@ -111,7 +112,7 @@ class Members:
         return [type(x) for x in members if not (is_constant(type(x)) or is_left(x))]
 
     def are_as_before(self) -> bool:
-        """To be asked if ``types`` are not those of what is ``held``."""
+        """Whether only constants have come or gone, where ``types`` are no longer those of what is ``held``."""
         if self.types is None and len(self._container) == self._count:
             return True
         others = self._others_now()
@@ -128,9 +129,9 @@ def _containers(found: Found) -> list[tuple[Way, Any]]:
 
 
 def _held_by(x: Any) -> Any:
-    """The container that has the members of a container, or the attributes of an object; None for all else.
+    """What holds the members of a container or the attributes of an object: a container; None for all else.
 
-    It is ``_FIXED`` for an object whose attributes neither come nor go.
+    It is ``_FIXED`` for an object whose attributes cannot change.
     """
     if issubclass(type(x), CONTAINERS):
         return x
@@ -151,21 +152,21 @@ def _is_frozen(x: Any) -> bool:
 
 
 def _is_alone(way: Way) -> bool:
-    """Whether what is at the end of a way may be replaced there, and is not compared with all that is beside it."""
+    """Whether what is at the end of a way may be replaced there, and is no member that :class:`Members` compares."""
     if way.before is None or not _finds(way.look_up, type(way.value)):
         return False
     holder, kind = way.before.value, way.look_up.kind
     if issubclass(type(holder), tuple | frozenset | types.MethodType | functools.partial) or _is_frozen(holder):
         return False
-    if kind in ("reference", "context", "class"):
+    if kind in (referent, in_context, in_class):
         return True
-    if kind == "attribute":
+    if kind is attribute:
         return not isinstance(holder, types.FunctionType)  # its defaults
     return _held_by(holder) is None
 
 
 def _finds(look_up: LookUp, kind: type) -> bool:
-    """Whether a look-up finds something of this very type; not if it fails."""
+    """Whether a look-up finds something of this very type; no, if it fails."""
     try:
         return type(look_up.find()) is kind
     except Exception:

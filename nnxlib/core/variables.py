@@ -102,6 +102,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     """
 
     __slots__ = ()
+    _nnx_is_captured: bool = True  # as nodes have it (objects.py)
 
     def __init__(self, value: A | VariableMetadata[A], **metadata: Any):
         if isinstance(value, VariableMetadata):

@@ -1,15 +1,15 @@
 """What a jitted function captures: the objects that it refers to without having been passed them.
 
-They are found while the function is traced (core/closures.py), and are inputs and outputs from then on. The function
-may refer to other ones at the next call, if a closure or a global has been set anew; so each step on the ways to them
-is looked up again, and compared with what was found before.
+They are found while the function is traced (core/closures.py), and are inputs and outputs from then on. At the next
+call the function may refer to other ones, if a closure or a global has been set anew. So each step on the ways to them
+(core/references.py) is made again, and what it finds is compared with what it found before.
 
-A compiled function takes what is captured in a certain order: the Module under one name first, that under another name
-second. If all is found anew, there may be as many objects of the same structure, but others. So the places at which
-they were found are part of the key of a compiled function.
+If all objects are found anew, these may be as many as before, with the same structure, but found at other places. A
+compiled function takes them in a certain order: first the Module under one name, then the one under another. So the
+places at which they were found are part of its key.
 
 A captured Variable that holds a bool or text is no input. Such a value says what to do (``if first.value:``, the labels
-of a mask), and nothing can be computed from a traced one. It is a *constant*: part of the key, and seen as it is.
+of a mask), and cannot be traced. It is a *constant*: part of the key, and seen as it is.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import Packed
 from ..core.layout import KEPT, Layout
+from ..core.look_ups import LookUp, referent
 from ..core.objects import Node
-from ..core.references import Found, LookUp, Way, named_in, search
+from ..core.references import Found, Way, named_in, search
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
 from ..core.variables import Variable
 
-# The objects that a function captures at a call; and what stands for the places where they were found: the same object
-# if each was found at the same places.
+# The objects that a function captures at a call; and an object that stands for the places where they were found: the
+# very same one whenever each was found at the same places.
 Captured = tuple[tuple[Any, ...], object]
 
 NOTHING: Captured = (), None
@@ -42,13 +43,13 @@ NOTHING: Captured = (), None
 class _Known:
     """What is looked up at each call."""
 
-    __slots__ = ("beside", "places", "steps", "straight")
+    __slots__ = ("conditions", "places", "steps", "straight")
 
-    def __init__(self, steps: list[Step], beside: Conditions | None, places: object):
+    def __init__(self, steps: list[Step], conditions: Conditions | None, places: object):
         self.steps = steps
-        self.beside = beside  # what must hold of the other places
+        self.conditions = conditions  # what must hold at other places
         self.places = places  # what stands for the places, see `Captured`
-        self.straight: Callable[[], Any] | None = None  # code for all of it, made when it has held once
+        self.straight: Callable[[], Any] | None = None  # code for all of it, made once all was as before
 
     def roots(self) -> tuple[Any, ...]:
         """What the function captures.
@@ -64,15 +65,15 @@ class _Known:
                 raise _Changed(is_exchanged=issubclass(type(before()), Node | Variable))
             if is_root:
                 found.append(x)
-        if self.beside is not None and not self.beside.hold():
+        if self.conditions is not None and not self.conditions.hold():
             raise _Changed(is_exchanged=False)
         if self.straight is None:
-            self.straight = straight_line(self.steps, self.beside)
+            self.straight = straight_line(self.steps, self.conditions)
         return tuple(found)
 
 
 class _Changed(Exception):
-    """Something is not as it was; ``is_exchanged`` if an object no longer is at its place."""
+    """Raised if something is not as it was: ``is_exchanged``, if a Module or Variable is no longer at its place."""
 
     def __init__(self, is_exchanged: bool):
         self.is_exchanged = is_exchanged
@@ -84,7 +85,7 @@ _CONSTANT = frozenset((bool, str))  # the types of values that are constants
 
 
 class _WithConstants:
-    """Stands for the places of captured objects, and for these values of the Variables that hold constants."""
+    """Stands for the places of captured objects together with the constants, which are these ``values``."""
 
     __slots__ = ("values",)
 
@@ -100,11 +101,10 @@ class Captures:
         self._roots: list[weakref.ref] = []
         self._readers: dict[int, Reader] = {}  # the code that ran when they were noticed
         self._adding = threading.Lock()
-        self._places: dict[Hashable, object] = {}  # what stands for them, see `Captured`
-        self._places_met = 0  # how often they were others than before
-        self._constants: list[weakref.ref] = []  # the Variables that hold them
-        # What is looked up at each call; None if that is not known yet.
-        self.known: _Known | None = None
+        self._places: dict[Hashable, object] = {}  # what stands for the places, see `Captured`
+        self._places_met = 0  # how often they were new ones
+        self._constants: list[weakref.ref] = []  # the Variables that hold constants
+        self.known: _Known | None = None  # what is looked up at each call; None if that is not known yet
 
     def add(self, outside: CapturedObjects, before: Sequence[Any]) -> None:
         """Add objects that a trace has captured besides those that it was given ``before``."""
@@ -128,25 +128,26 @@ class Captures:
         self._roots = [*self._roots, *map(weakref.ref, new)]
 
     def _look(self) -> _Known:
-        """Search anew, with nothing captured but the Modules that the function names, or whose settings it names.
+        """Start anew, with nothing captured but the Modules that the function names, or whose settings it names.
 
-        A trace would not notice these, if it only reads static attributes of them.
+        These it may use without being noticed: a trace that only reads static attributes of a Module is not.
         """
         self._roots, self._readers, self._constants = [], {}, []
         found = self._search()
-        named = [x for x in [*named_in(self._function), *found.with_settings()] if _is_whole(x)]
+        named = [x for x in [*named_in(self._function), *found.with_settings()] if issubclass(type(x), Node)]
+        named = [x for x in named if x._nnx_is_captured]
         here = [x for x in named if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
         if here:
             self._add(here, found)
         known = self._along(found)
         if len(here) < len(named):  # another trace may take those that this one cannot; no program serves both
             self.known, self._places_met = None, self._places_met + 1
-            return _Known(known.steps, known.beside, object())
+            return _Known(known.steps, known.conditions, object())
         self.known = known
         return known
 
     def _along(self, found: Found) -> _Known:
-        """What to look up: each step on the ways to the roots, and to constants whose place a Module may take."""
+        """What to look up: each step on the ways to the roots, and to the places where Modules may come."""
         ways_to: dict[int, list[Way]] = {}
         for way in found.ways:
             ways_to.setdefault(id(way.value), []).append(way)
@@ -156,44 +157,44 @@ class Captures:
         given = set(roots)
         others = [way for way in found.objects() if id(way.value) not in given]
         known = set[int]()
-        beside = Conditions(found, others, known)
+        conditions = Conditions(found, others, known)
         steps: list[Step] = []
         for reference, to_root in zip(references, to_roots, strict=True):
-            directly = LookUp(reference, "reference", reference), reference
+            directly = LookUp(referent, reference), reference
             last, *further = [step for way in to_root for step in way.steps(known)] or [directly]
             steps += [(*last, True), *[(*step, False) for step in further]]
         places = self._what_stands_for(to_roots, others)
-        return _Known(steps, beside or None, places) if steps or beside else EMPTY
+        return _Known(steps, conditions or None, places) if steps or conditions else EMPTY
 
     def _what_stands_for(self, to_roots: list[list[Way]], others: list[Way]) -> object:
-        """What stands for the places of each root, and of other objects; None if there are none.
+        """What stands for the places of each root, and of other objects; None if there are no objects.
 
-        It is equal to no other if a place is unknown, or if a key has no hash.
+        It is a new object, equal to no other, if a place is unknown or a key has no hash.
         """
         if not to_roots and not others:
             return None
         widths, new = dict[int, int](), object()
         try:
             places = tuple([frozenset([way.places(widths) for way in ways]) for ways in to_roots])
-            beside = frozenset([(way.places(widths), type(way.value)) for way in others])
-            found = self._places.setdefault((places, beside), new) if all(places) else new
+            of_others = frozenset([(way.places(widths), type(way.value)) for way in others])
+            found = self._places.setdefault((places, of_others), new) if all(places) else new
         except Exception:  # of user code, such as a comparison of two keys
             found = new
         self._places_met += found is new
         return found
 
     def are_many(self) -> bool:
-        """Whether there have been so many places that the programs for them should be dropped; if so, counts anew."""
+        """Whether there have been so many places that programs for them should be dropped; then they are forgotten."""
         if self._places_met <= KEPT:
             return False
         self._places, self._places_met = {}, 0
         return True
 
     def capture_sharing(self, captured: Sequence[Any]) -> None:
-        """Before a trace that borrows these objects, capture others that the function refers to and that share parts.
+        """Before a trace that borrows these objects, capture others to which the function refers and that share parts.
 
-        They may be parts themselves. The trace would not notice these. If another object takes the place of one, it
-        shares nothing any more.
+        The trace would not notice them, as the parts belong to it. (They may be such parts.) But at a later call there
+        may be an object in the place of one that shares nothing.
 
         Raises:
           CapturedObjects: if there are any.
@@ -201,20 +202,19 @@ class Captures:
         seen = set[int]()
         parts = {id(part) for x in captured for _, part in reachable(x, seen)}
         given = set(map(id, captured))
-        named = [x for x in _objects_on(self._search(captured).ways) if id(x) not in given]
-        others = [x for x in named if _is_captured(x)]
+        others = [x for x in _objects_on(self._search(captured).ways) if id(x) not in given]
         found = [x for x in others if any(id(part) in parts for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
 
     def now(self) -> Captured:
-        """What the function captures, as far as that is known; if it now refers to other objects, it is found again."""
+        """What the function captures, as far as that is known; found again, if it now refers to other objects."""
         known = self.known
         if known is None:
             return self._roots_and(self._look())
         try:
             found = known.straight is not None and known.straight()
-        except Exception:  # of a look-up, which is made once more
+        except Exception:  # of a look-up, which is made once more below
             found = False
         if found is False:
             try:
@@ -226,7 +226,7 @@ class Captures:
         return found, self._with_constants(known.places) if self._constants else known.places
 
     def _with_constants(self, places: object) -> object:
-        """What stands for these places and the present constants; equal to no other if one is no constant any more."""
+        """What stands for these places and the present constants; a new object if one of these is no constant now."""
         variables = [reference() for reference in self._constants]
         values = tuple([None if x is None else x._cell.value for x in variables])
         if not _CONSTANT.issuperset(map(type, values)):
@@ -237,7 +237,7 @@ class Captures:
         return found
 
     def has_other_constants(self, packed: Packed, places: object) -> bool:
-        """Whether what was packed has other constants than :meth:`now` has said; if so, they are known from now on."""
+        """Whether what was packed has other constants than :meth:`now` assumed; if so, they are known from now on."""
         found = constants_in(packed.layout, packed.leaves)
         if not found and not self._constants:
             return False
@@ -249,7 +249,7 @@ class Captures:
         return True
 
     def _found_again(self, before: _Known, is_exchanged: bool) -> Captured:
-        """The roots, if they still are at their places, so that only the ways have changed: there is more in a dict."""
+        """What the function captures after something changed: perhaps only the ways, as when a dict has grown."""
         if not is_exchanged and not any(reference() is None for reference in self._roots):
             known = self._along(self._search())
             if known.places is before.places:
@@ -269,29 +269,20 @@ def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:
     return {k: leaves[k] for k in positions if layout.leaf_paths[k][0] == "captured"}
 
 
-def _is_whole(x: Any) -> bool:
-    """Whether ``x`` is a node that is captured with all that it holds, not only with the Variables that are read."""
-    return issubclass(type(x), Node) and x._nnx_is_captured  # isinstance takes weak proxies
-
-
-def _is_captured(x: Any) -> bool:
-    """Whether ``x``, a node or a Variable, is captured by itself."""
-    return issubclass(type(x), Variable) or _is_whole(x)
-
-
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
     return {id(root) for root in roots} - {id(root) for root in before}
 
 
 def _objects_on(ways: Iterable[Way]) -> list[Any]:
-    """The Modules and Variables to which some ways lead, each once."""
-    return list({id(way.value): way.value for way in ways if issubclass(type(way.value), Node | Variable)}.values())
+    """The objects to which some ways lead, and that can be captured, each once."""
+    objects = {id(way.value): way.value for way in ways if issubclass(type(way.value), Node | Variable)}
+    return [x for x in objects.values() if x._nnx_is_captured]
 
 
 def _with_holders(roots: Sequence[Any], named: Sequence[Any]) -> list[Any]:
-    """The roots; if the function refers to objects that hold a root, these in its place: there it may be replaced."""
+    """The roots; in place of a root that objects hold which the function names, these: it may be replaced in them."""
     holders: dict[int, list[Any]] = {}
-    for x in filter(_is_captured, named):
+    for x in named:
         for _, part in reachable(x, set()):
             holders.setdefault(id(part), []).append(x)  # it holds itself
     return list({id(x): x for root in roots for x in holders.get(id(root), [root])}.values())

@@ -34,8 +34,8 @@ from ..core.errors import ArgumentError
 from ..core.filters import looks_at_values
 from ..core.graph import Packed, commit, pack
 from ..core.layout import Layout
+from ..core.look_ups import Jitted
 from ..core.pickling import global_name
-from ..core.references import Jitted
 from ..core.static import StaticArgument
 from ..core.tracing import EAGER, at_top_level, hide_frames, running_trace
 from ..core.variables import MISSING
@@ -219,7 +219,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                 (captured, places), found = self._captures.now(), None
 
     def _prepare(self, outside: CapturedObjects, captured: tuple) -> None:
-        """After a trace was abandoned: take what it captured as further inputs, or wait until that may be borrowed."""
+        """After a trace was abandoned: take what it captured as further inputs, or wait until it can be borrowed."""
         if not isinstance(outside, Occupied):
             self._captures.add(outside, captured)
         elif is_watched():  # the enclosing trace is abandoned as well
@@ -320,14 +320,14 @@ class JitWrapped(Jitted, Generic[P, R]):
     # --- plans ---
 
     def _arguments(self, places: object, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of a stage; without captured objects, so that it refuses them, if these are at other places."""
+        """The arguments of a stage, which refuses them if objects are captured at other places: these are left out."""
         captured, places_now = self._captures.now()
         if places_now is not places and not captured:
             raise ArgumentError(_OTHER_PLACES)
         return Arguments(*self._bind(args, kwargs), captured if places_now is places else ())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """All arguments, with those that were bound in front; static ones are wrapped."""
+        """All arguments, the bound ones first; static ones are wrapped."""
         args = (*self._args, *args) if self._args else args
         kwargs = {**self._kwargs, **kwargs} if self._kwargs else kwargs
         if self._has_static:
@@ -338,7 +338,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         return args, kwargs
 
     def _plan(self, packed: Packed, arguments: Arguments, places: object, donate: bool) -> Plan:
-        """The plan for a layout, and the places of captured objects in it; donation only matters at top level."""
+        """The plan for a layout, and for the places of captured objects; donation only matters at top level."""
         layout, labels = packed.layout, None
         entries: list[Any] = []
         leaf_labels: Sequence[Any] = ()
@@ -365,7 +365,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         labels: Labels | None,
         leaf_labels: Sequence[Any],
     ) -> Plan:
-        """A plan for a layout and the labels of its leaves; what is returned has a lane for each sharding."""
+        """A plan for a layout and the labels of its leaves. What the function returns has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(leaf_labels) if label.donated])
         if self._in_shardings is None and self._out_shardings is None:
             return Plan(JitCrossing(layout, self._traces, constants), self._function, self._options, donated)
@@ -417,7 +417,7 @@ class _Label:  # no dataclass, which takes a hundredth of the time to import nnx
         return f"{self.sharding}{', donated' if self.donated else ''}"
 
     def yields_to(self, other: _Label) -> bool:
-        """An object that is returned or moved stays in its lane, unless it is to get another sharding."""
+        """Whether an object with the ``other`` label stays in its lane where this label is asked for."""
         return self.sharding in (None, other.sharding)
 
 

@@ -5,8 +5,8 @@ with ``jax.lax``. Inside of a trace, such as that of a training step, a program 
 are put into the trace around it; another call with leaves of the same types only puts in the equations. So of forty
 equal layers that are recomputed in the backward pass, only one is traced.
 
-A body that captures a Module, or arrays of the trace around it, is traced at each call, since these may have changed;
-and so is one that looks at a place to which a Module has come.
+A body that captures a Module, or arrays of the trace around it, is traced at each call, since these may have changed.
+So is one that looks at a place to which a Module has come.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from ..core.conditions import Conditions
 from ..core.data import is_data, is_node
 from ..core.graph import Packed, commit
 from ..core.layout import KEPT
+from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import is_jitted, named_in, search
+from ..core.references import named_in, search
 from ..core.static import Const
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, evaluate
@@ -43,13 +44,14 @@ class Program:
 
     Args:
       function: takes a list of leaves.
-      jitted: the same, compiled, and :func:`watched` while it is traced; by ``jax.jit`` if not given.
-      compiled: whether it is compiled for calls at top level, as loops are in JAX; if not, its operations are called.
+      jitted: the same, compiled, and :func:`watched` while it is traced; made by ``jax.jit`` if not given.
+      compiled: whether it is compiled for calls at top level, as JAX compiles loops; if not, its operations are called
+        one by one.
     """
 
-    __slots__ = ("_traced", "beside", "captures", "function", "jitted", "objects", "until")
+    __slots__ = ("_traced", "captures", "conditions", "function", "jitted", "objects", "until")
 
-    until: list[weakref.ref]  # to its functions; without one of them it is forgotten
+    until: list[weakref.ref]  # to its functions; when one of them is gone, the program is forgotten
 
     def __init__(self, function: Callable, jitted: Callable | None = None, *, compiled: bool = True):
         self.function = function
@@ -57,7 +59,7 @@ class Program:
         self.jitted = jitted or (jax.jit(watched(function)) if compiled else self._inlined)
         self.captures = False  # whether it was found to capture objects
         self.objects: list[type] = []  # the types of other objects to which its functions refer
-        self.beside: list[Conditions] = []  # while they hold, the functions refer to no further objects
+        self.conditions: list[Conditions] = []  # while they hold, the functions refer to no further objects
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not self.captures and not followed():
@@ -75,7 +77,7 @@ class Program:
         found = [] if self.captures else [search(f) for f in functions]
         self.captures |= any(each.with_settings() for each in found)
         conditions = [Conditions(each, each.objects(), set(), functions) for each in found]
-        self.beside = [each for each in conditions if each]
+        self.conditions = [each for each in conditions if each]
         self.objects = [type(way.value) for each in found for way in each.objects()]
 
     def _inlined(self, leaves: list[Any]) -> Any:
@@ -91,9 +93,9 @@ class Program:
         with lending(self, tuple):
             traced = jitted.trace(leaves)
             closed, out = traced.jaxpr, traced.out_info
-            if len(closed.in_avals) > len(flat):  # it also takes arrays of the trace around it; `make_jaxpr` has them
-                closed, out = jax.make_jaxpr(jitted.__wrapped__, return_shape=True)(leaves)  # without running it again
-                self._traced = None  # with which JAX forgets the trace
+            if len(closed.in_avals) > len(flat):  # it also takes arrays of the trace around it; here they are constants
+                closed, out = jax.make_jaxpr(jitted.__wrapped__, return_shape=True)(leaves)  # from JAX's cache
+                self._traced = None  # then JAX forgets the trace, too
         return jtu.tree_unflatten(jtu.tree_structure(out), evaluate(closed, *flat))
 
 
@@ -140,15 +142,15 @@ class WeakFunction:
 
 
 def weakly(f: Callable) -> Callable:
-    """``f`` as a program is to refer to it; programs are kept on plain and on jitted functions only."""
+    """``f`` as a program has to refer to it: weakly, if it is a function, on which the program may be kept."""
     return WeakFunction(f) if isinstance(f, types.FunctionType) or is_jitted(f) else f
 
 
 def as_function(f: Callable) -> Callable:
-    """``f``, or a plain function that calls it, on which programs can be kept; whoever gets that keeps it alive."""
+    """``f``, or a new function that calls it, on which programs can be kept; the caller has to keep that alive."""
     if isinstance(f, types.FunctionType) or is_jitted(f):
         return f
-    method = f if isinstance(f, types.MethodType) else f.__call__  # the code of which says what is looked at
+    method = f if isinstance(f, types.MethodType) else f.__call__  # a search reads its code
 
     @functools.wraps(f, updated=())
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -159,10 +161,11 @@ def as_function(f: Callable) -> Callable:
 
 
 def settings_of(f: Callable) -> Hashable:
-    """What a program for a method of a plain object, or for a callable object, depends on: the attributes now.
+    """The attributes on which a program depends that was made of a method of a plain object, or of a callable object.
 
-    Of Modules in them only that they are there, since others may be seen (:meth:`Program.look_at`); arrays are the same
-    or not; all else is compared by value. A function has none. It is equal to nothing if something cannot be compared.
+    Of a Module among them only the type matters, since another one is noticed (:meth:`Program.look_at`). Arrays are
+    compared by identity, all else by value; if something cannot be compared, the result is equal to no other. A
+    function has no such attributes.
     """
     holder = f.__self__ if isinstance(f, types.MethodType) else f
     if isinstance(holder, types.FunctionType | Node) or is_jitted(holder):
@@ -205,13 +208,13 @@ class _Programs(dict):
 def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], Program]) -> Program:
     """The program of some functions for ``key``, cached on the first of them, and as long as all of them live.
 
-    It is cached for plain and jitted functions only, since other callables may change what they do; they are given by
-    :func:`weakly`, and that is how the program has to refer to them.
+    It is cached for plain and jitted functions only, since other callables may change what they do. ``functions`` are
+    what :func:`weakly` returns, and the program has to refer to them by that.
     """
     if not all(isinstance(f, WeakFunction) for f in functions):
         return make()
     plain = [f.__wrapped__ for f in functions]
-    programs = plain[0].__dict__.setdefault("_nnx_programs", _Programs())
+    programs = plain[0].__dict__.setdefault(PROGRAMS, _Programs())
     key = (functions, *key)  # with the function itself: functools.wraps copies the attribute to other functions
     program = programs.get(key)
     if program is None:
@@ -220,10 +223,10 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
         program = programs[key] = make()
         forget = functools.partial(_forget, weakref.ref(programs), key)
         program.until = [weakref.ref(f, forget) for f in plain]
-        # Of a Module that they refer to they may read just a flag, which goes unnoticed.
+        # If they only read a flag of a Module that they refer to, a trace does not notice it.
         program.captures = any(issubclass(type(x), Node) for f in plain for x in named_in(f))
         program.look_at(plain)
-    elif not all(conditions.hold() for conditions in program.beside):
+    elif not all(each.hold() for each in program.conditions):
         before = program.objects
         program.look_at(plain)
         program.captures |= program.objects != before
@@ -238,7 +241,7 @@ def _forget(reference: weakref.ref[_Programs], key: tuple, _: weakref.ref) -> No
 
 
 def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
-    """Run a program on the packed leaves and ``extra`` ones, and commit what it returns, (leaves, Outcome)."""
+    """Run a program on the packed leaves and ``extra`` ones; commit the leaves and the Outcome that it returns."""
     try:
         leaves, outcome = program([*packed.leaves, *extra])
     except TypeError:

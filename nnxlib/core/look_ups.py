@@ -1,0 +1,286 @@
+"""Look-ups: the steps by which a function reaches what it refers to.
+
+A function refers to its closure, its defaults and its globals, and these hold other things in turn. A :class:`LookUp`
+is one step of this: a *holder*, a *key*, and what *kind* of look-up it is. It can be made again at any time, and finds
+what is there then. How steps are put together to ways is in references.py.
+
+:func:`look_ups_in` yields the look-ups in any object. Those in globals depend on what a function, or other code, names:
+:func:`globals_of`, :func:`globals_in`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dis
+import functools
+import itertools
+import sys
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .graphdef import GraphDef
+from .objects import Node
+from .variables import Variable
+
+
+class Jitted:
+    """Base class of what ``nnx.jit`` makes of a function, which it has as ``__wrapped__``; see :func:`is_jitted`."""
+
+    __wrapped__: Callable
+
+
+def is_jitted(x: Any) -> bool:
+    """Whether ``nnx.jit`` or ``jax.jit`` has made this; then it does what the function does that it wraps."""
+    return isinstance(x, Jitted) or type(x).__module__.startswith("jaxlib.")
+
+
+class LookUp(NamedTuple):
+    """How a value is looked up: ``kind``, one of the functions below, gets it from ``holder`` by ``key``."""
+
+    kind: Callable[[Any, Any], Any]
+    holder: Any
+    key: Any = None
+
+    def find(self) -> Any:
+        """Look the value up now; may raise an error of user code, such as that of a property."""
+        return self.kind(self.holder, self.key)
+
+    def found(self) -> Any:
+        """What :meth:`find` returns; None if it fails."""
+        try:
+            return self.find()
+        except Exception:
+            return None
+
+    @property
+    def place(self) -> Hashable:
+        """What is looked up, whatever the holder is: of two modules, or two objects, the same attribute, say."""
+        if self.kind is inside:
+            return self.holder.place, self.key
+        if self.kind is in_class:
+            return self.kind, _weakly(self.holder), self.key
+        if self.kind is not entry:
+            return self.kind, self.key
+        module = self.holder.get("__name__") if type(self.holder) is dict else None  # if these are its globals
+        return self.kind, module if type(module) is str else None, _weakly(self.key)
+
+    def refers_to(self, functions: Collection[Any]) -> bool:
+        """Whether it keeps one of these functions alive, or the attributes of one."""
+        return any(x is f or x is f.__dict__ for f in functions for x in (self.holder, self.key))
+
+
+# --- the kinds of look-ups ------------------------------------------------------------------------------------------
+
+
+def attribute(x: Any, name: str) -> Any:
+    return getattr(x, name, None)
+
+
+def entry(mapping: Any, key: Any) -> Any:
+    """What a dict has, which may be that of the attributes of an object or of the globals of a function."""
+    return mapping.get(key)
+
+
+def item(sequence: Any, index: int) -> Any:
+    return sequence[index] if index < len(sequence) else None
+
+
+def member(collection: Any, number: int) -> Any:
+    """A member of a set, or a key of a dict, by its number."""
+    return next(itertools.islice(collection, number, None), None)
+
+
+def in_closure(cell: types.CellType, name: str) -> Any:
+    return cell.cell_contents
+
+
+def in_class(cls: type, name: str) -> Any:
+    """What is in a class itself under a name, such as a property."""
+    return vars(cls).get(name)
+
+
+def inside(module: LookUp, name: str) -> Any:
+    """What a module or class has under a name, when this is what another look-up finds."""
+    return getattr(module.find(), "__dict__", {}).get(name)
+
+
+def in_context(variable: contextvars.ContextVar, key: None) -> Any:
+    return variable.get()
+
+
+def referent(reference: weakref.ref, key: None) -> Any:
+    return reference()
+
+
+def has_length(container: Any, length: int) -> bool:
+    """Not what is in a container, but whether it is as long as it was."""
+    return len(container) == length
+
+
+def itself(x: Any, key: None) -> Any:
+    """The function with which all ways begin."""
+    return x
+
+
+BY_NAME = attribute, entry, in_class, inside  # the kinds whose key is, as a rule, a name in the code of a function
+
+
+def _weakly(key: Any) -> Any:
+    """A weak reference, which is equal to another one if the keys are; or what does not allow one, such as text."""
+    try:
+        return weakref.ref(key)
+    except TypeError:
+        return key
+
+
+# --- what there is to look up in an object --------------------------------------------------------------------------
+
+PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program.py
+# The types of most of what a class holds; to ask more of it would take a tenth of a search.
+_METHODS = {types.FunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType}
+
+
+def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
+    """The look-ups in ``x``; none in nodes, which are looked into elsewhere, in arrays and in text.
+
+    Of the methods and properties of a class only those with these names are looked up.
+    """
+    if isinstance(x, types.FunctionType):
+        yield from closure_of(x)
+        yield from _attributes(x, "__defaults__", "__kwdefaults__")
+        yield from [LookUp(entry, x.__dict__, name) for name in list(x.__dict__) if name != PROGRAMS]
+    elif isinstance(x, types.MethodType):
+        yield from _attributes(x, "__self__", "__func__")
+    elif isinstance(x, functools.partial):
+        yield from _attributes(x, "func", "args", "keywords")
+    elif isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType | str | float | None):
+        return
+    elif isinstance(x, list | tuple | deque):
+        yield from (LookUp(item, x, k) for k in range(len(x)))
+    elif isinstance(x, dict | types.MappingProxyType):
+        keys = list(x)  # a copy: a collection of garbage may shrink a cache
+        yield from (LookUp(entry, x, key) for key in keys)
+        yield from _members(x, keys)
+    elif isinstance(x, set | frozenset):
+        yield from _members(x, list(x))
+    elif isinstance(x, weakref.ref):
+        yield LookUp(referent, x)
+    elif isinstance(x, contextvars.ContextVar):
+        yield LookUp(in_context, x)
+    elif isinstance(x, threading.local):  # each thread has attributes of its own
+        yield from _attributes(x, *x.__dict__)
+    elif is_jitted(x):  # all else in it is ours, or JAX's own, except what users have attached
+        attached = [name for name in getattr(x, "__dict__", ()) if not name.startswith("_")]
+        yield from _attributes(x, "__wrapped__", *attached)
+    else:
+        yield from _in_plain_object(x, names)
+
+
+def _attributes(x: Any, *names: str) -> list[LookUp]:
+    return [LookUp(attribute, x, name) for name in names]
+
+
+def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
+    """The look-ups of Modules and Variables among the members of a set, or the keys of a dict; also if held weakly."""
+    for k, held in enumerate(members):
+        if issubclass(type(held), Node | Variable | weakref.ref):
+            yield LookUp(member, x, k)
+
+
+def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
+    """The look-ups in the attributes of an object of any class, or of a class, and in what its classes hold."""
+    attributes: Any = getattr(x, "__dict__", None)
+    if type(attributes) is dict:
+        yield from [LookUp(entry, attributes, name) for name in list(attributes)]
+    classes = type(x).__mro__
+    if isinstance(x, type):
+        classes = *x.__mro__, *classes[:-2]  # the last two are type and object
+    for cls in classes:
+        has_methods = "__module__" in vars(cls)  # written in Python; those of str lead nowhere
+        for name, held in vars(cls).copy().items():
+            if type(held) not in _METHODS and _is_read_from(x, name, held) and name != "__dict__":
+                yield LookUp(attribute, x, name)
+            elif has_methods and (name in names or (name == "__call__" and not isinstance(x, type))):
+                yield LookUp(in_class, cls, name)
+
+
+def _is_read_from(x: Any, name: str, held: Any) -> bool:
+    """Whether the attribute of ``x`` with a name is what its class holds under it, or is in a slot; no method is."""
+    is_value = not hasattr(type(held), "__get__") and not name.startswith("__")
+    return is_value or (isinstance(held, types.MemberDescriptorType) and not isinstance(x, type))
+
+
+# --- what there is to look up for a function ------------------------------------------------------------------------
+
+_LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # no Modules are in their globals
+_GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
+
+
+def is_of_library(namespace: Mapping[str, Any]) -> bool:
+    """Whether a function with these globals, or a class or module with these attributes, is from a library."""
+    return str(namespace.get("__module__", namespace.get("__name__"))).partition(".")[0] in _LIBRARIES
+
+
+def closure_of(function: types.FunctionType) -> list[LookUp]:
+    """The look-ups in the closure of a function."""
+    pairs = zip(function.__closure__ or (), function.__code__.co_freevars, strict=True)
+    return [LookUp(in_closure, cell, name) for cell, name in pairs]
+
+
+def globals_of(function: types.FunctionType) -> Iterator[LookUp]:
+    """The look-ups of the globals that a function reads; and in the modules and classes to which it refers."""
+    return globals_in(function.__code__, function.__globals__, closure_of(function))
+
+
+def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable[LookUp] = ()) -> Iterator[LookUp]:
+    """The look-ups of the globals that some code reads, and of the modules that it imports.
+
+    If one of these, or of the ``others``, finds a module or class, also of what the code names in that.
+    """
+    read, imported = _loaded_in(code)
+    names = names_in(code)
+    look_ups = [LookUp(entry, namespace, name) for name in sorted(read & namespace.keys())]
+    look_ups += [LookUp(entry, sys.modules, name) for name in sorted(imported)]
+    yield from look_ups
+    stack, seen = [*look_ups, *others], set[int]()
+    while stack:
+        look_up = stack.pop()
+        x = look_up.found()
+        if issubclass(type(x), types.ModuleType | type) and not is_of_library(vars(x)) and id(x) not in seen:
+            seen.add(id(x))
+            further = [LookUp(inside, look_up, name) for name in sorted(names & vars(x).keys())]
+            yield from further
+            stack += further
+
+
+def objects_in_globals(function: types.FunctionType) -> list[LookUp]:
+    """The look-ups of those globals that a function reads and that are Modules, Variables or None now."""
+    code, namespace, kinds = function.__code__, function.__globals__, (Node, Variable, type(None))
+    named = [name for name in names_in(code) & namespace.keys() if issubclass(type(namespace[name]), kinds)]
+    read = _loaded_in(code)[0].intersection(named) if named else ()
+    return [LookUp(entry, namespace, name) for name in sorted(read)]
+
+
+@functools.lru_cache(maxsize=1000)
+def _loaded_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that some code, and the functions in it, read as globals; and those of the modules that it imports."""
+    instructions = list(dis.get_instructions(code))
+    read = [x.argval for x in instructions if x.opname.startswith("LOAD_") and x.opname.endswith(_GLOBAL)]
+    imported = [x.argval for x in instructions if x.opname == "IMPORT_NAME"]
+    inner = [_loaded_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return frozenset(read).union(*[x for x, _ in inner]), frozenset(imported).union(*[x for _, x in inner])
+
+
+@functools.lru_cache(maxsize=1000)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """All names in some code, and the functions in it: of globals, attributes and imports, and for ``getattr``."""
+    inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    texts = [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+    return frozenset(code.co_names).union(texts, *inner)
