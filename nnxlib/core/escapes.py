@@ -6,9 +6,9 @@ partial, in the attributes of an object. A live object would then hold it, so a 
 
 A function that belongs to a new object is often called only while the object is made: an initializer whose scale was
 computed, say. So that models whose layers keep their initializers can be made in a trace, what comes out of it is not
-the function itself, which would keep the trace alive, but an :class:`Ended`, which says so if it is called. The same
-goes for a Module that the object took from its configuration, and has as an attribute of its own, too. In tuples,
-lists, dicts and dataclasses each is treated by itself: the ``init`` of an optax transformation refers to the
+the function itself, which would keep the trace alive, but an :class:`Ended`, which raises an error if it is called. The
+same goes for a Module in a configuration that the object keeps, if the Module is also an attribute. In tuples, lists,
+dicts and dataclasses each function is treated by itself: the ``init`` of an optax transformation refers to the
 hyperparameters that it has put into the state, and its ``update`` does not.
 """
 
@@ -72,8 +72,8 @@ def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> Af
       borrowed: live objects that running traces have borrowed, so they may hold tracers.
 
     Raises:
-      TraceContextError: naming the path of a value, unless it belongs to a new object, and what it refers to is found
-        by way of functions and Modules in it.
+      TraceContextError: naming the path of a value that cannot be replaced: one of an old object, or one that refers to
+        the trace in another way than by functions and Modules in it.
     """
     clean = {id(x): x for x in borrowed}  # not looked into, since they are restored
     inside = {id(x) for x in after.walk.objects} - clean.keys()
@@ -124,7 +124,7 @@ optax.inject_hyperparams(optax.adam)(learning_rate=rate)."""
 def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, Any]) -> Any:
     """``value`` with an :class:`Ended` in the place of each function in which ``find`` finds something.
 
-    So with each Module that it finds itself: one that comes out of the trace elsewhere.
+    The same for each Module that is itself what is found: it comes out of the trace at another place.
 
     Args:
       value: a static value, or a part of one.

@@ -57,7 +57,7 @@ def values_to_merge(graphdef: GraphDef, states: tuple[Any, ...], strict: bool) -
 def values_to_write(
     layout: Layout, leaves: list[Any], objects: list[Any], states: tuple[Any, ...], strict: bool
 ) -> tuple[dict[int, Any], dict[int, Any]]:
-    """By position, the values in States for an object with these leaves; and the metadata that differ from its own.
+    """The values in States for an object with these leaves, and the metadata that differ from its own, by position.
 
     Raises:
       StateMismatchError: if there are leaves that do not fit, unless these are to be skipped.
@@ -117,7 +117,7 @@ def _listed_by_path(layout: Layout, states: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _overlaid(states: list[dict]) -> dict:
-    """Nested dicts with the leaves of all; if several have the same path, that of the last."""
+    """Nested dicts with the leaves of all; if several have a leaf at a path, with that of the last."""
     root: dict = {}
     stack = [(root, state) for state in reversed(states)]
     while stack:
@@ -134,7 +134,7 @@ def _overlaid(states: list[dict]) -> dict:
 
 
 def _leaves_by_position(layout: Layout, states: tuple[Any, ...]) -> dict[int, Any] | None:
-    """The leaves of States by position, if each is nested like all leaves of the layout or a known group; else None."""
+    """The leaves of States by position; None unless each is nested like the whole layout or one of its known groups."""
     new: dict[int, Any] = {}
     for state in states:
         found = layout.leaves_in(state.raw_mapping) if isinstance(state, State) else None
@@ -284,7 +284,7 @@ def _other_metadata(layout: Layout, variables: Iterable[tuple[int, Variable]]) -
 
 
 def _with_keys(avals: Mapping[int, Aval], new: dict[int, Any]) -> dict[int, Any]:
-    """Leaves by position; where a random key must be and its raw data are given, as a checkpoint has them, the key."""
+    """Leaves by position, with random keys made from raw data, which a checkpoint has in their place."""
     dtypes = {k: aval[1] for k in new if (aval := avals.get(k)) and aval[1] is not None}
     keys = {k: dtype for k, dtype in dtypes.items() if _kind(dtype) is jax.dtypes.prng_key}
     return {**new, **{k: _as_key(new[k], dtype) for k, dtype in keys.items()}}
@@ -310,12 +310,11 @@ def _misfitting(
     unexpected: dict[Path, Any],
     types: Mapping[int, type] | None = None,
 ) -> list[Difference]:
-    """The differences between leaves and what they must be, by position, as :func:`merge` and :func:`update` see them.
+    """The differences between leaves and what they must be, as :func:`merge` and :func:`update` see them.
 
-    They must have the types of the layout, or those in ``types``.
-
-    Nearly all leaves certainly fit; these are left out first, which is fast. A leaf of the class Variable itself, which
-    older code makes by ``VariableState(type=Param, value=x)``, is of any type.
+    They must have the types of the layout, or those in ``types``. A leaf of the class Variable itself, which older code
+    makes by ``VariableState(type=Param, value=x)``, counts as being of any type. Nearly all leaves fit; most of these
+    are passed over quickly, by their avals.
     """
     kinds = [(types or {}).get(k, kind) for k, kind in enumerate(_kinds(layout))]
     now = dict(zip(new, avals_of(raw_values(new.values())), strict=True))
@@ -343,12 +342,12 @@ def _leaf(kind: type | None, aval: Aval) -> Any:
 
 
 def _fits(new: Aval, old: Aval) -> bool:
-    """Whether avals alone tell that :func:`_compare` finds no difference."""
+    """Whether the avals alone show that :func:`_compare` would find no difference."""
     return old is None or old[1] is None or (new is not None and new[0] == old[0] and _kind(new[1]) is _kind(old[1]))
 
 
 def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
-    """The differences of two leaves; none if one is traced, or was cast within a kind (float32 to bfloat16).
+    """The differences of two leaves; none if the given one is traced, or was cast within a kind (float32 to bfloat16).
 
     In place of an array there may be an object of a user's pytree class, such as an array with named axes.
     """
@@ -364,7 +363,7 @@ def _is_of_users_pytree(x: Any) -> bool:
 
 @functools.cache
 def _kind(dtype: Any) -> Any:
-    """What a dtype is, whatever its width; a leaf may be cast from float32 to bfloat16, but not to int32."""
+    """The kind of a dtype, whatever its width: a leaf may be cast from float32 to bfloat16, but not to int32."""
     kinds = (jax.dtypes.prng_key, jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
 
@@ -375,7 +374,7 @@ def _kind(dtype: Any) -> Any:
 def _avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
     """The avals that leaves must have if a function may have been mapped over them.
 
-    It may have stacked all of a kind; or none of its results may be an array.
+    It may have stacked all leaves of a kind; or none of its results may be an array.
     """
     after = avals_of(values)
     if all(new is None and x is not None for x, old, new in zip(values, before, after, strict=True) if old is not None):
@@ -386,7 +385,7 @@ def _avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Seq
 def _some_stacked(before: Sequence[Aval], after: Sequence[Aval]) -> list[Aval]:
     """The avals that leaves must have if a function may have been mapped over some of them, such as those of a filter.
 
-    Then there are several of other shapes, and all of these have the same axis in front; axes of length 1 do not count.
+    Then several leaves have other shapes, and all of these the same new axis in front; axes of length 1 do not count.
     """
     pairs = zip(before, after, strict=True)
     others = [(old[0], new[0]) for old, new in pairs if old and new and old[0] != new[0]]
@@ -402,7 +401,7 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
 
 
 def _stacked_where_all_are_given(layout: Layout, before: dict[int, Aval], new: Mapping[int, Any]) -> Mapping[int, Aval]:
-    """:func:`_stacked` for those kinds of which every leaf is given."""
+    """The avals that new leaves must have: :func:`_stacked`, for the kinds of which every leaf is given."""
     kinds = _kinds(layout)
     missing = {kind for k, kind in enumerate(kinds) if k not in new}
     stacked = _stacked([kinds[k] for k in new], [*before.values()], avals_of(raw_values(new.values())))
@@ -424,7 +423,7 @@ def _stacked(kinds: Sequence[Any], before: Sequence[Aval], after: Sequence[Aval]
 
 
 def _stacking(old: tuple[int, ...], new: tuple[int, ...]) -> set[tuple[bool, int, tuple[int, ...]]]:
-    """The ways in which adjacent axes were added to, or taken from, a shape: (whether taken, where, their sizes)."""
+    """The ways in which adjacent axes may have been added to, or taken from, a shape: (whether taken, where, sizes)."""
     long, short = (old, new) if len(old) > len(new) else (new, old)
     n = len(long) - len(short)
     places = [k for k in range(len(short) + 1) if n and long[:k] + long[k + n :] == short]

@@ -146,7 +146,7 @@ class Delta(NamedTuple):
 
 
 class After(NamedTuple):
-    """The table after a call, and the difference to the table before."""
+    """The table after a call, and its difference from the table before."""
 
     rows: Sequence[Row]  # of every object, old and new
     delta: Delta
@@ -169,12 +169,12 @@ class After(NamedTuple):
         return tuple([self.walk.paths[row] if row in variables else held_by(row)[k] for row, k in self.owners])
 
     def with_delta(self, delta: Delta) -> After:
-        """The same table with another Delta, and the leaves of that."""
+        """The same table with another Delta, and the leaves of that Delta."""
         return _after(self.walk, self.rows, delta)
 
 
 def _after(walk: Walk, rows: Sequence[Row], delta: Delta) -> After:
-    """What a walk has found, with the leaves of a Delta in a form that JAX can return: not a jax.Ref, but its value."""
+    """What a walk has found, with the leaves of a Delta as JAX can return them: the value of a jax.Ref in its place."""
 
     def leaf(row: int, k: int) -> Any:
         if row not in walk.cells:
@@ -192,8 +192,8 @@ def diff(
     """Compare ``objects``, built from ``layout`` and the leaves ``before``, with what they are now.
 
     ``out`` is what the function returned. A leaf counts as changed if another object is now in its place. The value of
-    a Variable also does if its position is in ``forced`` and it was read: if it is donated, it has to come back, and if
-    it is a pytree, it may have been edited in place.
+    a Variable also counts as changed if its position is in ``forced`` and it was read: it may be donated, and then has
+    to come back, or be a pytree that was edited in place.
     """
     # The table as it is now. A walk that knows the old objects lets them keep their numbers.
     walk = Walk(objects)
@@ -270,7 +270,11 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     values = list(itertools.islice(remaining, len(delta.values)))
     values += [_stored(row, next(remaining)) for _, row in restructured]
     made = iter(_new_variables([row for i, row in variables if i >= n], remaining))
-    new = [next(made) if type(row) is VariableRow else _new_node(row) for i, row in delta.rows if i >= n]
+    new = [
+        next(made) if type(row) is VariableRow else new_node(row.type, row.marks.value)
+        for i, row in delta.rows
+        if i >= n
+    ]
     objects = [*live, *new]
     nodes = [(i, row, _contents(objects[i], row, objects, remaining)) for i, row in delta.rows if type(row) is NodeRow]
     out = value_of(delta.root, objects, remaining)
@@ -290,13 +294,8 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     return out
 
 
-def _new_node(row: NodeRow) -> Any:
-    """An empty node for a row."""
-    return new_node(row.type, row.marks.value)
-
-
 def _new_variables(rows: Sequence[VariableRow], leaves: Iterator[Any]) -> list[Any]:
-    """Variables of the running trace, as rows say, with the next of the leaves."""
+    """Variables of the running trace, as rows say, whose values are the next leaves."""
     values = list(map(_stored, rows, leaves))
     return make_variables([row.type for row in rows], values, [row.metadata.fresh() for row in rows])
 
@@ -354,7 +353,7 @@ def _contents(node: Any, row: NodeRow, objects: Sequence[Any], leaves: Iterator[
 
 
 def _restructure_node(node: Any, row: NodeRow, contents: dict[Any, Any], structural: bool) -> None:
-    """Give a node the class and contents of its row; and the marks, if more than arrays is new."""
+    """Give a node the class and contents of its row; and the marks, if the change is ``structural``."""
     if type(node) is not row.type:
         object.__setattr__(node, "__class__", row.type)
     node._nnx_fill(contents)

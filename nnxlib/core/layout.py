@@ -109,7 +109,7 @@ class Layout:
 
     @functools.cached_property
     def owners(self) -> tuple[Owner, ...]:
-        """The owner of each leaf. (In the table after a call there may be nodes that cannot be reached any more.)"""
+        """The owner of each leaf. (A node that can no longer be reached, as in a table after a call, owns none.)"""
         nodes = [(i, row) for i, row in enumerate(self.rows) if type(row) is NodeRow and self.paths[i] is not None]
         counts = [(i, sum(count_leaves(spec) for _, spec in row.fields)) for i, row in nodes]
         counts.append((ROOT, count_leaves(self.root)))

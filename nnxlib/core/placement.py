@@ -34,7 +34,7 @@ Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
 _DEFAULT: tuple[bool, Rules] = (True, ())  # whether Variables are sharded when made, and the rules
-_context: Any = None  # of these in each thread; once it is made, JAX traces everything again, so not at import
+_context: Any = None  # has these for each thread; not made at import, since JAX then traces everything again
 _making = threading.Lock()
 
 
@@ -146,13 +146,13 @@ def _rules_of_linen() -> Rules:
 
 
 def _asked(metadata: Mapping[str, Any]) -> Any:
-    """The names of axes, or the sharding in their place."""
+    """The names of axes in the metadata, or the sharding in their place."""
     names = metadata.get("out_sharding")
     return names.sharding if isinstance(names, Format) else names
 
 
 def _own_mesh(metadata: Mapping[str, Any]) -> Any:
-    """The mesh in the metadata; None also for one without devices, as JAX has it where no mesh is set."""
+    """The mesh in the metadata; None also for an empty one, which JAX has where no mesh is set."""
     mesh = metadata.get("mesh")
     return None if mesh is None or mesh.empty else mesh
 
@@ -174,7 +174,7 @@ def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
 def fitted(spec: PartitionSpec, ndim: int) -> PartitionSpec:
     """The PartitionSpec for an array with this many axes: ``None`` in front is dropped if there are too many names.
 
-    There are where code puts ``None`` in front of the names itself after ``vmap``, since flax.nnx does not do it.
+    This is so where code has put ``None`` in front of the names after ``vmap``, since flax.nnx does not do it.
     """
     surplus = len(spec) - ndim
     return PartitionSpec(*spec[surplus:]) if surplus > 0 and not any(map(_parts, spec[:surplus])) else spec
@@ -264,9 +264,9 @@ def sharded(value: Any, metadata: Mapping[str, Any], kind: type) -> Any:
 
 
 def on_devices(sharding: NamedSharding) -> NamedSharding:
-    """The sharding over the devices of the mesh that is set, where JAX gives its axes alone; in a trace it stays so.
+    """A sharding, of which JAX only gives the axes of the mesh, over the devices of the mesh that is set.
 
-    Who restores a checkpoint to a shape asks for them.
+    To restore a checkpoint to a shape takes devices. In a trace the sharding is left as it is.
     """
     mesh = devices_at_hand()
     if mesh is None or sharding.mesh != mesh.abstract_mesh:
@@ -283,7 +283,7 @@ def devices_at_hand() -> Mesh | None:
 def settle(cells: Iterable[Any], shardings: Iterable[Any], mesh: Any = None) -> None:
     """Move the arrays in the cells of Variables to these shardings, except those that are there already.
 
-    None asks for nothing. A PartitionSpec is one of the mesh, by default that of the context.
+    None leaves an array where it is. A PartitionSpec is for the mesh, by default that of the context.
     """
     mesh = mesh or current_mesh()
     for cell, sharding in zip(cells, shardings, strict=True):
@@ -316,7 +316,7 @@ def _moved(sharding: Any, mesh: Any, x: Any) -> Any:
 
 @functools.cache
 def _identity_onto(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Moves an array onto devices of several processes: ``device_put`` compares all copies first, and takes no keys."""
+    """Moves an array onto devices of several processes, where ``device_put`` compares all copies, and takes no keys."""
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 

@@ -83,7 +83,7 @@ def same_treedef(a: Any, b: Any) -> bool:
 
 
 def same_node(a: tuple[type, Any] | None, b: tuple[type, Any] | None) -> bool:
-    """The same for the outermost node alone, given its class and metadata; None stands for a leaf."""
+    """Whether two nodes of treedefs are equal, given their classes and metadata; None stands for a leaf."""
     if a is None or b is None or a[0] is not b[0]:
         return a is b
     try:
@@ -123,7 +123,7 @@ class NodeRow(NamedTuple):
 
     @property
     def head(self) -> tuple:
-        """What it says besides the content of the fields."""
+        """All but the contents of the fields."""
         return self.type, self.names, self.marks
 
     def at(self, path: tuple) -> list[tuple[tuple, Spec]]:
@@ -185,7 +185,7 @@ def leaves_by_field(row: NodeRow) -> list[range]:
 
 
 def touched_rows(rows: Sequence[Row], touched: Iterable[Owner]) -> dict[int, NodeRow]:
-    """The rows of the nodes that hold touched leaves, with ``SAME`` in the fields that hold none."""
+    """The rows of the nodes that hold touched leaves, with ``SAME`` in fields that hold none of these."""
     numbers: dict[int, set[int]] = {}
     for i, k in touched:
         numbers.setdefault(i, set()).add(k)
@@ -200,7 +200,7 @@ def touched_rows(rows: Sequence[Row], touched: Iterable[Owner]) -> dict[int, Nod
 
 
 def only_arrays_change(old: Row, new: Row) -> bool:
-    """Whether the row of a Delta gives an object, which had the row ``old``, nothing but arrays where it held some."""
+    """Whether the row ``new`` of a Delta only puts other arrays into an object, which had the row ``old``."""
     if type(old) is not NodeRow or type(new) is not NodeRow or old.head != new.head:
         return False
     before = dict(old.fields)

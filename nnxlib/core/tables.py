@@ -7,11 +7,11 @@ it is certain that no structure has changed since it was made:
 1. ``table.stamp.valid`` is true: no object that the table describes has changed its structure (stamps.py).
 2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
    compared once per call, however many Modules refer to it.
-3. If the stamp is invalid because some nodes have changed, only these nodes are described again, and the table is
-   *patched*, provided that they differ in nothing but static values, or hold another Variable of the same type and
-   metadata. Layouts are interned, so toggling a flag and toggling it back leads to the first layout, and so to the
-   first compiled function. Such transitions are remembered (:class:`Variant`): when the nodes hold the very same values
-   as after an earlier transition, nothing is described.
+3. If the stamp is invalid because some nodes have changed, only these nodes are described again. If nothing but static
+   values is new in them, or another Variable of the same type and metadata, then the table is *patched*. Layouts are
+   interned, so toggling a flag and toggling it back leads to the first layout, and so to the first compiled function.
+   Such transitions are remembered (:class:`Variant`): when the nodes hold the very same values as after an earlier
+   transition, not even they are described.
 4. Otherwise the object is walked again.
 
 Dicts, lists and States in a pytree that is an attribute are not nodes; changes of them are found as well (foreign.py).
@@ -76,8 +76,8 @@ class LiveTable:
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
     cells: list[Cell]  # of all Variables, in row order
-    arrays: list[tuple[Any, Any, Flattened | None]]  # (container, key, None) of each array in a field of a node, or of
-    # a pytree there that may hold some
+    # (container, key, None) for each array in a field of a node; with a Flattened for a pytree that may hold some.
+    arrays: list[tuple[Any, Any, Flattened | None]]
     array_rows: list[int]  # for each of these arrays the row of the node
     snapshot: list[Any] | None  # the leaves, if the table is not reliable
     next_check: int  # the number of the use at which the table is next compared with the object
@@ -192,7 +192,7 @@ def _make(root: Any) -> LiveTable:
 
 
 def _find_all_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -> None:
-    """:func:`_find_arrays` for each node; no loop within the `with` block, whose end an interrupt would skip."""
+    """:func:`_find_arrays` for each node; not a loop within the `with` block, where an interrupt could skip its end."""
     for i, row in enumerate(rows):
         if type(row) is NodeRow:
             _find_arrays(table, walk, i, row, walk.objects[i] is root)
@@ -218,7 +218,7 @@ def _find_arrays(table: LiveTable, walk: Walk, i: int, row: NodeRow, is_root: bo
 
 
 def _kept(table: LiveTable, root: Any) -> LiveTable:
-    """The table, kept on its root if it can be used again; not if another thread has lent a trace some of the cells."""
+    """The table, kept on its root if it can be used again: not if another thread has lent cells of it to a trace."""
     has_lent = at_top_level() and not {Cell}.issuperset(map(type, table.cells))
     object.__setattr__(root, "_nnx_table", table if table.reliable and not has_lent else None)
     return table
@@ -354,9 +354,9 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
 
 
 def _adopt_variables(table: LiveTable, changed: Iterable[Node]) -> bool:
-    """Take Variables into a table that nodes now hold in place of others with the same row; whether there are any.
+    """Take the Variables into a table that nodes now hold in place of others with the same rows.
 
-    A Variable that was, or is, in several places is not taken: that is another structure.
+    Returns whether there are any. One that is, or was, in several places is not taken: that is another structure.
     """
     layout, walk, stamp, adopted = table.layout, Walk(), weakref.ref(table.stamp), False
     for x in changed:
@@ -381,7 +381,7 @@ def _adopt_variables(table: LiveTable, changed: Iterable[Node]) -> bool:
 def _rows_with_other_statics(
     table: LiveTable, root: Any, changed: Iterable[Node]
 ) -> tuple[tuple[int, NodeRow], ...] | None:
-    """The rows of some nodes as they are now; None if not only static values differ in them."""
+    """The rows of some nodes as they are now; None if anything but static values is new in them."""
     before = table.layout.rows
     walk = Walk(table.objects_with(root), table.stamp, table.index)
     try:
@@ -424,7 +424,7 @@ def pack_call(arguments: tuple) -> Packed:
 class Sharing(NamedTuple):
     """What one of several objects shares with those before it, and what is its own. Static."""
 
-    shared: tuple[tuple[int, tuple[int, int]], ...]  # its rows in earlier ones: (row, (its number, row there))
+    shared: tuple[tuple[int, tuple[int, int]], ...]  # (row, (the number of an earlier object, the row there))
     cells: Sequence[int]  # the numbers of its own cells
     arrays: Sequence[int]  # the numbers of its own arrays
 

@@ -2,11 +2,13 @@
 
 ``pack`` walks a pytree of arguments; ``diff`` walks the fresh objects of a trace again, and the output of the function;
 a live table walks its root. A :class:`Walk` numbers the objects in the order of the first visit. Objects that have
-numbers already are given to it as ``known``: it refers to them by these numbers, and visits them only when it is told
-to. What is an object, a leaf, a pytree with data or a static value is decided in one place, :meth:`Walk._visit`.
+numbers already are given to it as ``known``: it refers to them by these numbers, and visits one only when it is told to
+(:meth:`Walk.revisit`). Whether something is an object, a leaf, a pytree with data or a static value is decided in one
+place, :meth:`Walk._visit`.
 
-A walk whose result will be cached attaches a *stamp* to each object (stamps.py), and notes what a stamp cannot reveal:
-static values that can be changed in place, containers in pytrees, and whether there is anything else (``reliable``).
+A walk whose result will be cached attaches a *stamp* to each object (stamps.py), and notes what can change without the
+stamp: static values that can be changed in place, containers in pytrees, and whether there is anything else (then it is
+not ``reliable``).
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class Walk:
         return tuple([self.rows[i] for i in range(len(self.objects))])
 
     def keep(self, layout: Layout, rows: Iterable[int]) -> None:
-        """Keep the rows of known objects that are as the layout says, without a visit; the nodes hold no arrays."""
+        """Take the rows of known objects from the layout, without a visit; the nodes among them hold no arrays."""
         for i in rows:
             self.rows[i], self.paths[i] = layout.rows[i], layout.paths[i]
             if type(layout.rows[i]) is VariableRow:
@@ -119,7 +121,7 @@ class Walk:
         while stack:
             frame = stack[-1]
             for suffix, value, mark in frame.items:
-                # A value that was static in one place, such as None or a function, is so in others, unless marked.
+                # A value that is static in one place, such as None or a function, is so in all, unless it is marked.
                 child = None if mark is True else self.constants.get(id(value))
                 if child is None:
                     child = self._visit(value, mark, frame, suffix)

@@ -93,9 +93,9 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
 
 
 def _on_devices(delta: Delta, shapes: list[Any]) -> list[Any]:
-    """The shapes with shardings over devices, also the Variables that name no axes: as if they were made eagerly.
+    """The shapes with shardings over devices, as if they were made eagerly; also of Variables that name no axes.
 
-    A checkpoint that was written on other devices can be restored only to shapes that all have a sharding.
+    A checkpoint that was written on other devices can only be restored to shapes that all have a sharding.
     """
     mesh = devices_at_hand() if using_eager_sharding() else None
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -114,7 +114,7 @@ def _placed(default: NamedSharding | None, x: Any) -> Any:
 
 
 def _live_below(roots: list[Any]) -> list[Any]:
-    """The nodes and Variables among some values, and those below them."""
+    """The nodes and Variables among some values, and all below them."""
     seen = set[int]()
     return [x for root in roots if issubclass(type(root), Node | Variable) for _, x in reachable(root, seen)]
 

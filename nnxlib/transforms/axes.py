@@ -3,8 +3,8 @@
 A Variable may have names for the axes of its value (``sharding=('in', 'out')``). ``vmap`` and ``scan`` pass slices to a
 function, which have one axis less, and stack what comes back. The names follow: at every level there is one for each
 axis of the value. The name of the stacked axis is given by ``transform_metadata={nnx.PARTITION_NAME: name}``; it is
-None by default. Where other metadata names axes, ``transform_metadata`` has a name for this one under the key of that
-metadata. The changes are made by :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their hooks.
+None by default. If other metadata name the axes, too, ``transform_metadata`` has a name under their key as well. The
+changes are made by :meth:`Variable.remove_axis`, :meth:`Variable.add_axis` and their hooks.
 
 Both are changes of static tables: the function runs on a layout without the axes (:func:`strip_axes`), and the rows in
 its Delta get them back (:func:`stack_axes`). If the stacked axis has a name, new Variables are then placed once more
@@ -83,11 +83,11 @@ def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], Non
     return row._replace(metadata=Const.of_items(variable.get_metadata(), ("metadata",)))
 
 
-_BY_METADATA = (Variable.add_axis, Variable.remove_axis)  # these do nothing to a Variable without metadata
+_BY_METADATA = (Variable.add_axis, Variable.remove_axis)  # which leave a Variable without metadata as it is
 
 
 def place_new(delta: Delta, leaves: Sequence[Any], first: int, place: Callable = placed) -> list[Any]:
-    """The leaves of a Delta, with the values of new Variables, whose rows begin at ``first``, where their names say."""
+    """The leaves of a Delta; those of new Variables, whose rows begin at ``first``, sharded as their names say."""
     variables = [(i, row) for i, row in delta.rows if isinstance(row, VariableRow)]
     found = list(leaves)
     for k, (i, row) in enumerate(variables, len(delta.values)):
@@ -97,14 +97,14 @@ def place_new(delta: Delta, leaves: Sequence[Any], first: int, place: Callable =
 
 
 def place_stacks(delta: Delta, leaves: Sequence[Any], first: int, name: AxisName) -> Sequence[Any]:
-    """The same once the axis has been stacked: within a slice, nothing can be sharded along it."""
+    """:func:`place_new`, once the axis has been stacked: within a slice, nothing can be sharded along it."""
     return leaves if name.partition is None else place_new(delta, leaves, first, placed_stack)
 
 
 def stack_recorded(labels: Sequence[Any], layout: Layout, after: After) -> Sequence[Any]:
     """The labels, with axis 0 for what slices have recorded in objects that are passed whole, within ``nnx.capture``.
 
-    Not for a perturbation: the stacked one would be added in each slice.
+    A perturbation is left alone: a stacked one would be added as a whole in each slice.
     """
     kinds = [kind for kind in recorded_types() or () if not issubclass(kind, Perturbation)]
     if not kinds:

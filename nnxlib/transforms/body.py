@@ -52,7 +52,7 @@ def zeros(type_: Any) -> Any:
 
 @jtu.register_static
 class _Traced:
-    """What a trace has found; static, to be returned through ``jax.make_jaxpr``."""
+    """What a trace has found: static, so it can be returned through ``jax.make_jaxpr``."""
 
     def __init__(self, *found: Any):
         self.found = found
@@ -73,7 +73,7 @@ def trace_body(
       layout: of its arguments.
       leaves: of the same; arrays, or their shapes and dtypes.
       label: ``label(after, output)`` gives the labels of the leaves that come back.
-      adjust: ``adjust(after, labels)`` gives what comes back, if that is not what the trace has found.
+      adjust: ``adjust(after, labels)`` gives what is to come back in place of what the trace has found.
       enter: ``enter(leaves)`` gives the leaves that the function sees in place of these.
 
     Raises:
@@ -101,7 +101,7 @@ def trace_body(
 
 
 def own_states(out: Any) -> Any:
-    """An output with copies of the States in it: a State is a value, which may have come in, or be returned twice."""
+    """An output with copies of its States: as values, these may be arguments, or be returned twice, without sharing."""
 
     def copied(x: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf, x) if isinstance(x, State) else x

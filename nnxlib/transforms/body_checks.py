@@ -46,7 +46,7 @@ class Change(NamedTuple):
 
     @property
     def is_taken_out(self) -> bool:
-        """Whether it is a recording that the enclosing ``nnx.capture`` takes out."""
+        """Whether it is a recording that the ``nnx.capture`` around it takes out."""
         return self.recorded is not None and self.recorded.kind in (recorded_types() or ())
 
 
@@ -61,7 +61,7 @@ class Recording(NamedTuple):
 
 
 def structural_changes(layout: Layout, body: Body, replaced: Mapping[int, int] = MappingProxyType({})) -> list[Change]:
-    """The changes that a body made to the objects it was given, except for values and for ``replaced`` objects."""
+    """The changes that a body made to the objects it was given, apart from values and ``replaced`` objects."""
     changes: list[Change] = []
     new = {i: row.type for i, row in body.delta.rows if i >= len(layout.rows)}
     for i, row in structural_rows(layout, body).items():
@@ -86,7 +86,7 @@ def _recordings(owner: int, row: NodeRow, new: Mapping[int, type]) -> dict[Any, 
 
 
 def recordings_taken_out(layout: Layout, body: Body) -> list[Recording]:
-    """The recordings of a body that the enclosing ``nnx.capture`` takes out."""
+    """The recordings of a body that the ``nnx.capture`` around it takes out."""
     return [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_taken_out]
 
 
@@ -147,7 +147,7 @@ def successors(
       layout: of what the body is given.
       body: traced on this layout.
       pairs: the specs of all that each iteration is given, and of what the next one is given in its place.
-      is_free: whether the structure of an object, by row, may change, as it is another one in each iteration.
+      is_free: whether the structure of an object, given by its row, may change, since each iteration has another one.
 
     Returns:
       None if the structure differs, or if an object is both replaced and kept.
@@ -182,7 +182,7 @@ def successors(
 
 
 def _kept_fields(old: Row, new: Row) -> list[tuple[Spec, Spec]]:
-    """What leads to other objects in a kept object, before and after; `structural_changes` finds its other changes."""
+    """The specs in a kept object that lead to others, before and after; `structural_changes` finds all else."""
     if not (isinstance(old, NodeRow) and isinstance(new, NodeRow)):
         return []
     after = dict(new.fields)

@@ -84,7 +84,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
     count = len(operands)
     arguments = Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {})
     functions = tuple([weakly(f) for f, _, _ in resolved])
-    numbers: dict[int, int] = {}  # of each function to which nothing is bound, by id; if it comes again, one trace does
+    numbers: dict[int, int] = {}  # of functions to which nothing is bound, by id: one that comes again is traced once
     first = [k if any(bound) else numbers.setdefault(id(f), k) for k, (f, *bound) in enumerate(resolved)]
 
     def run(layout: Layout, leaves: list[Any]) -> Any:
@@ -124,7 +124,7 @@ def _branch(f: Callable, count: int, k: int) -> Callable:
 def _with_all_arrays(layout: Layout, after: After, labels: Sequence[Any]) -> After:
     """What a branch did, with all arrays of each node whose structure has changed.
 
-    So branches have the same rows if they change a node in the same way, but not the same arrays in it.
+    So branches that change a node in the same way, but other arrays in it, have the same rows.
     """
     rows = dict(after.delta.rows)
     for i, row in rows.items():
@@ -155,7 +155,7 @@ def _length(type_: Any) -> int:
 
 
 def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
-    """A branch that records what any branch does, with zeros in place of what it does not record itself."""
+    """A branch that records what any branch records, zeros where it would not record anything itself."""
 
     def run(*args: Any) -> Any:
         objects = pack_call(Arguments(args, {})).objects
@@ -237,7 +237,7 @@ _ALIKE = "Let all branches attach, delete and replace the same attributes, or do
 
 
 def _sources(body: Body, owners: Sequence[Owner], positions: dict[Owner, int]) -> list[tuple[bool, int]]:
-    """Where a branch takes each leaf from: (True, k) of its own result, (False, position) as it came in."""
+    """Where a branch takes each leaf from: (True, k) from its own results, (False, position) from what came in."""
     place = {owner: k for k, owner in enumerate(body.owners)}
     return [(True, place[owner]) if owner in place else (False, positions[owner]) for owner in owners]
 

@@ -19,7 +19,7 @@ from .lift import Arguments
 
 
 def note_buffers(error: RuntimeError, arguments: Arguments) -> None:
-    """Note which arrays were deleted by an earlier donation, or are one array that is donated twice."""
+    """Note which arrays were deleted by an earlier donation, or which are the same array, donated twice."""
     text = str(error)
     if "donate the same buffer twice" not in text and "deleted" not in text:
         return

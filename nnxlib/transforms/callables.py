@@ -29,7 +29,7 @@ def name_of(f: Callable) -> str:
 
 
 def check_options(options: Mapping[str, Any], transform: Callable) -> None:
-    """Refuse options which the transform of JAX that they are passed to does not take, before a function is called."""
+    """Refuse options that JAX's transform does not take, before a function is called."""
     unknown = options and options.keys() - inspect.signature(transform).parameters.keys()
     if unknown:
         raise TypeError(f"{name_of(transform)}() got an unexpected keyword argument '{min(unknown)}'")
@@ -69,7 +69,7 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
 
 
 def as_bound(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """These as arguments of which only the data is traced: all else is part of the program, as it is of a closure."""
+    """Arguments of which only the data is traced: all else is part of the program, as it is in a closure."""
     return tuple(map(_bound, args)), {name: _bound(x) for name, x in kwargs.items()}
 
 
@@ -101,10 +101,10 @@ register_pytree(_PartlyStatic, _flatten, lambda tree, parts: value_of(tree, (), 
 
 
 def or_closed_over(transform: Callable[[Callable], Callable], f: Callable) -> Callable:
-    """``transform(f)``; if what is bound to ``f`` shares with an argument that is treated otherwise, as a closure.
+    """``transform(f)``, where what is bound to ``f`` may also share objects with an argument that is treated otherwise.
 
-    For ``nnx.grad(self.loss)(self.model)``: the model is differentiated, and ``self``, with the same model in it, is
-    constant.
+    Then it is closed over. For ``nnx.grad(self.loss)(self.model)``: the model is differentiated, and ``self``, with the
+    same model in it, is constant.
     """
     transformed = transform(f)
     _, bound, named = resolve(f)
@@ -129,7 +129,7 @@ def or_closed_over(transform: Callable[[Callable], Callable], f: Callable) -> Ca
 def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a call of ``f``, with keyword arguments moved to their position if they have one.
 
-    For options that are given by position, such as ``argnums``. Nothing is moved if ``f`` has no signature, as some
+    For options that are given by position, such as ``argnums``. Nothing is moved if ``f`` has no signature, like some
     built-in functions.
     """
     if not kwargs:
@@ -146,7 +146,7 @@ def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def as_pair(returned: Any, said: str) -> tuple[Any, Any]:
-    """What a function has returned, if that is a pair; if not, an ArgumentError says so."""
+    """The pair that a function has returned; if it has returned none, an ArgumentError begins with ``said``."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ArgumentError(f"{said}, but it returned {describe_nested(returned)}.")
     return returned[0], returned[1]

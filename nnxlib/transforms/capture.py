@@ -155,7 +155,7 @@ be looked into: nnx.capture(lambda model, x: ..., nnx.Intermediate)(model, x).""
 
 
 class _Recorder:
-    """Records the outputs of the chosen Modules, which are chosen by their paths from ``root`` down."""
+    """Records the outputs of the Modules that ``only`` takes, which sees their paths from ``root`` down."""
 
     def __init__(self, kind: type[Variable], only: Filter, root: tuple):
         self.kind, self.only, self.root = kind, only, root
@@ -190,7 +190,7 @@ def _renamed(recorded: Any) -> State:
 
 
 def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[State, ...]:
-    """Remove and return the recordings in Variables of exactly these types, grouped by the first type that fits."""
+    """Remove and return the recordings of exactly these types, each in the State of the first type that takes it."""
     paths = {(*path, name) for path, x in iter_objects(module) if isinstance(x, Node) for name in recorded_in(x)}
 
     def of(kind: type[Variable]) -> Filter:

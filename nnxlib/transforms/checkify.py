@@ -71,11 +71,11 @@ def checked(pure: Callable, errors: Any = None) -> Callable:
 
 
 def note_nan(error: FloatingPointError, pure: Callable, leaves: Sequence[Any]) -> None:
-    """Note which layer has made the NaN that JAX has found under ``jax_debug_nans``, where no call has said so.
+    """Note which layer has made the NaN that JAX has found under ``jax_debug_nans``, unless the error says so already.
 
-    JAX computes again without compiling, so that the error leaves the call of the layer; but not in the body of a loop,
-    in what is rematerialised, and in a backward pass: there it leaves the calls around these alone, if any. The checks
-    find the layer, in the pure function and on the leaves in which the NaN was found.
+    It does, as a rule: JAX computes again without compiling, so the error leaves the call of the layer, which notes its
+    path. But in the body of a loop, in what is rematerialised and in a backward pass it only leaves the calls around
+    these, if any. There the layer is found by the checks of ``checkify``, on the leaves that led to the NaN.
     """
     from jax.experimental.checkify import nan_checks
 
@@ -90,19 +90,19 @@ def note_nan(error: FloatingPointError, pure: Callable, leaves: Sequence[Any]) -
 
 
 def note_nan_in_call(error: FloatingPointError, f: Callable, arguments: Arguments) -> None:
-    """The same for a function of objects, and the arguments with which it was called."""
+    """:func:`note_nan` for a function of objects, and the arguments with which it was called."""
     with contextlib.suppress(Exception):
         packed = pack_call(arguments)
         note_nan(error, Crossing(packed.layout).purify(f), packed.leaves)
 
 
 def _name_check(params: dict[str, Any], traceback: Any) -> dict[str, Any]:
-    """The user's own checks carry their exception from where they were traced, as the structure of an error."""
+    """The parameters of an equation; if it is a check of the user's, the exception in them gets this traceback."""
     if "err_tree" not in params:
         return params
 
     def name(exception: Any) -> Any:
-        if scope_of(exception.traceback_info) is None:  # not a check in a function that was checked by itself
+        if scope_of(exception.traceback_info) is None:  # else it is in a function that was checked by itself
             exception.traceback_info = traceback
         return exception
 
@@ -112,7 +112,7 @@ def _name_check(params: dict[str, Any], traceback: Any) -> dict[str, Any]:
 
 
 def _with_exceptions(error: Any, change: Callable[[Any], Any]) -> Any:
-    """An error value with other exceptions: it holds their structures, by number."""
+    """An error value with changed exceptions, of which it holds the pytree structures by number."""
     found = {k: jtu.tree_unflatten(tree, range(tree.num_leaves)) for k, tree in error._metadata.items()}
     return dataclasses.replace(error, _metadata={k: jtu.tree_structure(change(x)) for k, x in found.items()})
 

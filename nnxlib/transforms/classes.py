@@ -163,7 +163,7 @@ def _method(cls: type, name: str) -> Callable:
 
 
 def _constructor(lifted: Callable) -> Callable:
-    """``__init__`` under a transform: what is not data among its arguments is part of the program."""
+    """``__init__`` under a transform: those of its arguments that are no data are part of the program."""
 
     @functools.wraps(lifted)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -178,7 +178,7 @@ def _constructor(lifted: Callable) -> Callable:
 
 @functools.cache
 def _metaclass(base: type) -> type:
-    """A metaclass of lifted classes: pickle asks the copyreg table by it, before it looks for a class by name."""
+    """A metaclass of lifted classes: pickle looks it up in the copyreg table before it looks for a class by name."""
     made = type(base.__name__, (base,), {})
     copyreg.pickle(made, _reduced)  # type: ignore[arg-type]
     return made

@@ -1,8 +1,8 @@
 """``custom_vjp`` and ``custom_jvp``: functions of Modules that come with their own derivative.
 
 In rules, gradients and tangents have a State by path in place of each Module, see :mod:`.tangents`. The changes that a
-function makes to its arguments are part of its result. So a rule gets the gradients of the arguments, as the function
-leaves them, and of its output; together they are packed as one table.
+function makes to its arguments are part of its result. So a rule gets two kinds of gradients: of the arguments, as the
+function leaves them, and of its output. The two are one table.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class CustomVjp(_Custom):
     _rules: tuple[Callable, Callable] | None = None
 
     def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False) -> None:
-        """Set the rule; gradients that are zero are given as arrays (``symbolic_zeros`` of JAX is not supported)."""
+        """Set the rule. It gets arrays also for gradients that are zero: JAX's ``symbolic_zeros`` is not supported."""
         if symbolic_zeros:
             raise ArgumentError("symbolic_zeros=True wraps each array given to a rule, which a Module cannot hold.")
         self._rules = fwd, bwd
@@ -258,14 +258,14 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
 
 
 class _Call:
-    """What the rules need to know about one call. What JAX traces refers to it, so it refers to no object and no array.
+    """What the rules need to know about one call. JAX keeps it, so it refers to no object and no array.
 
     Args:
       function: the function.
       tangents: the leaves of the arguments that are differentiated.
       diff: the numbers of the arguments that are differentiated.
       nondiff: the numbers of the others.
-      static: of these, the ones that are part of the program.
+      static: the numbers of those among them that are part of the program.
       shapes: of the leaves.
     """
 
@@ -291,8 +291,8 @@ class _Call:
     def outputs(self, after: After) -> tuple[list[Any], Outcome, Tangents]:
         """What the function, or a rule, returns to JAX: the leaves that come back, and their positions after the call.
 
-        They are positions in a table of the arguments, as the function leaves them, and of the output; -1 for a leaf of
-        an object that cannot be reached any more.
+        These are positions in the table of the arguments, as the function leaves them, and of the output; -1 for a leaf
+        of an object that cannot be reached any more.
 
         Raises:
           ArgumentError: if a rule changes its arguments in another way than the function.
@@ -320,7 +320,7 @@ class _Call:
         return [args[i] for i in self.nondiff]
 
     def kept(self, args: Sequence[Any]) -> list[Any]:
-        """The same for the backward rule, to be packed with the residuals."""
+        """The same arguments for the backward rule, to be packed with the residuals."""
         return [StaticArgument(args[i]) if i in self._static else args[i] for i in self.nondiff]
 
     def diff_of(self, args: Sequence[Any]) -> tuple:

@@ -22,7 +22,7 @@ DataTransform = Callable[[Any, State], Any]
 def transformed_data(
     hook: DataTransform, layout: Layout, labels: Sequence[Any]
 ) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function of leaves that gives those of the Variables, by label, to the hook.
+    """A function that passes the values of Variables, among all leaves, through the hook, label by label.
 
     Raises (when called):
       PrefixError: if the hook loses or adds a path, or changes a shape or dtype.

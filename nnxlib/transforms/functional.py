@@ -65,7 +65,7 @@ M = TypeVar("M")
 Variables = dict[str, Any]
 Method = str | Callable[..., Any] | None
 Mutable = Filter | set[str] | frozenset[str]
-Iterate = Callable[[Any], Iterable[tuple[Path, Any]]]  # yields what there is in a graph, a shared object once
+Iterate = Callable[[Any], Iterable[tuple[Path, Any]]]  # yields all that is in a graph, a shared object once
 
 ARRAYS = "arrays"  # the collection of arrays that are attributes themselves
 
@@ -284,7 +284,7 @@ def _keys_of(rngs: Any) -> dict[str, jax.Array]:
 
 
 def _seed(stream: RngStream, path: Path, key: jax.Array | None) -> None:
-    """Start a stream of the skeleton with the key that belongs to its path; without a key, a draw is an error."""
+    """Start a stream of the skeleton with the key for its path; if there is no key, a draw is an error."""
     shape = stream.key.shape
     if key is None:
         stream.key.set_metadata(on_get_value=_NoKey(format_path(path), stream.tag))
@@ -374,7 +374,7 @@ def _check_collection(name: Any, tree: Any, skeleton: Mapping[Path, Any]) -> Non
 
 
 def as_made(path: Path, made: Mapping[Path, Any]) -> Path:
-    """The path with ints for the strings that checkpoints have in their place."""
+    """The path, with ints in place of strings, which checkpoints have, if it is a path of what was made that way."""
     return ints if path not in made and (ints := with_ints(path)) in made else path
 
 
@@ -409,7 +409,7 @@ def _filled(x: Any, value: Any) -> Any:
 
 
 def _attach(module: Any, path: Path, collection: str, value: Any) -> bool:
-    """Make a Variable in a place that is empty; whether there is one."""
+    """Make a Variable at a path, if the place is empty; returns whether it is."""
     holder: Any = module
     for key in path[:-1]:
         holder = holder._nnx_contents().get(key) if isinstance(holder, Node) else None
@@ -434,7 +434,7 @@ def _call(module: Any, method: Method, args: tuple, kwargs: Mapping[str, Any]) -
 
 
 def _of_collections(filter: FilterObject) -> FilterObject:
-    """The same filter, with the names of collections where there are tags."""
+    """The filter, in which a tag is the name of a collection."""
     match filter:
         case WithTag(tag=name):
             if name != ARRAYS:

@@ -1,8 +1,8 @@
 """``jacfwd``, ``jacrev`` and ``hessian``: whole Jacobians of functions of Modules.
 
 A Jacobian is a tree within a tree, as in JAX: like the output, with something like the arguments in place of each leaf,
-and a State by path in place of each Module. Its leaves are plain arrays of shape ``(*output, *argument)``: what belongs
-to a Variable, such as the names of its axes, does not fit them.
+and a State by path in place of each Module. Its leaves are plain arrays of shape ``(*output, *argument)``, not
+Variables, whose metadata, such as the names of axes, would not fit them.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool,
 
 
 def _check_outputs(outputs: Tangents) -> None:
-    """Check that what is returned, as opposed to what is in a Module that is returned, can be differentiated."""
+    """Check that the arrays and Variables that are returned, Modules apart, can be differentiated."""
     layout = outputs.layout
     assert isinstance(layout.root, Tree)
     own = {path for path, child in layout.root.at(()) if child is LEAF}

@@ -1,13 +1,13 @@
 """Labels and lanes: which leaf of a packed pytree is treated how, given the prefixes that say so (prefixes.py).
 
-An object has one row, hence one label for each of its leaves. If it can be reached by two paths in one argument, the
-first path decides, which is that in the State; if by paths in two, both must give it the same labels, leaf by leaf, and
-an error names both paths. What a function captures is given no labels by anyone, so those of an argument that it shares
-an object with hold. The leaves with one label form a lane.
+An object has one row, hence one label for each of its leaves. If two paths in one argument lead to it, the first path
+decides, as it does in the State. If paths in two arguments do, both must give it the same labels, leaf by leaf; if not,
+an error names both paths. Nobody gives labels to what a function captures: an object that it shares with an argument
+has the labels of the argument. The leaves with one label form a lane.
 
-A function may attach new objects to its arguments and return objects. So labels are found in two visits: before the
-call, those of the arguments (:func:`label_arguments`); after it, those of the leaves that come back
-(:func:`labels_after`), where what was attached inherits the entry of its holder.
+A function may attach new objects to its arguments, and return objects. So there are two visits: one before the call,
+for the labels of the arguments (:func:`label_arguments`), and one after it, for those of the leaves that come back
+(:func:`labels_after`). There, what was attached inherits the entry of its holder.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .prefixes import Label, PrefixMapping, labels_in
 
 
 class Labels(NamedTuple):
-    """The labels of the leaves of a table. Refers to no object and no array."""
+    """The labels of the leaves of a table. It refers to no object and no array."""
 
     rows: Sequence[Row]  # of the table
     of_row: dict[int, list[Label]]  # row -> the labels of its leaves
-    reached: dict[int, tuple[tuple, _Visit]]  # row -> its first path, and how that was reached
+    reached: dict[int, tuple[tuple, _Visit]]  # row -> its first path, and the visit that went along it
 
     def may_have(self, row: int) -> list[Label]:
         """The labels that leaves of the object in this row may have, whatever it comes to hold."""
@@ -53,14 +53,15 @@ class Labelling:
     Args:
       rows: of the table.
       values: what filters see of each row: the Variable itself, or the arrays that a node holds.
-      before: the labels before a call, if this is after it. Then the rows of before are visited here; a new object gets
-        its labels from its holder, and an array that a node holds in place of another one has the label of that one.
+      before: the labels before a call, if this visit is after it. They are kept: only nodes that have changed are
+        visited again. A new object gets its labels from its holder, and an array that takes the place of another one
+        its label.
     """
 
     def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]], before: Labels | None = None):
         self.rows, self.values = rows, values
-        self._returning = before is not None  # then a label gives way to the one that an object has
-        self._compared: set[tuple[_Visit, int]] = set()  # rows that a later visit has reached, too
+        self._returning = before is not None  # then a label gives way to the one that an object already has
+        self._compared: set[tuple[_Visit, int]] = set()  # rows that a further visit has reached, too
         if before is None:
             self.labels = Labels(rows, {}, {})
         else:
@@ -79,8 +80,8 @@ class Labelling:
     def visit(self, root: Spec, entries: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
         """Label everything below a pytree whose children have these entries.
 
-        Returns the labels of ``plain``, the leaves of the pytree itself. Filters see paths without the first ``depth``
-        keys, those that lead to an argument.
+        Returns the labels of ``plain``, the leaves of the pytree itself. Filters see paths without their first
+        ``depth`` keys, which lead to an argument.
         """
         own: list[Label] = []
         for (path, spec), entry in zip(children(root), entries, strict=True):
@@ -145,7 +146,7 @@ def _yields(new: Label, old: Label) -> bool:
 
 
 class _Visit:
-    """A visit to one argument or output: the entry that holds there, and how many keys of a path filters do not see."""
+    """A visit to an argument or output, with one entry; filters do not see the first ``depth`` keys of a path."""
 
     __slots__ = ("depth", "entry")
 
@@ -157,8 +158,8 @@ class _Visit:
         return entry.map_prefix(path[self.depth :], leaf) if isinstance(entry, PrefixMapping) else entry
 
     def place(self, path: tuple) -> str:
-        """A path for messages; filters see all of one in the output."""
-        return format_path(path, "" if self.depth else OUTPUT)
+        """A path for messages."""
+        return format_path(path, "" if self.depth else OUTPUT)  # of a path in the output, filters see all keys
 
 
 def label_arguments(
@@ -166,7 +167,7 @@ def label_arguments(
 ) -> tuple[Labels, list[Label]]:
     """The labels of packed ``Arguments``, by row and in the order of the leaves.
 
-    Mappings are asked for paths without the first two keys, those of the argument (``args[0]``).
+    Mappings see paths without the first two keys, which lead to the argument (``args[0]``).
     """
     values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
     for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
@@ -184,13 +185,13 @@ def labels_after(before: Labels, after: After, out_entries: Sequence[Any]) -> li
 
 
 def lanes_of(leaf_labels: Sequence[Label], *prefixes: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """A lane for each label that a leaf has, or that one of the prefixes may give to another; and that of each leaf."""
+    """The lanes, one for each label that a leaf has or that the prefixes may give; and which lane each leaf is in."""
     lanes = tuple(dict.fromkeys([*leaf_labels, *labels_in(prefixes)]))
     return lanes, lane_numbers(leaf_labels, lanes)
 
 
 def lane_numbers(labels: Sequence[Label], lanes: Sequence[Label]) -> tuple[int, ...]:
-    """The position in ``lanes`` of each label."""
+    """The position of each label in ``lanes``."""
     position = {label: i for i, label in enumerate(lanes)}
     return tuple([position[label] for label in labels])
 
@@ -216,9 +217,9 @@ def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Seque
 def mapped_size(
     layout: Layout, leaves: Sequence[Any], labels: Sequence[Any], what: str, option: str, given: int | None
 ) -> int | None:
-    """The common size of all mapped axes, which have numbers for labels; None if there are none.
+    """The common size of all mapped axes, those whose labels are numbers; None if there are none.
 
-    The user of the transform ``what`` may have given it by an option.
+    The user of the transform ``what`` may have ``given`` the size by an ``option``.
 
     Raises:
       PrefixError: if there are several sizes, or an array does not have the axis; names the paths.

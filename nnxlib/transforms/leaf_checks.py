@@ -40,7 +40,7 @@ def check_returned(after: After) -> None:
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments; text in what is captured is a constant (closure_inputs.py).
+    """Check that JAX can trace each leaf of the arguments, except text in what is captured (closure_inputs.py).
 
     Raises:
       ArgumentError: naming the argument, and what to do.
@@ -74,10 +74,10 @@ attribute of its own, `module.name = value`, which is a part of the program."""
 
 
 def as_scalar(value: Any, what: str) -> jax.Array:
-    """A number, as which branch to take, as an array.
+    """A scalar, such as the number of a branch, as an array.
 
     Raises:
-      ArgumentError: if it is something else; ``what`` begins the message.
+      ArgumentError: if it is no scalar; ``what`` begins the message.
     """
     try:
         array = jnp.asarray(value)
@@ -92,7 +92,7 @@ BECAME = "{} became {}"
 
 
 def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tuple], said: str = BECAME) -> list[str]:
-    """A line for each value whose type has changed."""
+    """A line for each value that is not of its type."""
     return [
         f"{place_of(path)}: {said.format(_types(value), _types(type_))}"
         for value, type_, path in zip(values, types, paths, strict=True)

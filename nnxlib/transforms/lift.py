@@ -12,8 +12,8 @@ is static data in the output pytree, so JAX itself returns the right one for eac
 only ever sees the fresh objects. So whatever it does, live objects stay as they were until ``commit``, and no tracer
 can reach them.
 
-(The code calls ``pack_call`` of core/tables.py. It returns what ``pack`` does, but takes it from the live table of an
-argument where there is a valid one.)
+(The code calls ``pack_call`` of core/tables.py, which returns the same, but takes it from the live table of an argument
+if there is a valid one.)
 
 Some transformations treat leaves differently: ``vmap`` maps some of them and not the others. Then each leaf has a
 *label* (for ``vmap`` its axis), which users give by prefixes (prefixes.py). The leaves with one label form a *lane*
@@ -117,9 +117,9 @@ def cross(
       f: the user's function.
       layout: of packed :class:`Arguments`.
       leaves: of the same.
-      forced: positions of leaves that count as changed if they are read.
+      forced: the positions of leaves that count as changed if they are read.
       part: the part of the output of ``f`` that is packed; all of it by default.
-      loan: live objects by row, which ``f`` captures: they are used in place of fresh ones (core/closures.py).
+      loan: by row, the live objects that ``f`` captures; they are used in place of fresh ones (core/closures.py).
       cell: makes the cells of the Variables; for ``nnx.jit`` they note whether they are read (core/inputs.py).
     """
     leaves, edited = _own_pytrees(leaves)
@@ -135,9 +135,9 @@ def cross(
 
 
 def _own_pytrees(leaves: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], list[int]]]:
-    """The leaves, with copies of pytrees such as a dict that is the value of a Variable, which a function may edit.
+    """The leaves, with copies of those that are pytrees, which a function may edit, such as a dict in a Variable.
 
-    Returned with a function that tells later the positions of those that were edited.
+    Also returns a function that tells, later, the positions of those that were edited.
     """
     if all_leaves(leaves):  # as they nearly always are
         return leaves, list
@@ -158,7 +158,7 @@ class Crossing:
       layout: of packed :class:`Arguments`.
       lanes: the labels of the lanes, those of leaves that go in and of leaves that come out.
       lane_of: for each leaf of the layout, which lane it is in; unused if there is only one.
-      labels: of the arguments; objects attached to these inherit their labels. None if there is only one lane.
+      labels: of the arguments; objects that are attached to these inherit them. None if there is only one lane.
       out_prefix: the prefix of the output.
       axis_name: if labels are axes that are stacked: the name of this axis in the metadata of Variables (axes.py).
     """
@@ -192,7 +192,7 @@ class Crossing:
     ) -> tuple[tuple[list[Any], ...], Outcome]:
         """Call ``f`` on fresh objects built from all leaves of the layout; returns one list per lane, and the Outcome.
 
-        Leaves of Variables at the positions ``forced`` come back also if they were only read.
+        The values of Variables at the positions ``forced`` also come back if they were only read.
         """
         layout = self.layout
         if self.labels is not None and self.axis_name is not MISSING:  # the leaves are slices

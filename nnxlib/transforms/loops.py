@@ -150,7 +150,7 @@ def _promoted(*bounds: Any) -> list[Any]:
 
 
 def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _Loop:
-    """Trace a body; a second time, if a weakly typed number that it carries needs another type from the start."""
+    """Trace a body, and once more if a weakly typed number that it carries needs another type from the start."""
     loop = _Loop(layout, trace_body(function, layout, leaves), leaves, what)
     strong = retyped(leaves, *loop.recurring)
     if strong is not None:
@@ -161,13 +161,13 @@ def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _
 
 
 class _Loop:
-    """A traced body as a step on its carry: the leaves that it returns. So its Delta is that of the whole loop, too.
+    """A traced body as a step of a loop that carries the leaves it returns; so its Delta is also that of the loop.
 
     Attributes:
       body: the body.
       carry: the values to begin with.
-      positions: for each leaf of the carry, its position in the layout; None for what the body records, which comes out
-        and is not seen by the next iteration.
+      positions: for each leaf of the carry, its position in the layout; None for what the body records, which the next
+        iteration does not see.
       constant: all leaves of the layout, as they were before the loop.
       recurring: the positions, and the types at the end of an iteration, of the leaves that the next one sees.
     """

@@ -98,7 +98,7 @@ def _by_argument(
     for i in rows:
         argument, path = paths[i][:2], paths[i][2:]
         if argument[0] != OUTPUT and predicate(path, objects[i]):
-            is_second = paths[i] in places  # it was set in the place of another one, which has the same path
+            is_second = paths[i] in places  # it was set in the place of another one, whose path it has
             places.add(paths[i])
             found.setdefault((argument, is_second), {})[i] = path
     return list(found.values())
@@ -130,7 +130,7 @@ def _commit(
     seen: Mapping[int, Any],
     after: After,
 ) -> Any:
-    """Commit, with stored values in place of the transformed ones that the function left in mapped Variables."""
+    """Commit what a function did, with stored values in place of those that it left in mapped Variables."""
     delta, paths, objects = after.delta, after.walk.paths, after.walk.objects
     mapped = _by_argument(predicate, sorted(after.walk.cells), paths, objects)
     if not mapped:

@@ -35,7 +35,7 @@ class _Name(str):
 class _OfLanes(inspect.Signature):
     """The signature of a function of one list of leaves per lane, which binds the leaves to their paths.
 
-    The names are made when they are asked for, by a trace.
+    The names are made only when a trace asks for them.
     """
 
     def __init__(self, paths: Sequence[tuple], lane_of: Sequence[int]):
@@ -51,7 +51,7 @@ class _OfLanes(inspect.Signature):
 def named(
     pure: Callable, f: Callable, paths: Sequence[tuple] | None = None, lane_of: Sequence[int] | None = None
 ) -> Callable:
-    """Give a pure function what JAX says of ``f``, and return it.
+    """Let JAX speak of a pure function as if it were ``f``; returns the function.
 
     Args:
       pure: takes leaves, each as an argument of its own, or one list of them per lane.

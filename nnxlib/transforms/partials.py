@@ -1,7 +1,7 @@
 """Binding Modules to a function once, for a training loop that passes the same ones at every step.
 
-Both functions make a plain partial. What a jitted function knows about a Module it keeps on the Module itself
-(core/tables.py), so binding saves no work: what these names offer is brevity, and that code written for flax.nnx runs.
+Both functions make a plain partial. A jitted function keeps what it knows about a Module on the Module itself
+(core/tables.py), so binding saves no work. It is shorter to write, and code written for flax.nnx uses it.
 
 Bound Modules are seen as they are at each call: their structure may change, inside of the function and outside.
 """

@@ -10,12 +10,12 @@ ever added, that happens a few times at most. Traces inside another trace, where
 stages (``lower``) take all leaves.
 
 Of donated arguments, the Variables that change and the plain arrays are donated. A Variable that is only read keeps its
-buffer, since a donated one must come back as an output. (So it does from a trace for other shapes that only reads it.)
+buffer, since a donated one must come back as an output. (That is what happens if a later trace only reads it.)
 
 A compiled function takes each leaf as a separate argument, and returns the leaves that come back in one tuple. JAX
 flattens and unflattens such flat sequences fastest, and each argument can be donated, and have a sharding, by itself.
-The :class:`~nnxlib.transforms.lift.Outcome` is nearly always equal to that of the first trace, and then is left out. If
-not, or with shardings, which go by lane, the function returns a :class:`WithOutcome` instead of a plain tuple.
+The :class:`~nnxlib.transforms.lift.Outcome` is left out if it equals that of the first trace, as it nearly always does.
+If not, or with shardings, which go by lane, the function returns a :class:`WithOutcome` instead of a plain tuple.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ class Compiled:
       crossing: makes the user's function pure.
       function: the user's function.
       inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
-      donated: positions of leaves; those of them that are inputs are donated.
+      donated: the positions of the leaves that are donated, if they are inputs.
       options: of ``jax.jit``.
-      replay: a function of the inputs that does the same as the user's function, for the first trace; None if there is
-        none.
+      replay: for the first trace, a function of the inputs that does the same as the user's function; or None.
     """
 
     __slots__ = ("__weakref__", "_outcomes", "donates", "inputs", "jitted")
@@ -110,7 +109,7 @@ class Compiled:
                 raise
             if not outcomes:
                 outcomes.append(outcome)
-            usual = outcomes[0]  # that of another thread, if this was tracing at the same time
+            usual = outcomes[0]  # of another thread, if that was tracing at the same time
             if crossing.labels is None and outcome == usual and outcome.read == usual.read:
                 return tuple(groups[0])
             return WithOutcome(groups, outcome)
@@ -125,8 +124,9 @@ class Compiled:
     def call(self, inputs: Sequence[Any], finish: Callable[[Any], R]) -> R:
         """``finish(jitted(*inputs))``, where ``finish`` writes what was returned to the objects.
 
-        If inputs are donated, also when an interrupt, such as Ctrl-C, arrives as soon as the function has returned:
-        without the arrays that went in and those that came out the objects would be lost. Then it may be called twice.
+        If inputs are donated, ``finish`` is also called when an interrupt, such as Ctrl-C, arrives as soon as the
+        function has returned; perhaps for a second time. The arrays that went in are gone, so the objects would be lost
+        without those that came out.
         """
         if not self.donates:
             return finish(self.jitted(*inputs))
@@ -143,7 +143,7 @@ class Compiled:
             raise
 
     def ahead_of_time(self, stage: Any) -> Compiled:
-        """The same, with what JAX has compiled ahead of time in place of the jitted function."""
+        """A copy with what JAX has compiled ahead of time in place of the jitted function."""
         made = copy.copy(self)
         made.jitted = stage
         return made
@@ -245,8 +245,8 @@ class Plan:
     def _donatable(self, outcome: Outcome) -> list[int]:
         """The leaves that are not needed after the call: values of Variables that change, and plain leaves.
 
-        With ``keep_unused``, no values of Variables: a trace for other shapes, which does not read them, would free
-        them and return nothing in their place.
+        With ``keep_unused`` none of Variables: a trace for other shapes that does not read them would free them and
+        return nothing in their place.
         """
         layout, delta = self.crossing.layout, outcome.delta
         count = len(layout.leaf_paths)
@@ -260,7 +260,7 @@ class Plan:
         return self._compile(leaves, self._all) if self._donated else self.everything
 
     def ahead_of_time(self, compiled: Compiled) -> Plan:
-        """The same, with a function that is compiled already."""
+        """A copy with a function that is compiled already."""
         made = copy.copy(self)
         made.compiled = compiled
         return made

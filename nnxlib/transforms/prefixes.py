@@ -76,7 +76,7 @@ class PrefixMapping(Mapping):
         )
 
     def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
-        """The same with ``function(label)`` in place of each label."""
+        """The mapping with ``function(label)`` in place of each label."""
         return type(self)([(key, function(label)) for key, label in self._items])
 
     def __getitem__(self, key: Filter) -> Label:
@@ -163,7 +163,7 @@ class TreeState(PrefixMapping):
 
 
 class _Below(PrefixMapping):
-    """A mapping that stands ``depth`` keys down in a prefix, and sees paths from there."""
+    """A mapping that stands ``depth`` keys down in a prefix, and sees paths only from there on."""
 
     def __init__(self, mapping: PrefixMapping, depth: int):
         super().__init__({})
@@ -252,17 +252,17 @@ def broadcast_prefix(prefix: Any, tree: Any, name: str) -> list[Any]:
 
 
 def argument_entries(prefix: Any, args: tuple, name: str) -> list[Any]:
-    """The same for positional arguments; as in JAX, a list will do for a tuple."""
+    """:func:`broadcast_prefix` for positional arguments; as in JAX, the prefix may be a list in place of a tuple."""
     return broadcast_prefix(_placed(tuple(prefix) if isinstance(prefix, list) else prefix, left_out=1), args, name)
 
 
 def output_entries(prefix: Any, out: Any, name: str) -> list[Any]:
-    """The same for what a function returns."""
+    """:func:`broadcast_prefix` for what a function returns."""
     return broadcast_prefix(_placed(prefix, left_out=0), out, name)
 
 
 def _placed(prefix: Any, left_out: int) -> Any:
-    """The same with mappings that see paths from where they stand; those asked for lack the first ``left_out`` keys."""
+    """The prefix with mappings that know where they stand, given paths that lack their first ``left_out`` keys."""
 
     def at(keys: tuple, entry: Any) -> Any:
         depth = len(keys) - left_out
@@ -292,7 +292,7 @@ def labels_in(prefix: Any) -> list[Label]:
 
 
 def _is_none(x: Any) -> bool:
-    """Whether this is a leaf of a prefix, though JAX flattens it."""
+    """Whether this is None, which is a leaf of a prefix, though not for JAX."""
     return x is None
 
 

@@ -71,7 +71,7 @@ def remat(
 
 
 def _unless_array(argument: Any) -> Any:
-    """An argument, also if it is an array that was declared static."""
+    """An argument; if it is an array that was declared static, the array."""
     static = type(argument) is StaticArgument and isinstance(argument.value, jax.Array)
     return argument.value if static else argument
 

@@ -40,7 +40,7 @@ class _Note(NamedTuple):
 
 
 class Traces:
-    """The notes of one jitted function. Also stands for the function where a reference would keep that alive."""
+    """The notes of one jitted function; also stands for it where a reference to the function would keep it alive."""
 
     def __init__(self, name: str):
         self.name = name

@@ -133,7 +133,7 @@ def looped(
 ) -> Callable:
     """``f`` as the body of ``loop(step, init, xs, length=...)``: ``jax.lax.scan`` or its like, with options bound."""
     inner, bound, bound_kwargs = resolve(f)
-    kept = as_function(inner)
+    kept = as_function(inner)  # by `wrapped`, which refers to it
     function = weakly(kept)
     name = axis_name_in(transform_metadata)
     in_axes = (Carry,) if in_axes is Carry else in_axes
@@ -163,8 +163,8 @@ def looped(
             key = (loop.func, *loop.keywords.values(), layout, tuple(leaf_labels), size, *settings)
 
             def make() -> Program:
-                what = layout, labels, leaf_labels, size, body, loop
-                return Program(_Scan(*what, out_axes, carried, out_place, name, data_transform).program)
+                of_loop = layout, labels, leaf_labels, size, body, loop
+                return Program(_Scan(*of_loop, out_axes, carried, out_place, name, data_transform).program)
 
             return run_program(program_of((weakly(kept),), (*key, settings_of(inner)), make), packed)
 
@@ -250,8 +250,8 @@ def _moved(x: Any, source: int, destination: int) -> Any:
 def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping[int, int]) -> None:
     """Refuse changes that a loop cannot make in each iteration, and values that have no place to go.
 
-    What has an axis is another object in each iteration, so its structure may change; what is carried or passed whole
-    is the same one in all, but the body is traced on its first state only.
+    What has an axis is another object in each iteration, so its structure may change. What is carried or passed whole
+    is the same object in all of them, and the body is traced only once, on its structure before the loop.
     """
     changes = structural_changes(layout, body, replaced)
     refuse_structural([x for x in changes if not x.added and not _is_stacked(labels, x.row)], "body of scan")
@@ -279,7 +279,7 @@ _ATTACH = "Attach the Variable before the loop, or give it an axis that the stac
 
 
 def _handed_on(body: Body) -> list[int]:
-    """Which of the leaves that come back go to the next iteration: carried ones, and counts of streams passed whole."""
+    """Which leaves that come back go to the next iteration: carried ones, and the counts of streams passed whole."""
     return [k for k, label in enumerate(body.labels) if not _is_axis(label)]
 
 
@@ -301,7 +301,7 @@ def _recurring(
 
 
 def _places_of_carry(in_axes: Any, out_axes: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Where ``Carry`` stands in the two prefixes, which are checked."""
+    """Check the two prefixes, and find where ``Carry`` stands in each."""
     check_axes(in_axes, "in_axes", "scan", Carry)
     check_axes(out_axes, "out_axes", "scan", Carry)
     places = _place_of_carry(in_axes, "in_axes"), _place_of_carry(out_axes, "out_axes")

@@ -177,12 +177,12 @@ class Tangents(NamedTuple):
 
     @classmethod
     def of_lanes(cls, layout: Layout, lane_of: Sequence[int]) -> Tangents:
-        """Of the leaves in lane 0, see :func:`differentiated`."""
+        """Those of the leaves in lane 0, see :func:`differentiated`."""
         return cls(layout, tuple([k for k, lane in enumerate(lane_of) if lane == 0]))
 
     @classmethod
     def of_leaves(cls, layout: Layout, leaves: Sequence[Any]) -> Tangents:
-        """Of all leaves of floating or complex type."""
+        """Those of all leaves of floating or complex type."""
         return cls(layout, tuple([k for k, leaf in enumerate(leaves) if is_inexact(leaf)]))
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
@@ -198,9 +198,9 @@ class Tangents(NamedTuple):
         return folded
 
     def fold_arguments(self, values: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
-        """The same for packed ``Arguments``, of those with the given numbers.
+        """The same for those of packed ``Arguments`` with the given numbers.
 
-        The others are not made, as by JAX: their classes may refuse a None in place of an array.
+        As in JAX, the others are not made: their classes may refuse a None in place of an array.
         """
         assert isinstance(self.layout.root, Tree)
         return self.fold_parts(values, [((), argument_of(self.layout.root, i)) for i in numbers])
@@ -212,12 +212,12 @@ class Tangents(NamedTuple):
         return [_fold(self.layout, spec, _below(nested, path)) for path, spec in parts]
 
     def as_variables(self, values: Sequence[Any]) -> list[Any]:
-        """The values, each in a Variable where one of that type was in the pytree."""
+        """The values, each in a Variable if it belongs to one in the pytree, of the same type."""
         n, pairs = len(self.layout.variables), zip(self.positions, values, strict=True)
         return [variable_of(self.layout.variable_row(k), x) if k < n else x for k, x in pairs]
 
     def arguments(self, numbers: Sequence[int], values: Sequence[Any]) -> Any:
-        """Packed ``Arguments`` for :meth:`unfold`, of which only those with the given numbers have values."""
+        """``Arguments`` for :meth:`unfold`, in which only those with the given numbers have values."""
         root = self.layout.root
         assert isinstance(root, Tree)
         of_args, *others = root.treedef.children()
@@ -227,12 +227,12 @@ class Tangents(NamedTuple):
         return kind(args, *(None for _ in others))  # None may stand for any part
 
     def unfold(self, tree: Any, leaves: Leaves, name: str, ignored: Collection[tuple] = ()) -> dict[int, Any]:
-        """The inverse of :meth:`fold`: the values by position, of those that the tree gives.
+        """The inverse of :meth:`fold`: the values that the tree gives, by position.
 
         Args:
           tree: like the pytree, with a State (or Module, or nested dict) in place of each node. None stands for no
             values, and a State may leave some out.
-          leaves: the leaves of the packed pytree, which the values must be like.
+          leaves: the leaves of the packed pytree, whose shapes and types the values must have.
           name: what the user calls the values.
           ignored: paths at which the tree may have something that does not belong.
 
@@ -266,7 +266,7 @@ _NO_TANGENT = "A {name} was given for {path}, but {why}"
 
 
 def argument_of(arguments: Tree, number: int) -> Tree:
-    """The part of the spec of packed ``Arguments`` that is of one positional argument."""
+    """The spec of one positional argument, out of that of packed ``Arguments``."""
     treedefs = arguments.treedef.children()[0].children()
     start = sum(treedef.num_leaves for treedef in treedefs[:number])
     own = slice(start, start + treedefs[number].num_leaves)
@@ -351,12 +351,12 @@ def _like(leaf: Any, value: Any, what: str) -> Any:
 
 
 def shape_of(leaf: Any) -> Any:
-    """What remains of a leaf once only shapes are needed."""
+    """The shapes and dtypes of a leaf, in its place where only these are needed."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), _dtype(x)), leaf)
 
 
 def zeros_like(leaf: Any) -> Any:
-    """A zero tangent of a leaf, or of what :func:`shape_of` leaves of it."""
+    """A zero tangent of a leaf, or of what :func:`shape_of` returns for it."""
     return jax.tree.map(_zeros, leaf)
 
 

@@ -1,7 +1,7 @@
 """``vjp``, ``jvp`` and ``linearize``: products with the Jacobian of a function of Modules.
 
-The tangents of a Module, and the gradients that belong to it, are a State by path. Of a Module, all leaves of floating
-or complex type are differentiated: there is no loss here that only the ``Param`` Variables are to follow.
+The tangents and gradients of a Module are a State by path. All its leaves of floating or complex type are
+differentiated, not only the ``Param`` Variables, as by ``grad``: there is no loss here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Derivation:
         self.leaves, self._rest = split_lanes(self.packed.leaves, lane_of, 2)
 
     def pure(self, leaves: list[Any]) -> tuple[list[Any], tuple[list[Any], Outcome, Tangents]]:
-        """From leaves to the leaves of the output that have a tangent; beside them, all that comes back."""
+        """From leaves to those leaves of the output that have a tangent; and, as aux, to all that comes back."""
         joined = join_lanes((leaves, self._rest), self.lane_of)
         (primal, _), after = cross(self._run, self.packed.layout, joined, part=operator.itemgetter(1))
         found = Tangents.of_leaves(primal.layout, primal.leaves)
@@ -66,7 +66,7 @@ class Derivation:
         return pack({OUTPUT: split_aux(out)[0] if self.has_aux else out}), out
 
     def finish(self, leaves: list[Any], outcome: Outcome) -> tuple[Any, tuple]:
-        """Write the changes; returns the output and the aux value, if there is one."""
+        """Write the changes; returns the output, and a tuple with the aux value if there is one."""
         out = commit(self.packed.layout, outcome.delta, leaves, self.packed.objects)
         return (out[0], (out[1],)) if self.has_aux else (out, ())
 
@@ -198,7 +198,7 @@ def linearize(
 
     Returns:
       ``(output, push_forward)``, and the aux value with ``has_aux``. ``push_forward`` takes tangents as :func:`jvp`
-      does, and returns that of the output.
+      does, and returns the tangent of the output.
 
     >>> import nnxlib as nnx, jax, jax.numpy as jnp
     >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))

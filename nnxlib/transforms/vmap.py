@@ -196,7 +196,7 @@ def mapped(
 
 
 def _placing(run: Callable, crossing: Crossing) -> Callable:
-    """``run``, with new Variables sharded along the stacked axis, too."""
+    """``run``, with new Variables also sharded along the stacked axis."""
 
     def placing(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
         made, outcome = run(*groups)
@@ -212,7 +212,7 @@ def _size(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any
 
 
 def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
-    """``transform(pure, out_axes)``, with an error that names the value if JAX refuses one that comes back."""
+    """``transform(pure, out_axes)``, with errors that name the values that come back and that JAX refuses."""
 
     def explain(groups: Sequence[Sequence[Any]]) -> None:
         if without_axis := _without_axis(pure, lanes, transform, groups):
