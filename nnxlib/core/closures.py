@@ -34,22 +34,22 @@ from .finding import reachable
 from .tracing import TraceRef, abandon_trace, current_trace
 
 
-class Reader(NamedTuple):
-    """Some code that has run, and its globals."""
+class RunningCode(NamedTuple):
+    """Code that was running when an object was noticed, and its globals."""
 
     code: types.CodeType
     namespace: dict[str, Any]
 
 
-Readers = Mapping[int, Reader]  # by the id of the code
+Running = Mapping[int, RunningCode]  # by the id of the code
 
 
 class CapturedObjects(BaseException):
     """Raised through JAX to end a trace that has captured objects; never reaches the user."""
 
-    def __init__(self, roots: Sequence[Any], readers: Readers = types.MappingProxyType({})):
+    def __init__(self, roots: Sequence[Any], running: Running = types.MappingProxyType({})):
         super().__init__(f"{len(roots)} captured objects")
-        self.roots, self.readers = list(roots), readers  # `readers`: the code that ran when they were noticed
+        self.roots, self.running = list(roots), running
 
 
 class Occupied(CapturedObjects):
@@ -78,7 +78,7 @@ class Watch:
 
     def __init__(self, outer: Watch | None, frame: types.FrameType):
         self.outer, self.frame = outer, frame  # the frame that watches
-        self.readers = dict[int, Reader]()
+        self.running = dict[int, RunningCode]()
         self.outside: list[TraceRef] = [None, _thread.caller, *(outer.outside if outer else ())]
         self.roots: list[Any] = []  # what is captured, without what is below another of these
         self.covered: dict[int, Any] = {}  # by id; keeps the objects alive, so that no id is reused
@@ -96,13 +96,13 @@ class Watch:
 
     def _note_frames(self, frame: types.FrameType | None) -> None:
         """Note the code that runs now, up to the frame that watches, with this watch and those around it."""
-        readers, watch = dict[int, Reader](), self
+        running, watch = dict[int, RunningCode](), self
         while frame is not None and watch is not None:
             if frame is watch.frame:
-                watch.readers |= readers
+                watch.running |= running
                 watch = watch.outer
             else:
-                readers[id(frame.f_code)] = Reader(frame.f_code, frame.f_globals)
+                running[id(frame.f_code)] = RunningCode(frame.f_code, frame.f_globals)
                 frame = frame.f_back
 
 
@@ -139,11 +139,11 @@ def absent_input() -> AbsentInput:
     return AbsentInput()
 
 
-def note_readers(readers: Readers) -> None:
+def note_running(running: Running) -> None:
     """Note code that ran when a jitted function that is called now was traced."""
     watch = _thread.watch
     while watch is not None:
-        watch.readers |= readers
+        watch.running |= running
         watch = watch.outer
 
 
@@ -177,7 +177,7 @@ class watching:
         if watch.roots or watch.lacks_input or kind is not None:
             abandon_trace()
         if watch.roots:
-            raise CapturedObjects(watch.roots, watch.readers) from None
+            raise CapturedObjects(watch.roots, watch.running) from None
         if watch.lacks_input:
             raise AbsentInput from None
 

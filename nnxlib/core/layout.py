@@ -16,14 +16,24 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from .blueprint import Blueprint
 from .nesting import Nesting
 from .rows import LEAF, ROOT, BoundMethod, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, count_leaves, statics_in
 from .static import Const
 
+A = TypeVar("A")
+
 KEPT = 64  # how many entries a cache keeps whose keys may belong to functions or objects that are gone
+
+
+def keep(cache: dict[Any, A], key: Hashable, value: A) -> A:
+    """Put a value into a cache, which is emptied first if it is full; returns the value."""
+    if len(cache) >= KEPT:
+        cache.clear()
+    cache[key] = value
+    return value
 
 
 class _Key:
@@ -185,9 +195,7 @@ class Layout:
         """The layout of another pytree that holds the same objects: one of arguments, around a model; cached."""
         found = self._around.get(root)
         if found is None:
-            if len(self._around) >= KEPT:
-                self._around.clear()
-            found = self._around[root] = Layout(self.rows, root)
+            found = keep(self._around, root, Layout(self.rows, root))
         return found
 
     # --- the leaves in nested dicts, those of States ---
@@ -207,9 +215,7 @@ class Layout:
         found = self._grouped.get(filters)
         if found is None:
             found = [Nesting(self.leaf_paths, [self.positions[path] for path in paths]) for paths in groups()]
-            if len(self._grouped) >= KEPT:
-                self._grouped.clear()
-            self._grouped[filters] = found
+            keep(self._grouped, filters, found)
         return found
 
     def leaves_in(self, levels: Any) -> dict[int, Any] | None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .closures import Reader, is_lent_elsewhere
+from .closures import RunningCode, is_lent_elsewhere
 from .look_ups import (
     BY_NAME,
     LookUp,
@@ -151,7 +151,7 @@ def ways_from(function: Callable) -> list[Way]:
     return search(function).ways
 
 
-def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[Reader] = ()) -> Found:
+def search(function: Callable, sought: Collection[Any] = (), running: Iterable[RunningCode] = ()) -> Found:
     """Search for all that can be reached from a function.
 
     Of a program with very many values it finds the nearest ones. It goes on if some that are sought are not among them,
@@ -160,29 +160,29 @@ def search(function: Callable, sought: Collection[Any] = (), readers: Iterable[R
     Args:
       function: where the ways begin.
       sought: what has to be found.
-      readers: code that was seen to run when the function was called, the globals of which count as the function's own.
+      running: code that ran when the function was called; its globals count as the function's own.
     """
-    return _Search(function, sought, readers).run()
+    return _Search(function, sought, running).run()
 
 
 class _Search:
     """A search for what can be reached from a function, nearest first."""
 
-    def __init__(self, function: Callable, sought: Collection[Any], readers: Iterable[Reader]):
+    def __init__(self, function: Callable, sought: Collection[Any], running: Iterable[RunningCode]):
         self.start = Way(function, LookUp(itself, function), None)
         self.queue = deque([self.start])  # the ways that are yet to be visited, the shortest first
         self.look_ups_left = _MOST_TO_FIND
         self.missing = set(map(id, sought))
         self.namespace = getattr(inspect.unwrap(function), "__globals__", None)
-        self.readers = [reader for reader in readers if not is_of_library(reader.namespace)]
-        self.names = {name for reader in self.readers for name in names_in(reader.code)}  # of the code visited so far
+        self.running = [code for code in running if not is_of_library(code.namespace)]
+        self.names = {name for code in self.running for name in names_in(code.code)}  # of the code visited so far
         self.visited = set[int]()  # the code of functions, by id
         self.elsewhere = list[Way]()  # to functions of other files
         self.found, self.others, self.ends = dict[int, Way](), list[Way](), list[Way]()
 
     def run(self) -> Found:
         self.visit_all()
-        for code, namespace in reversed(self.readers):
+        for code, namespace in reversed(self.running):
             if id(code) not in self.visited:
                 self.go_on(self.start, globals_in(code, namespace))
                 self.visit_all()

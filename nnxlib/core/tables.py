@@ -43,7 +43,7 @@ from .data import is_bound_method, is_node
 from .foreign import Flattened
 from .graph import Packed, build, pack
 from .graphdef import differences_listed
-from .layout import KEPT, Layout
+from .layout import KEPT, Layout, keep
 from .objects import HasAttributes, Node, Pytree, attributes_of
 from .rows import LEAF, ROOT, NodeRow, Ref, Row, Tree, count_leaves
 from .stamps import Stamp, gone, stamping, with_stamp
@@ -435,9 +435,7 @@ def sharing_of(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple[Shari
     serials = tuple([table.serial for table in tables])
     found = known.get(serials)
     if found is None:
-        if len(known) >= KEPT:  # probably with objects that are gone
-            known.clear()
-        found = known[serials] = _find_sharing(roots, tables)
+        found = keep(known, serials, _find_sharing(roots, tables))
     return found
 
 

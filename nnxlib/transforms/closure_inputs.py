@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from ..core.closures import CapturedObjects, Reader, Watch, is_lent_elsewhere, note_readers
+from ..core.closures import CapturedObjects, RunningCode, Watch, is_lent_elsewhere, note_running
 from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
@@ -99,7 +99,7 @@ class Captures:
     def __init__(self, function: Callable):
         self._function = function
         self._roots: list[weakref.ref] = []
-        self._readers: dict[int, Reader] = {}  # the code that ran when they were noticed
+        self._running: dict[int, RunningCode] = {}  # when they were noticed
         self._adding = threading.Lock()
         self._places: dict[Hashable, object] = {}  # what stands for the places, see `Captured`
         self._places_met = 0  # how often they were new ones
@@ -113,13 +113,13 @@ class Captures:
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
         with self._adding:
             if _others(roots, self.now()[0]):  # if not, another thread has added them
-                self._readers |= outside.readers
+                self._running |= outside.running
                 found = self._search([*roots, *[reference() for reference in self._roots]])
                 self._add(roots, found)
                 self.known = self._along(found)
 
     def _search(self, sought: Sequence[Any] = ()) -> Found:
-        return search(self._function, sought, self._readers.values())
+        return search(self._function, sought, self._running.values())
 
     def _add(self, roots: Sequence[Any], found: Found) -> None:
         present = {id(reference()) for reference in self._roots}
@@ -132,7 +132,7 @@ class Captures:
 
         These it may use without being noticed: a trace that only reads static attributes of a Module is not.
         """
-        self._roots, self._readers, self._constants = [], {}, []
+        self._roots, self._running, self._constants = [], {}, []
         found = self._search()
         named = [x for x in [*named_in(self._function), *found.with_settings()] if issubclass(type(x), Node)]
         named = [x for x in named if x._nnx_is_captured]
@@ -221,8 +221,8 @@ class Captures:
                 found = known.roots()
             except Exception as error:
                 return self._found_again(known, isinstance(error, _Changed) and error.is_exchanged)
-        if self._readers and Watch.count:
-            note_readers(self._readers)
+        if self._running and Watch.count:
+            note_running(self._running)
         return found, self._with_constants(known.places) if self._constants else known.places
 
     def _with_constants(self, places: object) -> object:

@@ -38,7 +38,7 @@ from ..core.closures import AbsentInput, CapturedObjects, Loans, is_lent_elsewhe
 from ..core.data import is_node
 from ..core.errors import NnxError
 from ..core.graph import commit, pack
-from ..core.layout import KEPT
+from ..core.layout import keep
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.static import StaticArgument
 from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
@@ -342,9 +342,7 @@ class CacheEntry:
         for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):
             inputs, outputs = (_cells([x for x in one.cells if x[0] == k], found.tables) for one in (reads, writes))
             arrays = [table.arrays[j][:2] for i, chosen in reads.arrays if i == k for j in chosen]
-            if len(table.shortcuts) >= KEPT:  # probably of functions that are gone
-                table.shortcuts.clear()
-            table.shortcuts[site] = Part(shortcut, place, inputs, arrays, outputs)
+            keep(table.shortcuts, site, Part(shortcut, place, inputs, arrays, outputs))
 
     def _reads_of(self, compiled: Compiled) -> _Reads:
         both = [*self._cells, *self._arrays]
