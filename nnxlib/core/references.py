@@ -127,6 +127,14 @@ class Found(NamedTuple):
         return [way.value for way in self.objects() if _has_setting(way.value, self.names)]
 
 
+def used_unnoticed(function: Callable, found: Found) -> list[Any]:
+    """The Modules that a function may use without a trace noticing it: a trace does not notice that a flag is read.
+
+    They are those that it names directly, and those of which it names a setting; ``found`` is what it refers to.
+    """
+    return [x for x in (*named_in(function), *found.with_settings()) if issubclass(type(x), Node)]
+
+
 def named_in(function: Callable | None) -> list[Any]:
     """What a function, and those that it wraps, refer to directly: by closures, defaults, globals."""
     found: list[Any] = []

@@ -27,7 +27,7 @@ from ..core.graph import Packed
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, referent
 from ..core.objects import Node
-from ..core.references import Found, Way, named_in, search
+from ..core.references import Found, Way, search, used_unnoticed
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
@@ -116,7 +116,7 @@ class Captures:
                 self._running |= outside.running
                 found = self._search([*roots, *[reference() for reference in self._roots]])
                 self._add(roots, found)
-                self.known = self._along(found)
+                self.known = self._to_look_up(found)
 
     def _search(self, sought: Sequence[Any] = ()) -> Found:
         return search(self._function, sought, self._running.values())
@@ -127,26 +127,22 @@ class Captures:
         new = [x for x in holders if id(x) not in present] or [x for x in roots if id(x) not in present]
         self._roots = [*self._roots, *map(weakref.ref, new)]
 
-    def _look(self) -> _Known:
-        """Start anew, with nothing captured but the Modules that the function names, or whose settings it names.
-
-        These it may use without being noticed: a trace that only reads static attributes of a Module is not.
-        """
+    def _start_anew(self) -> _Known:
+        """Start anew, with nothing captured but the Modules that the function may use without a trace noticing it."""
         self._roots, self._running, self._constants = [], {}, []
         found = self._search()
-        named = [x for x in [*named_in(self._function), *found.with_settings()] if issubclass(type(x), Node)]
-        named = [x for x in named if x._nnx_is_captured]
-        here = [x for x in named if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
+        used = [x for x in used_unnoticed(self._function, found) if x._nnx_is_captured]
+        here = [x for x in used if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
         if here:
             self._add(here, found)
-        known = self._along(found)
-        if len(here) < len(named):  # another trace may take those that this one cannot; no program serves both
+        known = self._to_look_up(found)
+        if len(here) < len(used):  # another trace may take those that this one cannot; no program serves both
             self.known, self._places_met = None, self._places_met + 1
             return _Known(known.steps, known.conditions, object())
         self.known = known
         return known
 
-    def _along(self, found: Found) -> _Known:
+    def _to_look_up(self, found: Found) -> _Known:
         """What to look up: each step on the ways to the roots, and to the places where Modules may come."""
         ways_to: dict[int, list[Way]] = {}
         for way in found.ways:
@@ -183,8 +179,8 @@ class Captures:
         self._places_met += found is new
         return found
 
-    def are_many(self) -> bool:
-        """Whether there have been so many places that programs for them should be dropped; then they are forgotten."""
+    def have_many_places(self) -> bool:
+        """Whether there have been so many places that programs for them should be dropped; if so, counts anew."""
         if self._places_met <= KEPT:
             return False
         self._places, self._places_met = {}, 0
@@ -211,7 +207,7 @@ class Captures:
         """What the function captures, as far as that is known; found again, if it now refers to other objects."""
         known = self.known
         if known is None:
-            return self._roots_and(self._look())
+            return self._captured(self._start_anew())
         try:
             found = known.straight is not None and known.straight()
         except Exception:  # of a look-up, which is made once more below
@@ -251,13 +247,14 @@ class Captures:
     def _found_again(self, before: _Known, is_exchanged: bool) -> Captured:
         """What the function captures after something changed: perhaps only the ways, as when a dict has grown."""
         if not is_exchanged and not any(reference() is None for reference in self._roots):
-            known = self._along(self._search())
+            known = self._to_look_up(self._search())
             if known.places is before.places:
                 self.known = known
-                return self._roots_and(known)
-        return self._roots_and(self._look())
+                return self._captured(known)
+        return self._captured(self._start_anew())
 
-    def _roots_and(self, known: _Known) -> Captured:
+    def _captured(self, known: _Known) -> Captured:
+        """What the function captures, when this was just found out; nothing if some of it is gone already."""
         roots = tuple([reference() for reference in self._roots])
         places = self._with_constants(known.places) if self._constants else known.places
         return (roots, places) if all(root is not None for root in roots) else NOTHING

@@ -350,7 +350,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         if plan is None:
             if arguments.captured:
                 self._captures.capture_sharing(arguments.captured)
-            if self._captures.are_many():
+            if self._captures.have_many_places():
                 self.clear_cache()
             check_traceable(layout, packed.leaves)
             constants = constants_in(layout, packed.leaves) if arguments.captured else {}

@@ -29,7 +29,7 @@ from ..core.layout import KEPT
 from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import named_in, search
+from ..core.references import search, used_unnoticed
 from ..core.static import Const
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, evaluate
@@ -49,7 +49,7 @@ class Program:
         one by one.
     """
 
-    __slots__ = ("_traced", "captures", "conditions", "function", "jitted", "objects", "until")
+    __slots__ = ("_traced", "captures", "conditions", "function", "jitted", "kinds", "until")
 
     until: list[weakref.ref]  # to its functions; when one of them is gone, the program is forgotten
 
@@ -58,7 +58,7 @@ class Program:
         self._traced: Any = jax.jit(watched(function))  # once: `jax.make_jaxpr` jits at each call
         self.jitted = jitted or (jax.jit(watched(function)) if compiled else self._inlined)
         self.captures = False  # whether it was found to capture objects
-        self.objects: list[type] = []  # the types of other objects to which its functions refer
+        self.kinds: list[type] = []  # the types of other objects to which its functions refer
         self.conditions: list[Conditions] = []  # while they hold, the functions refer to no further objects
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -73,12 +73,13 @@ class Program:
         return self.function(list(leaves))
 
     def look_at(self, functions: Sequence[Callable]) -> None:
-        """Note what the functions refer to."""
-        found = [] if self.captures else [search(f) for f in functions]
-        self.captures |= any(each.with_settings() for each in found)
+        """Note what the functions refer to. If they capture objects, it is not needed, and might keep these alive."""
+        found = [search(f) for f in functions]
+        self.captures |= any(map(used_unnoticed, functions, found))
+        found = [] if self.captures else found
         conditions = [Conditions(each, each.objects(), set(), functions) for each in found]
         self.conditions = [each for each in conditions if each]
-        self.objects = [type(way.value) for each in found for way in each.objects()]
+        self.kinds = [type(way.value) for each in found for way in each.objects()]
 
     def _inlined(self, leaves: list[Any]) -> Any:
         """Put the equations of the program into the running trace; traced only if none was for leaves of such types.
@@ -223,13 +224,11 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
         program = programs[key] = make()
         forget = functools.partial(_forget, weakref.ref(programs), key)
         program.until = [weakref.ref(f, forget) for f in plain]
-        # If they only read a flag of a Module that they refer to, a trace does not notice it.
-        program.captures = any(issubclass(type(x), Node) for f in plain for x in named_in(f))
         program.look_at(plain)
-    elif not all(each.hold() for each in program.conditions):
-        before = program.objects
+    elif not program.captures and not all(each.hold() for each in program.conditions):
+        before = program.kinds
         program.look_at(plain)
-        program.captures |= program.objects != before
+        program.captures |= program.kinds != before
     return program
 
 
