@@ -184,7 +184,7 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[str, Any]) -> A:
 
 
 def remove_axis(tree: A, index: int, transform_metadata: Mapping[str, Any]) -> A:
-    """Drop the name of an axis of all Variables in a tree, in place; the inverse of :func:`add_axis`.
+    """Drop the name of an axis of all Variables in a tree, in place; the inverse of ``add_axis``.
 
     >>> import nnxlib as nnx
     >>> v = nnx.Param(jnp.ones(3), out_sharding=('layers', 'out'))

@@ -17,7 +17,7 @@ M = TypeVar("M")
 
 @dataclasses.dataclass
 class Functional(Generic[M]):
-    """A Module class with the arguments of its constructor; ``graphdef`` is known once :meth:`init` has run."""
+    """A Module class with the arguments of its constructor; ``graphdef`` is known once ``init`` has run."""
 
     module_type: Callable[..., M]
     graphdef: GraphDef[M] | None
@@ -42,7 +42,7 @@ class Functional(Generic[M]):
 
 
 def functional(cls: Callable[..., M]) -> Callable[..., Functional[M]]:
-    """Return a constructor of :class:`Functional` that takes the arguments of ``cls``.
+    """Return a constructor of :class:`nnxlib.bridge.Functional` that takes the arguments of ``cls``.
 
     >>> linear = nnx.bridge.functional(nnx.Linear)(2, 3)
     >>> state = linear.init(rngs=nnx.Rngs(0))

@@ -90,7 +90,7 @@ MODULE_CONTEXT = ModuleContext()
 
 
 def current_context() -> ModuleStackEntry | None:
-    """Return the entry of :func:`current_module`, None if there is none."""
+    """Return the entry of :func:`nnxlib.bridge.current_module`, None if there is none."""
     return _stack.get()[-1]
 
 
@@ -114,7 +114,7 @@ def _running(entry: ModuleStackEntry) -> Iterator[None]:
 
 
 def compact(f: F) -> F:
-    """Let a method of a :class:`Module` make parameters and parts where it uses them.
+    """Let a method of a :class:`nnxlib.bridge.Module` make parameters and parts where it uses them.
 
     >>> class Scale(nnx.bridge.Module):
     ...   @nnx.bridge.compact
@@ -273,7 +273,7 @@ class Module(core.Module):
         """Return the variables that a call makes, by collection.
 
         Args:
-          rngs: an :class:`Rngs`; a mapping from names to keys; a key or seed, for all names.
+          rngs: an :class:`nnxlib.Rngs`; a mapping from names to keys; a key or seed, for all names.
           *args: what the method takes.
           method: the method to call, by name or as a function of the class.
           **kwargs: what the method takes by keyword.
@@ -352,7 +352,7 @@ def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None =
 
 
 def linen_in_bridge_mdl(linen_module: flax.linen.Module, name: str | None = None) -> core.Module:
-    """Make a Linen module a part of the Module that is running; ``name`` and errors as in :func:`nnx_in_bridge_mdl`.
+    """Make a Linen module a part of the Module that is running; ``name`` and errors as in ``nnx_in_bridge_mdl``.
 
     >>> from flax import linen as nn
     >>> class Model(nnx.bridge.Module):

@@ -174,7 +174,7 @@ def linen_rngs_dict(linen_module: flax.linen.Module, add_default: bool = False) 
 
     Args:
       linen_module: the module, such as :func:`current_linen_module`.
-      add_default: whether to add the seed 0 under ``default``, for :class:`Rngs`.
+      add_default: whether to add the seed 0 under ``default``, for :class:`nnxlib.Rngs`.
 
     >>> from flax import linen as nn
     >>> class Names(nn.Module):
@@ -204,7 +204,7 @@ def to_linen(
     abstract_init: bool = True,
     **kwargs: Any,
 ) -> ToLinen:
-    """Return the Module that ``nnx_class(*args, **kwargs, rngs=rngs)`` makes as a Linen module; see :class:`ToLinen`.
+    """Return the Module that ``nnx_class(*args, **kwargs, rngs=rngs)`` makes as a Linen module, a ``ToLinen``.
 
     ``name`` is its name within another Linen module. ``abstract_init`` has no effect: under ``jax.jit``, what is
     computed and then replaced costs nothing.

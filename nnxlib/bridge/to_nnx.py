@@ -71,7 +71,7 @@ class _Linen:
 
 
 class ToNNX(Module):
-    """A Linen module as a Module; :meth:`lazy_init` makes its variables.
+    """A Linen module as a Module; ``lazy_init`` makes its variables.
 
     Args:
       module: the Linen module.
@@ -82,8 +82,8 @@ class ToNNX(Module):
     >>> model.kernel.shape, model(jnp.ones((2, 3))).shape
     ((3, 4), (2, 4))
 
-    Collections become types: ``params`` is :class:`Param`, ``batch_stats`` :class:`BatchStat`, a name that is not
-    registered a new type. A call changes those that it declares ``mutable``, as Linen's ``apply`` does:
+    Collections become types: ``params`` is :class:`nnxlib.Param`, ``batch_stats`` :class:`nnxlib.BatchStat`, a name
+    that is not registered a new type. A call changes those that it declares ``mutable``, as Linen's ``apply`` does:
 
     >>> norm = nnx.bridge.ToNNX(nn.BatchNorm(use_running_average=False), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((2, 3)))
     >>> _ = norm(jnp.ones((2, 3)), mutable=['batch_stats'])
@@ -204,7 +204,7 @@ class ToNNX(Module):
 
 
 def lazy_init(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a Module, or a method of one, so that each :class:`ToNNX` that the call reaches makes its variables.
+    """Call a Module, or a method of one, so that each ``ToNNX`` that the call reaches makes its variables.
 
     >>> from flax import linen as nn
     >>> class Model(nnx.Module):

@@ -276,7 +276,7 @@ class OfType(FilterObject):
 
 
 class HasTag(typing.Protocol):
-    """Something that :class:`WithTag` can select."""
+    """Something that :class:`nnxlib.WithTag` can select."""
 
     tag: str
 

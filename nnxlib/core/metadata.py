@@ -23,7 +23,12 @@ HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_r
 
 
 class VariableMetadata(Generic[A]):
-    """A value for a Variable, with the metadata and hooks that an initializer has attached to it."""
+    """A value for a Variable, with the metadata and hooks that an initializer has attached to it.
+
+    >>> import nnxlib as nnx
+    >>> nnx.Param(nnx.VariableMetadata(1.0, metadata={'layer': 'first'}))
+    Param(1.0, layer='first')
+    """
 
     __slots__ = (*HOOKS, "metadata", "raw_value")
 

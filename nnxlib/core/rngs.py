@@ -299,7 +299,7 @@ class RngStream(_Samplers, Pytree):
 
     @property
     def type(self) -> type:
-        """What a stream is to filters, as its Variables are: ``nnx.split_rngs(model, splits=4, only=nnx.RngState)``."""
+        """What a stream and its Variables are to filters, as in ``split_rngs(..., only=nnx.RngState)``."""
         return RngState
 
     def __init__(self, key: RngValue, *, tag: str):

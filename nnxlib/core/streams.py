@@ -39,7 +39,7 @@ class StreamBackup(NamedTuple):
 
 
 class SplitBackups(list[StreamBackup]):
-    """What :func:`split_rngs` and :func:`fork_rngs` replaced; leaving it as a ``with`` block puts it back."""
+    """What :func:`nnxlib.split_rngs` and :func:`nnxlib.fork_rngs` replaced; as a ``with`` block it puts that back."""
 
     def __enter__(self) -> SplitBackups:
         return self
@@ -66,7 +66,7 @@ def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
 
 
 def backup_keys(node: Any, /) -> SplitBackups:
-    """Return the keys of all streams of a node, for :func:`restore_rngs`; the streams go on counting.
+    """Return the keys of all streams of a node, for :func:`nnxlib.restore_rngs`; the streams go on counting.
 
     >>> import nnxlib as nnx
     >>> from nnxlib.rnglib import backup_keys
@@ -302,7 +302,7 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     key of the implementation that it has (such as ``'rbg'``); a typed key brings its own.
 
     Args:
-      node: any object that holds streams; those of an abstract model (:func:`nnx.eval_shape`) get keys, too.
+      node: any object that holds streams; those of an abstract model (:func:`nnxlib.eval_shape`) get keys, too.
       policy: what to do with streams that are split into lanes: ``'scalars_only'`` refuses them, ``'match_shape'``
         splits the new key into as many; or a function ``(path, key, shape) -> key`` that makes the key of every stream.
       **stream_keys: seed or key by the tag of the streams.

@@ -248,7 +248,7 @@ def _flatten(xs: Mapping[Any, Any], is_leaf: Callable[[Path, Any], bool] | None)
 
 
 def unflatten_mapping(xs: Any, /, *, sep: str | None = None) -> dict[Any, Any]:
-    """Nest a mapping (or pairs) from path to leaf: the inverse of :func:`flatten_mapping`.
+    """Nest a mapping (or pairs) from path to leaf: the inverse of ``flatten_mapping``.
 
     >>> from nnxlib import traversals
     >>> traversals.unflatten_mapping({('a', 'b'): 1, ('d',): 2})

@@ -281,7 +281,7 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     @property
     def hijax(self) -> bool:
-        """Whether ``hijax=True`` was given: a setting of flax.nnx that has no effect here."""
+        """Whether ``hijax=True`` was given, a setting of flax.nnx that has no effect here."""
         return bool(self._metadata.get("hijax"))
 
     @property
@@ -322,11 +322,13 @@ class Variable(ArrayOperators[A], VariableSlots):
     _var_metadata = property(lambda self: MetadataView(self), lambda self, metadata: self.set_metadata({**metadata}))
 
     def has_metadata(self, name: str) -> bool:
+        """Whether there is metadata of this name."""
         if Watch.count:
             notice(self)
         return canonical_name(name) in self._metadata
 
     def del_metadata(self, name: str) -> None:
+        """Remove the metadata of this name; KeyError if there is none."""
         key = canonical_name(name)
         if key not in self._metadata:
             raise KeyError(name)

@@ -100,8 +100,8 @@ def diff(a: Any, b: Any, /, *, rtol: float = 0.0, atol: float = 0.0) -> Diff:
         values to compare. Of an array whose parts are in several processes, each compares those that it has.
 
     Returns:
-      A :class:`Diff`: false if there is no difference; a sequence of entries ``(path, kind, before, after)``; a table
-      as text and, in a notebook, in HTML.
+      A :class:`Diff`, which is false if there is no difference; a sequence of entries ``(path, kind, before, after)``;
+      and a table, as text and, in a notebook, in HTML.
 
     >>> import nnxlib as nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))

@@ -58,7 +58,7 @@ def draw(x: Any, /, *, depth: int | None = None, settings: bool = True) -> Pictu
       settings: whether to write attributes that are not data, in grey.
 
     Returns:
-      A :class:`Picture`, which a notebook shows, with ``save(path)`` and the text ``svg``.
+      A :class:`~nnxlib.inspection.svg.Picture`, which a notebook shows, with ``save(path)`` and the text ``svg``.
 
     >>> import nnxlib as nnx
     >>> class Tied(nnx.Module):

@@ -44,9 +44,14 @@ class ValueStatistics:
       type: of the Variable; ``Array`` for an array that is in none.
       array: its dtype and shape.
       size: how many elements there are.
-      mean, std, min, max: of the finite ones; of complex numbers, of their magnitudes. None where there are none, or
-        no values at hand.
-      zeros, nans, infs: how many there are.
+      mean: that of the finite ones; of complex numbers, of their magnitudes. None where there are none, or no values at
+        hand.
+      std: their standard deviation.
+      min: the least of them.
+      max: the largest of them.
+      zeros: how many there are.
+      nans: how many there are.
+      infs: how many there are.
       bins: how many of the other elements there are by sign and bin, from ``2 ** (bin / 16)`` to the next.
     """
 
@@ -104,7 +109,7 @@ def statistics(tree: Any, /) -> Statistics:
         ``jax.tree.map(list, state)``, each layer has one.
 
     Returns:
-      A :class:`Statistics`: a sequence of :class:`ValueStatistics`, and a table when it is printed.
+      A :class:`Statistics`, which is a sequence of :class:`ValueStatistics`, and a table when it is printed.
 
     >>> import nnxlib as nnx
     >>> linear = nnx.Linear(2, 3, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))

@@ -51,9 +51,11 @@ class CallInfo:
       path: of the Module, below the one that is tabulated.
       type: its class.
       method: the name of the method.
-      args, kwargs, outputs: with ``jax.ShapeDtypeStruct`` in place of arrays.
-      flops, vjp_flops: estimates of all that the call stands for; the second is of the forward and the backward pass.
-        None if they were not asked for, or if the call failed.
+      args: with ``jax.ShapeDtypeStruct`` in place of arrays.
+      kwargs: the same.
+      outputs: the same.
+      flops: an estimate of all that the call stands for. None if it was not asked for, or if the call failed.
+      vjp_flops: the same, of the forward and the backward pass.
       call_order: how many calls began before.
       stacked: how many layers, or runs of one, the call stands for: more than 1 inside ``vmap`` or ``scan``.
     """

@@ -151,9 +151,9 @@ def dot_product_attention_weights(
     promote_dtype: Callable[..., Any] = promote_dtype,
     is_causal: bool = False,
 ) -> Array:
-    """Return how much each query looks at each key: ``softmax(query . key / sqrt(depth) + bias)`` over the keys.
+    """Return how much each query looks at each key: ``softmax(query @ key.T / sqrt(depth) + bias)`` over the keys.
 
-    Arguments as in :func:`dot_product_attention`, without the values.
+    Arguments as in :func:`nnxlib.dot_product_attention`, without the values.
 
     Returns:
       Weights ``[..., heads, q_length, kv_length]`` that sum to 1 over the keys (before dropout).
@@ -166,7 +166,7 @@ def dot_product_attention_weights(
             [0.5, 0. , 0. , 0.5]]], dtype=float32)
 
     Raises:
-      ValueError: as :func:`dot_product_attention`.
+      ValueError: as :func:`nnxlib.dot_product_attention`.
     """
     query, key = promote_dtype((query, key), dtype=dtype)
     _check_shapes(query, key, key)
@@ -641,8 +641,9 @@ class MultiHeadAttention(Module):
       qkv_dot_general, out_dot_general, qkv_dot_general_cls, out_dot_general_cls: as in :class:`LinearGeneral`.
       rngs: the stream ``params`` gives two keys for each map; ``dropout`` is forked for dropout.
       keep_rngs: whether to keep that fork; if not, each call that drops needs ``rngs``.
-      kernel_metadata, bias_metadata, out_kernel_metadata, out_bias_metadata, query_ln_scale_metadata,
-        key_ln_scale_metadata: metadata of the Params; if empty for the map to the output, that of the other maps.
+      kernel_metadata, bias_metadata: metadata of the Params of the maps.
+      out_kernel_metadata, out_bias_metadata: of those of the map to the output; if empty, that of the other maps.
+      query_ln_scale_metadata, key_ln_scale_metadata: of those of the LayerNorms.
 
     Attributes: ``query``, ``key``, ``value``, ``out``, of class :class:`LinearGeneral`; ``query_ln`` and ``key_ln`` or
     ``None``; ``cached_key`` and ``cached_value``, Caches of shape ``[..., max_length, kv_heads, depth]``, and

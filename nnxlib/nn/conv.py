@@ -300,7 +300,8 @@ class ConvTranspose(Module):
       mask: an array of the kernel's shape, by which the kernel is multiplied.
       transpose_kernel: whether to flip the kernel and exchange its channel axes, so that the layer is the transpose of
         the Conv with the same kernel.
-      Others as in :class:`Conv`.
+
+    The other arguments are those of :class:`Conv`.
 
     Attributes: ``kernel`` of shape ``[*kernel_size, in_features, out_features]``, with the last two exchanged if
     ``transpose_kernel``; ``bias`` of shape ``[out_features]`` or ``None``.

@@ -76,7 +76,7 @@ def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = T
 
 
 def promote_dtype(args: Sequence[Any], /, *, dtype: Dtype | None = None, inexact: bool = True) -> tuple[Any, ...]:
-    """Bring arrays to one dtype: ``dtype`` if given, else what :func:`canonicalize_dtype` finds; ``None`` stays.
+    """Bring arrays to one dtype: ``dtype`` if given, else what ``canonicalize_dtype`` finds; ``None`` stays.
 
     Arrays that have the dtype already are returned as they are.
 

@@ -61,12 +61,12 @@ def ones(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.Ar
 
 
 def zeros_init() -> Initializer:
-    """Return :func:`zeros`, in the calling style of the other initializers: ``zeros_init()(key, shape, dtype)``."""
+    """Return ``zeros``, in the calling style of the other initializers: ``zeros_init()(key, shape, dtype)``."""
     return zeros
 
 
 def ones_init() -> Initializer:
-    """Return :func:`ones`, in the calling style of the other initializers: ``ones_init()(key, shape, dtype)``."""
+    """Return ``ones``, in the calling style of the other initializers: ``ones_init()(key, shape, dtype)``."""
     return ones
 
 
@@ -125,8 +125,8 @@ def _drawn_by(
     return init
 
 
-def _made_once(make: F) -> F:
-    """``make``, which gives the same initializer for the same arguments.
+def _made_once(make: F, doc: str | None = None) -> F:
+    """``make``, which gives the same initializer for the same arguments; ``doc`` describes a function of JAX.
 
     So a model that keeps an initializer has the structure of one made before it; and what it knows of shapes is kept.
     """
@@ -140,13 +140,55 @@ def _made_once(make: F) -> F:
             return make(*args, **kwargs)
 
     made.__module__ = __name__  # where pickle finds it; `make` may be a function of JAX
+    made.__doc__ = doc or make.__doc__
     return cast(F, made)
 
 
 # Not `constant`: that of 0.0 is not that of -0.0, which is an equal argument.
-normal = _made_once(jax_initializers.normal)
-orthogonal = _made_once(jax_initializers.orthogonal)
-delta_orthogonal = _made_once(jax_initializers.delta_orthogonal)
+normal = _made_once(
+    jax_initializers.normal,
+    """Return an initializer of normal numbers with mean 0 and the standard deviation ``stddev``.
+
+    >>> import nnxlib as nnx, jax
+    >>> print(f"{nnx.initializers.normal(5.0)(jax.random.key(0), (100, 100)).std():.0f}")
+    5
+    """,
+)
+orthogonal = _made_once(
+    jax_initializers.orthogonal,
+    """Return an initializer of matrices with orthogonal columns, or rows if there are fewer, of the norm ``scale``.
+
+    Saxe, McClelland & Ganguli, "Exact solutions to the nonlinear dynamics of learning", https://arxiv.org/abs/1312.6120.
+
+    Args:
+      scale: the norm of a column.
+      column_axis: the axis of the shape that counts the columns; all others together are the rows.
+      dtype: of the array, where the call gives none.
+
+    >>> import nnxlib as nnx, jax
+    >>> q = nnx.initializers.orthogonal()(jax.random.key(0), (3, 2))
+    >>> bool(jnp.allclose(q.T @ q, jnp.eye(2), atol=1e-6))
+    True
+    """,
+)
+delta_orthogonal = _made_once(
+    jax_initializers.delta_orthogonal,
+    """Return an initializer of kernels of convolutions that are orthogonal at the centre and zero elsewhere.
+
+    Xiao et al., "Dynamical isometry and a mean field theory of CNNs", https://arxiv.org/abs/1806.05393. The shape is
+    ``[*kernel_size, in_features, out_features]``, with one to three spatial axes, and no more features in than out.
+
+    Args:
+      scale: the norm of a column.
+      column_axis: the axis of the shape that counts the columns.
+      dtype: of the array, where the call gives none.
+
+    >>> import nnxlib as nnx, jax
+    >>> kernel = nnx.initializers.delta_orthogonal()(jax.random.key(0), (3, 2, 2))
+    >>> bool(jnp.allclose(kernel[1] @ kernel[1].T, jnp.eye(2), atol=1e-6)), int(jnp.count_nonzero(kernel))
+    (True, 4)
+    """,
+)
 
 
 def _given(*values: Any) -> Callable[[Any, Any], Factors]:
@@ -157,13 +199,29 @@ def _given(*values: Any) -> Callable[[Any, Any], Factors]:
 
 @_made_once
 def uniform(scale: Any = 1e-2, dtype: Any = None) -> Initializer:
-    """Return an initializer of numbers between 0 and ``scale``; see :func:`jax.nn.initializers.uniform`."""
+    """Return an initializer of numbers between 0 and ``scale``; see :func:`jax.nn.initializers.uniform`.
+
+    >>> import nnxlib as nnx, jax
+    >>> print(f"{nnx.initializers.uniform(5.0)(jax.random.key(0), (100, 100)).max():.1f}")
+    5.0
+    """
     return _drawn_by(_uniform, _given(scale, 0.0, 1.0), jax_initializers.uniform(scale), dtype)
 
 
 @_made_once
 def truncated_normal(stddev: Any = 1e-2, dtype: Any = None, lower: Any = -2.0, upper: Any = 2.0) -> Initializer:
-    """Return an initializer of normal numbers between bounds; see :func:`jax.nn.initializers.truncated_normal`."""
+    """Return an initializer of normal numbers between bounds; see :func:`jax.nn.initializers.truncated_normal`.
+
+    Args:
+      stddev: the standard deviation before truncation.
+      dtype: of the array, where the call gives none.
+      lower: the lower bound, in units of ``stddev``.
+      upper: the upper bound, in the same units.
+
+    >>> import nnxlib as nnx, jax
+    >>> print(f"{nnx.initializers.truncated_normal(5.0)(jax.random.key(0), (100, 100)).max():.1f}")
+    10.0
+    """
     of_jax = jax_initializers.truncated_normal(stddev, lower=lower, upper=upper)
     return _drawn_by(_truncated_normal, _given(stddev, lower, upper), of_jax, dtype)
 
@@ -178,7 +236,17 @@ def variance_scaling(
     batch_axis: Axes = (),
     dtype: Any = None,
 ) -> Initializer:
-    """Return an initializer whose variance follows the shape; see :func:`jax.nn.initializers.variance_scaling`.
+    """Return an initializer whose variance is ``scale / fan``; see :func:`jax.nn.initializers.variance_scaling`.
+
+    Args:
+      scale: a number; 1 keeps the variance of what a linear map is applied to.
+      mode: what the fan is: ``'fan_in'``, the number of inputs of each output; ``'fan_out'``, that of outputs of each
+        input; ``'fan_avg'``, the mean of the two; or what else JAX takes.
+      distribution: ``'truncated_normal'``, ``'uniform'`` or ``'normal'``.
+      in_axis: the axis, or axes, of the shape that count the inputs.
+      out_axis: the axis, or axes, that count the outputs. All others are a field, over which both are spread.
+      batch_axis: the axis, or axes, that count independent arrays.
+      dtype: of the array, where the call gives none.
 
     >>> import nnxlib as nnx, jax
     >>> init = nnx.initializers.variance_scaling(1.0, 'fan_in', 'normal')
@@ -222,20 +290,32 @@ _OF_VARIANCE: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
-def _scaled(name: str, scale: float, mode: str, distribution: str) -> Callable[..., Initializer]:
+def _scaled(name: str, scale: float, mode: str, distribution: str, source: str) -> Callable[..., Initializer]:
     def make(in_axis: Axes = -2, out_axis: Axes = -1, batch_axis: Axes = (), dtype: Any = None) -> Initializer:
         return variance_scaling(scale, mode, distribution, in_axis, out_axis, batch_axis, dtype)
 
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"Return an initializer; see :func:`jax.nn.initializers.{name}`."
+    make.__doc__ = f"""Return ``variance_scaling({scale}, {mode!r}, {distribution!r})``.
+
+    {source}
+
+    >>> import nnxlib as nnx, jax
+    >>> array = nnx.initializers.{name}()(jax.random.key(0), (200, 600))
+    >>> print(f"{{array.var() * 400:.1f}}")
+    {scale * 400 / {"fan_in": 200, "fan_avg": 400}[mode]:.1f}
+    """
     return make
 
 
-glorot_normal = _scaled("glorot_normal", 1.0, "fan_avg", "truncated_normal")
-glorot_uniform = _scaled("glorot_uniform", 1.0, "fan_avg", "uniform")
-he_normal = _scaled("he_normal", 2.0, "fan_in", "truncated_normal")
-he_uniform = _scaled("he_uniform", 2.0, "fan_in", "uniform")
-lecun_normal = _scaled("lecun_normal", 1.0, "fan_in", "truncated_normal")
-lecun_uniform = _scaled("lecun_uniform", 1.0, "fan_in", "uniform")
+_GLOROT = 'Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks", AISTATS 2010.'
+_HE = 'He et al., "Delving deep into rectifiers", https://arxiv.org/abs/1502.01852.'
+_LECUN = 'LeCun et al., "Efficient backprop", in Neural networks: tricks of the trade, 1998.'
+
+glorot_normal = _scaled("glorot_normal", 1.0, "fan_avg", "truncated_normal", _GLOROT)
+glorot_uniform = _scaled("glorot_uniform", 1.0, "fan_avg", "uniform", _GLOROT)
+he_normal = _scaled("he_normal", 2.0, "fan_in", "truncated_normal", _HE)
+he_uniform = _scaled("he_uniform", 2.0, "fan_in", "uniform", _HE)
+lecun_normal = _scaled("lecun_normal", 1.0, "fan_in", "truncated_normal", _LECUN)
+lecun_uniform = _scaled("lecun_uniform", 1.0, "fan_in", "uniform", _LECUN)
 kaiming_normal, kaiming_uniform = he_normal, he_uniform
 xavier_normal, xavier_uniform = glorot_normal, glorot_uniform

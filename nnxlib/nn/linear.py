@@ -179,7 +179,8 @@ class LinearGeneral(Module):
       axis: the axes that are contracted, of the sizes ``in_features`` in ascending order of axes.
       batch_axis: a mapping from axis to size, for the leading axes along which each index has its own kernel and bias.
       dot_general_cls: makes the ``dot_general``, anew at each call.
-      Others as in :class:`Linear`.
+
+    The other arguments are those of :class:`Linear`.
 
     Attributes: ``kernel`` of shape ``[*batch, *in_features, *out_features]``, ``bias`` of shape
     ``[*batch, *out_features]`` or ``None``. The initializers see ``[prod(batch) * prod(in), prod(out)]`` and
@@ -295,7 +296,8 @@ class Einsum(Module):
       bias_shape: shape of the bias: the sizes of the output axes that the kernel has, in the order of the output;
         ``None`` for no bias.
       einsum_op: what computes the product; called as :func:`jax.numpy.einsum`.
-      Others as in :class:`Linear`.
+
+    The other arguments are those of :class:`Linear`.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> layer = nnx.Einsum('nta,hab->nthb', (8, 2, 4), (8, 4), rngs=nnx.Rngs(0))

@@ -153,8 +153,8 @@ class LoRALinear(Linear):
     Args:
       in_features: size of the last axis of the input.
       out_features: size of the last axis of the output.
-      lora_rank, lora_dtype, lora_param_dtype, a_initializer, b_initializer, lora_param_type, lora_promote_dtype,
-        a_metadata, b_metadata: of the :class:`LoRA`.
+      lora_rank, lora_dtype, lora_param_dtype, lora_param_type, lora_promote_dtype: of the :class:`LoRA`.
+      a_initializer, b_initializer, a_metadata, b_metadata: of the :class:`LoRA`.
       rngs: the stream ``params`` gives keys for kernel and bias, then for ``A`` and ``B``.
       **kwargs: of the :class:`Linear`.
 

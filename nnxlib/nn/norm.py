@@ -261,7 +261,8 @@ class BatchNorm(Module):
       dtype: dtype of the result (default: inferred from input and parameters).
       param_dtype: what scale and bias are stored in. The running statistics are float32; a layer of which this or
         ``dtype`` is complex has a complex mean.
-      use_bias, use_scale: whether to add a bias, to multiply by a scale.
+      use_bias: whether to add a bias.
+      use_scale: whether to multiply by a scale.
       bias_init, scale_init: initializers.
       axis_name: name of a mapped axis over which the batch is spread, to take statistics over the whole batch.
       axis_index_groups: groups of indices of that axis that take statistics separately.
@@ -397,7 +398,8 @@ class LayerNorm(Module):
       epsilon: added to the variance.
       dtype: dtype of the result (default: inferred from input and parameters).
       param_dtype: what scale and bias are stored in.
-      use_bias, use_scale: whether to add a bias, to multiply by a scale.
+      use_bias: whether to add a bias.
+      use_scale: whether to multiply by a scale.
       bias_init, scale_init: initializers.
       reduction_axes: axes over which mean and variance are taken.
       feature_axes: axes that scale and bias have.
@@ -545,7 +547,8 @@ class GroupNorm(Module):
       group_size: size of a group, instead of ``num_groups`` (then ``None``).
       reduction_axes: axes over which mean and variance are taken, the feature axis included, within its groups; by
         default all but the first, the batch.
-      Others as in :class:`LayerNorm`.
+
+    The other arguments are those of :class:`LayerNorm`.
 
     Attributes: ``scale``, ``bias`` of shape ``[num_features]`` or ``None``.
 

@@ -396,7 +396,8 @@ class LSTMCell(_LongShortTermCell):
       gate_fn, activation_fn: the nonlinearities.
       kernel_init, recurrent_kernel_init, bias_init: initializers, of each gate by itself.
       dtype: what the linear maps compute in (default: inferred from input and parameters).
-      Others as in :class:`SimpleCell`.
+
+    The other arguments are those of :class:`SimpleCell`.
 
     Attributes: the Linear maps ``ii, if_, ig, io`` of the input, without bias, and ``hi, hf, hg, ho`` of ``h``, with
     bias. The carry is ``(c, h)``, each of shape ``[*batch, hidden_features]``.
@@ -430,8 +431,7 @@ class LSTMCell(_LongShortTermCell):
 class OptimizedLSTMCell(_LongShortTermCell):
     """Long short-term memory with the kernels of all gates in one: the formulas of :class:`LSTMCell`, two products.
 
-    Args:
-      As in :class:`LSTMCell`; the initializers make the kernels of all gates at once.
+    The arguments are those of :class:`LSTMCell`; the initializers make the kernels of all gates at once.
 
     Attributes: ``dense_i`` with the kernel ``[in_features, 4 * hidden_features]``, ``dense_h`` with the kernel
     ``[hidden_features, 4 * hidden_features]`` and the bias; the gates in the order i, f, g, o.
@@ -464,8 +464,7 @@ class GRUCell(_GatedCell):
         n = activation_fn(x @ W_in + b_in + r * (h @ W_hn))   candidate
         h' = (1 - z) * n + z * h
 
-    Args:
-      As in :class:`OptimizedLSTMCell`.
+    The arguments are those of :class:`OptimizedLSTMCell`.
 
     Attributes: ``dense_i`` with the kernel ``[in_features, 3 * hidden_features]`` and the bias, ``dense_h`` with the
     kernel ``[hidden_features, 3 * hidden_features]``; in the order r, z, n. The carry is ``h``, and so is the output.

@@ -68,7 +68,7 @@ class Metric(Pytree):
         raise NotImplementedError(f"{type(self).__name__} has to define `compute`.")
 
     def split(self, *filters: Any) -> tuple[Any, ...]:
-        """Split into GraphDef and States; as :func:`nnx.split`."""
+        """Split into GraphDef and States; as :func:`nnxlib.split`."""
         return split(self, *filters)
 
 
@@ -183,7 +183,7 @@ class Accuracy(Average):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What a :class:`Welford` computes: three float32 scalars."""
+    """What ``Welford`` computes: three float32 scalars."""
 
     mean: jax.Array
     standard_error_of_mean: jax.Array

@@ -106,12 +106,11 @@ class Optimizer(Pytree, Generic[M]):
     Args:
       model: the Module to train, or a pytree of Modules; it is not kept.
       tx: the transformation, for example ``optax.adam(1e-3)``.
-      wrt: which Variables to train, as a filter. The same filter serves :func:`nnx.grad`, as
+      wrt: which Variables to train, as a filter. The same filter serves :func:`nnxlib.grad`, as
         ``nnx.DiffState(0, filter)``; gradients of more Variables than these are accepted.
 
     Attributes:
       step: how many updates were made, a uint32 in an :class:`OptState`.
-      opt_state: the state of ``tx``, see :mod:`nnxlib.training.optimizer`. What is assigned is put into Variables.
       tx: as given.
       wrt: as given.
 
@@ -156,7 +155,7 @@ class Optimizer(Pytree, Generic[M]):
 
     @property
     def opt_state(self) -> Any:
-        """The state of ``tx``: the pytree that ``tx.init`` made, with Variables for leaves."""
+        """The state of ``tx``, the pytree that ``tx.init`` made, with Variables for leaves; so is what is assigned."""
         return attributes_of(self)["opt_state"]
 
     @opt_state.setter
@@ -170,7 +169,7 @@ class Optimizer(Pytree, Generic[M]):
 
         Args:
           model: the model that the optimizer was made for, or one with parameters at the same paths.
-          grads: a gradient for each trained Variable, as a State (what :func:`nnx.grad` returns), a nested dict of
+          grads: a gradient for each trained Variable, as a State (what :func:`nnxlib.grad` returns), a nested dict of
             values, or a Module that holds them. Gradients of Variables that are not trained are left out. All of them
             may have an axis of examples in front, for a ``tx`` that reduces it, such as ``optax.contrib.dpsgd``.
           **extra: further arguments of ``tx.update``, such as ``value``, ``grad`` and ``value_fn`` for L-BFGS.

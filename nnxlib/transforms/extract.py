@@ -110,7 +110,7 @@ def default_split_fn(ctx: SplitContext, path: KeyPath, prefix: Any, leaf: Any) -
 
 
 def merge_tree_node(ctx: MergeContext, path: KeyPath, prefix: Any, leaf: Any) -> Any:
-    """Merge a :class:`NodeStates`.
+    """Merge a :class:`nnxlib.NodeStates`.
 
     Raises:
       ValueError: for anything else.

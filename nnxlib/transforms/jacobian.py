@@ -37,9 +37,9 @@ def jacfwd(
       holomorphic: whether ``f`` is promised to be holomorphic.
 
     Returns:
-      A function that returns the Jacobian, or ``(Jacobian, aux)``: like the output of ``f``, with a State in place of
-      each leaf where a Module was differentiated. Other changes that ``f`` makes to its arguments appear on the
-      objects that were passed in.
+      A function that returns the Jacobian, or ``(Jacobian, aux)``. It is like the output of ``f``, with a State in
+      place of each leaf where a Module was differentiated. Other changes that ``f`` makes to its arguments appear on
+      the objects that were passed in.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -93,7 +93,7 @@ def hessian(
       holomorphic: as in :func:`jacfwd`.
 
     Returns:
-      A function that returns the Hessian: of a Module, a State with a State in place of each leaf.
+      A function that returns the Hessian; of a Module, a State with a State in place of each leaf.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> layer = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

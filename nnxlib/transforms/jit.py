@@ -128,7 +128,7 @@ def _as_tuple(value: Any) -> tuple:
 
 
 class JitWrapped(Jitted, Generic[P, R]):
-    """A jitted function of Modules; what :func:`jit` returns."""
+    """A jitted function of Modules; what :func:`nnxlib.jit` returns."""
 
     __name__: str
     __qualname__: str

@@ -93,7 +93,7 @@ def scan(
         or name of the argument.
 
     Returns:
-      A function of the same arguments. The objects that were passed in are changed: a stacked Module gets the stacked
+      A function of the same arguments. The objects that were passed in are changed. A stacked Module gets the stacked
       values, a carried one those of the last iteration. If the body returns a new object in place of a carried one,
       such as a State of sums, or sets it as an attribute, then a new one comes out, too.
 
