@@ -2,20 +2,21 @@
 # make examples train a GPT, a Vision Transformer and an LSTM, each in a minute or two
 # make test     run the tests
 # make check    lint, formatting, types, and the tests and doctests with a coverage report
+# make docs     build the guides and the API reference as HTML, in build/docs
 # make bench    time nnxlib beside raw JAX and its peers
 #
 # Each makes its own virtual environment under .venv/ and installs what it needs; a second call is quick. Options:
 #   PYTHON=python3.13                          another interpreter (3.11 or newer)
 #   JAX=oldest                                 the oldest supported version of each dependency
 #   JAX="jax==0.9.2 jaxlib==0.9.2"             any other version; flax, which ties the version of JAX, is then left out
-#   ARGS="-k graph"                            further arguments for pytest, the demo or the benchmark
+#   ARGS="-k graph"                            further arguments for pytest, the demo, Sphinx or the benchmark
 
 PYTHON ?= python3
 JAX ?=
 ARGS ?=
 
 .DEFAULT_GOAL := test
-.PHONY: demo examples test environment check bench clean
+.PHONY: demo examples test environment check docs bench clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -62,6 +63,10 @@ check: $(call env,dev)/.installed
 	$(<D)/bin/coverage run -m pytest --numprocesses=auto --maxprocesses=8 $(ARGS)
 	$(<D)/bin/coverage combine --quiet
 	$(<D)/bin/coverage report
+
+# Warnings, among them references to what is not there, are errors.
+docs: $(call env,docs)/.installed
+	$(<D)/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky $(ARGS) docs build/docs
 
 bench: $(call env,bench)/.installed
 	for name in dispatch train few compile layers structure eager memory imports; do \
