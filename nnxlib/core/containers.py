@@ -109,7 +109,7 @@ class _Container:
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any, **kwargs: Any):
+    def __new__(cls, /, *args: Any, **kwargs: Any):
         self = super().__new__(cls)
         cast(Any, self)._nnx_init_slots()
         return self
@@ -244,7 +244,7 @@ class Dict(_Container, dict[str, A], HasDict, Node):  # type: ignore[misc]  # a 
 
     __slots__ = SLOTS
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, /, *args: Any, **kwargs: Any):
         fill_adopted(self, dict(*args, **kwargs))
 
     @property
@@ -261,7 +261,7 @@ class Dict(_Container, dict[str, A], HasDict, Node):  # type: ignore[misc]  # a 
         dict.clear(self)
         dict.update(self, items)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, /, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 

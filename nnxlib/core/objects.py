@@ -596,7 +596,7 @@ class Pytree(HasAttributes, PytreeSlots):
             self._nnx_init_slots(tree)
         return self
 
-    def __new__(cls, *args: Any, **kwargs: Any):
+    def __new__(cls, /, *args: Any, **kwargs: Any):
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise errors.ArgumentError(
                 f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?"

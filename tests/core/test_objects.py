@@ -889,6 +889,23 @@ def test_arguments_without_an_init_are_refused():
             make()
 
 
+def test_a_constructor_may_take_any_keyword():
+    """Also the names that methods give their first argument: a block takes the class of its layers as ``cls``."""
+
+    class Block(nnx.Module):
+        def __init__(self, cls):
+            self.layer = cls(cls=int)
+
+    class Setting(nnx.Module):
+        def __init__(self, cls):
+            self.kind = cls
+
+    assert Block(cls=Setting).layer.kind is int
+    held = nnx.Dict(cls=1, self=2)
+    held.update(self=3)
+    assert held == {"cls": 1, "self": 3}
+
+
 def test_new_without_init():
     """`Class.__new__(Class)` gives an empty object that takes attributes."""
     m = Layer.__new__(Layer)
