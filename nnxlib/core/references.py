@@ -42,6 +42,7 @@ from .look_ups import (
     objects_in_globals,
 )
 from .objects import Node
+from .state import State
 from .tracing import current_trace
 from .variables import Variable
 
@@ -55,6 +56,7 @@ CONTAINERS = list, dict, deque, set
 _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 # What is in these is also found without being named.
 _TRANSPARENT = dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial
+_HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
 
 
@@ -133,6 +135,26 @@ def used_unnoticed(function: Callable, found: Found) -> list[Any]:
     They are those that it names directly, and those of which it names a setting; ``found`` is what it refers to.
     """
     return [x for x in (*named_in(function), *found.with_settings()) if issubclass(type(x), Node)]
+
+
+def held_by_functions(values: Iterable[Any]) -> list[Any]:
+    """The Modules and Variables that functions, partials and bound methods hold, among some values and in containers.
+
+    A mask for optax, say, is a State of Variables. Not what the functions read from globals.
+    """
+    found, seen, stack = list[Any](), set[int](), list(values)
+    while stack:
+        x = stack.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if issubclass(type(x), Node | Variable):
+            found.append(x)
+        elif issubclass(type(x), State):
+            stack.append(x.raw_mapping)
+        elif isinstance(x, _HOLDERS):
+            stack += [look_up.found() for look_up in look_ups_in(x, ())]
+    return found
 
 
 def named_in(function: Callable | None) -> list[Any]:

@@ -27,7 +27,7 @@ from ..core.graph import Packed
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, referent
 from ..core.objects import Node
-from ..core.references import Found, Way, search, used_unnoticed
+from ..core.references import Found, Way, held_by_functions, search, used_unnoticed
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
@@ -200,6 +200,22 @@ class Captures:
         given = set(map(id, captured))
         others = [x for x in _objects_on(self._search(captured).ways) if id(x) not in given]
         found = [x for x in others if any(id(part) in parts for _, part in reachable(x, set()))]
+        if found:
+            raise CapturedObjects(found)
+
+    def capture_held(self, packed: Packed) -> None:
+        """Before a trace, capture the objects that functions in static values of its arguments hold.
+
+        Such a function, ``attention_fn=partial(attend, rope=RoPE())`` say, is there to be called. So the trace would
+        notice them and be made twice, or not notice them, if it only reads their settings.
+
+        Raises:
+          CapturedObjects: if there are any.
+        """
+        given = set(map(id, packed.objects))
+        held = held_by_functions([const.value for _, _, const in packed.layout.statics])
+        others = [x for x in held if x._nnx_is_captured and id(x) not in given]
+        found = [x for x in others if x._nnx_trace is current_trace()]
         if found:
             raise CapturedObjects(found)
 

@@ -348,6 +348,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         key = layout, places, tuple(leaf_labels)
         plan = self._plans.get(key)
         if plan is None:
+            self._captures.capture_held(packed)
             if arguments.captured:
                 self._captures.capture_sharing(arguments.captured)
             if self._captures.have_many_places():

@@ -13,6 +13,7 @@ from concurrent import futures
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import nnxlib as nnx
@@ -92,6 +93,67 @@ def test_how_often_a_closure_is_traced(named):
         f(X)
         layer.w.value += 1
     assert len(traces) == (1 if named else 2)
+
+
+HOLDERS = {
+    "partial": lambda layer: functools.partial(lambda x, held: held(x), held=layer),
+    "closure": lambda layer: lambda x: layer(x),
+    "default": lambda layer: lambda x, held=layer: held(x),
+    "partial of a partial": lambda layer: functools.partial(functools.partial(lambda held, x: held[0](x), (layer,))),
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_module_held_by_a_function_in_an_attribute_costs_no_trace(kind):
+    """It is captured before the first trace, like one that the function names; its changes are seen and come out."""
+    layer, traces = Layer(), []
+    model = nnx.Dict(function=HOLDERS[kind](layer), w=nnx.Param(jnp.ones(2)))
+
+    @nnx.jit
+    def f(model, x):
+        traces.append(1)
+        return model.function(x) * model.w
+
+    for times in range(1, 4):
+        np.testing.assert_allclose(f(model, X), expected(layer))
+        assert int(layer.calls) == times
+        layer.w.value += 1
+    assert len(traces) == 1
+    layer.scale = 5
+    np.testing.assert_allclose(f(model, X), expected(layer))
+    assert len(traces) == 2
+
+
+def test_a_mask_of_variables_costs_no_trace():
+    """One that ``jax.tree.map`` makes of a State, in the closure of a function of optax."""
+    model, traces = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), []
+    mask = jax.tree.map(lambda x: x.ndim == 2, nnx.state(model, nnx.Param))
+    optimizer = nnx.Optimizer(model, optax.masked(optax.sgd(0.5), mask), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        traces.append(1)
+        optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+
+    kernel = model.kernel.value
+    for _ in range(2):
+        step(model, optimizer)
+    np.testing.assert_allclose(model.kernel, kernel - 1)
+    assert (model.bias == 2).all()  # not masked: the gradient itself is added
+    assert len(traces) == 1
+
+
+def test_a_setting_of_a_module_held_by_an_attribute_is_seen():
+    """Also if only the setting is read, which a trace does not notice."""
+    rope = nnx.RoPE()
+    attend = functools.partial(nnx.dot_product_attention_with_rope, rope=rope)
+    layer = nnx.MultiHeadAttention(2, 8, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
+    x, traces = jax.random.normal(jax.random.key(0), (1, 3, 8)), []
+    f = nnx.jit(lambda layer: (traces.append(1), layer(x))[1])
+    for theta in (10000.0, 10000.0, 3.0):
+        rope.theta = theta
+        np.testing.assert_allclose(f(layer), layer(x), rtol=1e-5)
+    assert len(traces) == 2
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named too", "held alone"])
