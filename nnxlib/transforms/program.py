@@ -134,6 +134,9 @@ class WeakFunction:
     def __name__(self) -> str:
         return self.__wrapped__.__name__
 
+    def __reduce__(self) -> tuple:  # cloudpickle takes a transformed method of a class along with the class
+        return WeakFunction, (self.__wrapped__,)
+
     def __hash__(self) -> int:
         return self._hash
 

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -377,3 +378,16 @@ def test_remat_is_traced_once_and_not_compiled_in_eager_code(traces):
         call(block, X)
         nnx.grad(call, argnums=1)(block, X)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.scan(in_axes=(None, 0), out_axes=0)], ids=["remat", "scan"])
+def test_a_transformed_function_of_a_notebook_is_pickled(transform):
+    """By cloudpickle, which takes what it cannot import by its contents, a class with its methods, too."""
+    f = transform(lambda layer, x: layer.w * x)
+    layer, x = Layer(), jnp.arange(3.0)
+    for _ in range(2):
+        twin = cloudpickle.loads(cloudpickle.dumps(f))
+        gc.collect()
+        assert twin.__wrapped__ is not f.__wrapped__
+        for _ in range(2):
+            np.testing.assert_array_equal(twin(layer, x), f(layer, x))
