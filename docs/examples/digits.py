@@ -125,7 +125,7 @@ def load():
     return train_test_split(images, labels, test_size=1 / 3, random_state=0, stratify=labels)
 
 
-# ---- Saving and restoring. A model is a static part (which the class makes again) and a State of arrays. ----
+# ---- Saving and restoring. A model is a static part, which its class can make again, and a State of arrays. ----
 
 
 def is_key(value):
@@ -155,7 +155,7 @@ def restore(path):
 
 
 def check_restored(out):
-    """Restore the saved model and require its predictions to be those of the trained one, bit for bit."""
+    """Restore the saved model and require the same predictions as from the trained one, bit for bit."""
     _, held_images, _, _ = load()
     model = restore(out / "digits.npz")
     model.eval()
@@ -185,7 +185,7 @@ def draw_curves(history, path):
 
 
 def draw_misread(logits, images, labels, path):
-    """Draw the held-out digits that the model reads wrongly, the most confident mistake first."""
+    """Draw the held-out digits that the model gets wrong, the most confident mistake first."""
     chances = np.asarray(jax.nn.softmax(logits))
     read, chance = chances.argmax(axis=-1), chances.max(axis=-1)
     wrong = sorted(np.flatnonzero(read != labels), key=lambda i: -chance[i])

@@ -3,8 +3,8 @@
 The text is half a million bytes, the docstrings of modules of the standard library as this Python carries them, so
 nothing is downloaded. Frequent pairs of bytes become tokens (Sennrich et al., https://arxiv.org/abs/1508.07909). The
 model is a decoder with pre-norm blocks, rotary positions, and one matrix to embed tokens and to score them. It writes
-with a cache of keys and values, and the script checks that it writes the same without. Run it, and look into the
-folder it names:
+with a cache of keys and values, and the script checks that it writes the same text without one. Run it, and look into
+the folder it names:
 
     pip install "nnxlib[demo]"
     python gpt.py --out gpt_output
@@ -38,7 +38,7 @@ LENGTH, BATCH = 64, 16
 
 
 class Block(nnx.Module):
-    """Attention to what came before, then two linear layers; each adds to the [N, length, features] that come in."""
+    """Attention to earlier tokens, then two linear layers; each adds to its input [N, length, features]."""
 
     def __init__(self, features: int, heads: int, dropout: float, rngs: nnx.Rngs):
         attend = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
@@ -88,7 +88,7 @@ def docstrings(modules, seen):
 
 
 def load():
-    """The text to train on, and a text held out, of modules whose docstrings training does not see."""
+    """The text to train on, and a held-out text, from modules whose docstrings are not trained on."""
     seen = set()
     return ["\n\n\n".join(docstrings(modules, seen)) for modules in (MODULES, HELD_OUT)]
 
@@ -108,7 +108,7 @@ def join(tokens, pair, new):
 
 
 def learn_pairs(text):
-    """The pairs that become tokens: again and again the most frequent one that does not lead from word to word."""
+    """The pairs that become tokens: each time the most frequent one that does not lead from word to word."""
     tokens, pairs = to_bytes(text), []
     for new in range(BYTES, VOCABULARY):
         names = spell(pairs)
@@ -146,7 +146,7 @@ def decode(tokens, pairs):
 
 
 def cross_entropy(model, windows):
-    """Mean of `-log2 p(next token)` over all places of the windows [N, length + 1]."""
+    """Mean of `-log2 p(next token)` over all positions of the windows [N, length + 1]."""
     logits = model(windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean() / jnp.log(2)
 
@@ -185,10 +185,10 @@ def train(tokens, held_tokens, steps, **sizes):
     losses, held_losses = [], {}
     begin = time.perf_counter()
     for step, windows in enumerate(batches(tokens, steps), 1):
-        model.train()  # Dropout and attention drop
+        model.train()  # dropout is on, also that of attention
         losses.append(train_step(model, optimizer, windows))
         if step == steps or step % max(1, steps // 10) == 0:
-            model.eval()  # they do not
+            model.eval()  # dropout is off
             held_losses[step] = float(evaluate(model, held_windows))
             print(
                 f"step {step:4d}/{steps}  loss {np.mean(losses[-steps // 10 :]):.3f}  held-out {held_losses[step]:.3f} "
@@ -227,7 +227,7 @@ def write_without_cache(model, prompt, count):
 
 
 def check_cache(model, prompt, count):
-    """Require the same text with the cache and without it, token by token; return it and the seconds of each."""
+    """Require the same text with the cache and without it, token by token; return it and the seconds that each took."""
     texts, seconds = [], []
     for function in write, write_without_cache:
         function(model, prompt, count)  # compiles

@@ -1,4 +1,4 @@
-"""Train an LSTM to read handwritten digits row by row, and to say after each row what it takes the digit for.
+"""Train an LSTM to read handwritten digits row by row, and to guess the digit after each row.
 
 The network sees one row of eight pixels at a time, from top to bottom, and keeps in memory what it needs of the rows
 before (Hochreiter & Schmidhuber, "Long short-term memory", 1997). The data are the 1,797 images of 8 x 8 pixels that
@@ -94,9 +94,9 @@ def train(data, epochs, **sizes):
     history = {"train loss": [], "held-out loss": [], "held-out accuracy": []}
     begin = time.perf_counter()
     for epoch in range(1, epochs + 1):
-        model.train()  # Dropout drops
+        model.train()  # dropout is on
         losses = [train_step(model, optimizer, *batch) for batch in batches(rows, labels, epoch)]
-        model.eval()  # it does not
+        model.eval()  # dropout is off
         scores = predict(model, held_rows)
         right = np.asarray(scores.argmax(axis=-1)) == held_labels[:, None]
         history["train loss"].append(float(np.mean(losses)))
@@ -148,7 +148,7 @@ def draw_curves(history, path):
 
 
 def run(out, epochs):
-    """Train, draw, and say how many of the held-out digits are read rightly."""
+    """Train, draw, and say how many of the held-out digits it gets right."""
     out.mkdir(parents=True, exist_ok=True)
     _, history = train(load(), epochs)
     draw_curves(history, out / "learning_curve.png")

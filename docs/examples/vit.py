@@ -33,7 +33,7 @@ BATCH = 64
 
 
 class Block(nnx.Module):
-    """Attention between all patches, then two linear layers; each adds to the [N, patches, features] that come in."""
+    """Attention between all patches, then two linear layers; each adds to its input [N, patches, features]."""
 
     def __init__(self, features: int, heads: int, rngs: nnx.Rngs):
         self.norm1 = nnx.LayerNorm(features, rngs=rngs)
@@ -57,7 +57,7 @@ class VisionTransformer(nnx.Module):
 
         @nnx.split_rngs(splits=depth)
         @nnx.vmap
-        def make_blocks(rngs):  # each with keys of its own; nnx.Stack makes and applies blocks in one line
+        def make_blocks(rngs):  # each block with its own keys; nnx.Stack makes and applies blocks in one line
             return Block(features, heads, rngs)
 
         self.blocks = make_blocks(rngs)
@@ -123,9 +123,9 @@ def train(data, epochs, **sizes):
     history = {"train loss": [], "held-out loss": [], "held-out accuracy": []}
     begin = time.perf_counter()
     for epoch in range(1, epochs + 1):
-        model.train()  # Dropout drops
+        model.train()  # dropout is on
         losses = [train_step(model, optimizer, *batch) for batch in batches(images, labels, epoch)]
-        model.eval()  # it does not
+        model.eval()  # dropout is off
         logits = predict(model, held_images)
         history["train loss"].append(float(np.mean(losses)))
         history["held-out loss"].append(float(cross_entropy(logits, held_labels)))
@@ -173,7 +173,7 @@ def draw_curves(history, path):
 
 
 def run(out, epochs):
-    """Train, draw, and say how many of the held-out digits are read rightly."""
+    """Train, draw, and say how many of the held-out digits it gets right."""
     out.mkdir(parents=True, exist_ok=True)
     _, history = train(load(), epochs)
     draw_curves(history, out / "learning_curve.png")
