@@ -185,7 +185,7 @@ def train(tokens, held_tokens, steps, **sizes):
     losses, held_losses = [], {}
     begin = time.perf_counter()
     for step, windows in enumerate(batches(tokens, steps), 1):
-        model.train()  # dropout is on, also that of attention
+        model.train()  # dropout is on, in attention too
         losses.append(train_step(model, optimizer, windows))
         if step == steps or step % max(1, steps // 10) == 0:
             model.eval()  # dropout is off
