@@ -68,8 +68,8 @@ def item_marks(container: Any) -> Any:
 
 def _set_item_marks(container: Any, marks: Any) -> None:
     before = container._nnx_marks or {}
-    attributes = str if isinstance(container, list) else tuple  # the type of the keys of other marks
-    kept = {key: mark for key, mark in before.items() if type(key) is attributes}
+    other = str if isinstance(container, list) else tuple  # the type of the keys of marks that are not about items
+    kept = {key: mark for key, mark in before.items() if type(key) is other}
     found = dict(enumerate(marks)) if isinstance(container, list) else marks
     kept |= {key: mark for key, mark in found.items() if mark is not None}
     object.__setattr__(container, "_nnx_marks", kept or None)
@@ -80,7 +80,7 @@ def _declares(given: Any, value: Any) -> bool:
 
 
 def _mark_for(name: str, place: tuple, given: Any, value: Any, marks: Any) -> Any:
-    """The declaration of a value that a method puts in (of each, for several); else that of the value it replaces."""
+    """The declaration of a value that a method puts in, or of the value it replaces; of each, if there are several."""
     if name == "extend" or (place and isinstance(place[0], slice)):
         return item_marks(value)
     if name != "__setitem__" or declares(given):
@@ -115,14 +115,14 @@ class _Container:
         return self
 
     def __repr__(self) -> str:
-        # With more below than settings it is a part of a model, and written like one.
+        # If it holds more than settings, it is a part of a model, and is written like one.
         is_part = any(not isinstance(x, List | Dict) for _, x in reachable(self, set()))
         return node_repr(self) if is_part else super().__repr__()
 
     def __hash__(self) -> int:  # a node is hashed by identity
         return id(self) >> 4
 
-    def __copy__(self: Any) -> Any:  # copy.copy would put in the items one by one, as if nothing were declared of them
+    def __copy__(self: Any) -> Any:  # copy.copy would put the items in one by one, and lose their declarations
         copied = new_node(type(self), self._nnx_marks)
         copied._nnx_fill(self._nnx_contents())
         return copied
@@ -139,7 +139,7 @@ class List(_Container, list[A], HasAttributes):  # type: ignore[misc]  # a slot 
     """
 
     __slots__ = SLOTS
-    __dict__ = vars(HasAttributes)["__dict__"]  # Python gives a subclass of list that has attributes one of its own
+    __dict__ = vars(HasAttributes)["__dict__"]  # else Python gives a subclass of list with attributes one of its own
 
     def __init__(self, it: Iterable[A] | None = None, /):
         if it is not None:

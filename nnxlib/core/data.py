@@ -1,4 +1,4 @@
-"""Data and static values: what of an object is traced, how that is found out, and how a user declares it otherwise.
+"""Data and static values: which attributes of an object are traced, and how a user declares it otherwise.
 
 Arrays, Variables and nodes are *data*, and so is a pytree that holds any; everything else is *static*, a part of the
 program. An annotation ``x: nnx.Data[...]``, or ``nnx.data(x)`` / ``nnx.static(x)`` at assignment or as a dataclass
@@ -46,9 +46,8 @@ def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
     >>> nnx.state(Counter())
     State({'steps': 0})
 
-    A plain list or dict that holds arrays alone, or pytrees of them, stays one, so that ``jax.tree.map`` takes it
-    together with another.
-    ``**kwargs`` are those of :func:`dataclasses.field`.
+    A plain list or dict of arrays, or of pytrees of arrays, stays plain, so that ``jax.tree.map`` takes it together
+    with another one. ``**kwargs`` are those of :func:`dataclasses.field`.
     """
     return _field(True, value, kwargs)
 
@@ -128,9 +127,9 @@ HIDING = frozenset({set, frozenset, collections.deque})  # types of containers i
 
 
 def warn_of_hidden(holder: Any, name: str, value: Any) -> None:
-    """Warn of nodes and Variables in a container in which they are not found: nothing else tells of them.
+    """Warn of nodes and Variables in a container that is not searched for them: nothing else would tell.
 
-    An object of another kind that is no pytree, such as a trainer or a configuration, may well refer to a Module.
+    There is no warning for other objects that are not pytrees, such as a trainer: these may well refer to a Module.
     """
     found = [type(item).__name__ for item in value if is_node(item)]
     if found and explicit_mark(holder, name) is None:

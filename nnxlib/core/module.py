@@ -36,7 +36,7 @@ _MODES = ("deterministic", "use_running_average")  # the attributes that are Tru
 
 
 def _append(old: tuple, new: Any) -> tuple:
-    if not isinstance(old, tuple | list):  # an array would come apart
+    if not isinstance(old, tuple | list):  # an array would be taken apart
         raise ArgumentError(
             f"sow appends to a tuple, but the Variable of that name holds {describe(old)}. Record under another name, "
             "or pass reduce_fn and init_fn."
@@ -53,16 +53,16 @@ else:
 class ModuleMeta(_ProtocolMeta):
     """The metaclass of Modules.
 
-    A library that gives its Modules a metaclass derives it from ``type(nnx.Module)`` and that of another base class,
-    so it cannot be ``type``. It derives from those of :class:`abc.ABC` and Protocol: a Module may have such bases.
+    It cannot be ``type``, since libraries derive a metaclass from ``type(nnx.Module)`` and that of another base class.
+    It derives from the metaclasses of :class:`abc.ABC` and Protocol, so that a Module may have these as bases.
     """
 
-    # Those of protocols ask whether a class is one, which a Module never is, and take two to four times as long.
+    # Those of Protocol first ask whether a class is a protocol, which a Module never is, and take much longer.
     __instancecheck__ = ABCMeta.__instancecheck__
     __subclasscheck__ = ABCMeta.__subclasscheck__
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
-        # Past that of protocols, which takes a class with the base Generic for one.
+        # Not the `__new__` of the metaclass of Protocol, which takes a class with the base Generic for a protocol.
         return super(_ProtocolMeta, mcs).__new__(mcs, name, bases, namespace, **kwargs)
 
 
@@ -128,9 +128,13 @@ class Module(Pytree, metaclass=ModuleMeta):
     def set_attributes(
         self, *filters: Filter, raise_if_not_found: bool = True, graph: bool | None = None, **attributes: Any
     ) -> None:
-        """Set attributes on every Module below this one that has them (and that one of the filters takes).
+        """Set attributes on this Module and those below it, where they exist.
 
-        ``graph`` is accepted for compatibility: there is one mode.
+        Args:
+          *filters: which Modules to change: those that one of these takes; by default all.
+          raise_if_not_found: whether it is an error if no Module has an attribute.
+          graph: accepted for compatibility: there is one mode.
+          **attributes: the values by name.
 
         >>> import nnxlib as nnx
         >>> model = nnx.Sequential(nnx.Dropout(0.5), nnx.Dropout(0.2))
@@ -162,8 +166,18 @@ class Module(Pytree, metaclass=ModuleMeta):
         """Record a value under ``name``, in a Variable of ``variable_type``: by default, append it to a tuple.
 
         Take recordings out with ``nnx.pop(model, nnx.Intermediate)``, or run the model under ``nnx.capture``. Within a
-        ``capture`` only values of its types are recorded. With ``capture_noop=True`` nothing is recorded outside of
-        one. Returns whether the value was recorded.
+        ``capture`` only values of its types are recorded.
+
+        Args:
+          variable_type: the type of the Variable, or its registered name.
+          name: the attribute that holds the Variable.
+          value: an array or any pytree.
+          reduce_fn: ``(old, value) -> new``.
+          init_fn: makes the first ``old``.
+          capture_noop: with True, nothing is recorded outside of a ``capture``.
+
+        Returns:
+          Whether the value was recorded.
 
         Raises:
           ValueError: when the attribute exists and is something else.
@@ -237,10 +251,10 @@ def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:
-    """Set the attributes that were given to ``train`` or ``eval``.
+    """Set the attributes that were given to ``train`` or ``eval``, with a warning of those that no Module has.
 
-    A model without dropout has no ``deterministic``. But if no Module has another one, that is a mistake which nothing
-    else tells: ``model.train(mode=False)`` trains.
+    Nothing else would tell that ``model.train(mode=False)`` trains. But a model without dropout may well have no
+    ``deterministic``.
     """
     missing = _set_where_found(root, (...,), attributes).difference(_MODES) if attributes else ()
     if missing:
@@ -386,7 +400,7 @@ def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[
     """The keyword arguments that a function takes, besides this number of positional ones."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some that are written in C do not tell
+    except (TypeError, ValueError):  # a function written in C may have no signature
         return {}
     ordered = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -401,6 +415,12 @@ def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[
 @boundary
 def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **attributes: Any) -> A:
     """Return new nodes around the *same* Variables, with attributes set where they exist.
+
+    Args:
+      node: a Module, or a pytree of Modules.
+      only: filter of the nodes whose attributes are set.
+      raise_if_not_found: whether it is an error if no node has an attribute.
+      **attributes: the values by name.
 
     >>> import nnxlib as nnx
     >>> dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
@@ -438,6 +458,12 @@ def first_from(*args: A | None, error_msg: str) -> A:
 def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **settings: Any) -> A:
     """Return new nodes around the *same* Variables, with settings made through each Module's ``set_view``.
 
+    Args:
+      node: a Module, or a pytree of Modules.
+      only: filter of the Modules to set.
+      raise_if_not_found: whether it is an error if no Module takes a setting.
+      **settings: passed to the ``set_view`` of each Module that takes them; :func:`view_info` lists them.
+
     >>> import nnxlib as nnx
     >>> model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     >>> nnx.view(model, deterministic=True)[0].deterministic, model[0].deterministic
@@ -464,7 +490,7 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
 
 @boundary
 def view_info(node: Any, /, *, only: Filter = ...) -> str:
-    """Describe the settings that ``nnx.view`` can make on the Modules of ``node``, class by class.
+    """Describe the settings that ``nnx.view`` can make on the Modules of ``node`` that ``only`` takes, class by class.
 
     >>> import nnxlib as nnx
     >>> print(nnx.view_info(nnx.Dropout(0.5)))
@@ -479,7 +505,7 @@ def view_info(node: Any, /, *, only: Filter = ...) -> str:
 
 
 def _has_view(module: Any) -> bool:
-    """Whether it is a node whose class has a ``set_view``; an Rngs has a stream of every name, also of this one."""
+    """Whether it is a node whose class has a ``set_view``; an Rngs itself answers to every name, this one too."""
     return isinstance(module, Node) and hasattr(type(module), "set_view")
 
 

@@ -69,8 +69,8 @@ class Node(Identified):
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
-    _nnx_init_slots: Any  # (self, tree): gives the slots of a node their first values; ``tree`` is that of `_nnx_tree`
-    # False for a class with pytree=False. As in flax.nnx, declarations have no effect there, and lists and dicts stay.
+    _nnx_init_slots: Any  # (self, tree): gives the slots of a node their first values, and `_nnx_tree` the value `tree`
+    # False for a class with pytree=False: declarations have no effect there, and lists and dicts stay, as in flax.nnx.
     _nnx_is_pytree: bool = True
     # Whether a jitted function that uses the node captures it. False for a class with a `_check_valid_context` of its
     # own: of such a node only the Variables are captured.
@@ -87,7 +87,7 @@ class Node(Identified):
 
     @staticmethod
     def _nnx_empty(kind: type, tree: Any) -> Any:
-        """An empty node of a class, of the running trace; ``tree`` is that of ``_nnx_tree``."""
+        """An empty node of a class, which belongs to the running trace; ``tree`` is the value of ``_nnx_tree``."""
         self = _base(kind).__new__(kind)
         self._nnx_init_slots(tree)
         return self
@@ -118,8 +118,8 @@ class Node(Identified):
     def _check_valid_context(self, error_msg: Callable[[], str]) -> None:
         """Refuse a write under another trace than that of this node: raise :class:`TraceContextError`.
 
-        A class may override it, and allow writes of which it knows that they leave no traced value behind. A jitted
-        function that refers to a Module of such a class then captures only the Variables that it reads.
+        A class may override it to allow writes that leave no traced value behind. A jitted function that refers to a
+        Module of such a class captures only the Variables that it reads.
         """
         raise errors.TraceContextError(error_msg())
 
@@ -139,7 +139,7 @@ class Node(Identified):
         if type(self) is not kind:
             _set(self, "__class__", kind)
         self._nnx_fill(items)
-        seen_inside = self._nnx_stamps  # left by another thread, which described what the trace had made of the object
+        seen_inside = self._nnx_stamps  # from other threads that described the object as the trace had changed it
         for name, value in slots.items():
             _set(self, name, value)
         invalidate(seen_inside, self)
@@ -178,7 +178,7 @@ class Node(Identified):
         for key, value in held.items():
             try:
                 copied[key] = deep_copy(value, memo)
-            except TypeError as error:  # of a file, a lock
+            except TypeError as error:  # a file, say, or a lock
                 error.add_note(f"in {key!r} of a {type(self).__name__}")
                 raise
         shell._nnx_fill(copied)
@@ -188,7 +188,7 @@ def _nodes_in(values: Any) -> Iterator[Node]:
     for value in values:
         if isinstance(value, Node):
             yield value
-        elif type(value) is tuple:  # in an attribute, plain lists and dicts hold arrays at most
+        elif type(value) is tuple:  # a plain list or dict that is an attribute holds no nodes
             yield from _nodes_in(value)
 
 
@@ -229,7 +229,7 @@ def slot_owner(kind: type[Node]) -> type[Node]:
 
 
 def fill_all(nodes: Iterable[Pytree], names: tuple[str, ...], values: Iterable[Any]) -> None:
-    """Give fresh nodes their attributes, in a few C calls; ``values`` are those of the first, then of the second..."""
+    """Give fresh nodes their attributes, in a few C calls; ``values`` has those of the first, of the second, ..."""
     rows = zip(*[iter(values)] * len(names), strict=True)
     consume(map(_set_attributes, nodes, map(dict, map(zip, repeat(names), rows))))
 
@@ -239,7 +239,7 @@ def _base(kind: type) -> Any:
 
 
 def structure_changed(node: Any) -> None:
-    """Note that a node has changed, by more than an array in place of another one."""
+    """Note a change of a node other than that an array has taken the place of another."""
     stamps = node._nnx_stamps
     if stamps:
         invalidate(stamps, node)
@@ -253,7 +253,7 @@ def check_writable(node: Any, what: str) -> None:
     """Raise :class:`TraceContextError` unless ``node`` belongs to the running trace."""
     try:
         foreign = node._nnx_trace is not current_trace()
-    except AttributeError:  # it is being made, by the `__new__` of a base class that comes after Pytree
+    except AttributeError:  # the `__new__` of a base class that comes after Pytree is still running
         node._nnx_init_slots()
         return
     if foreign:
@@ -309,10 +309,10 @@ def adopt(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def holds_only_arrays(value: Any) -> bool:
-    """Whether ``value`` is built-in containers around arrays and other pytrees of arrays, with at least one array.
+    """Whether ``value`` is made of built-in containers, arrays and other pytrees of arrays, with at least one array.
 
-    A list or dict of them that is declared data stays what it is: it is there for ``jax.tree.map`` over it and a batch
-    or a State, and JAX compares types.
+    Such a list or dict stays plain if it is declared data: it is meant for ``jax.tree.map`` together with a batch or a
+    State, and JAX compares types.
     """
     stack, seen, arrays = [value], set(), 0
     while stack:
@@ -349,7 +349,7 @@ def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | Non
 
 
 class HasDict:
-    """Owns the real ``__dict__``; so a subclass can offer a checked view of that name, which its subclasses inherit."""
+    """Owns the real ``__dict__``, so that a subclass can offer a checked view under that name, and pass it on."""
 
     __slots__ = ("__dict__", "__weakref__")
 
@@ -397,7 +397,7 @@ class AttributeView(MutableMapping):
 
 
 def class_attribute(cls: type, name: str) -> Any:
-    """What instances of a class find in it under a name, as it is; None if there is nothing."""
+    """An attribute of a class or its bases, not bound to any instance; None if there is none of that name."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
@@ -409,9 +409,9 @@ def _abstract_methods(cls: type) -> frozenset[str]:
 
 
 def _reporting(method: Callable, name: str) -> Callable:
-    """A user's ``__setattr__`` or ``__delattr__``, with the check before it and the note after it.
+    """A user's ``__setattr__`` or ``__delattr__``, with a check before it, and a note of the change after it.
 
-    Under another trace it may write around ours what is not traced.
+    Under another trace it may still set what is not traced, if it does so without calling ours.
     """
 
     def wrapper(self: Any, attribute: str, *value: Any) -> None:
@@ -427,7 +427,7 @@ def _reporting(method: Callable, name: str) -> Callable:
 
 
 def _is_harmless(node: Any, value: tuple[Any, ...]) -> bool:
-    """Whether a value of no trace is about to be set in a node of another trace that no jitted function captures."""
+    """Whether an untraced value is about to be set in a node of another trace that no jitted function captures."""
     trace = current_trace()
     if not value or getattr(node, "_nnx_trace", trace) is trace or is_lent_elsewhere(node._nnx_trace):
         return False
@@ -452,7 +452,7 @@ class HasAttributes(Node, HasDict):
         if abstract := _abstract_methods(cls):
             cls.__abstractmethods__ = abstract  # type: ignore[attr-defined]  # Python then refuses to make an instance
 
-    _pytree__state = property(PytreeState.of, lambda self, state: None)  # a new one says what is so anyway
+    _pytree__state = property(PytreeState.of, lambda self, state: None)  # setting it is accepted, and changes nothing
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
@@ -495,7 +495,7 @@ class HasAttributes(Node, HasDict):
             check_writable(self, f"delete attribute {name!r}")
         try:
             object.__delattr__(self, name)
-            if self._nnx_marks:  # those of the attribute go with it
+            if self._nnx_marks:  # the attribute's marks go with it
                 kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
                 _set(self, "_nnx_marks", kept or None)
         finally:
@@ -546,9 +546,7 @@ def _is_attribute(holder: Any, key: Any) -> bool:
 
 
 def _complete(cls: type) -> None:
-    """Do for a class what was left out when it was made, since a base class of the user's has an ``__init_subclass__``
-    that does not call that of ``super()``.
-    """
+    """Do what was left out when a class was made, if a user's ``__init_subclass__`` does not call ``super()``'s."""
     for base in reversed(cls.__mro__):
         if issubclass(base, Pytree) and "_nnx_slot_names" not in vars(base):
             own = next(c for c in base.__mro__ if is_own(c.__module__) and "__init_subclass__" in vars(c))
@@ -558,8 +556,8 @@ def _complete(cls: type) -> None:
 class PytreeSlots(HasDict):
     """The slots of a Pytree, without its ``__setattr__``, which checks every write.
 
-    CPython sets an attribute of such a class in a tenth of the time that a slot's descriptor takes. So the slots of an
-    empty Pytree are set first, and then its ``__class__``.
+    CPython sets an attribute of such a class ten times as fast as through the descriptor of a slot. So an empty Pytree
+    is made as an object of this class; its slots are set, and then its ``__class__``.
     """
 
     __slots__ = SLOTS
@@ -569,7 +567,7 @@ class Pytree(HasAttributes, PytreeSlots):
     """Base class of the objects of the graph: mutable, with attributes that transforms trace; also a JAX pytree.
 
     A class with ``pytree=False`` (``class Config(nnx.Pytree, pytree=False)``) works in nnxlib's transforms, but raw JAX
-    does not flatten it, and ``nnx.data`` and ``nnx.static`` have no effect: what an attribute is, is told by its value.
+    does not flatten it, and ``nnx.data`` and ``nnx.static`` have no effect: an attribute's value says what it is.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> class Point(nnx.Pytree):
@@ -582,7 +580,7 @@ class Pytree(HasAttributes, PytreeSlots):
     __slots__ = ()
 
     _nnx_init_slots = _slot_initializer(PytreeSlots)
-    _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a class of the user declares in ``__slots__``
+    _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a user's class declares in ``__slots__``
 
     @staticmethod
     def _nnx_empty(kind: type, tree: Any) -> Any:
@@ -606,8 +604,8 @@ class Pytree(HasAttributes, PytreeSlots):
         new = super().__new__
         if new is object.__new__:
             self = new(cls)
-            _set_attributes(self, {})  # attributes in a dict of its own are read in half the time of the shared keys
-        else:  # that of a base class of the user's, which comes after Pytree
+            _set_attributes(self, {})  # reads are faster from a dict that shares no keys with those of other objects
+        else:  # the `__new__` of a user's base class that comes after Pytree
             self = new(cls, *args, **kwargs)
             if hasattr(self, "_nnx_trace"):  # it has set attributes
                 return self
