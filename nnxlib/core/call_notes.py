@@ -70,7 +70,7 @@ def _owner(kind: type, method: str) -> type:
 
 
 def _shown(x: Any) -> str:
-    """An input for a note: numbers by value, for they are mostly settings."""
+    """An input for a note: numbers by value, since they are mostly settings."""
     return repr(x) if isinstance(x, bool | int | float) else describe_nested(x)
 
 

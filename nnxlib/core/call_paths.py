@@ -22,7 +22,7 @@ from .stamps import Stamp, stamping, with_stamp
 
 
 class _Paths:
-    """The first path to each object below some roots; found again when something has been attached there."""
+    """The first path to each object below some roots; they are searched again if something may have been attached."""
 
     __slots__ = ("_attached", "_roots", "_stamp", "known")
 
@@ -62,8 +62,8 @@ class Listener:
     is packed while a listener is active is noted in ``entered``, where :func:`inside` finds it.
 
     Args:
-      objects: of the trace; they outlive the listener.
-      paths: of these, or a function that finds them, called when a path is first asked for.
+      objects: the objects of the trace, which outlive the listener.
+      paths: their paths, or a function that finds these, called when a path is first asked for.
       on_call: called with module, path, method name, args and kwargs of each call; may return a function, which is
         then called with the output.
     """
@@ -82,7 +82,7 @@ class Listener:
         self.on_call = on_call
         self.entered: dict[Any, Sequence[Path | None]] = {}  # layout -> the paths of what was last packed with it
         self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
-        self.base: Callable[[], Path] | None = None  # the path of the Module, outside, in whose call this trace began
+        self.base: Callable[[], Path] | None = None  # the path outside of the Module in whose call this trace began
         self.recorded: tuple[type, ...] | None = None  # what an enclosing `nnx.capture` takes out, by type
 
     def current(self) -> Path | None:

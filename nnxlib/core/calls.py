@@ -42,7 +42,7 @@ class _Active(threading.local):
     runs: int = 1  # see runs()
 
     def __init__(self) -> None:
-        # By layout, what was last packed with it in eager code.
+        # By layout, the objects that were last packed with it in eager code.
         self.packed: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> str:  # a class pickled by value brings its methods, and these refer to this object
@@ -100,7 +100,7 @@ _NOTHING = nullcontext()
 
 # --- calls in eager code ---------------------------------------------------------------------------------------------
 
-_CODE: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]  # that of all wrappers
+_CODE: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]  # all wrappers have this code
 
 
 def _from_frames() -> Listener | None:
@@ -173,7 +173,7 @@ def recording(listener: Listener, kinds: tuple[type, ...], on_call: Callable | N
         listener.recorded, listener.on_call = outer
 
 
-following: list[Listener] = []  # in all threads; while there are none, :func:`followed` need not be asked
+following: list[Listener] = []  # of all threads; while it is empty, :func:`followed` need not be asked
 
 
 def followed() -> bool:
@@ -206,9 +206,9 @@ def entering(layout: Any, objects: Sequence[Any]) -> None:
 
 
 def inside(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listener:
-    """A listener for the objects that a transform built from a layout; their paths are those that they have outside.
+    """A listener for the objects that a transform built from a layout, with the paths that they have outside.
 
-    An object without one has its path in the layout, less the first ``depth`` keys (``args[0]``).
+    An object that has none there has its path in the layout, less the first ``depth`` keys (``args[0]``).
     """
     outer, in_a_trace = running(), _active.listener is not None
     packed = None if outer is None or in_a_trace else _active.packed.get(layout)

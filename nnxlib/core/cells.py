@@ -1,8 +1,8 @@
 """Cells: where Variables keep their values.
 
-A Variable has the same cell all its life, except while a trace borrows it. A compiled step reads and writes its cells
-in two loops, or for up to 128 cells in straight-line code, at some nanoseconds per cell. To go through the Variables,
-whose attributes are computed, would take much longer.
+A Variable has the same cell all its life, except while a trace borrows it. A call of a compiled function reads and
+writes its cells in two loops, or for up to 128 cells in straight-line code, which takes some nanoseconds for each. To
+go through the Variables, whose attributes are computed, would take much longer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Cell:
     """The cell of a Variable that was made at top level."""
 
     __slots__ = ("value",)
-    value: Any  # set after the cell is made: with an ``__init__`` that would take twice the time
-    trace: TraceRef = None  # the one that made, or has borrowed, the Variable: no other may write it
+    value: Any  # set after the cell is made, since an ``__init__`` would take twice the time
+    trace: TraceRef = None  # the one that has made or borrowed the Variable: no other may write it
 
 
 class TracedCell(Cell):
@@ -42,7 +42,7 @@ def new_cell(value: Any) -> Cell:
 
 
 def cell_of(value: Any, trace: TraceRef) -> Cell:
-    """Make a cell of a trace, or with None of the top level."""
+    """Make a cell of a trace; of the top level, if that is None."""
     if trace is not None:
         return TracedCell(value, trace)
     cell = Cell()
@@ -53,7 +53,7 @@ def cell_of(value: Any, trace: TraceRef) -> Cell:
 def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
     """Write the first of these values to the cells; to all of them, even if interrupted."""
     try:
-        for cell, cell.value in zip(cells, values):  # noqa: B007  (the assignment is the loop; `strict` costs 0.2 us)
+        for cell, cell.value in zip(cells, values):  # noqa: B007  (the assignment is the loop; `strict` takes longer)
             pass
     except BaseException:
         for cell, value in zip(cells, values, strict=False):
@@ -61,11 +61,11 @@ def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
         raise
 
 
-_UNROLLED = 128  # up to so many cells the loop is unrolled, which takes a third of the time
+_UNROLLED = 128  # up to this many cells the loop is unrolled, which takes a third of the time
 
 
 def reader(cells: Sequence[Cell], items: Sequence[tuple[Any, Any]] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """A function that calls another with the values of these cells, and items: ``f(c0.value, c1.value, d0[k0], ...)``.
+    """A function that calls another with the values of cells and with items: ``f(c0.value, c1.value, d0[k0], ...)``.
 
     Each item is given by a container and a key.
     """

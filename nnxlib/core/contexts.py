@@ -64,7 +64,7 @@ class LinkedGraphDef(GraphDef[A]):
 
     @property
     def nodes(self) -> tuple[Any, ...]:
-        """The rows; of those that were split before, the numbers."""
+        """The rows, with the number of the object in place of each that was split before."""
         rows = enumerate(self.layout.rows)
         return tuple([Ref(self.numbers[i]) if i in self.elsewhere else row for i, row in rows])
 
@@ -196,7 +196,7 @@ object first, in the same `with nnx.merge_context(...)` block."""
 
 
 def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -> Any:
-    """Change ``objects``, by row, to what a packed table says, except for ``unchanged`` rows, by a commit.
+    """Commit what a packed table says to ``objects``, given by row, except for ``unchanged`` rows.
 
     Returns the packed pytree, with these objects in it.
     """
@@ -221,7 +221,7 @@ def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -
         elif changed := changed_row(cast(NodeRow, present), iter(now.arrays[i]), row, iter(own[i])):
             rows[i] = changed
     delta = Delta(tuple(values), tuple(sorted(rows.items())), layout.root)
-    check_commit(layout, delta, objects)  # for its message: in the table below, not every row has a path
+    check_commit(layout, delta, objects)  # for its message: in the layout below, not every row has a path
     leaves = [packed.leaves[layout.owner_positions[owner]] for owner in delta.owners(layout.rows)]
     return commit(Layout(now.all_rows(), layout.root), delta, leaves, objects)
 
@@ -230,7 +230,7 @@ def _write(packed: Packed, objects: Sequence[Any], unchanged: Collection[int]) -
 
 
 class UpdateContext:
-    """The objects of an update: those of step 1 (``outer``); and those of step 2 (``inner``), until step 3."""
+    """The objects of an update, by number: of step 1 (``outer``), and of step 2 (``inner``), until step 3."""
 
     __slots__ = ("inner", "inner_trace", "outer", "outer_trace", "tag")
 

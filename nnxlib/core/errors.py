@@ -97,7 +97,7 @@ class ImmutableCollectionError(NnxError, ValueError):
 
 
 class ClosedModuleError(NnxError, ValueError):
-    """A use of the Module that a call of ``apply`` has made, after that call."""
+    """A use of the Module that ``apply`` has made for a call, after that call."""
 
 
 class LazyInitError(NnxError, ValueError):
@@ -226,14 +226,14 @@ def accepts(function: Callable, *args: Any, **kwargs: Any) -> bool:
 
 
 def note_switches(error: Exception, options: Collection[str]) -> None:
-    """Say what to write, in the error of a call with these options, if it refuses one of the switches of flax.nnx."""
+    """Add a note to the error of a call with these options that refuses a switch of flax.nnx: what to write instead."""
     refused = [name for name in _SWITCHES if name in options and f"'{name}'" in str(error)]
     if refused and isinstance(error, TypeError | UsageError) and _ONE_MODE not in getattr(error, "__notes__", ()):
         error.add_note(_ONE_MODE)
 
 
 def note_signature(error: Exception, function: Callable) -> None:
-    """Say what a function takes, in the error of a call that Python refuses because it does not fit the signature.
+    """Add a note to the error by which Python refuses a call that does not fit the signature: what the function takes.
 
     >>> def scale(x, *, factor, offset=0): ...
     >>> try:
@@ -271,7 +271,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def listed(head: str, problems: Sequence[str], tail: str = "") -> str:
-    """A message with a line for each problem; if there are very many, for the first of them.
+    """A message with a line for each problem; if there are very many, only for the first.
 
     >>> print(listed('These differ:', ['a', 'b'], 'Use one of them.'))
     These differ:

@@ -11,9 +11,9 @@ A *predicate* is a function ``(path, value) -> bool``; ``path`` is the tuple of 
 
 Filter objects form a Boolean algebra: ``a | b``, ``a & b``, ``~a`` and ``a - b`` (the same as ``a & ~b``) are filters
 again, with a shorthand allowed on one side. They are kept in one form: negation stands only before a single predicate,
-``Any`` and ``All`` are flat, without repetition, neutral or absorbing parts. So those laws that need no expansion are
-plain equalities, ``~(a | b) == ~a & ~b`` and ``~~a == a`` and ``a | b == b | a``; distributivity holds of what filters
-select. Filters compare and hash by value, and their repr reads as the expression that makes them.
+and ``Any`` and ``All`` are flat, without repeated, neutral or absorbing parts. So the laws that need no expansion are
+plain equalities: ``~(a | b) == ~a & ~b``, ``~~a == a``, ``a | b == b | a``. By the distributive laws filters select the
+same, but are not equal. Filters compare and hash by value, and their repr reads as the expression that makes them.
 Combinations are often named constants, so they can be given a ``__doc__``.
 """
 
@@ -82,7 +82,7 @@ def shown(filter: Filter, /) -> str:
 
 
 def filters_to_predicates(filters: Sequence[Filter], /) -> tuple[FilterObject, ...]:
-    """Spell out a sequence of filters of which the first match counts.
+    """Spell out a sequence of filters, of which the first that matches counts.
 
     Raises:
       FilterOrderError: if ``...`` or ``True`` comes before a filter that would then never be asked.
@@ -102,7 +102,7 @@ def filters_to_predicates(filters: Sequence[Filter], /) -> tuple[FilterObject, .
 def group_by_filters(
     items: Iterable[tuple[Path, typing.Any]], filters: Sequence[Filter], /
 ) -> tuple[list[tuple[Path, typing.Any]], ...]:
-    """Sort ``(path, value)`` pairs into one list per filter, the first that matches, and a last list for the rest.
+    """Sort ``(path, value)`` pairs into a list for each filter, by the first that matches, and a last one for the rest.
 
     >>> import nnxlib as nnx
     >>> nnx.filterlib.group_by_filters({('a',): 1, ('b',): 'x', ('c',): 2.0}.items(), [int, nnx.PathContains('b')])
@@ -116,7 +116,7 @@ def group_by_filters(
 
 
 def first_of(predicates: Sequence[FilterObject]) -> Callable[[Path, typing.Any], int]:
-    """A function that says which predicate is the first to take a value; their number, if none of them does.
+    """A function that gives the index of the first predicate to take a value; if none does, how many there are.
 
     Where the class of a Variable decides, the predicates are asked once for the class.
     """
@@ -154,7 +154,7 @@ def looks_at_values(filter: Filter) -> bool:
 
 
 def warn_of_node_classes(filters: Sequence[Filter]) -> None:
-    """Warn of the class of a node, which no leaf can be of."""
+    """Warn of a filter that is a class of nodes: no leaf is an instance of it."""
     for filter in filters:
         if isinstance(filter, type) and issubclass(filter, Identified) and not issubclass(filter, Variable):
             warnings.warn(_OF_NODES.format(name=filter.__name__), stacklevel=level_of_user())
@@ -243,7 +243,7 @@ class Nothing(FilterObject):
 
 
 class OfType(FilterObject):
-    """Takes instances of a type, and whatever says by its own ``.type`` that it stands for one.
+    """Takes instances of a type, and values whose attribute ``type`` is this type or a subclass.
 
     >>> import nnxlib as nnx
     >>> nnx.OfType(nnx.Variable)(('kernel',), nnx.Param(1.0))
@@ -259,7 +259,7 @@ class OfType(FilterObject):
 
     @property
     def looks_at_values(self) -> bool:
-        """False, but for a class that decides itself what its instances are, as ``jax.Array`` does."""
+        """False, except for a class that decides itself what its instances are, as ``jax.Array`` does."""
         return type(self.type).__instancecheck__ is not type.__instancecheck__
 
     def __call__(self, path: Path, x: typing.Any) -> bool:
@@ -325,7 +325,7 @@ class PathContains(FilterObject):
 
 
 class Where(FilterObject):
-    """Takes what a function ``(path, value) -> bool`` says; written as that function."""
+    """Takes the values for which a function ``(path, value) -> bool`` is true; written as that function."""
 
     __slots__ = ("function",)
 
@@ -345,7 +345,7 @@ class Where(FilterObject):
                 raise InvalidFilterError(f"A filter function takes (path, value), which {name} does not.") from None
             raise
 
-    def __hash__(self) -> int:  # of a function without a hash too, such as an instance of a dataclass
+    def __hash__(self) -> int:  # the function may have none, such as an instance of a dataclass
         return hash((Where, type(self.function)))
 
     def __repr__(self) -> str:
@@ -419,8 +419,8 @@ class _Combination(FilterObject):
     """Several predicates, flat and each once; equal to the same ones in another order."""
 
     predicates: tuple[FilterObject, ...]
-    neutral: FilterObject  # changes nothing: what there is with no predicates at all
-    absorbing: FilterObject  # decides alone
+    neutral: FilterObject  # changes nothing in a combination; the combination of no filters
+    absorbing: FilterObject  # any combination with it is equal to it
 
     def __new__(cls, *filters: Filter) -> typing.Any:
         parts: list[FilterObject] = []

@@ -1,10 +1,10 @@
 """Foreign containers: the dicts, lists and States in an attribute that is a pytree, and how changes of them are found.
 
-The state of an optimizer is such a pytree. It has to stay what the transformation has made, to the very types, since
-JAX compares these: a List is no list to ``jax.tree.map(f, [1], nnx.List([2]))``. So a table that describes foreign
-dicts and lists notes what each of them holds, and its stamp compares whenever it is asked whether it is valid, which
-takes half a microsecond for one of five items. States are large, and report their writes: each write looks among the
-levels that stamps know (:class:`~nnxlib.core.stamps.States`).
+The state of an optimizer is such a pytree. It has to keep the very types that the transformation has made, since JAX
+compares them: to ``jax.tree.map(f, [1], nnx.List([2]))`` a List is not a list. So a table that describes foreign dicts
+and lists notes what each of them holds, and whenever its stamp is asked whether it is valid, this is compared. States
+are large, and report their writes: each write looks among the levels that stamps know
+(:class:`~nnxlib.core.stamps.States`).
 
 Other mutable pytrees, such as a dataclass that is not frozen, cannot be compared without flattening them; and those
 that hold arrays have to be flattened anyway, to read these. Both are :class:`Flattened` at each call, and compared.
@@ -30,7 +30,7 @@ class Items(NamedTuple):
     """What a container holds."""
 
     container: Any
-    keys: list[Any] | None  # None of a list
+    keys: list[Any] | None  # None for a list
     ids: list[int]  # of the values; comparing these takes half the time of comparing the values by identity
     values: list[Any]  # so that no id is reused
 
@@ -65,7 +65,7 @@ class Flattened:
         return [leaves[k] for k in self._arrays] if self._others else leaves
 
     def is_unchanged(self) -> bool:
-        """Whether the spec is what it was."""
+        """Whether the spec of the pytree is still the same."""
         try:
             leaves, treedef = self._flatten()
             if [*map(type, leaves)] != self._types or treedef != self._treedef:

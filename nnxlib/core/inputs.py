@@ -1,4 +1,4 @@
-"""Inputs: which of the values that a trace is given it reads.
+"""Inputs: which of the values that a trace is given are read.
 
 A jitted function is traced once and called often, and each call takes time for each array that is passed, read or not.
 So while the function is traced, its Variables keep their values in :class:`Input` cells instead of plain ones. If the
@@ -18,7 +18,7 @@ from .variables import Variable
 
 
 class _Absent:
-    """In place of a leaf that was not passed."""
+    """What stands for a leaf that was not passed."""
 
     __slots__ = ()
 

@@ -56,7 +56,7 @@ def iter_graph(node: Any, /) -> Iterator[tuple[Path, Any]]:
 
 
 def iter_objects(node: Any) -> Iterator[tuple[Path, Any]]:
-    """What :func:`iter_graph` yields, but for the nodes and Variables only."""
+    """Yield what :func:`iter_graph` does, but only nodes and Variables."""
     return _visit(node, leaves=False)
 
 
@@ -88,7 +88,7 @@ def _visit(node: Any, leaves: bool) -> Iterator[tuple[Path, Any]]:
 
 def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
     """Yield each place of a node, Variable or array in a graph: its path, the value, what holds it; parents first."""
-    seen, plain = set(), {type(None)}  # plain: as in iter_graph
+    seen, plain = set(), {type(None)}  # plain: classes whose instances are always leaves
     stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
     while stack:
         remaining, above, parent = stack[-1]
@@ -102,7 +102,7 @@ def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
                 if id(value) in seen:
                     continue
                 seen.add(id(value))
-            elif type(value) not in (tuple, list, dict):  # most are, and to ask whether one is an array takes long
+            elif type(value) not in (tuple, list, dict):  # for these, it would take long to ask whether one is an array
                 if is_array(value):
                     yield path, value, holder
                     continue
@@ -128,6 +128,8 @@ def iter_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
 @boundary
 def find_duplicates(node: Any, /, *, only: Filter = ...) -> list[list[Path]]:
     """Return the paths of each Variable or node that is reached by more than one path, first path first.
+
+    ``only`` is a filter of these objects.
 
     >>> import nnxlib as nnx
     >>> shared = nnx.Param(1.0)

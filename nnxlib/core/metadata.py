@@ -106,7 +106,7 @@ def unname_axis(variable: Any, key: str, index: int) -> None:
 
 def _naming(variable: Any, key: str) -> Any:
     found = variable.get_metadata().get(key)
-    return found.sharding if isinstance(found, Format) else found  # with another axis it has another layout
+    return found.sharding if isinstance(found, Format) else found  # the layout in a Format is for the other shape
 
 
 def _names_in(found: Any) -> Any:
@@ -142,4 +142,4 @@ def canonical_name(name: str) -> str:
     return "out_sharding" if name in KEYS_OF_AXIS_NAMES else name
 
 
-KEYS_OF_AXIS_NAMES = frozenset({"sharding", "sharding_names"})  # in place of "out_sharding"
+KEYS_OF_AXIS_NAMES = frozenset({"sharding", "sharding_names"})  # other names of "out_sharding"

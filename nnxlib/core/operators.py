@@ -37,7 +37,7 @@ class ArrayOperators(Generic[A]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.get_value(), dtype=dtype) if not copy else np.array(self.get_value(), dtype=dtype)
 
-    def __array_namespace__(self, **kwargs: Any) -> Any:  # of the Python array API standard, as the two below
+    def __array_namespace__(self, **kwargs: Any) -> Any:  # of the Python array API standard, like the next two
         return self.get_value().__array_namespace__(**kwargs)  # type: ignore[union-attr]
 
     def __dlpack__(self, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ class ArrayOperators(Generic[A]):
     def __dlpack_device__(self) -> tuple:
         return self.get_value().__dlpack_device__()  # type: ignore[union-attr]
 
-    if TYPE_CHECKING:  # what `_add_operators` adds, and what a Variable has, in the words of type checkers
+    if TYPE_CHECKING:  # what `_add_operators` adds, and what a Variable has, for type checkers
 
         def get_value(self) -> A: ...
 

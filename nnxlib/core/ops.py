@@ -37,7 +37,7 @@ A = TypeVar("A")
 
 PureState = tuple[GraphDef[A], State]
 Items = list[tuple[Path, Any]]  # pairs of path and leaf
-_State = State[Any, Any]  # what a checker takes a State without arguments for is an unknown type
+_State = State[Any, Any]  # for type checkers, to which a State without arguments is an unknown type
 
 # --- split and merge ------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ def split(node: Any, *filters: Filter) -> Any:
     (['bias', 'scale'], ['mean', 'var'])
 
     Raises:
-      NonExhaustiveFiltersError: when no filter takes some leaf; names the paths.
+      NonExhaustiveFiltersError: if there are leaves that no filter takes; names their paths.
     """
     layout, leaves, objects = _packed(node)
     graphdef = graphdef_of(layout, leaves)
@@ -191,10 +191,10 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     Raises:
       TypeError: without a State.
       StateMismatchError: for GraphStates of different structures, missing and unexpected paths, a list of another
-        length, and a shape or kind of dtype that differs from that at the split. Additional or missing axes are
+        length, and a shape or kind of dtype that differs from the one at the split. Additional or missing axes are
         accepted if all leaves of a type have them alike; an additional first axis, if several leaves have it, and no
         shape differs otherwise; and values other than arrays if no leaf is an array. (Traced values are not compared:
-        they may be those of one example or shard.)
+        they may belong to one example or shard.)
     """
     if isinstance(graphdef, GraphState):
         graphdef, states = graphdef._graphdef, (graphdef, *states)
@@ -251,7 +251,14 @@ def state(node: Any, a: Filter, b: Filter, /) -> tuple[_State, _State]: ...
 def state(node: Any, /, *filters: Filter) -> tuple[_State, ...]: ...
 @boundary
 def state(node: Any, *filters: Filter) -> Any:
-    """Return the State of a node, or for each filter that of the leaves it takes.
+    """Return the State of a node; with filters, a State for each.
+
+    Args:
+      node: a Module, or a pytree of Modules and arrays.
+      *filters: groups of leaves, by type, tag or path. A leaf belongs to the first that fits, or to none.
+
+    Returns:
+      A State of new Variables with the present values; a tuple of States for several filters.
 
     >>> import nnxlib as nnx
     >>> list(nnx.state(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.BatchStat))
@@ -265,7 +272,7 @@ def state(node: Any, *filters: Filter) -> Any:
 def variables(node: Any, *filters: Filter) -> Any:
     """Return the State of a node, as :func:`state` does, but with the very Variables of the node.
 
-    What is written to these is written to the node, and the other way around.
+    Writes to these Variables are seen in the node, and the other way around.
 
     >>> import nnxlib as nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -294,10 +301,10 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     Args:
       node: a Module, or a pytree of Modules.
       state: a State, FlatState or nested dict, of all or some of the leaves. Int keys may be strings. A leaf is a
-        Variable, whose metadata is taken too, a bare value, or ``{'value': array}``, as in checkpoints.
+        Variable, whose metadata is taken too, a bare value, or ``{'value': array}``, as in checkpoints. All Variables
+        of a type together may have more axes than the node's, or fewer: from a stack of models, or one model of it.
       *states: more of these.
-      strict: with False, leaves that do not fit are skipped instead of refused. All Variables of a type together may
-        have additional axes, or lack some: those of a stack of models, or of one model of a stack.
+      strict: with False, leaves that do not fit are skipped instead of refused.
 
     >>> import nnxlib as nnx
     >>> model, other = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
@@ -308,12 +315,12 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     Raises:
       StateMismatchError: for paths that the node does not have, and leaves of another type, shape or kind of dtype;
         nothing has been written then.
-      TraceContextError: under another trace than the node was made under; nothing has been written then.
+      TraceContextError: under another trace than the one that made the node; nothing has been written then.
     """
     layout, leaves, objects = _packed(node)
     values, metadata = values_to_write(layout, leaves, objects, (state, *states), strict)
-    # Most are committed. The leaves of a pytree around the objects are set in the container that holds them, and those
-    # that are kept in a jax.Ref are written there, which is possible under any trace.
+    # Most leaves are committed. Those of a pytree around the objects are set in the container that holds them, and
+    # those that are kept in a jax.Ref are written there, which is possible under any trace.
     own = range(len(leaves) - count_leaves(layout.root), len(leaves))
     items = [(*_settable(node, layout.leaf_paths[k]), values.pop(k)) for k in own if k in values]
     in_refs = {k: values.pop(k) for k in layout.in_refs & values.keys() - metadata.keys()}
@@ -391,8 +398,8 @@ def _copy_array(x: Any) -> Any:
 
 
 @boundary
-def map(f: Callable[[Path, Any], Any], node: A, /, *, recreate_variables: bool = True) -> A:  # the name of the field
-    """Return a copy of a node with ``f(path, leaf)`` for each leaf; leaves are Variables and arrays.
+def map(f: Callable[[Path, Any], Any], node: A, /, *, recreate_variables: bool = True) -> A:
+    """Return a copy of a node with ``f(path, leaf)`` in place of each leaf; leaves are Variables and arrays.
 
     For a Variable ``f`` returns a new Variable, or the value of one; without ``recreate_variables``, what it returns
     takes the place of the Variable, whatever it is. ``f`` gets the Variables of ``node`` itself, so a write to one of
@@ -473,7 +480,7 @@ def unpack(node: Any, *filters: Filter) -> Any:
 
 
 class CallProxy:
-    """Leads to a method by attributes and items; a call of it returns ``(output, (graphdef, state))``."""
+    """Leads to a method by attributes and items; calling it returns ``(output, (graphdef, state))``."""
 
     __slots__ = ("_make", "_path")
 

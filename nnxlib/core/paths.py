@@ -23,8 +23,8 @@ def current_path() -> Path | None:
     eager code, at each call of a Module that is called several times, and for a shared Module, which has its first
     path. A Module that is not part of another has its caller's path and the name of its class.
 
-    It costs nothing where it is not called. In a compiled function it runs when the function is traced, as everything
-    in Python does: a function that is not traced again does not ask again.
+    In a jitted function it runs when the function is traced, as all Python code does: a function that is not traced
+    again does not ask again.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> class Noisy(nnx.Module):

@@ -1,11 +1,11 @@
 """Pickles and copies of jitted functions with a name.
 
 Models hold functions such as ``jax.nn.relu`` as activations. Python pickles a function as its name, and a copy of it is
-the function itself. With JAX's jitted functions, and those with custom derivatives, it is not so: pickling them fails,
-and ``copy.deepcopy`` makes another function, so the copy of a model would have another structure than the model. Once
-this module is imported, they are pickled and copied like functions, if they are found under their name; the others are
-left as they were. So are those of ``__main__`` for cloudpickle, which sends them whole, since another process has
-another ``__main__``.
+the function itself. Not so for JAX's jitted functions, and those with custom derivatives: pickling them fails, and
+``copy.deepcopy`` makes another function, so the copy of a model would have another structure than the model. Once this
+module is imported, they are pickled and copied like functions, if they are found under their name; others are treated
+as before. So are those of ``__main__`` by cloudpickle, which sends them whole, since another process has another
+``__main__``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _by_name(function: Any) -> Any:
     return global_name(function, sys._getframe(1)) or function.__reduce_ex__(4)
 
 
-# Those that deepcopy takes for objects: the copy of one is not equal to it, and would be traced anew.
+# The types of functions that deepcopy would copy like objects: a copy is not equal to its original, and traced anew.
 FUNCTION_TYPES = (type(jax.jit(_by_name)), jax.custom_jvp, jax.custom_vjp)
 
 for _kind in FUNCTION_TYPES:

@@ -74,11 +74,11 @@ _NEVER_VALID.valid = False
 class NodeShape:
     """The static half of a node that flattens as a tree: its class, its static values, the names of its children.
 
-    From these follow the keys of the children, how to take the children out of a node, ``take(open(node))``, and what
-    a node of such children holds, ``fill(*children)``.
+    From these follow the keys of the children, how to take the children out of a node, ``take(open(node))``, and the
+    contents of a node with given children, ``fill(*children)``.
 
-    A node that JAX has unflattened keeps it in place of a :class:`KnownShape`. It has a stamp that is never valid, so
-    when the node is flattened again, :func:`_known_if_unflattened` is asked first.
+    A node that JAX has unflattened keeps its NodeShape in place of a :class:`KnownShape`. The stamp of this is never
+    valid, so :func:`_known_if_unflattened` is asked first when the node is flattened again.
     """
 
     __slots__ = ("_key", "children", "fill", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")
@@ -146,7 +146,7 @@ class KnownShape:
         self.shape = shape
         self.stamp, self.edition = stamp, stamp.edition  # of what has shown that the graph is a tree
         self.mutable = mutable  # the static values below that can be changed in place, and what they were
-        self.valid = self.edition if not mutable else None  # equal to ``stamp.valid`` if nothing else is to be compared
+        self.valid = self.edition if not mutable else None  # equals ``stamp.valid`` if nothing else is to be compared
 
     def holds(self) -> bool:
         """Whether nothing has changed since this was made."""
@@ -178,11 +178,11 @@ def _takers(kind: type, names: tuple, children: tuple) -> tuple[Callable[[Any], 
     return lambda node: node._nnx_contents(), one_by_one
 
 
-_UNROLLED = 128  # names, up to which straight-line code makes the contents, in half of the time
+_UNROLLED = 128  # up to this many names straight-line code makes the contents, in half of the time
 
 
 def _filler(names: tuple, statics: dict[Any, Any], children: tuple) -> Callable[..., dict[Any, Any]]:
-    """A function from the children of a node to its contents, of which the static values are always the same."""
+    """A function from the children of a node to its contents, in which the static values are always the same."""
     if len(names) <= _UNROLLED and {*map(type, names)} <= {str}:
         return _new_filler(names, children)(statics)
     contents = {name: statics.get(name) for name in names}
@@ -259,23 +259,23 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
 def _unflattened_below(
     root: Any, stamp: weakref.ref[Stamp]
 ) -> tuple[list[Any], list[int], list[NodeShape], list[Mutable], list[Any]] | None:
-    """The nodes from ``root`` down, to which the stamp is attached, for each the number of the one that holds it, its
-    shape, and its static values that can be changed in place; and all that they hold.
+    """Attach the stamp to the nodes from ``root`` down, and list them: (nodes, parents, shapes, mutable, held).
 
-    None if a node is there twice, or does not have the shape that it came from any more.
+    ``parents`` has for each the number of the node that holds it, ``mutable`` its static values that can be changed in
+    place; ``held`` is all that they hold. None if a node is there twice, or has lost the shape that it came from.
     """
     stamps = (stamp,)
     nodes, parents, held, seen = [root], [0], list[Any](), {id(root)}
     shapes: list[NodeShape] = []
     mutable: list[Mutable] = []
-    for k, node in enumerate(nodes):  # which become more
+    for k, node in enumerate(nodes):  # more are appended
         shape = node._nnx_tree
         if type(shape) is not NodeShape or not node._nnx_guarded:
             return None
         _set(node, "_nnx_stamps", with_stamp(node._nnx_stamps, stamp) if node._nnx_stamps else stamps)
         contents = shape.open(node)
         children = [*shape.take(contents)]
-        for child in children:  # which become more
+        for child in children:  # more are appended
             if isinstance(child, Node):
                 if id(child) in seen:
                     return None
@@ -296,13 +296,13 @@ Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in pl
 def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> Mutable | None:
     """The static values in and below a node that can be changed in place; None if more can change unnoticed.
 
-    ``below`` are those of the objects that it holds, by row.
+    ``below`` has them for the objects that the node holds, by row.
     """
     if not node._nnx_guarded or row.marks.mutable:
         return None
     found: dict[int, tuple[Any, Const]] = {}
     fields = list(row.fields)
-    for name, spec in fields:  # which becomes longer
+    for name, spec in fields:  # more are appended
         inner: Mutable | None = ()
         if type(spec) is Ref:
             inner = below[spec.index]
@@ -340,7 +340,7 @@ def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape 
         if known is None:
             return _flatten_shared(node)
     shape = known.shape
-    return zip(shape.keys, shape.take(shape.open(node))), shape  # strict=True would take 0.1 us
+    return zip(shape.keys, shape.take(shape.open(node))), shape  # strict=True would take longer
 
 
 def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:

@@ -31,10 +31,10 @@ def record(node: Any, name: str, variable: Variable, appends: bool = False) -> N
 
 
 def attribute_for(node: Any, name: str) -> str:
-    """The attribute to record under a name; another one within a capture, if the node has something else of that name.
+    """The attribute in which to record under a name; within a capture, another one if that name is taken.
 
     Raises:
-      ValueError: if it is a method, outside of a capture.
+      ValueError: if the name is that of a method or property, outside of a capture.
     """
     inherited = class_attribute(type(node), name)
     inherits = inspect.isroutine(inherited) or isinstance(inherited, property)
@@ -81,7 +81,7 @@ class Aside(NamedTuple):
 
 
 def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[Aside]:
-    """Remove the chosen recordings from all nodes below ``root`` that were made by the running trace."""
+    """Remove the chosen recordings from the nodes below ``root`` that belong to the running trace."""
     found, trace = [], current_trace()
     for _, x in reachable(root, set()):
         if isinstance(x, Node) and x._nnx_trace is trace:

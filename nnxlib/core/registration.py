@@ -41,7 +41,7 @@ def _own(function: Any) -> Any:
 def exportable(kind: K) -> K:
     """Let programs whose arguments or results have pytrees of this class be serialized by ``jax.export``.
 
-    Their static halves are pickled. A class that is defined again under the same name is not taken.
+    Their static halves are pickled. A class that is defined again under the same name is not registered again.
     """
     with contextlib.suppress(ValueError):
         export.register_pytree_node_serialization(

@@ -1,8 +1,8 @@
-"""How object graphs are written: nested, short, with sizes, bounded however large the model, never raising.
+"""How object graphs are written: nested, with sizes, in a limited number of lines, and without ever raising.
 
-A graph is first read into *parts*, a tree in which an object that occurs again is a reference to its first path, with
-how much each part holds. Reading a part into its opening, children and closing is a function, so Modules, States and
-GraphDefs are written alike. Then lines are made of the parts:
+A graph is first read into a tree of *parts*, each with how much it holds; an object that occurs again is a reference to
+its first path. A function that is passed reads a value into its opening, children and closing, so that Modules, States
+and GraphDefs are written alike. Then lines are made of the parts:
 
 - attributes that are not data share lines, and those that equal the default of an argument of that name are left out;
 - arrays are written as dtype and shape, so nothing is read from a device;
@@ -74,7 +74,7 @@ def size_of(array: Any) -> Size:
 class Leaf(NamedTuple):
     """What is written in one piece.
 
-    ``kind`` is what its size counts as, None for what is not data; ``identity`` that of a shared object, or None.
+    ``kind`` is what its size counts as, None for what is not data; ``identity`` is the id of an object, or None.
     """
 
     text: str
@@ -104,8 +104,8 @@ class Part:
         self.identity: int | None = None
         self.target: Part | None = None  # of a reference: where the object is written
         self.below = 0  # how many parts there are in it
-        self.is_setting = True  # whether there is neither data nor an object in it, but for lists and dicts
-        self.form = 0  # equal for parts that are written alike but for their labels
+        self.is_setting = True  # whether there is no data in it, and no object other than lists and dicts
+        self.form = 0  # equal for parts that are written alike, apart from their labels
 
     @property
     def is_container(self) -> bool:
@@ -126,7 +126,7 @@ class Part:
 
 
 def read(root: Any, expand: Callable[[Any], Leaf | Group]) -> Part:
-    """Read a graph into parts; not by recursion, for a chain of 10,000 objects is read as well."""
+    """Read a graph into parts; without recursion, so that a chain of 10,000 objects can be read, too."""
     first: dict[int, Part] = {}
     forms: dict[tuple, int] = {}
     top = Part("", None, None, "")
@@ -331,7 +331,7 @@ LARGE = 200  # leaves of a State; beyond, what is alike or deep is folded
 
 
 def is_large(mapping: Mapping[Any, Any]) -> bool:
-    """Whether nested mappings have so many keys that :func:`write` is to write them."""
+    """Whether nested mappings have so many keys that they are to be written by :func:`write`, which folds them."""
     count, stack = 0, [mapping]
     while stack and count <= LARGE:
         level = stack.pop()
@@ -431,7 +431,7 @@ def array_text(array: Any) -> str:
     """Write an array as dtype and shape, and how it is sharded if it is."""
     try:
         sharding = getattr(array, "sharding", None)
-    except Exception:  # a tracer has none to tell
+    except Exception:  # a tracer has none
         sharding = None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     return f"{describe(array)} over {spec}" if any(axis is not None for axis in spec) else describe(array)

@@ -45,7 +45,7 @@ class Stamp:
 
 
 class _CheckingStamp(Stamp):
-    """A class of its own, so that the test of other stamps stays the reading of a slot."""
+    """A stamp with a check. It has a class of its own, so that testing other stamps stays the reading of a slot."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ _is_valid, _set_valid = Stamp.valid.__get__, Stamp.valid.__set__  # type: ignore
 
 
 def gone() -> None:
-    """In place of a reference to what has changed; as for an object that is gone, the description is made anew."""
+    """Stands for a reference to an object that is gone, where no object can be named: the description is made anew."""
 
 
 Stamps = tuple[weakref.ref[Stamp], ...]
@@ -91,8 +91,8 @@ def invalidate(stamps: Iterable[weakref.ref[Stamp]], x: Any) -> None:
 class States:
     """The stamps of all States.
 
-    A State has none itself: it is to be as cheap as a dict, and there are many views of one. So a write looks which
-    stamps know the level, a dict, that it changes.
+    A State has none itself, since it must be as cheap as a dict, and has many views. So a write looks for stamps that
+    know the level, a dict, that it changes.
     """
 
     stamps: Stamps = ()

@@ -1,7 +1,7 @@
-"""State: the leaves of a model as a nested mapping, and the same as a flat sequence.
+"""State: the leaves of a model, as a nested mapping or as a flat sequence.
 
 A :class:`State` maps ``str`` and ``int`` keys to levels, which are further mappings, and to leaves: Variables, or
-whatever a function has put in their place. Making a State of a mapping, or assigning a mapping to a key, copies the
+whatever a function has put in their place. Making a State from a mapping, or assigning a mapping to a key, copies the
 levels, not the leaves. Inside, the levels are plain nested dicts, so JAX flattens all but the first in C++. Indexing
 gives a State that is a view of a level, so writes go through. A State that was split off a model makes its levels, and
 the Variables in them, when it is first looked into.
@@ -68,7 +68,7 @@ class State(MutableMapping[K, V]):
 
     __slots__ = ("__weakref__", "_mapping", "_source")
     _mapping: dict[K, Any]
-    _source: Any  # until the State is first looked into, in place of the mapping: has a method ``nest`` to make it
+    _source: Any  # takes the place of the mapping until the State is first looked into: its ``nest`` makes the mapping
 
     def __init__(self, mapping: Mapping[K, Any] | Iterable[tuple[K, Any]], /):
         try:
@@ -100,7 +100,7 @@ class State(MutableMapping[K, V]):
 
     @property
     def raw_mapping(self) -> dict[K, Any]:
-        """The levels themselves, as nested dicts, to be read."""
+        """The levels themselves, as nested dicts, for reading only."""
         return self._mapping
 
     @property
@@ -363,7 +363,7 @@ class FlatState(Sequence[tuple[Path, V]]):
 
     @classmethod
     def merge(cls, flat_state: Flat, /, *flat_states: Flat) -> FlatState:
-        """Return all leaves, sorted; of two at one path the later."""
+        """Return the leaves of all, sorted by path; if several have a leaf at a path, that of the last."""
         return cls(dict(itertools.chain.from_iterable(map(_as_pairs, (flat_state, *flat_states)))))
 
     def __eq__(self, other: object) -> bool:
@@ -445,8 +445,8 @@ def replace_by_pure_dict(
 
     Args:
       state: written in place; a Variable is replaced by a new one of the same type and metadata.
-      pure_dict: nested values, for all or some of the leaves; for that of a Variable also ``{'value': ...}``.
-      replace_fn: ``(leaf, value) -> leaf``, in place of that.
+      pure_dict: nested values, for all or some of the leaves. The value of a Variable may be ``{'value': ...}``.
+      replace_fn: ``(leaf, value) -> leaf``, to make the new leaf in another way.
 
     >>> import nnxlib as nnx
     >>> state = nnx.State({'layers': {0: {'scale': nnx.Param(1.0)}}})
@@ -468,7 +468,7 @@ def replace_by_pure_dict(
         return held if isinstance(leaves.get(held or ()), Variable) else None
 
     def children(path: Path, node: Any) -> Any:
-        """The items of a level; a mapping that is to be the value of a leaf holding one is none."""
+        """The items of a level; None for a leaf, also for a mapping that replaces one held by a leaf."""
         held = plain_value(leaves.get(find(path) or ()))
         is_level = isinstance(node, Mapping) and (is_boxed(node, held) or not isinstance(held, Mapping))
         return node.items() if is_level else None
@@ -526,7 +526,7 @@ def filter_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -
 
 
 def merge_state(state: Mapping[Any, Any], /, *states: Mapping[Any, Any], cls: type = State) -> Any:
-    """Return a State with the leaves of all; of two at one path the later.
+    """Return a State with the leaves of all; if several have a leaf at a path, with that of the last.
 
     >>> import nnxlib as nnx
     >>> nnx.merge_state({'a': {'x': 1, 'y': 2}}, {'a': {'y': 3}, 'b': 4})
@@ -599,7 +599,7 @@ def _pairs(state: Mapping[Any, Any]) -> list[tuple[Path, Any]]:
         path, level, keys = stack[-1]
         for key in keys:
             node = level[key]
-            # Nearly all are one of the first two; to ask whether something is a Mapping takes as long as all the rest.
+            # Nearly all are dicts or Variables; to ask whether something is a Mapping takes as long as all the rest.
             if type(node) is dict or (not isinstance(node, Variable) and isinstance(node, Mapping)):
                 stack.append(((*path, key), node, iter(sorted_keys(node))))
                 break
@@ -643,9 +643,9 @@ def grouped(pairs: Pairs, filters: Sequence[Filter], *, exhaustive: bool) -> lis
 
 
 def is_boxed(given: Any, held: Any = None) -> bool:
-    """Whether a mapping stands for its only item, ``value``: as a checkpoint has what is in a Variable.
+    """Whether a mapping stands for its only item, ``value``, as a checkpoint stores what is in a Variable.
 
-    Not if the Variable holds a mapping with just that key.
+    It does not if the Variable itself holds a mapping with just that key.
     """
 
     def has_only_value(x: Any) -> bool:
@@ -655,7 +655,7 @@ def is_boxed(given: Any, held: Any = None) -> bool:
 
 
 def is_without_leaves(value: Any) -> bool:
-    """Whether a value is a pytree without leaves; in a checkpoint that is None."""
+    """Whether a value is a pytree without leaves, for which a checkpoint has None."""
     return value is not None and not jax.tree.leaves(value)
 
 

@@ -31,7 +31,7 @@ Policy = Literal["scalars_only", "match_shape"] | Callable[[Path, jax.Array, tup
 
 
 class StreamBackup(NamedTuple):
-    """A stream, and the key and count that it gets back; it goes on with its own count if that is None."""
+    """A stream, and the key and count that it gets back; if ``count`` is None, the stream keeps its own."""
 
     stream: RngStream
     key: jax.Array
@@ -49,7 +49,7 @@ class SplitBackups(list[StreamBackup]):
 
 
 def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
-    """Put the keys and counts of streams back; the counts are those reached when they were split or forked.
+    """Put the keys and counts of streams back; a count is the one reached when the stream was split or forked.
 
     >>> import nnxlib as nnx
     >>> rngs = nnx.Rngs(0)
@@ -81,7 +81,7 @@ def backup_keys(node: Any, /) -> SplitBackups:
 
 
 def _streams(node: Any, only: Filter = ...) -> list[tuple[Path, RngStream]]:
-    """The streams of a node that the filter takes, one for each count: some share it under two names."""
+    """The streams of a node that the filter takes, one for each count: two names may share one."""
     predicate = to_predicate(only)
     found: dict[int, tuple[Path, RngStream]] = {}
     for path, x in iter_objects(node):
@@ -210,14 +210,15 @@ def with_rngs(
     """Return a copy of a node with other streams in it; or decorate a function to get such copies of its arguments.
 
     The copy has nodes of its own around the *same* Variables, so what is written to a Param in it is written to the
-    original. Of each stream that is replaced the original uses up one key; nothing is to be put back.
+    original. Each stream that is replaced uses up one key of the original; nothing has to be put back.
 
     Args:
       node: a Module, an Rngs, or a pytree of these; without it the result is a decorator.
       split: into how many lanes streams are split, as an int or a shape; or a mapping from filters to these.
       fork: filter of the streams that are forked; ``...`` for those that are neither split nor broadcast.
       broadcast: as ``split``, for lanes that draw alike.
-      only: filter of the streams; the others are shared with the original, as those that nothing else takes.
+      only: filter of the streams that may be replaced; all others, and those that no rule takes, are shared with the
+        original.
 
     >>> import nnxlib as nnx
     >>> rngs = nnx.Rngs(params=0, dropout=1)
@@ -257,7 +258,7 @@ def with_rngs(
     }
     chosen, copied = to_predicate(only), clone(node, variables=False)
     streams = [(path, x) for path, x in iter_objects(copied) if isinstance(x, RngStream)]
-    makers: dict[int, Callable[[], RngStream]] = {}  # by count: some streams share it under two names
+    makers: dict[int, Callable[[], RngStream]] = {}  # by count: two names may share one
     for path, stream in streams:
         make = _rule_for(path, stream, rules) if chosen(path, stream) else None
         if make is not None:
@@ -281,7 +282,7 @@ def _rules(shapes: Any, act: Callable[..., RngStream]) -> _Rules:
 
 
 def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Callable | None:
-    """What to do with a stream: by the first rule that takes it; two that do so other than by `...` are an error."""
+    """What the first rule that takes a stream does with it; if two take it, other than by `...`, that is an error."""
     found = {name: next((rule for rule in given if rule[0](path, stream)), None) for name, given in rules.items()}
     matches = {name: rule for name, rule in found.items() if rule is not None}
     explicit = [f"{name} ({rule[0]!r})" for name, rule in matches.items() if rule[0] != Everything()]
@@ -304,7 +305,7 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     Args:
       node: any object that holds streams; those of an abstract model (:func:`nnxlib.eval_shape`) get keys, too.
       policy: what to do with streams that are split into lanes: ``'scalars_only'`` refuses them, ``'match_shape'``
-        splits the new key into as many; or a function ``(path, key, shape) -> key`` that makes the key of every stream.
+        splits the new key alike; or a function ``(path, key, shape) -> key`` that makes the key of every stream.
       **stream_keys: seed or key by the tag of the streams.
 
     >>> import nnxlib as nnx
@@ -314,9 +315,9 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     Array(True, dtype=bool)
 
     Raises:
-      ValueError: if no stream has one of the tags, naming those there are; if a value is not a key, or a raw one of
-        another implementation than the stream's; or if a stream is split and the policy does not allow for it. Nothing
-        is changed then.
+      ValueError: if no stream has one of the tags, naming those there are; if a value is not a key, or is a raw key of
+        another implementation than the stream's; or if a stream is split, and the policy refuses that. Nothing is
+        changed then.
     """
     chosen = _streams(node, lambda path, stream: stream.tag in stream_keys)
     if missing := stream_keys.keys() - {stream.tag for _, stream in chosen}:

@@ -14,9 +14,9 @@ _INITIALIZING = "_pytree__initializing"
 
 
 class TraceState:
-    """The trace that was running when this was made; equal to another one of the same trace.
+    """The trace that was running when this was made; two of the same trace are equal.
 
-    That of an object (``variable._trace_state``) is the trace that the object belongs to, and that alone may write it.
+    As ``variable._trace_state`` it is the trace that the Variable or node belongs to, the only one that may write it.
 
     >>> state = nnx.tracers.TraceState()
     >>> state.is_valid(), jax.eval_shape(lambda: state.is_valid() or jnp.zeros(3)).shape
@@ -30,7 +30,7 @@ class TraceState:
 
     @classmethod
     def of(cls, owner: Any) -> TraceState:
-        """That of a node or a Variable."""
+        """The state of a node or a Variable."""
         self = cls()
         self._owner = owner
         return self
@@ -65,7 +65,7 @@ class TraceState:
 class PytreeState:
     """Whether a node is being initialised; without a node, what a new one starts with.
 
-    A node that is being initialised has an attribute which says so, so that what is compiled tells it apart.
+    A node that is being initialised has an attribute that says so, so that jitted functions are traced anew for it.
     """
 
     __slots__ = ("_initializing_", "_owner")
@@ -75,7 +75,7 @@ class PytreeState:
 
     @classmethod
     def of(cls, node: Any) -> PytreeState:
-        """That of a node."""
+        """The state of a node."""
         self = cls()
         self._owner = node
         return self

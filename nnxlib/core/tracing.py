@@ -49,7 +49,7 @@ TraceRef = weakref.ref | None
 P = ParamSpec("P")
 R = TypeVar("R")
 
-EAGER = _core.eval_trace  # the one that runs while nothing is traced
+EAGER = _core.eval_trace  # the trace that runs while nothing is traced
 _name, _holder = "trace", _core.trace_ctx
 if hasattr(_core, "trace_state_strong_ref"):  # since JAX 0.12, where ``trace_ctx.trace`` is a function of Python
     _name, _holder = "value", _core.trace_state_strong_ref
@@ -102,12 +102,12 @@ def in_current_trace(value: object) -> bool:
 
 
 def is_deleted(value: object) -> bool:
-    """Whether ``value`` is an array whose buffer is gone, as that of a donated one is."""
+    """Whether ``value`` is an array whose buffer is gone, such as a donated one."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
 
 
 def is_readable(x: jax.Array) -> bool:
-    """Whether this process has all values of a concrete array: not if it was donated, or has parts in others only."""
+    """Whether this process can read all of a concrete array: not if it was donated, or parts are in other processes."""
     return not x.is_deleted() and (x.is_fully_addressable or x.is_fully_replicated)
 
 
@@ -177,7 +177,7 @@ def named_equations(closed: Any, change: Callable[[dict[str, Any], Any], dict[st
 
 
 def inputs_needed(closed: Any, outputs: Collection[int]) -> list[bool]:
-    """Of each input of a closed jaxpr, whether some of these outputs depend on it."""
+    """For each input of a closed jaxpr, whether some of these outputs depend on it."""
     jaxpr = getattr(closed, "jaxpr", closed)
     return partial_eval.dce_jaxpr(jaxpr, [n in outputs for n in range(len(jaxpr.outvars))])[1]
 
@@ -212,7 +212,7 @@ _JAX = os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), "")
 
 @functools.cache  # JAX searches its list for each frame
 def is_users(file: str) -> bool:
-    """Whether a file belongs neither to nnxlib nor to JAX, which shows some of its own, such as that of operators."""
+    """Whether a file belongs neither to nnxlib nor to JAX (which does not hide all of its own from tracebacks)."""
     return _frames.include_filename(file) and not file.startswith(_JAX)
 
 
@@ -231,9 +231,9 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 def enclosing_transform() -> tuple[str | None, list[str]]:
     """The innermost transform around the code: ``"nnx"`` for one of nnxlib, else its name, such as ``"jax.lax.scan"``.
 
-    ``"jax"`` if it is one of JAX whose name cannot be told, None if there is none. With the names of the installed
-    packages through which the user's code calls the transform. They are read from the frames, so for error messages
-    alone.
+    ``"jax"`` if it is one of JAX whose name cannot be told, None if there is none. Also the names of the installed
+    packages through which the user's code calls the transform. All this is read from the frames, which is slow: for
+    error messages alone.
     """
     frame, names = sys._getframe(1), []
     while frame is not None:

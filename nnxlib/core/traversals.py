@@ -84,7 +84,7 @@ def path_key(entry: Any) -> Any:
 
 
 def with_ints(path: Path) -> Path:
-    """A path with ints in place of the strings that are the usual writing of one, as some checkpoints have them.
+    """A path with ints for keys that are ints written as strings, which some checkpoints have.
 
     >>> with_ints(('layers', '0', '01'))
     ('layers', 0, '01')

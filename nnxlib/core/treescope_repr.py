@@ -1,9 +1,9 @@
 """How Treescope shows nodes: foldable trees with a colour for each class, sizes, and paths to copy.
 
 An object that occurs again is followed by the path where it is shown first. Of a long run of equal layers the first few
-are shown, for a page with thousands helps nobody.
+are shown: a page with thousands helps nobody.
 
-This module is imported when something is first displayed, for importing Treescope takes longer than importing nnxlib.
+This module is imported when something is first displayed: importing Treescope takes longer than importing nnxlib.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Page:
         self.reached = {id(root)}
 
     def form(self, value: Any) -> int:
-        """The same number for objects that are written alike."""
+        """A number that is the same for objects that are written alike."""
         return self.parts[id(value)].form if is_node(value) and id(value) in self.parts else -1 - id(value)
 
     def sizes(self, node: Any) -> str:
@@ -113,7 +113,7 @@ def _some(forms: Sequence[int], render: Callable[[int], Any], keys: Sequence[Any
 
 
 def _some_parts(parts: Sequence[Part], render: Callable[[int], Any]) -> list[Any]:
-    """The same for parts; only what has a number for a key is left out."""
+    """As :func:`_some`, for parts; only those with a number as key may be left out."""
     forms = [x.form if isinstance(x.key, int) else -1 - i for i, x in enumerate(parts)]
     return _some(forms, render, [x.key for x in parts])
 
