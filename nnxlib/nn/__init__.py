@@ -2,7 +2,7 @@
 
 A layer holds its parameters as Variables and its settings as plain attributes of the constructor's names. Its
 arithmetic is a few pure functions (see ``core/formulas.py``); what follows from the settings alone is worked out in
-Python beforehand. ``_nnx_sizes()`` is a layer's declared sizes in words, for error messages and tables.
+Python beforehand. ``_nnx_sizes()`` gives a layer's declared sizes in words, for error messages and tables.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from . import initializers as initializers
 from . import linear as linear
 from . import stochastic as stochastic
 
-# When asked for: many programs do not use them.
+# Imported when first asked for, since many programs do not use them.
 _LATER = "attention", "conv", "lora", "norm", "normalization", "pooling", "recurrent", "reparametrised", "stack"
 
 

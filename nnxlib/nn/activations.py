@@ -1,7 +1,6 @@
 """Activation functions: those of :mod:`jax.nn`, and ``jax.numpy.tanh``, under one roof; and the layer PReLU.
 
-JAX compiles all of them except ``relu``, which takes 80 us of Python in eager code. Here it is a step (see
-``core/formulas.py``), and takes four.
+JAX compiles all of them except ``relu``, which is slow in eager code. Here it is a step (see ``core/formulas.py``).
 """
 
 from __future__ import annotations

@@ -349,7 +349,7 @@ def _check_rate(rate: Any) -> None:
 # --- rotary positions -------------------------------------------------------------------------------------------------
 
 
-@step()  # theta is an operand, and the quotient another step: XLA compiles a power of a constant to other bits
+@step()  # theta is an operand, and the quotient another step: XLA rounds a power of a constant differently
 def _periods(theta: Any, exponents: Any) -> Array:
     return theta**exponents
 
@@ -865,11 +865,11 @@ class MultiHeadAttention(Module):
         )
         if cache is not None:  # written last: a call that fails leaves the cache as it was
             for variable, new in zip((self.cached_key, self.cached_value, self.cache_index), cache):
-                variable.set_value(new)  # type: ignore[union-attr]  # there is a cache, or extending it had raised
+                variable.set_value(new)  # type: ignore[union-attr]  # without a cache, extending it has raised
         return self.out(attended, **given(out_sharding=out_sharding))
 
     def _inputs_of_keys_and_values(self, inputs_q: Array, inputs_k: Any, inputs_v: Any) -> tuple[Array, Array]:
-        """Those that are given, or what they are by default; checked to fit the layer and each other."""
+        """The inputs of keys and values, as given or by default; checked to fit the layer and each other."""
         if inputs_k is None:
             if inputs_v is not None:
                 raise UsageError(
@@ -919,8 +919,10 @@ class MultiHeadAttention(Module):
         return False, rngs() if isinstance(rngs, RngStream) else rngs
 
     def _extend_cache(self, inputs_q: Array, query: Array, key: Array, value: Array, mask: Any) -> tuple[Array, ...]:
-        """The query; keys, values and index of the cache with the new tokens; the mask of what each query may look at
-        in it; and the positions of the queries in it.
+        """Add new tokens to what is in the cache, which is not written yet.
+
+        Returns the query; keys, values and index of the extended cache; the mask of what each query may look at in it;
+        and the positions of the queries.
         """
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise UsageError(_NO_CACHE)
@@ -1016,7 +1018,7 @@ def _extended(
 
 
 def _takes_positions(attention_fn: Any) -> bool:
-    """Whether a function or Module, or what is in a partial or wrapped, has a parameter ``input_positions``."""
+    """Whether a function or Module, or what a partial or wrapper calls, has a parameter ``input_positions``."""
     inner = function = attention_fn
     while inner is not None:
         function = inner.__call__ if isinstance(inner, Module) and callable(inner) else inner

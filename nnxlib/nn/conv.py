@@ -137,7 +137,7 @@ def _masked(layer: Any, kernel: Array) -> Array:
 
 
 def _bias(layer: Any) -> Array | None:
-    """What is added to the channels; a layer that adds it elsewhere sets ``use_bias`` to False around the call."""
+    """What is added to the channels; a subclass that adds it elsewhere sets ``use_bias`` to False around the call."""
     return value_or_none(layer.bias) if layer.use_bias else None
 
 
@@ -401,7 +401,7 @@ class ConvTranspose(Module):
 def _wrap(y: Array, periods: tuple[int, ...], transpose_kernel: bool) -> Array:
     """Fold each spatial axis onto one period, adding what overlaps, with the kernel's centre at its position."""
     for axis, period in enumerate(periods, start=1):
-        # To an odd number of periods, so that the middle one stays in place.
+        # Pad to an odd number of periods, so that the middle one stays in place.
         excess = (period - y.shape[axis]) % (2 * period)
         before = excess // 2 if transpose_kernel else (excess + 1) // 2
         widths = [(0, 0)] * y.ndim

@@ -38,7 +38,7 @@ def input_error(layer: Any, takes: str, inputs: Any) -> LayerInputError:
 
 
 def misfit(name: str, parameter: Array, *declared: int) -> str:
-    """What an error says of a parameter that was replaced by one of another shape than the layer declares."""
+    """What an error adds if a parameter does not have the shape that the layer declared; else nothing."""
     if parameter.shape == declared:
         return ""
     stacked = parameter.ndim > len(declared) and declared == parameter.shape[-len(declared) :]
@@ -90,7 +90,7 @@ def promote_dtype(args: Sequence[Any], /, *, dtype: Dtype | None = None, inexact
       ValueError: as :func:`canonicalize_dtype`.
     """
     target = None if dtype is None else _canonical(dtype)
-    # In the common case nothing is to be done: 1 us, where converting by jnp.asarray takes 10 us an array.
+    # In the common case nothing has to be done, and `jnp.asarray` of each array would take ten times as long.
     for x in args:
         if x is not None:
             if not isinstance(x, jax.Array) or x.weak_type or (target is not None and x.dtype != target):

@@ -276,7 +276,7 @@ class LinearGeneral(Module):
 
 
 def reshaped(value: Any, shape: tuple[int, ...], metadata: Metadata) -> Param:
-    """A Param of an initializer's value in the shape that its metadata is about; the value may be boxed with it."""
+    """A Param with an initializer's value in this shape; its metadata, which may come with the value, is about that."""
     if isinstance(value, VariableMetadata):
         value, metadata = value.raw_value, {**value.all_metadata(), **metadata}
     return Param(_in_shape(value, shape=shape), **metadata)
@@ -462,8 +462,8 @@ class Embed(Module):
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise input_error(self, "inputs of an integer dtype", indices)
         table = self.embedding[...]
-        # The gradient of a vector is a sum over all places where it stands, in the dtype that is looked up; in bfloat16
-        # it would stay at 256 where 1 is added. So a narrower dtype is made of what was found; that is less, too.
+        # The gradient of a vector is summed over all places where it is looked up, in the dtype of the table; a sum of
+        # ones in bfloat16 stops at 256. So a cast to a narrower dtype comes after the look-up, which is also less work.
         cast = functools.partial(self.promote_dtype, dtype=self.dtype, inexact=False)
         if _is_narrower(self.dtype, table.dtype):
             return cast((self._found(convert(table, table.dtype), indices, out_sharding),))[0]

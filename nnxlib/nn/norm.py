@@ -107,9 +107,9 @@ def moments(
     axis_index_groups: Any = None,
     use_fast_variance: bool = True,
 ) -> tuple[Array, Array, Array | None]:
-    """Return mean and variance of ``x`` over ``axes``, in float32 at least, and where an element counts.
+    """Return mean and variance of ``x`` over ``axes``, in float32 at least, and for each whether any element counts.
 
-    Where none counts, mean and variance are 0. Without a mask the last is None: all do.
+    Where none counts, mean and variance are 0. Without a mask the third result is None: all elements count.
 
     Args:
       x: array.
@@ -134,7 +134,7 @@ def moments(
 def mean_square(
     x: Array, mask: Array | None, *, axes: tuple[int, ...], axis_name: str | None = None, axis_index_groups: Any = None
 ) -> tuple[Array, Array | None]:
-    """Return the mean of ``x**2`` over ``axes``, and where an element counts; see :func:`moments`."""
+    """Return the mean of ``x**2`` over ``axes``, and for each whether any element counts; see :func:`moments`."""
     mask = _checked(mask, x)
     x = convert(x, at_least_float32(x.dtype))
     over = (axes, axis_name, axis_index_groups)
@@ -212,8 +212,8 @@ def _reduction_axes(layer: Any, x: Any) -> tuple[int, ...]:
 def _feature_axes(layer: Any, x: Any, axes: Axes, **parameters: Array | None) -> tuple[int, ...]:
     """The axes counted from the front, checked to hold as many elements as the first parameter that there is.
 
-    The layer declares a number of features, too, but code prunes channels by replacing the parameters, and in a
-    ``shard_map`` they are parts of those that were declared.
+    The number of features that the layer declares does not decide: code prunes channels by replacing the parameters,
+    and in a ``shard_map`` a parameter is only a part.
     """
     absolute = _absolute(axes, x.ndim)
     for name, parameter in parameters.items():
@@ -383,7 +383,7 @@ def _where(counts: Array, moved: Array, running: Array) -> Array:
 
 @formula()
 def _moved(running: Array, batch: Array, momentum: Any, rest: Any, counts: Array | None) -> Array:
-    """The running statistic, one step further towards that of the batch, where one of its elements counts."""
+    """The running statistic, one step further towards that of the batch; unchanged where no element counts."""
     moved = _sum(_products(running, batch, momentum, rest), running.dtype)
     return moved if counts is None else _where(counts, moved, running)
 

@@ -50,7 +50,7 @@ def pool(
     Array([1., 3., 5.], dtype=float32)
 
     Raises:
-      TypeError: if ``window_shape`` is no sequence: how many axes are spatial is known by it.
+      TypeError: if ``window_shape`` is not a sequence: its length says how many axes are spatial.
       ValueError: if window, strides or padding do not fit the input.
     """
     window, strides, padding = _window(inputs.shape, window_shape, strides, padding)

@@ -154,7 +154,7 @@ class _VectorCell(RNNCellBase):
     def _linear_maps(
         self, of_input: dict[str, Any], of_carry: dict[str, Any], of_both: dict[str, Any]
     ) -> tuple[Callable[..., Linear], Callable[..., Linear]]:
-        """What makes linear maps of an input, and of a carry, given the options of Linear for them."""
+        """Functions that make linear maps of an input, and of a carry, with these options of :class:`Linear`."""
         settings = {"dtype": self.dtype, "param_dtype": self.param_dtype, "promote_dtype": self.promote_dtype}
         dense = functools.partial(Linear, **settings, **of_both)
         make_of_input = functools.partial(dense, self.in_features, **of_input)
@@ -173,9 +173,9 @@ class _VectorCell(RNNCellBase):
 
 
 def _of_the_batch(inputs: Array, time_axis: int, batch: Shape, carry: Any) -> Any:
-    """A carry with the type that it has after a step: in a mesh, its batch is where that of the inputs is.
+    """A carry with the type that it has after a step: in a mesh, its batch is sharded like that of the inputs.
 
-    To a loop, arrays that differ between devices, or whose type has a sharding, are of another type than others.
+    A loop refuses a carry of another type; part of the type is a sharding, and whether an array varies over devices.
     """
     sharding = jax.typeof(inputs).sharding if isinstance(inputs, jax.Array) else None
     if sharding is None or sharding.mesh.empty:
@@ -193,7 +193,7 @@ def _of_the_batch(inputs: Array, time_axis: int, batch: Shape, carry: Any) -> An
 
 
 def _use_up(stream: RngStream, count: int) -> None:
-    """Draw keys that nothing needs, so that later ones are those of flax.nnx; not where the stream is only read."""
+    """Draw keys that nothing needs, so that later ones are those of flax.nnx; not where the stream is read-only."""
     with suppress(TraceContextError):
         for _ in range(count):
             stream()
@@ -521,7 +521,7 @@ def _kept_stream(rngs: Rngs | RngStream | bool) -> RngStream | None:
 
 
 def _draws_carry(rnn: Any) -> bool:
-    """Whether the first carry may be drawn: for zeros a layer leaves its own stream alone, so that it can be read."""
+    """Whether the first carry may be random; if it is zeros, an RNN does not write to its own stream."""
     cell = getattr(rnn, "cell", None)
     return not isinstance(cell, _VectorCell) or cell.carry_init is not None
 
@@ -715,7 +715,7 @@ def _where(of_batch: Array, a: Array, b: Array) -> Array:
 
 
 def _repeating(only: Filter) -> Callable:
-    """The step that leaves the random streams that a filter takes where they were, for the next one to draw alike."""
+    """A step that puts the random streams that a filter takes back to where they were, so that all steps draw alike."""
     takes = to_predicate(only)
 
     def repeating(cell: Any, *args: Any) -> Any:

@@ -2,9 +2,9 @@
 
 Both wrap a Module and call it with other weights than it holds. The call is a crossing, as in any transform (see
 ``transforms/lift.py``) with no JAX transformation in the middle: it runs on a copy of the wrapper's objects, in which
-weights are exchanged, and what else changes is committed to the live ones. So the Params are read and never written,
-whatever happens in the call, and gradients reach them through the normalisation. As the live objects hold nothing in
-the meantime, calls in several threads do not disturb one another.
+the weights are replaced, and all other changes are committed to the live objects. So the Params are read and never
+written, whatever happens in the call, and gradients reach them through the normalisation. As the live objects are not
+touched in the meantime, calls in several threads do not disturb one another.
 
 A weight that is used in several places is one Variable, and is normalised once, under its first path.
 """
@@ -59,7 +59,7 @@ class _Reparametrised(Module):
                 param.set_raw_value(value)
             out = self.layer_instance(*args, **kwargs)
             for (param, _), value in zip(weights, own, strict=True):
-                param.set_raw_value(value)  # and so it has not changed
+                param.set_raw_value(value)  # so that it counts as unchanged
             return out
 
         if at_top_level() and not listened() and not _holds_objects((args, kwargs)):
@@ -73,10 +73,10 @@ class _Reparametrised(Module):
 
 
 def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: list, args: tuple, kwargs: dict) -> Any:
-    """The crossing where nothing follows it, the wrapper has arrays in Variables only, and no argument is a node.
+    """The crossing where nobody follows the call, the wrapper has arrays in Variables only, and no argument is a node.
 
-    Such a wrapper need not be walked: its table has the table. Afterwards the copies are walked only if the structure
-    of one of them has changed, or the output may hold one; else what changed are values of Variables.
+    Such a wrapper need not be walked, since it has a table. Afterwards the copies are walked only if the structure of
+    one of them has changed, or the output may hold one; else only values of Variables can have changed.
     """
     layout, live = table.layout, ObjectList(table.objects_with(wrapper))
     entering(layout, live)
@@ -108,7 +108,7 @@ def _describe_params(module: Module) -> str:
 
 @step("n_steps", "eager")
 def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any, eager: bool) -> tuple[Array, Array, Array]:
-    """The weight divided by its largest singular value ``sigma``; with ``u`` and ``sigma`` for the next call."""
+    """The weight divided by its largest singular value ``sigma``; and ``u`` and ``sigma``, for the next call."""
     wide = weight.astype(at_least_float32(weight.dtype))
     matrix = jnp.reshape(wide, (-1, wide.shape[-1]))
     u = v = u.astype(wide.dtype)
@@ -121,7 +121,7 @@ def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any, eager: bool) 
 
 
 def _unit(x: Array, axes: tuple[int, ...] | None, epsilon: Any, eager: bool) -> Array:
-    """The array with norm 1 over the axes; eagerly with the bits that one operation at a time gives."""
+    """The array with norm 1 over the axes; eagerly, rounded as one operation at a time would."""
     apart = lax.optimization_barrier if eager else lambda x: x
     return apart(x * apart(lax.rsqrt(apart(jnp.sum(apart(squared(x)), axes, keepdims=True) + epsilon))))
 

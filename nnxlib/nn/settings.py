@@ -42,7 +42,7 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
     """What an initializer gives for a parameter, with the next key of the stream ``params``.
 
     Raises:
-      TypeError: if it is no initializer, or a function that makes one, or there is no such shape.
+      TypeError: if ``init`` is not an initializer, such as a function that makes one, or the shape is impossible.
       ValueError: if the initializer fails for a dtype that is not floating.
     """
     key = key_of(rngs)
@@ -53,7 +53,7 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
     try:
         value = init(key, shape, dtype)
         fits = not isinstance(value.raw_value if isinstance(value, VariableMetadata) else value, FunctionType)
-    except Exception as error:  # XLA has one of its own for a negative size
+    except Exception as error:  # for a negative size XLA raises one of its own
         fits = False
         problem = _problem(init, shape, dtype)
         if problem is not None:
@@ -118,7 +118,7 @@ def as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that are not None: what computes may be a function that takes no others."""
+    """The options that are not None: a function of the user's may know no others."""
     return {name: option for name, option in options.items() if option is not None}
 
 

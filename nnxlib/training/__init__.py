@@ -12,6 +12,6 @@ from . import optimizer as optimizer
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ema", "metrics", "train_state"):  # when asked for: not all programs use them
+    if name in ("ema", "metrics", "train_state"):  # imported when first asked for, since not all programs use them
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

@@ -51,7 +51,7 @@ class EMA(Pytree):
     Raises:
       UsageError: if ``decay`` is a number outside of 0 to 1.
       EmptySelectionError: if ``only`` selects nothing.
-      TypeError: if it takes an array that is not in a Variable; names the path.
+      TypeError: if ``only`` takes an array that is not in a Variable; names the path.
     """
 
     filter: Static[Filter]
@@ -103,7 +103,7 @@ class EMA(Pytree):
 
     @boundary
     def apply_to(self, model: A) -> A:
-        """Return a model with the averages in place of the Variables that they are of.
+        """Return a model with the averages in place of the Variables that they average.
 
         The nodes are new; the averages are the very Variables of this EMA, so later updates show; all other Variables
         are those of ``model``.

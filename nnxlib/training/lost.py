@@ -23,7 +23,7 @@ _value: Any = Cell.__dict__["value"]
 
 
 class _Update:
-    """One update: where it was called, and how many of the cells that it has written are left, all of them unread."""
+    """One update: where it was called, how many of the cells that it wrote are left, and whether any has been read."""
 
     __slots__ = ("file", "function", "left", "line", "read", "transform")
 
@@ -61,7 +61,7 @@ class _Unread(TracedCell):
         update = _updates.pop(id(self), None)
         if update is not None:
             update.left -= 1
-            if update.left == 0 and not update.read and current_trace() is self.trace:  # it has not failed
+            if update.left == 0 and not update.read and current_trace() is self.trace:  # else the function has failed
                 update.warn()
 
 
@@ -73,8 +73,8 @@ def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) 
 
     Args:
       model: the model that was updated.
-      values: those that it got.
-      others: what else the update has written: the state of the optimizer.
+      values: its new values.
+      others: the other Variables that the update has written: the state of the optimizer.
     """
     if running_trace() is EAGER:
         return
@@ -83,7 +83,7 @@ def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) 
         return
     ids = set(map(id, values))
     written = [x for _, x in reachable(model, set()) if isinstance(x, Variable) and id(x._nnx_value) in ids]
-    if written:  # what is kept in a Ref comes out of the transformation
+    if written:  # nothing is found if the values are kept in a jax.Ref, which comes out of the transformation
         cells = [x._cell for x in (*written, *others) if type(x._cell) is TracedCell]
         update = _Update(len(cells), transform)
         for cell in cells:

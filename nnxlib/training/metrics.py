@@ -356,7 +356,7 @@ def _masked(values: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
     return values, counted
 
 
-# The arithmetic: of compiled steps (core/formulas.py), each of which is one dispatch for eager code.
+# The arithmetic, made of compiled steps (core/formulas.py), each of which is one dispatch in eager code.
 
 
 @step()
@@ -395,7 +395,7 @@ def _deviations(values: jax.Array, counted: jax.Array | None, new: Any) -> tuple
 
 @step()
 def _share(old: Any, new: Any, old_mean: jax.Array, mean: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """How many values there are with the batch; how far its mean is from that before, and its share of all values."""
+    """How many values there are with the batch; how far its mean is from the old mean; and its share of all values."""
     total = old + new
     return total, mean - old_mean, _float(new) / jnp.maximum(_float(total), 1.0)
 
@@ -404,7 +404,7 @@ def _share(old: Any, new: Any, old_mean: jax.Array, mean: jax.Array) -> tuple[ja
 def _moved(
     deviations: jax.Array, delta: jax.Array, share: jax.Array, old: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The squares of a batch, and what its distance from the values before adds to those, and to the mean."""
+    """The squared deviations of a batch, and what the distance of its mean adds to their sum, and to the mean."""
     return jnp.square(deviations), (delta * delta * _float(old) * share, delta * share)
 
 

@@ -161,7 +161,7 @@ class Optimizer(Pytree, Generic[M]):
     @opt_state.setter
     def opt_state(self, tree: Any) -> None:
         attributes_of(self)["opt_state"] = to_opt_state(tree)
-        structure_changed(self)  # also if the very tree was assigned that was there: this is a copy of its containers
+        structure_changed(self)  # even if the same tree is assigned again: `to_opt_state` copies its containers
 
     @boundary
     def update(self, model: Any, grads: Any = MISSING, **extra: Any) -> Any:
@@ -215,7 +215,7 @@ class Optimizer(Pytree, Generic[M]):
     def _step(
         self, model: Any, trained: State, gradients: State, extra: dict[str, Any], seen: Callable[..., Any]
     ) -> Any:
-        """The update, with a ``tx`` that is given ``seen(tree)`` of each tree; Modules in ``extra`` stay Modules."""
+        """The update; ``tx`` is given ``seen(tree)`` in place of each tree, and Modules in ``extra`` stay Modules."""
         params, structure = flat(trained)
         values = [plain_value(x) for x in params]
         kept, kept_structure = self._kept()
@@ -256,8 +256,9 @@ class Optimizer(Pytree, Generic[M]):
         matched(kept, expected, tuple, _CHANGED, remedy)
 
     def _gradients(self, grads: Any, params: State, model: Any) -> tuple[State, StateMismatchError | None]:
-        """The State of the gradients of the trained Variables, as plain values; if it is one of many examples, also the
-        error for a ``tx`` that does not reduce them.
+        """The gradients of the trained Variables, as a State of plain values, and an error or None.
+
+        The error is for gradients of many examples: it is raised unless ``tx`` reduces these.
         """
 
         def paths_of_model() -> frozenset[tuple[Any, ...]]:
@@ -278,7 +279,7 @@ class Optimizer(Pytree, Generic[M]):
         return map_state(lambda path, _: found[path], params), misfit
 
     def _kept(self) -> tuple[list[OptState], Any]:
-        """The Variables of ``opt_state``, and the pytree that ``tx`` has around their values."""
+        """The Variables of ``opt_state``, and the structure of the pytree around them."""
         kept, structure = flat(self.opt_state)
         if not all(isinstance(x, OptState) for x in kept):  # an item was set by hand
             self.opt_state = structure.unflatten(kept)
@@ -347,7 +348,7 @@ def _check_model(model: Any) -> None:
 
 
 def _place(kept: list[OptState], params: list[Any]) -> None:
-    """Give values of the shape of a parameter its sharding; for others the names of its axes make no sense."""
+    """Give values of the shape of a parameter its sharding; values of other shapes lose the names of axes."""
     trained = [x for x in params if is_variable(x)]
     like = [(_boxed(x).sharding_names, _shape(x), "optimizer_sharding" in x.get_metadata()) for x in trained]
     for variable in kept:
@@ -370,7 +371,7 @@ def _place_of(variable: Variable) -> tuple[Any, tuple[int, ...] | None]:
 
 
 def _stay(variables: list[Any], values: list[Any], chosen: Callable[[Any], bool]) -> list[Any]:
-    """New values of Variables; of those that are chosen, where their names say. XLA would bring them together."""
+    """New values of Variables; the chosen ones are placed as their names say, since XLA would place all alike."""
     return [placed(v, x.get_metadata(), type(x)) if chosen(x) else v for x, v in zip(variables, values)]
 
 
@@ -427,7 +428,7 @@ def _added(param: Any, update: Any) -> Any:
 
 
 def _of_examples(leaves: dict[Any, Any], grads: Any) -> dict[Any, Any]:
-    """Leaves of which each has an axis more, in front, of the length that it has in the gradients."""
+    """The shapes of leaves with an axis of examples in front, of the length that it has in the gradients."""
     size = next((jnp.shape(x)[:1] for x in jax.tree.leaves(grads)), ())
 
     def with_axis(x: Any) -> jax.ShapeDtypeStruct:
@@ -437,7 +438,7 @@ def _of_examples(leaves: dict[Any, Any], grads: Any) -> dict[Any, Any]:
 
 
 def shapes(tree: Any) -> list[tuple[int, ...]]:
-    """Of the leaves of a pytree, in order."""
+    """The shapes of the leaves of a pytree, in order."""
     return [jnp.shape(x) for x in jax.tree.leaves(tree)]
 
 
@@ -446,7 +447,7 @@ def _with_value(leaf: Any, value: Any) -> Any:
 
 
 def _as_variables(params: State, tree: Any, is_leaf: Callable[[Any], bool] = is_variable) -> Any:
-    """A pytree with the Variables of ``params`` at their paths, below whatever holds them, around its own values."""
+    """A pytree with its values in copies of the Variables of ``params``, found by path below whatever holds them."""
     by_path = dict(to_flat_state(params))
 
     def boxed(keys: tuple[Any, ...], value: Any) -> Any:
