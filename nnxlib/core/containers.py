@@ -76,6 +76,7 @@ def _set_item_marks(container: Any, marks: Any) -> None:
 
 
 def _declares(given: Any, value: Any) -> bool:
+    """Whether what is given is declared data or static, or its items are."""
     return declares(given) or (isinstance(value, Node) and bool(value._nnx_marks))
 
 

@@ -293,6 +293,11 @@ def update_context(tag: Hashable) -> Iterator[UpdateContext]:
 def current_update_context(tag: Hashable) -> UpdateContext:
     """Return the innermost open update with this tag.
 
+    >>> import nnxlib as nnx
+    >>> with nnx.update_context('example'):
+    ...   nnx.current_update_context('example')
+    UpdateContext('example')
+
     Raises:
       ValueError: if there is none.
     """
@@ -350,6 +355,8 @@ begun. Merge with `with nnx.merge_context({tag!r}, inner=True)` first, and split
 @contextmanager
 def merge_context(ctxtag: Hashable | None = None, inner: bool | None = None) -> Iterator[MergeContext]:
     """Merge what was split in a :func:`split_context`, with its sharing: ``ctx.merge(graphdef, *states)`` for each.
+
+    There are examples at :func:`split_context`, and with a tag at :func:`update_context`.
 
     Args:
       ctxtag: the tag of an update; None to make new objects.

@@ -190,7 +190,7 @@ def _mapped(f: Callable, path: Path, value: Any, copies: dict[int, Any]) -> Any:
 
 @boundary
 def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> None:
-    """Set metadata on each Variable of a node that the filter takes.
+    """Set metadata on each Variable of a node that the filter ``only`` takes.
 
     >>> import nnxlib as nnx
     >>> layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))

@@ -40,6 +40,7 @@ class VariableMetadata(Generic[A]):
             raise errors.ArgumentError(f"VariableMetadata got unexpected hooks {sorted(hooks)}; it takes {HOOKS}.")
 
     def all_metadata(self) -> dict[str, Any]:
+        """Return the metadata and the hooks in one dict, as a Variable takes them."""
         hooks = {name: getattr(self, name) for name in HOOKS if getattr(self, name)}
         return {**self.metadata, **hooks}
 
@@ -48,7 +49,7 @@ class VariableMetadata(Generic[A]):
 
 
 def with_metadata(initializer: F, **metadata: Any) -> F:
-    """Wrap an initializer so that the Variable made from its value gets ``metadata`` and hooks.
+    """Wrap an initializer so that the Variable made from its value gets ``metadata``, hooks among it.
 
     >>> import nnxlib as nnx, jax
     >>> init = nnx.with_metadata(nnx.initializers.ones, layer='first')

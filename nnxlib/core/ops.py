@@ -270,7 +270,7 @@ def state(node: Any, *filters: Filter) -> Any:
 
 @boundary
 def variables(node: Any, *filters: Filter) -> Any:
-    """Return the State of a node, as :func:`state` does, but with the very Variables of the node.
+    """Return the State of a node, or one for each filter, as :func:`state` does, but with the node's own Variables.
 
     Writes to these Variables are seen in the node, and the other way around.
 
@@ -468,7 +468,7 @@ def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
 
 @boundary
 def unpack(node: Any, *filters: Filter) -> Any:
-    """Return a :class:`GraphState`, or one for each filter; ``nnx.merge`` takes it alone.
+    """Return a :class:`GraphState`, or one for each filter; ``nnx.merge`` takes these without a GraphDef.
 
     >>> import nnxlib as nnx
     >>> packed = nnx.unpack(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

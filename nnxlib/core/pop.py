@@ -20,9 +20,10 @@ from .variables import Variable, all_unshared, make_variables
 
 @boundary
 def pop(node: Any, *filters: Filter) -> Any:
-    """Remove the leaves that the filters take from a node and return them as a State, one for each filter.
+    """Remove the leaves that the filters take from a node, and return them as a State, or one for each filter.
 
-    Leaves are Variables, and arrays that are attributes or items of a node, a list or a dict.
+    Leaves are Variables, and arrays that are attributes or items of a node, a list or a dict. One that several filters
+    take is in the State of the first.
 
     >>> import nnxlib as nnx
     >>> norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))

@@ -22,7 +22,7 @@ class use_name_scopes:
     traced, and change neither results nor the need to compile: a function keeps the names it was traced with.
 
     Args:
-      value: whether they do, in this thread; initially True.
+      value: whether operations of this thread do; initially True.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> model, x = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), jnp.ones((1, 2))

@@ -247,6 +247,15 @@ def variance_scaling(
       batch_axis: the axis, or axes, that count independent arrays.
       dtype: of the array, where the call gives none.
 
+    Args:
+      scale: the variance times the fan.
+      mode: which fan: ``'fan_in'``, the number of inputs of an output; ``'fan_out'``; or ``'fan_avg'``, their mean.
+      distribution: ``'truncated_normal'``, ``'normal'`` or ``'uniform'``.
+      in_axis: the axes of the inputs.
+      out_axis: the axes of the outputs.
+      batch_axis: axes that do not count. All others count for both fans, as the window of a convolution does.
+      dtype: of the numbers, unless the call gives one.
+
     >>> import nnxlib as nnx, jax
     >>> init = nnx.initializers.variance_scaling(1.0, 'fan_in', 'normal')
     >>> print(f"{init(jax.random.key(0), (100, 50)).std():.2f}")
@@ -293,6 +302,7 @@ def _scaled(name: str, scale: float, mode: str, distribution: str, source: str) 
     def make(in_axis: Axes = -2, out_axis: Axes = -1, batch_axis: Axes = (), dtype: Any = None) -> Initializer:
         return variance_scaling(scale, mode, distribution, in_axis, out_axis, batch_axis, dtype)
 
+    numbers = distribution.replace("_", " ")
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"""Return ``variance_scaling({scale}, {mode!r}, {distribution!r})``.
 
