@@ -94,7 +94,7 @@ def _declared_again(value: Any, mark: bool | None) -> Any:
 
 
 def declared_items(items: Iterable[Any]) -> list[Any]:
-    """The items in a plain list; those of a List that were declared data or static are wrapped as declared again."""
+    """The items in a plain list; those of a List that were declared data or static are declared so again."""
     if not isinstance(items, List) or not items._nnx_marks:
         return list(items)
     return list(map(_declared_again, items, item_marks(items)))
@@ -106,7 +106,7 @@ MODULE_METHODS: dict[str, Callable[..., Any]] = {}
 
 
 class _Container:
-    """What a List and a Dict have in common; in front of the built-in type, whose methods it calls."""
+    """What a List and a Dict have in common; as a base it precedes the built-in type, whose methods it calls."""
 
     __slots__ = ()
 

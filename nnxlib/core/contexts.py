@@ -15,8 +15,8 @@ themselves::
     (1) split  --------------------------------------------------------------- (4) merge, inner=False
 
 The context remembers the objects of (1) by number. (2) makes objects with the same numbers, and a number is never given
-to another object. So (3) can tell which object of (1) each of them stands for, and (4) writes to those of (1). New
-objects have negative numbers, and are made by (4).
+to another object. So (3) tells for each object which one of (1) it stands for, and (4) writes to that one. Objects that
+are new have negative numbers; (4) makes them outside.
 
 Nothing about the live objects is in a GraphDef or State, so a compiled inner function can be called with other objects
 of the same structure. Contexts are found by tag, innermost first, in a stack per thread.
@@ -92,7 +92,7 @@ class LinkedGraphDef(GraphDef[A]):
 
 
 class SplitContext:
-    """What :func:`split_context` yields. ``objects`` have numbers already; new objects get those of ``new``."""
+    """What :func:`split_context` yields. ``objects`` have numbers already; each new one gets the next of ``new``."""
 
     def __init__(self, objects: Mapping[int, Any], new: Iterator[int]):
         self._objects = dict(objects)

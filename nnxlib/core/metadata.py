@@ -111,7 +111,7 @@ def _naming(variable: Any, key: str) -> Any:
 
 
 def _names_in(found: Any) -> Any:
-    """The names of axes in metadata, also in those of a sharding; None if it is something else."""
+    """The names of axes in a sharding, or given by themselves; None if it is something else."""
     names = found.spec if isinstance(found, NamedSharding) else found
     return names if isinstance(names, tuple | list | PartitionSpec) else None
 

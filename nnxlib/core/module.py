@@ -57,7 +57,7 @@ class ModuleMeta(_ProtocolMeta):
     It derives from the metaclasses of :class:`abc.ABC` and Protocol, so that a Module may have these as bases.
     """
 
-    # Those of Protocol first ask whether a class is a protocol, which a Module never is, and take much longer.
+    # Protocol's metaclass would first ask whether the class is a protocol, which a Module never is, and take longer.
     __instancecheck__ = ABCMeta.__instancecheck__
     __subclasscheck__ = ABCMeta.__subclasscheck__
 

@@ -1,7 +1,7 @@
 """Nesting: leaves in nested dicts, by way of a JAX treedef, which nests and flattens them in C++.
 
 ``split``, ``merge`` and ``update`` convert between the leaves of a layout, a list, and the levels of a State, nested
-dicts whose keys are sorted. A layout keeps the :class:`Nesting` of all its leaves, and those of the groups that filters
+dicts whose keys are sorted. A layout keeps a :class:`Nesting` of all its leaves, and one of each group that filters
 have selected.
 """
 

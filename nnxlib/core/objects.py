@@ -116,7 +116,7 @@ class Node(Identified):
     _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
 
     def _check_valid_context(self, error_msg: Callable[[], str]) -> None:
-        """Refuse a write under another trace than that of this node: raise :class:`TraceContextError`.
+        """Refuse a write under another trace than this node's: raise :class:`TraceContextError`.
 
         A class may override it to allow writes that leave no traced value behind. A jitted function that refers to a
         Module of such a class captures only the Variables that it reads.

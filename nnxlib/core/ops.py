@@ -59,7 +59,7 @@ class _Snapshot:
 
     Args:
       layout: of the leaves.
-      leaves: all leaves of the layout; or those of the group, in its order, which must all be values of Variables.
+      leaves: all leaves of the layout; or the leaves of the group, in its order, which must all be values of Variables.
       group: some of the leaves.
     """
 

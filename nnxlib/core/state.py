@@ -6,7 +6,7 @@ levels, not the leaves. Inside, the levels are plain nested dicts, so JAX flatte
 gives a State that is a view of a level, so writes go through. A State that was split off a model makes its levels, and
 the Variables in them, when it is first looked into.
 
-A :class:`FlatState` is the same as a sequence of ``(path, leaf)``, sorted by path. Functions that select or combine
+A :class:`FlatState` is a sequence of the pairs ``(path, leaf)``, sorted by path. Functions that select or combine
 leaves loop over such pairs, so Python's recursion limit does not limit the depth of a State. Empty levels have no pair:
 they survive ``jax.tree.map``, copies and pickling, but nothing else.
 """

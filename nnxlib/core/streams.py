@@ -282,7 +282,7 @@ def _rules(shapes: Any, act: Callable[..., RngStream]) -> _Rules:
 
 
 def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Callable | None:
-    """What the first rule that takes a stream does with it; if two take it, other than by `...`, that is an error."""
+    """What the first rule that takes a stream does with it, or None; two that take it other than by `...` clash."""
     found = {name: next((rule for rule in given if rule[0](path, stream)), None) for name, given in rules.items()}
     matches = {name: rule for name, rule in found.items() if rule is not None}
     explicit = [f"{name} ({rule[0]!r})" for name, rule in matches.items() if rule[0] != Everything()]

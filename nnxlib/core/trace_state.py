@@ -100,7 +100,7 @@ class PytreeState:
 
     _trace_state = trace_state
 
-    def __eq__(self, other: object) -> bool:  # one may be an attribute, and so part of the structure
+    def __eq__(self, other: object) -> bool:  # a PytreeState may be an attribute, and so part of the structure
         return isinstance(other, PytreeState) and self.initializing == other.initializing
 
     def __hash__(self) -> int:

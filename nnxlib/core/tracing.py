@@ -21,8 +21,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-# jax.extend.core.get_opaque_trace_state answers the same question, but allocates an object a call and compares in
-# Python (0.6 us against 0.07 us); every attribute write of every Module asks it.
+# jax.extend.core.get_opaque_trace_state answers the same question, but allocates an object at each call and compares in
+# Python, which takes nine times as long; every attribute write of every Module asks it.
 from jax._src import core as _core
 
 # JAX hides its own frames from the tracebacks that users see, and has no public way for a library to join in.
@@ -33,7 +33,7 @@ from jax._src import traceback_util as _frames
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.batching import BatchTrace
 
-# The mesh of ``jax.set_mesh`` with its devices, for JAX 0.8, which has no public way to see them. And that of a
+# The mesh of ``jax.set_mesh`` with its devices, for JAX 0.8, which has no public way to see them. And the mesh of a
 # `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
 from jax._src.mesh import get_concrete_mesh as _get_concrete_mesh
 from jax._src.mesh import thread_resources as _thread_resources
@@ -42,7 +42,7 @@ from jax.interpreters import partial_eval
 
 from .errors import note_signature, note_switches
 
-# The same function as jax.extend.core's, whose import takes 25 ms: it loads Pallas.
+# The same function as jax.extend.core's, whose import takes long, since it loads Pallas.
 jaxpr_as_fun = _core.jaxpr_as_fun
 
 TraceRef = weakref.ref | None

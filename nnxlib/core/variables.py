@@ -219,7 +219,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             self.check_writable()
         self._cell.value = value
 
-    # The name that flax.nnx uses inside. Published code sets it under any trace; so it can here, if no value is traced.
+    # The name that flax.nnx uses inside. Published code sets it under any trace, which works unless a value is traced.
     _raw_value = property(get_raw_value, _put)
 
     def check_writable(self) -> None:

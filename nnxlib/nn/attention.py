@@ -613,7 +613,7 @@ class MultiHeadAttention(Module):
     cache that :meth:`init_cache` makes. A call may bring one token or many (a prompt, or a part of one); within them,
     each looks at itself and those before it. The outputs are those of one call on the whole sequence with
     ``is_causal=True``. A call that does not fit in what is left of the cache raises; where that cannot be known, as
-    under ``jit``, its output and that of all later calls is NaN, until ``init_cache``.
+    under ``jit``, its output and the outputs of all later calls are NaN, until ``init_cache``.
 
     Args:
       num_heads: number of heads of queries.

@@ -27,7 +27,8 @@ Array = jax.Array
 def input_error(layer: Any, takes: str, inputs: Any) -> LayerInputError:
     """Say which layer, with its declared sizes and its path where it can be found, got which input.
 
-    The path is that of the call, as the notes have it, and begins with a variable of the caller's if one leads there.
+    The path is the one of the call, as in the notes on errors; it begins with a variable of the user's code if one
+    leads to the layer.
     """
     listener = running()
     called = format_path(path) if listener is not None and (path := listener.path_of(layer)) else ""

@@ -69,7 +69,7 @@ class LoRA(Module):
       in_features: size of the last axis of the input.
       lora_rank: number of columns of ``A`` and rows of ``B``.
       out_features: size of the last axis of the output.
-      base_module: a Module or function, called on the input in the dtype computed in; its output is added.
+      base_module: a Module or function, called on the input in the dtype of the computation; its output is added.
       dtype: what to compute in (default: inferred from input and parameters).
       param_dtype: what parameters are stored in.
       a_initializer, b_initializer: initializers; ``B`` is zeros by default, so that the base's output is unchanged.

@@ -39,7 +39,7 @@ def _absolute(axes: Axes, ndim: int) -> tuple[int, ...]:
 
 @step()
 def squared(x: Array) -> Array:
-    """The square of each number; of a complex one, that of its magnitude."""
+    """The square of each number; for a complex one, of its magnitude."""
     return lax.square(lax.real(x)) + lax.square(lax.imag(x)) if jnp.iscomplexobj(x) else lax.square(x)
 
 

@@ -363,7 +363,7 @@ class _LongShortTermCell(_GatedCell):
         return c, h
 
     def _checked_pair(self, carry: tuple[Array, Array], inputs: Array) -> tuple[Array, Array]:
-        if not (isinstance(carry, tuple | list) and len(carry) == 2):  # an array of two rows would come apart, too
+        if not (isinstance(carry, tuple | list) and len(carry) == 2):  # an array of two rows could be unpacked, too
             raise input_error(self, "a carry (c, h)", carry)
         c, h = carry
         self._check(inputs, c, h)
@@ -649,7 +649,7 @@ class RNN(Module):
         with self._broadcasting():
             carried = (initial_carry, None if ends is None else initial_carry)
             (carry, at_end), outputs = run(self.cell, carried, inputs, times, ends)
-        if reverse and keep_order == (seq_lengths is not None):  # else the loop has put them in order
+        if reverse and keep_order == (seq_lengths is not None):  # else they are in the order that is asked for
             outputs = flip_sequences(outputs, seq_lengths, n_batch, time_major)
         return (carry if ends is None else at_end, outputs) if return_carry else outputs
 
@@ -669,6 +669,7 @@ class RNN(Module):
         return n_batch
 
     def _broadcasting(self) -> AbstractContextManager:
+        """A block in which the cell has one fresh key for all steps in the streams of ``broadcast_rngs``."""
         only = self.broadcast_rngs
         if only is None:
             return nullcontext()
@@ -683,7 +684,7 @@ class RNN(Module):
 
 @functools.lru_cache(maxsize=256, typed=True)  # unroll=True is not unroll=1
 def _loop(state_axes: StateAxes, time_axis: int, unroll: int | bool, reverse: bool, only: Filter | None) -> Callable:
-    """The scan of a cell; kept, since it keeps its compiled programs."""
+    """The scan of a cell; cached, since a scan keeps its compiled programs."""
     return scan(
         _step if only is None else _repeating(only),
         in_axes=(state_axes, Scanned, time_axis, 0, None),

@@ -58,7 +58,7 @@ def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:
         problem = _problem(init, shape, dtype)
         if problem is not None:
             raise problem from (error if isinstance(problem, UsageError) else None)
-        if isinstance(error, ValueError):  # a bias has too few axes for one that scales with the number of inputs
+        if isinstance(error, ValueError):  # as by one that scales with the number of inputs, for a bias, with one axis
             error.add_note(f"An initializer raised this for a parameter of shape {tuple(shape)}.")
         if not isinstance(error, TypeError) or accepts(init, key, shape, dtype):
             raise

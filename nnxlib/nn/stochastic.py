@@ -47,7 +47,7 @@ class Dropout(Module):
     """
 
     rngs: RngStream | None
-    axis_name: str | None = None  # also of a subclass with a constructor of its own
+    axis_name: str | None = None  # for a subclass with a constructor of its own
 
     def __init__(
         self,

@@ -12,8 +12,8 @@ a moment is the path of its parameter::
     optimizer.opt_state = optax.tree.set(optimizer.opt_state, learning_rate=1e-4)
 
 ``tx.init`` sees the State of the Variables; ``tx.update`` sees plain values at the same paths, as does whatever is
-called from it. A mask or label function that is called in both, as those of ``optax.masked`` and
-``optax.multi_transform`` are, goes by path and shape; to go by type or metadata, make the labels beforehand:
+called from it. A mask or label function that is called in both, as by ``optax.masked`` and ``optax.multi_transform``,
+can only go by path and shape; to go by type or metadata, make the labels beforehand:
 ``nnx.map_state(lambda path, v: type(v).__name__, nnx.state(model, nnx.Param))``. Labels that ``jax.tree.map`` makes of
 a State are Variables; a ``tx`` with such labels cannot work on plain values, and is given Variables instead.
 
