@@ -39,18 +39,18 @@ class Blueprint:
             by_owner.setdefault(slot_owner(row.type), []).append(i)
         # The types of the nodes, by the class that declares their slots, which makes all of them at once.
         self._node_types = {owner: [rows[i].type for i in found] for owner, found in by_owner.items()}
-        # They are made in this order: Variables first. `_order` says where among them the object of each row is.
+        # The objects are made in this order, Variables first; `_order` has the position of each row's object in it.
         made = {i: k for k, i in enumerate((*variables, *itertools.chain(*by_owner.values())))}
         self._order = [made[i] for i in range(len(rows))]
         self._marks = [(i, row.marks.value) for i, row in nodes if row.marks.value]
 
-        # The pool behind the objects: immutable values, and MISSING for what is made anew by each build.
+        # The pool after the objects: immutable values, and MISSING for what each build makes anew.
         self._constants: list[Any] = []
-        self._made: list[tuple[int, Spec]] = []  # the place of the latter, and its spec
+        self._made_anew: list[tuple[int, Spec]] = []  # its places in the pool, and specs
         known: dict[int, int] = {}  # the places of immutable values, by id
 
         def place_of(spec: Spec) -> int:
-            """Where in the pool the value of the next field is."""
+            """The place in the pool of the value of a field with this spec."""
             if type(spec) is Ref:
                 return spec.index
             place = len(rows) + len(self._constants)
@@ -59,13 +59,13 @@ class Blueprint:
                     return first
                 self._constants.append(spec.value)
             else:
-                self._made.append((place, spec))
+                self._made_anew.append((place, spec))
                 self._constants.append(MISSING)
             return place
 
         # For each node its row, the names of its fields, and the places of their values.
         self._contents: list[tuple[int, tuple, list[int]]] = []
-        # The same for all nodes whose attributes have the same names: the values of the first, then of the second...
+        # By the names of attributes, the rows of the nodes that have these, and the places of the values of all.
         alike: dict[tuple, tuple[list[int], list[int]]] = {}
         self._lists: list[tuple[int, list[int]]] = []  # for Lists without attributes: the row, and the places of items
         self._others: list[tuple[int, tuple, list[int]]] = []
@@ -86,7 +86,7 @@ class Blueprint:
 
         mutable = any(const.mutable for const in self.metadata)
         guarded = all(row.type._nnx_guarded and not row.marks.mutable for _, row in nodes)
-        self.reliable = guarded and not (mutable or self._made)
+        self.reliable = guarded and not (mutable or self._made_anew)
 
     def make(self, leaves: Sequence[Any], cell: Callable[[Any], Cell], stamps: Stamps) -> list[Any]:
         """The objects by row: Variables, whose values are the first leaves, and empty nodes."""
@@ -101,8 +101,8 @@ class Blueprint:
     def fill(self, objects: list[Any], leaves: Iterator[Any]) -> None:
         """Give the nodes among the objects their contents; ``leaves`` are those that nodes hold."""
         count = len(objects)
-        objects += self._constants  # for a moment: a list of both beside that of the objects would take the most memory
-        for place, spec in self._made:
+        objects += self._constants  # for a moment: a second list, of both, would take the most memory
+        for place, spec in self._made_anew:
             objects[place] = next(leaves) if spec is LEAF else value_of(spec, objects, leaves)
         for rows, names, places in self._alike:
             fill_all(map(objects.__getitem__, rows), names, map(objects.__getitem__, places))
@@ -113,7 +113,7 @@ class Blueprint:
         del objects[count:]
 
     def as_built(self, objects: Sequence[Any]) -> set[int]:
-        """The rows of the objects that hold, except for values of Variables, what they were given.
+        """The rows of the objects that still hold what they were built with, apart from values of Variables.
 
         Nodes that hold arrays, pytrees, or static values that can change in place are never among them.
         """

@@ -43,7 +43,7 @@ Comparison = Callable[[Path, Any, Any], Iterable[Difference]]
 
 
 def as_change(found: Difference, root: str = "<root>") -> str:
-    """Write a difference as what something was and has become; ``root`` is what has no path."""
+    """Write a difference as what something was and has become; ``root`` is written for an empty path."""
     return f"{format_path(found.path) if found.path else root}: {found.before} became {found.after}"
 
 
@@ -109,7 +109,7 @@ def aval_of(value: Any) -> Aval:
 
 
 def array_differences(path: Path, x: Any, y: Any) -> list[Difference]:
-    """In shape and dtype; and where one is an array and the other is not, in what they are."""
+    """The differences of two values in shape and dtype; in type, if one is an array and the other is not."""
     p, q = aval_of(x), aval_of(y)
     if p == q:
         return []

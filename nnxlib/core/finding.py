@@ -1,7 +1,7 @@
 """Finding objects without a table: everything below an object, and the path by which running code reaches one.
 
-The search asks classes for ``_nnx_children`` and knows nothing else of nodes and Variables, which use it for their own
-messages. Where such a message is on a refused write, the frames also tell which transform to use instead.
+The search asks classes for ``_nnx_children`` and knows nothing else of nodes and Variables, so that their files can use
+it for messages. When a write is refused, the frames also tell which transform to use instead.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def reachable(
 ) -> Iterator[tuple[tuple, Any]]:
     """Everything below ``root`` with its first path, in the order of the paths of a State.
 
-    ``known`` has the paths, by id, of objects whose paths are known, so that ``root`` need not be at ``()``.
+    ``known`` gives paths to some objects by their ids, for example to ``root`` if it is not at ``()``.
     """
     stack: list[tuple[tuple, Any]] = [((), root)]
     while stack:
@@ -105,7 +105,7 @@ def reachable(
 
 
 def _in_order(items: list[tuple[tuple, Any]]) -> list[tuple[tuple, Any]]:
-    """The children of a node in the order of paths; as they are if the keys have no order, unlike those of a State."""
+    """The children of a node in the order of paths; unsorted if the keys have no order."""
     children = {keys[0]: (keys, child) for keys, child in items}
     try:
         return [children[key] for key in sorted_keys(children)]

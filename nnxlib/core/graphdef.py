@@ -63,6 +63,7 @@ class GraphDef(Generic[A]):
 
     @property
     def num_leaves(self) -> int:
+        """The number of Variables, and of arrays that are not in one."""
         return len(self.layout.leaf_paths)
 
     def unflatten(self, leaves: Sequence[Any]) -> A:
@@ -98,8 +99,8 @@ def avals_of(values: Sequence[Any]) -> list[Aval]:
 class Avals(list[Aval]):
     """The avals of leaves, with a fast test whether other leaves have the same.
 
-    JAX has a type object for each shape and dtype, so arrays are compared by that. For a typed key it makes a new one
-    each time, which takes 20 us; keys are compared by shape and dtype.
+    JAX has one type object for each shape and dtype, by which arrays are compared. For a typed key it makes a new one
+    each time, which is slow; so keys are compared by shape and dtype.
     """
 
     __slots__ = ("_keys", "_types")
@@ -117,7 +118,7 @@ class Avals(list[Aval]):
             return leaves
         leaves = list(leaves)
         for k in self._keys:
-            leaves[k] = _COMPARED
+            leaves[k] = _NO_KEY
         return leaves
 
     def fit(self, leaves: Sequence[Any]) -> bool:
@@ -143,7 +144,7 @@ def graphdef_of(layout: Layout, leaves: list[Any]) -> GraphDef:
     return GraphDef(layout, avals)
 
 
-_COMPARED = types.SimpleNamespace(aval=None)  # in place of a key
+_NO_KEY = types.SimpleNamespace(aval=None)  # in place of a key
 _type_of = operator.attrgetter("aval")
 _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
@@ -218,7 +219,7 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
         if isinstance(x, Ref) and isinstance(y, Ref):
             if (x.index, y.index) in seen:
                 continue
-            if a.paths[x.index] != b.paths[y.index]:  # not the same as what they are shared with
+            if a.paths[x.index] != b.paths[y.index]:  # they are shared with objects at other paths
                 yield Difference(path, "sharing", _describe(x, a), _describe(y, b))
                 continue
             seen.add((x.index, y.index))
