@@ -234,7 +234,7 @@ class ItemView(AttributeView):
 
 
 class Dict(_Container, dict[str, A], HasDict, Node):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
-    """A dict of Modules, Variables, arrays or static values, whose changes are seen; items are attributes too.
+    """A dict of Modules, Variables, arrays or static values, whose changes are noticed; items are attributes too.
 
     >>> import nnxlib as nnx
     >>> heads = nnx.Dict(policy=nnx.Param(1.0))

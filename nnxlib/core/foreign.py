@@ -94,7 +94,7 @@ class Foreign:
         return bool(self.levels or self.others or self.flattened)
 
     def add(self, tree: Any, children: Sequence[Any]) -> bool:
-        """Add the containers of a pytree; False if it can get other children than these without a change of them."""
+        """Add the containers of a pytree; False if it can get other children without a change of any of these."""
         if type(tree) is types.MethodType:  # bound to a node, for good
             return True
         found, stack = set(), [tree]

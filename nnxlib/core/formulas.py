@@ -46,7 +46,7 @@ _FUNCTIONS_OF_JAX = [(vars(module), dict(vars(module))) for module in (jnp, jax.
 
 @contextlib.contextmanager
 def _as_imported() -> Iterator[None]:
-    """Put back what is replaced in JAX's modules while this context lasts."""
+    """Within the block, JAX's modules have the functions that they had when nnxlib was imported."""
     replaced = [
         (names, key, own, names[key])
         for names, imported in _FUNCTIONS_OF_JAX

@@ -239,7 +239,7 @@ def _base(kind: type) -> Any:
 
 
 def structure_changed(node: Any) -> None:
-    """Note a change of a node other than that an array has taken the place of another."""
+    """Note that a node has changed; an array in place of another array is no change."""
     stamps = node._nnx_stamps
     if stamps:
         invalidate(stamps, node)

@@ -72,7 +72,7 @@ def size_of(array: Any) -> Size:
 
 
 class Leaf(NamedTuple):
-    """What is written in one piece.
+    """A value that is written in one piece.
 
     ``kind`` is what its size counts as, None for what is not data; ``identity`` is the id of an object, or None.
     """
@@ -84,7 +84,7 @@ class Leaf(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What is written as an opening, children (label, key, value) and a closing."""
+    """A value that is written as an opening, children (label, key, value) and a closing."""
 
     opening: str
     children: Sequence[tuple[str, Any, Any]]
@@ -93,7 +93,7 @@ class Group(NamedTuple):
 
 
 class Part:
-    """What is written at one place; see :func:`read`."""
+    """One value of a graph, as it is written at one place, and the parts in it; see :func:`read`."""
 
     def __init__(self, label: str, key: Any, parent: Part | None, opening: str):
         self.label, self.key, self.parent, self.opening = label, key, parent, opening

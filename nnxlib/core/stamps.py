@@ -65,7 +65,7 @@ _is_valid, _set_valid = Stamp.valid.__get__, Stamp.valid.__set__  # type: ignore
 
 
 def gone() -> None:
-    """Stands for a reference to an object that is gone, where no object can be named: the description is made anew."""
+    """Stands for a reference to an object that is gone, if a change has no object: the description is made anew."""
 
 
 Stamps = tuple[weakref.ref[Stamp], ...]

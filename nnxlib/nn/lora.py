@@ -213,7 +213,7 @@ class LoRALinear(Linear):
 class LoRALinearGeneral(LinearGeneral):
     """A :class:`LinearGeneral` with a :class:`LoRA` beside its kernel; :func:`add_lora` makes them.
 
-    It has the shape of the kernel as a matrix, ``[prod(in_features), prod(out_features)]``.
+    The LoRA is one for the kernel as a matrix, ``[prod(in_features), prod(out_features)]``.
 
     >>> import nnxlib as nnx, jax.numpy as jnp
     >>> attention = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))

@@ -86,8 +86,9 @@ def _means(values: list[Array], mask: Array | None, axes: tuple[int, ...], axis_
 
 @step("axes", "axis_name", "groups")
 def _any(x: Array, mask: Array, axes: tuple[int, ...], axis_name: Any, groups: Any) -> Array:
-    counts = jnp.any(jnp.broadcast_to(mask, x.shape), axes)
-    return counts if axis_name is None else lax.psum(counts.astype(jnp.int32), axis_name, axis_index_groups=groups) > 0
+    """Whether any element counts, over ``axes`` and over the shards of a mapped axis if there is one."""
+    valid = jnp.any(jnp.broadcast_to(mask, x.shape), axes)
+    return valid if axis_name is None else lax.psum(valid.astype(jnp.int32), axis_name, axis_index_groups=groups) > 0
 
 
 def _checked(mask: Array | None, x: Array) -> Array | None:
@@ -107,9 +108,9 @@ def moments(
     axis_index_groups: Any = None,
     use_fast_variance: bool = True,
 ) -> tuple[Array, Array, Array | None]:
-    """Return mean and variance of ``x`` over ``axes``, in float32 at least, and for each whether any element counts.
+    """Return mean and variance of ``x`` over ``axes``, in float32 at least, and where these are valid.
 
-    Where none counts, mean and variance are 0. Without a mask the third result is None: all elements count.
+    They are valid where an element counts, else 0. Without a mask the third result is None: all are valid.
 
     Args:
       x: array.
@@ -122,19 +123,19 @@ def moments(
     mask = _checked(mask, x)
     x = convert(x, at_least_float32(x.dtype))
     over = (axes, axis_name, axis_index_groups)
-    counts = None if mask is None else _any(x, mask, *over)
+    valid = None if mask is None else _any(x, mask, *over)
     if use_fast_variance:
         mean, mean_of_square = _means([x, squared(x)], mask, *over)
-        return mean, _fast_variance(mean_of_square, squared(mean)), counts
+        return mean, _fast_variance(mean_of_square, squared(mean)), valid
     (mean,) = _means([x], mask, *over)
-    return mean, _means([_square_distance(x, mean, axes)], mask, *over)[0], counts
+    return mean, _means([_square_distance(x, mean, axes)], mask, *over)[0], valid
 
 
 @formula("axes", "axis_name", "axis_index_groups")
 def mean_square(
     x: Array, mask: Array | None, *, axes: tuple[int, ...], axis_name: str | None = None, axis_index_groups: Any = None
 ) -> tuple[Array, Array | None]:
-    """Return the mean of ``x**2`` over ``axes``, and for each whether any element counts; see :func:`moments`."""
+    """Return the mean of ``x**2`` over ``axes``, and where it is valid; see :func:`moments`."""
     mask = _checked(mask, x)
     x = convert(x, at_least_float32(x.dtype))
     over = (axes, axis_name, axis_index_groups)
@@ -165,8 +166,8 @@ def _shifted(y: Array, bias: Array, feature_shape: Any, dtype: Any) -> Array:
 
 
 @step("shape")
-def _nan_unless(counts: Array, y: Array, shape: Any) -> Array:
-    return jnp.where(jnp.reshape(counts, shape), y, jnp.nan)  # its derivatives are 0 where it is NaN
+def _nan_unless(valid: Array, y: Array, shape: Any) -> Array:
+    return jnp.where(jnp.reshape(valid, shape), y, jnp.nan)  # its derivatives are 0 where it is NaN
 
 
 @formula("axes", "feature_axes")
@@ -174,7 +175,7 @@ def normalize(
     x: Array,
     mean: Array | None,
     var: Array,
-    counts: Array | None,
+    valid: Array | None,
     scale: Array | None,
     bias: Array | None,
     *,
@@ -182,9 +183,9 @@ def normalize(
     feature_axes: tuple[int, ...],
     epsilon: float,
 ) -> Array:
-    """Return ``(x - mean) * rsqrt(var + epsilon) * scale + bias`` in the dtype of ``x``; NaN unless ``counts``.
+    """Return ``(x - mean) * rsqrt(var + epsilon) * scale + bias`` in the dtype of ``x``; NaN unless ``valid``.
 
-    ``mean``, ``var`` and ``counts`` lack the axes ``axes`` of ``x``; ``scale`` and ``bias`` have only its axes
+    ``mean``, ``var`` and ``valid`` lack the axes ``axes`` of ``x``; ``scale`` and ``bias`` have only its axes
     ``feature_axes``.
     """
     shape = tuple([1 if axis in axes else size for axis, size in enumerate(x.shape)])
@@ -196,7 +197,7 @@ def normalize(
         y = _scaled(x, mean, factor, shape, x.dtype)
     else:
         y = _shifted(_scaled(x, mean, factor, shape, None), bias, feature_shape, x.dtype)
-    return y if counts is None else _nan_unless(counts, y, shape)
+    return y if valid is None else _nan_unless(valid, y, shape)
 
 
 def _reduction_axes(layer: Any, x: Any) -> tuple[int, ...]:
@@ -353,12 +354,12 @@ class BatchNorm(Module):
         feature_axes = _feature_axes(self, x, self.axis, scale=scale, bias=bias, mean=running_mean)
         axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
         x, mean, var, scale, bias = self.promote_dtype((x, running_mean, running_var, scale, bias), dtype=self.dtype)
-        counts = None
+        valid = None
         if not use_running:
-            mean, var, counts = moments(x, mask, axes=axes, **_moments_settings(self))
+            mean, var, valid = moments(x, mask, axes=axes, **_moments_settings(self))
             for statistic, running, batch in (self.mean, running_mean, mean), (self.var, running_var, var):
-                statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum, counts))
-        return normalize(x, mean, var, counts, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+                statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum, valid))
+        return normalize(x, mean, var, valid, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Set what :func:`nnxlib.view` may set on this layer."""
@@ -377,15 +378,15 @@ def _sum(products: tuple[Array, Array], dtype: Any) -> Array:
 
 
 @step()
-def _where(counts: Array, moved: Array, running: Array) -> Array:
-    return jnp.where(jnp.reshape(counts, running.shape), moved, running)
+def _where(valid: Array, moved: Array, running: Array) -> Array:
+    return jnp.where(jnp.reshape(valid, running.shape), moved, running)
 
 
 @formula()
-def _moved(running: Array, batch: Array, momentum: Any, rest: Any, counts: Array | None) -> Array:
-    """The running statistic, one step further towards that of the batch; unchanged where no element counts."""
+def _moved(running: Array, batch: Array, momentum: Any, rest: Any, valid: Array | None) -> Array:
+    """The running statistic, one step further towards that of the batch; unchanged where this is not valid."""
     moved = _sum(_products(running, batch, momentum, rest), running.dtype)
-    return moved if counts is None else _where(counts, moved, running)
+    return moved if valid is None else _where(valid, moved, running)
 
 
 class LayerNorm(Module):
@@ -472,8 +473,8 @@ class LayerNorm(Module):
         feature_axes = _feature_axes(self, x, self.feature_axes, scale=scale, bias=bias)
         axes = _reduction_axes(self, x)
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
-        mean, var, counts = moments(x, mask, axes=axes, **_moments_settings(self))
-        return normalize(x, mean, var, counts, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+        mean, var, valid = moments(x, mask, axes=axes, **_moments_settings(self))
+        return normalize(x, mean, var, valid, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
 
 class RMSNorm(Module):
@@ -532,8 +533,8 @@ class RMSNorm(Module):
         axes = _reduction_axes(self, x)
         x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
         over = {"axes": axes, "axis_name": self.axis_name, "axis_index_groups": self.axis_index_groups}
-        var, counts = mean_square(x, mask, **over)
-        return normalize(x, None, var, counts, scale, None, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+        var, valid = mean_square(x, mask, **over)
+        return normalize(x, None, var, valid, scale, None, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
 
 
 class GroupNorm(Module):
@@ -638,9 +639,9 @@ class GroupNorm(Module):
             raise UsageError(f"reduction_axes {self.reduction_axes} of GroupNorm must include the feature axis, -1.")
         x, scale, bias = self.promote_dtype((x, value_or_none(self.scale), value_or_none(self.bias)), dtype=self.dtype)
         others = tuple([a for a in axes if a != feature_axis])
-        mean, var, counts = _group_moments(x, mask, groups=self.num_groups, axes=others, **_moments_settings(self))
+        mean, var, valid = _group_moments(x, mask, groups=self.num_groups, axes=others, **_moments_settings(self))
         return normalize(
-            x, mean, var, counts, scale, bias, axes=others, feature_axes=(feature_axis,), epsilon=self.epsilon
+            x, mean, var, valid, scale, bias, axes=others, feature_axes=(feature_axis,), epsilon=self.epsilon
         )
 
 
@@ -654,8 +655,8 @@ def _group_moments(
     mask = _checked(mask, x)
     if mask is not None:
         mask = _reshape(jnp.broadcast_to(mask, x.shape), grouped)
-    mean, var, counts = moments(_reshape(x, grouped), mask, axes=(*axes, x.ndim), **options)
-    return _repeat(mean, size), _repeat(var, size), None if counts is None else _repeat(counts, size)
+    mean, var, valid = moments(_reshape(x, grouped), mask, axes=(*axes, x.ndim), **options)
+    return _repeat(mean, size), _repeat(var, size), None if valid is None else _repeat(valid, size)
 
 
 @step("shape")
@@ -736,5 +737,5 @@ class InstanceNorm(Module):
             )
         axes = tuple([a for a in range(1, x.ndim) if a not in feature_axes])
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
-        mean, var, counts = moments(x, mask, axes=axes, **_moments_settings(self))
-        return normalize(x, mean, var, counts, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+        mean, var, valid = moments(x, mask, axes=axes, **_moments_settings(self))
+        return normalize(x, mean, var, valid, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)

@@ -41,7 +41,7 @@ class _Update:
 
 
 class _Unread(TracedCell):
-    """A cell whose value has not been read since an update has written it; an ordinary one from then on."""
+    """A cell whose value has not been read since an update has written it; once read, it is an ordinary one."""
 
     __slots__ = ()
 

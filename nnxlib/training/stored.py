@@ -20,7 +20,7 @@ from ..core.variables import Variable, plain_value
 
 
 def check_transformation(tx: Any, call: str) -> None:
-    """Check that ``tx`` is a transformation of gradients; ``call`` is what to write.
+    """Check that ``tx`` is a transformation of gradients; the message tells to write ``call``.
 
     Raises:
       ArgumentError: if it is something else, such as the function that makes one.
