@@ -22,26 +22,26 @@ from .variables import Variable
 from .walk import flatten_once
 
 
-def children_of(value: Any, but: Container[type] = ()) -> list[tuple[Path, Any]]:
+def children_of(value: Any, without: Container[type] = ()) -> list[tuple[Path, Any]]:
     """What is directly below a value, by path: the attributes or items of a node, the leaves and nodes of a pytree.
 
-    Instances of the classes ``but`` may be left out.
+    Instances of the classes ``without`` may be left out.
     """
     if isinstance(value, Node):
         if Watch.count:
             notice(value)
         held = value._nnx_contents()
         is_plain_list = isinstance(value, list) and len(held) == len(value)
-        names = [name for name in held if type(held[name]) not in but] if but else held
+        names = [name for name in held if type(held[name]) not in without] if without else held
         return [((name,), held[name]) for name in (names if is_plain_list else sorted_keys(names))]
     if is_node(value) or (jtu.all_leaves([value]) and not is_bound_method(value)):
         return []
     if type(value) in (tuple, list) and jtu.all_leaves(value):
-        return [((i,), x) for i, x in enumerate(value) if type(x) not in but]
+        return [((i,), x) for i, x in enumerate(value) if type(x) not in without]
     keys, leaves, _ = flatten_once(value)
     if keys == ((),) and leaves[0] is value:  # a static dict, which JAX cannot flatten
         return []
-    return [(key, x) for key, x in zip(keys, leaves, strict=True) if type(x) not in but]
+    return [(key, x) for key, x in zip(keys, leaves, strict=True) if type(x) not in without]
 
 
 @boundary

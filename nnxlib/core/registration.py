@@ -28,12 +28,12 @@ def register_pytree(
 ) -> None:
     """Register a class as a pytree node whose static half can be pickled; its code is copied, see above."""
     jax.tree_util.register_pytree_with_keys(
-        kind, _own(flatten_with_keys), unflatten, None if flatten is None else _own(flatten)
+        kind, _with_own_code(flatten_with_keys), unflatten, None if flatten is None else _with_own_code(flatten)
     )
     exportable(kind)
 
 
-def _own(function: Any) -> Any:
+def _with_own_code(function: Any) -> Any:
     """A copy of a function, which must not be a closure, with code of its own."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 

@@ -236,8 +236,8 @@ class Optimizer(Pytree, Generic[M]):
             variable.check_writable()
         apart = [_place_of(_boxed(x)) for x in params if _is_apart(x)]
         if apart:  # otherwise moments are where their parameter is, and both stay there
-            moved = _stay(params, moved, _is_apart)
-            new_kept = _stay(kept, new_kept, lambda moment: _place_of(moment) in apart)
+            moved = _placed_if(params, moved, _is_apart)
+            new_kept = _placed_if(kept, new_kept, lambda moment: _place_of(moment) in apart)
         update(model, structure.unflatten(map(_with_value, params, moved)))
         set_values(kept, new_kept)
         self.step.set_raw_value(plain_value(self.step) + 1)
@@ -370,7 +370,7 @@ def _place_of(variable: Variable) -> tuple[Any, tuple[int, ...] | None]:
     return variable.sharding_names, _shape(variable)
 
 
-def _stay(variables: list[Any], values: list[Any], chosen: Callable[[Any], bool]) -> list[Any]:
+def _placed_if(variables: list[Any], values: list[Any], chosen: Callable[[Any], bool]) -> list[Any]:
     """New values of Variables; the chosen ones are placed as their names say, since XLA would place all alike."""
     return [placed(v, x.get_metadata(), type(x)) if chosen(x) else v for x, v in zip(variables, values)]
 
