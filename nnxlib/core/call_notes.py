@@ -57,7 +57,7 @@ def _hints(error: Exception, module: Any, name: str, args: tuple) -> Iterator[st
         base, own = _owner(type(module), name), _owner(type(module), "__init__")
         if own is not base and issubclass(own, base) and "__init__" in vars(base):
             yield _NO_SUPER.format(own=own.__name__, base=base.__name__)
-        for makes in ("setup", "build"):  # of flax.linen and Keras
+        for makes in ("setup", "build"):  # the methods that make layers in flax.linen and Keras
             if inspect.isfunction(getattr(type(module), makes, None)):
                 yield _NOT_CALLED.format(name=makes)
     if "__jax_array__()" in str(error):

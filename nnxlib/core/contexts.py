@@ -55,7 +55,7 @@ class LinkedGraphDef(GraphDef[A]):
 
     __slots__ = ("elsewhere", "numbers")
 
-    numbers: tuple[int, ...]  # of each row
+    numbers: tuple[int, ...]  # for each row the number of its object
     elsewhere: frozenset[int]  # rows whose leaves are in the State of an earlier split of the same context
 
     def __init__(self, layout: Layout, avals: list[Aval], numbers: Sequence[int], elsewhere: Collection[int]):

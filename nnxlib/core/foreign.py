@@ -53,7 +53,7 @@ class Flattened:
         self._arrays = [k for k, child in enumerate(spec.children) if child is LEAF]
         self._others = [(k, child) for k, child in enumerate(spec.children) if child is not LEAF]
         has_nodes = any(isinstance(child, Ref) for _, child in self._others)
-        self._is_leaf = is_node if has_nodes else None  # a node that has come since is flattened, to another treedef
+        self._is_leaf = is_node if has_nodes else None  # if there are none, a new one would give another treedef
         self._types = list(map(type, self._flatten()[0]))  # an array in place of another one is not a change
 
     def _flatten(self) -> tuple[list[Any], Any]:
@@ -95,7 +95,7 @@ class Foreign:
 
     def add(self, tree: Any, children: Sequence[Any]) -> bool:
         """Add the containers of a pytree; False if it can get other children without a change of any of these."""
-        if type(tree) is types.MethodType:  # bound to a node, for good
+        if type(tree) is types.MethodType:  # it stays bound to its node
             return True
         found, stack = set(), [tree]
         while stack:

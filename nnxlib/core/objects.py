@@ -319,7 +319,7 @@ def holds_only_arrays(value: Any) -> bool:
         x = stack.pop()
         if type(x) is dict:
             if len(set(map(type, x))) > 1:
-                return False  # JAX sorts the keys
+                return False  # JAX cannot sort keys of several types
             stack += x.values()
         elif type(x) is list or isinstance(x, tuple):
             stack += x
@@ -542,7 +542,7 @@ def delete_child(holder: Any, key: Any) -> None:
 
 
 def _is_attribute(holder: Any, key: Any) -> bool:
-    return isinstance(holder, HasAttributes) and isinstance(key, str)  # a List has attributes and items
+    return isinstance(holder, HasAttributes) and isinstance(key, str)  # a List has both attributes and items
 
 
 def _complete(cls: type) -> None:

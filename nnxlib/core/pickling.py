@@ -23,7 +23,7 @@ def global_name(function: Any, pickler: types.FrameType) -> str | None:
     """The name under which a pickler, which runs in this frame, finds a function; None if it has to take it apart."""
     try:
         name, module = function.__qualname__, function.__module__
-        takes_apart = "cloudpickle" in pickler.f_globals.get("__name__", "")  # other packages have copies of it
+        takes_apart = "cloudpickle" in pickler.f_globals.get("__name__", "")  # some packages contain a copy of it
         if module == "__main__" and takes_apart:
             return None
         return name if operator.attrgetter(name)(sys.modules[module]) is function else None

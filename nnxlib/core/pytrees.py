@@ -144,7 +144,7 @@ class KnownShape:
 
     def __init__(self, shape: NodeShape, stamp: Stamp, mutable: Mutable):
         self.shape = shape
-        self.stamp, self.edition = stamp, stamp.edition  # of what has shown that the graph is a tree
+        self.stamp, self.edition = stamp, stamp.edition  # of the table, or the walk, that showed the graph to be a tree
         self.mutable = mutable  # the static values below that can be changed in place, and what they were
         self.valid = self.edition if not mutable else None  # equals ``stamp.valid`` if nothing else is to be compared
 
@@ -243,7 +243,7 @@ def _known_if_unflattened(root: Any) -> KnownShape | None:
     nodes, parents, shapes, mutable, held = found
     objects = [x for x in held if isinstance(x, Identified)]
     others = [x for x in held if x is not None and not isinstance(x, (Identified, tuple))]
-    if len(set(map(id, objects))) < len(objects) or not jtu.all_leaves(others):  # there may be more in other pytrees
+    if len(set(map(id, objects))) < len(objects) or not jtu.all_leaves(others):  # another pytree may hold objects
         return None
     if any(mutable):
         for k in range(len(nodes) - 1, 0, -1):  # what a node holds has a higher number

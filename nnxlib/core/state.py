@@ -281,7 +281,7 @@ class FlatState(Sequence[tuple[Path, V]]):
     __slots__ = ("__weakref__", "_leaves", "_paths", "_positions")
     _paths: tuple[Path, ...]
     _leaves: list[V]
-    _positions: dict[Path, int] | None  # by path, once they were asked for
+    _positions: dict[Path, int] | None  # the position of each path; made when first asked for
 
     def __init__(self, items: Flat, /, *, sort: bool = True):
         pairs = list(_as_pairs(items))

@@ -119,7 +119,7 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
-# The mesh of ``jax.set_mesh``, with its devices; only to be asked at top level.
+# The mesh of ``jax.set_mesh``, with its devices; to be called at top level only.
 concrete_mesh: Callable[[], jax.sharding.Mesh] = getattr(jax.sharding, "get_mesh", _get_concrete_mesh)
 
 

@@ -709,7 +709,7 @@ _register(Variable)
 # --- the types ------------------------------------------------------------------------------------------------------
 
 
-VariableState = Variable  # the older name of what is in a State
+VariableState = Variable  # an older name of what a State holds
 
 
 class Param(Variable[A]):

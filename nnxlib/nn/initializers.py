@@ -42,7 +42,7 @@ def zeros(key: Any, shape: Any, dtype: Any = jnp.float_, **kwargs: Any) -> jax.A
     >>> nnx.initializers.zeros(None, (2,))
     Array([0., 0.], dtype=float32)
     """
-    if kwargs:  # out_sharding
+    if kwargs:  # such as out_sharding
         return jax_initializers.zeros(key, shape, dtype, **kwargs)
     return full(0, _sizes(shape), jax.dtypes.canonicalize_dtype(dtype))
 
@@ -261,7 +261,7 @@ def variance_scaling(
     >>> print(f"{init(jax.random.key(0), (100, 50)).std():.2f}")
     0.10
     """
-    make: Callable[..., Any] = jax_initializers.variance_scaling  # a type checker knows only some texts as modes
+    make: Callable[..., Any] = jax_initializers.variance_scaling  # type checkers accept only some strings as modes
     given = {} if dtype is None else {"dtype": dtype}
     of_jax = make(scale, mode, distribution, in_axis, out_axis, batch_axis, **given)
     if mode not in _FANS or distribution not in _OF_VARIANCE or not isinstance(scale, int | float):

@@ -41,7 +41,7 @@ from .settings import NO_METADATA, Metadata, default_bias_init, default_kernel_i
 
 A = TypeVar("A")
 Carry = Any
-Output = Any  # as users' cells have it in their signatures
+Output = Any  # a name of flax.nnx for the signatures of users' cells
 Shape = tuple[int, ...]
 
 

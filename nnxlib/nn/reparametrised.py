@@ -52,7 +52,7 @@ class _Reparametrised(Module):
     def _call_with(self, weights_of: Callable[[Any], list[tuple[Param, Array]]], args: tuple, kwargs: dict) -> Any:
         """Call the layer with the weights that ``weights_of`` gives for the Params of a copy of this wrapper."""
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # of a copy
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # self is the copy
             weights = weights_of(self)
             own = [param.get_raw_value() for param, _ in weights]
             for param, value in weights:
@@ -81,7 +81,7 @@ def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: lis
     layout, live = table.layout, ObjectList(table.objects_with(wrapper))
     entering(layout, live)
     stamp = Stamp()
-    objects = build(layout, leaves, stamp=stamp)[1]  # no local variable holds the copy, by which an error would call it
+    objects = build(layout, leaves, stamp=stamp)[1]  # no local variable: an error would name the copy by it
     with listening(inside(layout, objects, depth=0)):
         out = call(objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
@@ -311,7 +311,7 @@ class WeightNorm(_Reparametrised):
         for path, param in chosen:
             shape = [param.shape[axis] for axis in self._feature_axes(path, param.ndim)]
             if use_scale:
-                # A constant looks at no key, and drawing one would change the weights of the layers made next.
+                # Ones need no key, and drawing one would change the weights of the layers that are made next.
                 key: Any = None if scale_init is initializers.ones else key_of(rngs)
                 scales[path] = Param(scale_init(key, tuple(shape), param_dtype))
         self.scales: dict[Any, Param] = Dict(scales)

@@ -210,7 +210,7 @@ class Stack(Module):
         made = clone(self, variables=False)
         made.layers, _ = build(layout, [jax.tree.map(lambda x: x[index], leaf) for leaf in leaves])
         made.depth = len(range(self.depth)[index])
-        made.remat = bool(self.remat) and made.depth > 0  # lengths were for all
+        made.remat = bool(self.remat) and made.depth > 0  # its lengths were for all layers
         return made
 
     def __setitem__(self, index: int, layer: Any) -> None:
@@ -229,7 +229,7 @@ class Stack(Module):
 
 
 _FROM_LAYERS = "Pass a layer built like those of the Stack; nnx.Stack.from_layers makes a Stack of others."
-_LAYERS = StateAxes([(lambda path, leaf: path[0] == "layers", 0), (..., None)])  # of the stack itself: for the paths
+_LAYERS = StateAxes([(lambda path, leaf: path[0] == "layers", 0), (..., None)])  # of a whole Stack, for the paths
 # A change of a Variable in the other arguments reaches the next layer; what does not change is passed whole.
 _AS_IN_A_LOOP = StateAxes({Variable: Carry, ...: None})
 

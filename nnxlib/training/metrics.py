@@ -389,7 +389,7 @@ def _number(counted: jax.Array) -> jax.Array:
 @step()
 def _deviations(values: jax.Array, counted: jax.Array | None, new: Any) -> tuple[jax.Array, jax.Array]:
     """The mean of the values of a batch of which `new` count, and how far each is from it."""
-    mean = _sum(values, counted) / jnp.maximum(_float(new), 1.0)  # a batch of which nothing counts changes nothing
+    mean = _sum(values, counted) / jnp.maximum(_float(new), 1.0)  # no NaN for a batch of which nothing counts
     return mean, values.astype(jnp.float32) - mean
 
 

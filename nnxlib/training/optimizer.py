@@ -230,7 +230,7 @@ class Optimizer(Pytree, Generic[M]):
             lines = [f"{format_path(path)}: expected {describe(old)}, got {describe(new)}" for path, old, new in grown]
             raise StateMismatchError(listed(_OTHER_SHAPES, lines, _RETURN_ONE_EACH))
         new_kept = without_aliases(_like(kept_structure, new_state), moved)
-        if shapes(new_kept) != shapes(old):  # a moment of size 1 is broadcast to any parameter
+        if shapes(new_kept) != shapes(old):  # a moment of size 1, which does not fit, has been broadcast
             self._check_state(trained, model)
         for variable in (self.step, *kept):
             variable.check_writable()

@@ -89,7 +89,7 @@ class TrainState(Generic[M]):
         except (TypeError, ValueError):
             _check_gradients(grads, self.params)
             raise
-        if shapes(params) != shapes(self.params):  # they have been broadcast
+        if shapes(params) != shapes(self.params):  # gradients of other shapes have been broadcast
             _check_gradients(grads, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
