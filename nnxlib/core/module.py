@@ -203,8 +203,15 @@ class Module(Pytree, metaclass=ModuleMeta):
     ) -> Any:
         """Add a Variable of zeros to ``value``: its gradient is the gradient of ``value``.
 
-        If the Variable does not exist yet, it is made, unless within a ``capture`` of other types, where ``value`` is
-        returned as it is. ``capture_noop`` as in :meth:`sow`.
+        Args:
+          name: the attribute that holds the Variable, which is made if it does not exist yet; but not within a
+            ``capture`` of other types, where ``value`` is returned as it is.
+          value: an array, or a pytree of arrays.
+          variable_type: the type of the Variable, or its registered name.
+          capture_noop: with True, no Variable is made outside of a ``capture``.
+
+        Returns:
+          The sum.
 
         Raises:
           ValueError: when the attribute exists and is something else.

@@ -182,19 +182,19 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     >>> nnx.merge(*nnx.split(model)).kernel.shape
     (2, 3)
 
-    The new object has Variables of the types that those in the States have, so parameters can be frozen by making them
+    The Variables of the new object have the types of those in the States, so parameters can be frozen by making them
     Variables of a type that is not trained.
 
-    States of several models may be stacked, and merged to one model whose arrays have an axis more. Conversely, one of
-    the models that ``vmap`` has made can be taken out: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``.
+    States of several models may be stacked, and merged to one model whose arrays have one axis more. Conversely, one of
+    the models that ``vmap`` has made can be taken out: ``nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))``. So
+    all leaves of a type may have more axes than at the split, or fewer; and several leaves may have a further first
+    axis, if no shape differs otherwise. If no leaf is an array, the values may be anything. Traced values are not
+    compared: they may belong to one example or shard.
 
     Raises:
       TypeError: without a State.
       StateMismatchError: for GraphStates of different structures, missing and unexpected paths, a list of another
-        length, and a shape or kind of dtype that differs from the one at the split. Additional or missing axes are
-        accepted if all leaves of a type have them alike; an additional first axis, if several leaves have it, and no
-        shape differs otherwise; and values other than arrays if no leaf is an array. (Traced values are not compared:
-        they may belong to one example or shard.)
+        length, and a shape or kind of dtype that differs from the one at the split in any other way.
     """
     if isinstance(graphdef, GraphState):
         graphdef, states = graphdef._graphdef, (graphdef, *states)

@@ -313,7 +313,12 @@ class Variable(ArrayOperators[A], VariableSlots):
         return default
 
     def set_metadata(self, *args: Any, **metadata: Any) -> None:
-        """Set metadata: ``set_metadata(name, value)``, or by keyword. A single mapping replaces all metadata."""
+        """Set metadata: ``set_metadata(name, value)``, or by keyword. A single mapping replaces all metadata.
+
+        Raises:
+          TraceContextError: under another trace than the one that made this Variable.
+          TypeError: for a single argument that is not a mapping.
+        """
         if len(args) == 2:
             metadata = {args[0]: args[1], **metadata}
         replace = len(args) == 1
