@@ -299,7 +299,7 @@ class RngStream(_Samplers, Pytree):
 
     @property
     def type(self) -> type:
-        """What a stream and its Variables are to filters, as in ``split_rngs(..., only=nnx.RngState)``."""
+        """The type by which filters take a stream and its Variables, as in ``split_rngs(..., only=nnx.RngState)``."""
         return RngState
 
     def __init__(self, key: RngValue, *, tag: str):

@@ -337,7 +337,12 @@ class Variable(ArrayOperators[A], VariableSlots):
         return canonical_name(name) in self._metadata
 
     def del_metadata(self, name: str) -> None:
-        """Remove the metadata of this name; KeyError if there is none."""
+        """Remove the metadata of this name.
+
+        Raises:
+          KeyError: if there is none.
+          TraceContextError: under another trace than the one that made this Variable.
+        """
         key = canonical_name(name)
         if key not in self._metadata:
             raise KeyError(name)

@@ -125,7 +125,7 @@ def _drawn_by(
 
 
 def _made_once(make: F, doc: str | None = None) -> F:
-    """``make``, which gives the same initializer for the same arguments; ``doc`` describes a function of JAX.
+    """``make``, with the same initializer each time for the same arguments; ``doc`` describes a function of JAX.
 
     So models that keep their initializers are of equal structure, and what an initializer knows of shapes is kept.
     """
@@ -143,7 +143,7 @@ def _made_once(make: F, doc: str | None = None) -> F:
     return cast(F, made)
 
 
-# Not `constant`: that of 0.0 is not that of -0.0, which is an equal argument.
+# Not `constant`: 0.0 and -0.0 are equal arguments, but give different initializers.
 normal = _made_once(
     jax_initializers.normal,
     """Return an initializer of normal numbers with mean 0 and the standard deviation ``stddev``.
@@ -155,7 +155,7 @@ normal = _made_once(
 )
 orthogonal = _made_once(
     jax_initializers.orthogonal,
-    """Return an initializer of matrices with orthogonal columns, or rows if there are fewer, of the norm ``scale``.
+    """Return an initializer of matrices with orthogonal columns, or rows where these are fewer, of norm ``scale``.
 
     Saxe, McClelland & Ganguli, "Exact solutions to the nonlinear dynamics of learning", https://arxiv.org/abs/1312.6120.
 
@@ -239,22 +239,13 @@ def variance_scaling(
 
     Args:
       scale: a number; 1 keeps the variance of what a linear map is applied to.
-      mode: what the fan is: ``'fan_in'``, the number of inputs of each output; ``'fan_out'``, that of outputs of each
-        input; ``'fan_avg'``, the mean of the two; or what else JAX takes.
+      mode: what the fan is: ``'fan_in'``, the number of inputs of an output; ``'fan_out'``, the number of outputs of an
+        input; ``'fan_avg'``, the mean of the two; or another one that JAX knows.
       distribution: ``'truncated_normal'``, ``'uniform'`` or ``'normal'``.
       in_axis: the axis, or axes, of the shape that count the inputs.
-      out_axis: the axis, or axes, that count the outputs. All others are a field, over which both are spread.
+      out_axis: the axis, or axes, that count the outputs. All others multiply both, as the window of a convolution.
       batch_axis: the axis, or axes, that count independent arrays.
       dtype: of the array, where the call gives none.
-
-    Args:
-      scale: the variance times the fan.
-      mode: which fan: ``'fan_in'``, the number of inputs of an output; ``'fan_out'``; or ``'fan_avg'``, their mean.
-      distribution: ``'truncated_normal'``, ``'normal'`` or ``'uniform'``.
-      in_axis: the axes of the inputs.
-      out_axis: the axes of the outputs.
-      batch_axis: axes that do not count. All others count for both fans, as the window of a convolution does.
-      dtype: of the numbers, unless the call gives one.
 
     >>> import nnxlib as nnx, jax
     >>> init = nnx.initializers.variance_scaling(1.0, 'fan_in', 'normal')
@@ -302,7 +293,6 @@ def _scaled(name: str, scale: float, mode: str, distribution: str, source: str) 
     def make(in_axis: Axes = -2, out_axis: Axes = -1, batch_axis: Axes = (), dtype: Any = None) -> Initializer:
         return variance_scaling(scale, mode, distribution, in_axis, out_axis, batch_axis, dtype)
 
-    numbers = distribution.replace("_", " ")
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"""Return ``variance_scaling({scale}, {mode!r}, {distribution!r})``.
 

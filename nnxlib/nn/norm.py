@@ -260,8 +260,8 @@ class BatchNorm(Module):
       momentum: weight of the past in the running statistics.
       epsilon: added to the variance.
       dtype: dtype of the result (default: inferred from input and parameters).
-      param_dtype: what scale and bias are stored in. The running statistics are float32; a layer of which this or
-        ``dtype`` is complex has a complex mean.
+      param_dtype: what scale and bias are stored in. The running statistics are float32; the mean is complex if this or
+        ``dtype`` is.
       use_bias: whether to add a bias.
       use_scale: whether to multiply by a scale.
       bias_init, scale_init: initializers.
