@@ -12,8 +12,8 @@ A *predicate* is a function ``(path, value) -> bool``; ``path`` is the tuple of 
 Filter objects form a Boolean algebra: ``a | b``, ``a & b``, ``~a`` and ``a - b`` (the same as ``a & ~b``) are filters
 again, with a shorthand allowed on one side. They are kept in one form: negation stands only before a single predicate,
 and ``Any`` and ``All`` are flat, without repeated, neutral or absorbing parts. So the laws that need no expansion are
-plain equalities: ``~(a | b) == ~a & ~b``, ``~~a == a``, ``a | b == b | a``. By the distributive laws filters select the
-same, but are not equal. Filters compare and hash by value, and their repr reads as the expression that makes them.
+plain equalities: ``~(a | b) == ~a & ~b``, ``~~a == a``, ``a | b == b | a``. The two sides of a distributive law select
+the same, but are not equal. Filters compare and hash by value, and their repr reads as the expression that makes them.
 Combinations are often named constants, so they can be given a ``__doc__``.
 """
 

@@ -49,7 +49,7 @@ class VariableMetadata(Generic[A]):
 
 
 def with_metadata(initializer: F, **metadata: Any) -> F:
-    """Wrap an initializer so that the Variable made from its value gets ``metadata``, hooks among it.
+    """Wrap an initializer so that the Variable made from its value gets ``metadata``, which may include hooks.
 
     >>> import nnxlib as nnx, jax
     >>> init = nnx.with_metadata(nnx.initializers.ones, layer='first')

@@ -77,8 +77,8 @@ class NodeShape:
     From these follow the keys of the children, how to take the children out of a node, ``take(open(node))``, and the
     contents of a node with given children, ``fill(*children)``.
 
-    A node that JAX has unflattened keeps its NodeShape in place of a :class:`KnownShape`. The stamp of this is never
-    valid, so :func:`_known_if_unflattened` is asked first when the node is flattened again.
+    A node that JAX has unflattened keeps its NodeShape in place of a :class:`KnownShape`. The stamp of a NodeShape is
+    never valid, so :func:`_known_if_unflattened` is asked first when the node is flattened again.
     """
 
     __slots__ = ("_key", "children", "fill", "keys", "kind", "marks", "mutable", "names", "open", "statics", "take")
