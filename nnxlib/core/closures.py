@@ -11,7 +11,7 @@ further inputs:
    and belong to the trace, so the function may read and write them through any reference it has. Afterwards, also
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
-Modules that the function names directly, and those of which it names a setting, count as captured before the first
+Modules that the function names directly, and those of which it names an attribute, count as captured before the first
 trace. Each call checks that the function still refers to the same objects (references.py), and that there are none
 where there were none (conditions.py). A function without closures pays one test of :attr:`Watch.count` per read, and
 only while something is being traced.

@@ -124,9 +124,9 @@ class Found(NamedTuple):
         found = [way for way in self.ways if issubclass(type(way.value), Node | Variable) and not is_left(way.value)]
         return [way for way in found if way.is_looked_along(self.names)]
 
-    def with_settings(self) -> list[Any]:
-        """Those of these objects of which the function may read a setting."""
-        return [way.value for way in self.objects() if _has_setting(way.value, self.names)]
+    def read(self) -> list[Any]:
+        """The Modules among these objects of which the function may read an attribute, which no trace notices."""
+        return [way.value for way in self.objects() if _is_read(way.value, self.names)]
 
 
 def used_unnoticed(function: Callable, found: Found) -> list[Any]:
@@ -134,7 +134,7 @@ def used_unnoticed(function: Callable, found: Found) -> list[Any]:
 
     They are those that it names directly, and those of which it names a setting; ``found`` is what it refers to.
     """
-    return [x for x in (*named_in(function), *found.with_settings()) if issubclass(type(x), Node)]
+    return [x for x in (*named_in(function), *found.read()) if issubclass(type(x), Node)]
 
 
 def held_by_functions(values: Iterable[Any]) -> list[Any]:
@@ -276,13 +276,13 @@ def _is_kept_by_library(way: Way) -> bool:
     return type(holder) is types.FunctionType and is_of_library(holder.__globals__)
 
 
-def _has_setting(x: Any, names: set[str]) -> bool:
-    """Whether code with these names may read a setting of a Module: an attribute that is no state, or a property."""
+def _is_read(x: Any, names: set[str]) -> bool:
+    """Whether code with these names may read an attribute or property of a Module, or an item of a List or Dict."""
     if not isinstance(x, Node):
         return False
-    held = x._nnx_contents()
-    settings = [name for name in held if not isinstance(held[name], Node | Variable | jax.Array)]
-    return not names.isdisjoint(settings) or any(isinstance(getattr(type(x), name, None), property) for name in names)
+    if isinstance(x, list | dict) or not names.isdisjoint(x._nnx_contents()):
+        return True
+    return any(isinstance(getattr(type(x), name, None), property) for name in names)
 
 
 def _width(container: Any) -> int:

@@ -890,6 +890,37 @@ def test_a_setting_of_a_module_that_is_held_in_a_container(read, used):
         np.testing.assert_array_equal(jitted(1.0), f(1.0))
 
 
+READ_ATTRIBUTES = {  # what is read of a Module in a dict without calling it, and what changes it
+    "array": (lambda m: m.mask, lambda m: setattr(m, "mask", m.mask + 1)),
+    "NumPy": (lambda m: m.mask, lambda m: setattr(m, "mask", np.asarray(m.mask) + 1)),
+    "in a List": (lambda m: m.masks[0], lambda m: m.masks.__setitem__(0, m.masks[0] + 1)),
+    "of a part": (lambda m: m.inner.setting, lambda m: setattr(m.inner, "setting", m.inner.setting + 1)),
+    "of a part in a List": (lambda m: m.parts[0].setting, lambda m: setattr(m.parts[0], "setting", 5)),
+    "number of parts": (lambda m: len(m.parts), lambda m: m.parts.append(Layer())),
+    "part gone": (lambda m: 1 if m.inner is None else 2, lambda m: setattr(m, "inner", None)),
+    "Variable gone": (lambda m: 1 if m.w is None else 2, lambda m: setattr(m, "w", None)),
+}
+
+
+@pytest.mark.parametrize("read, change", READ_ATTRIBUTES.values(), ids=READ_ATTRIBUTES)
+@pytest.mark.parametrize("hold", [lambda m: {"m": m}, lambda m: types.SimpleNamespace(m=m)], ids=["dict", "object"])
+@pytest.mark.parametrize("by", [nnx.jit, lambda f: lambda: nnx.cond(True, f, f)], ids=["jit", "cond"])
+def test_an_attribute_of_a_module_that_is_held_elsewhere(read, change, hold, by):
+    """A trace does not notice that it is read."""
+    model, inner = Layer(), Layer()
+    inner.setting, model.mask, model.masks, model.parts, model.inner = 1, jnp.zeros(2), [jnp.zeros(2)], [Layer()], inner
+    model.parts[0].setting = 1
+    held = hold(model)
+    find = (lambda: held["m"]) if isinstance(held, dict) else (lambda: held.m)
+    f = lambda: jnp.asarray(read(find()), jnp.float32)
+    kept = by(f)
+    np.testing.assert_array_equal(kept(), f())
+    before = f()
+    change(model)
+    np.testing.assert_array_equal(kept(), f())
+    assert not np.array_equal(kept(), before)
+
+
 def test_a_closure_over_modules_that_share_a_variable():
     """All that the function uses of the second is what it shares with the first."""
     first, second = Layer(1.0), Layer(2.0)
