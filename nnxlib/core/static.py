@@ -278,15 +278,13 @@ class _Freezer:
         holds one.
         """
         self.mutable = True
-        state: Any = object.__getstate__(value)  # what is in its __dict__; if it has slots, both in a tuple
-        if state is None and not hasattr(value, "__dict__"):
+        held = state_of(value)
+        if not held and not hasattr(value, "__dict__"):
             raise StaticValueError(
                 f"The static value at {format_path(self.path)} of type {type(value).__name__} has no hash and no "
                 "attributes to compare. Give its class __eq__ and __hash__, or mark the attribute with nnx.data(...) "
                 "if it holds arrays."
             )
-        attributes, slots = state if type(state) is tuple else (state, None)
-        held = {**(attributes or {}), **(slots or {})}
         own = getattr(value, "__dataclass_fields__", held)
         before, self.within = self.within, type(value)
         found = [
@@ -304,6 +302,13 @@ def _has_hash(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def state_of(x: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots too."""
+    state: Any = object.__getstate__(x)  # what is in its __dict__; if it has slots, both in a tuple
+    attributes, slots = state if type(state) is tuple else (state, None)
+    return {**(attributes or {}), **(slots or {})}
 
 
 def _is_cache(kind: type, name: str) -> bool:

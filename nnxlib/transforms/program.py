@@ -30,7 +30,7 @@ from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
 from ..core.references import search, used_unnoticed
-from ..core.static import Const
+from ..core.static import Const, state_of
 from ..core.tables import pack_call
 from ..core.tracing import at_top_level, evaluate
 from .callables import name_of
@@ -175,7 +175,8 @@ def settings_of(f: Callable) -> Hashable:
     if isinstance(holder, types.FunctionType | Node) or is_jitted(holder):
         return ()
     try:
-        return tuple([(name, _setting(x, name)) for name, x in getattr(holder, "__dict__", {}).items()])
+        held = vars(holder) if isinstance(holder, type) else state_of(holder)
+        return tuple([(name, _setting(x, name)) for name, x in held.items()])
     except Exception:  # of user code, such as a comparison
         return object()
 

@@ -181,6 +181,20 @@ def test_a_kept_loop_over_a_method_is_compiled_once_for_the_attributes_of_its_ob
     assert reference() is None
 
 
+class SlottedTrainer:
+    __slots__ = ("scale",)
+
+    def step(self, x):
+        return x * self.scale
+
+
+def test_the_attributes_of_an_object_may_be_in_slots():
+    trainer = SlottedTrainer()
+    loop = nnx.scan(trainer.step, in_axes=nnx.Carry, out_axes=nnx.Carry, length=1)
+    for trainer.scale in (2.0, 3.0):
+        assert loop(X) == trainer.scale
+
+
 # --- inside of a trace ----------------------------------------------------------------------------------------------
 
 TRACES = []
