@@ -14,6 +14,7 @@ The functions, containers and objects on the ways to these places must be the sa
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -21,11 +22,12 @@ from typing import Any
 from .graphdef import GraphDef
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
 from .objects import Node
-from .references import CONTAINERS, Found, Reference, Way, is_constant, is_left
+from .references import CONTAINERS, Found, Reference, Way, is_constant, is_left, same_attributes
 from .variables import Variable
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
-_NO_HOLDERS = Node, Variable, GraphDef, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial
+_FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
+_NO_HOLDERS = Node, Variable, GraphDef, type, types.ModuleType, *_FUNCTIONS, threading.local
 
 _FIXED = ()  # stands for the attributes of a frozen dataclass
 
@@ -52,6 +54,9 @@ class Conditions:
         known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
         ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
         steps = [step for way in ways for step in way.steps(known)]
+        with_attributes = [way.value for way, held in containers if held is not _FIXED]
+        objects = [x for x in with_attributes if not isinstance(x, CONTAINERS)]
+        steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [way for way in alone if not way.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step[0].refers_to(functions)]
         self.ends = [(way.look_up, types.CellType(type(way.value))) for way in ends]

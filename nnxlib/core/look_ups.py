@@ -84,8 +84,13 @@ def attribute(x: Any, name: str) -> Any:
 
 
 def entry(mapping: Any, key: Any) -> Any:
-    """What a dict has, which may be that of the attributes of an object or of the globals of a function."""
+    """What a mapping has, such as the globals of a function."""
     return mapping.get(key)
+
+
+def own(attributes: dict[str, Any], name: str) -> Any:
+    """What is in the dict of the attributes of an object, which may get another dict."""
+    return attributes.get(name)
 
 
 def item(sequence: Any, index: int) -> Any:
@@ -129,7 +134,7 @@ def itself(x: Any, key: None) -> Any:
     return x
 
 
-BY_NAME = attribute, entry, in_class, inside  # the kinds whose key is, as a rule, a name in the code of a function
+BY_NAME = attribute, entry, own, in_class, inside  # the kinds whose key is, as a rule, a name in the code of a function
 
 
 def _weakly(key: Any) -> Any:
@@ -155,7 +160,7 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     if isinstance(x, types.FunctionType):
         yield from closure_of(x)
         yield from _attributes(x, "__defaults__", "__kwdefaults__")
-        yield from [LookUp(entry, x.__dict__, name) for name in list(x.__dict__) if name != PROGRAMS]
+        yield from [LookUp(own, x.__dict__, name) for name in list(x.__dict__) if name != PROGRAMS]
     elif isinstance(x, types.MethodType):
         yield from _attributes(x, "__self__", "__func__")
     elif isinstance(x, functools.partial):
@@ -198,7 +203,7 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """The look-ups in the attributes of an object of any class, or of a class, and in what its classes hold."""
     attributes: Any = getattr(x, "__dict__", None)
     if type(attributes) is dict:
-        yield from [LookUp(entry, attributes, name) for name in list(attributes)]
+        yield from [LookUp(own, attributes, name) for name in list(attributes)]
     classes = type(x).__mro__
     if isinstance(x, type):
         classes = *x.__mro__, *classes[:-2]  # the last two are type and object

@@ -21,7 +21,7 @@ import itertools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,15 +31,18 @@ from .closures import RunningCode, is_lent_elsewhere
 from .look_ups import (
     BY_NAME,
     LookUp,
+    attribute,
     closure_of,
     globals_in,
     globals_of,
     has_length,
     is_of_library,
+    item,
     itself,
     look_ups_in,
     names_in,
     objects_in_globals,
+    own,
 )
 from .objects import Node
 from .state import State
@@ -75,9 +78,10 @@ class Way(NamedTuple):
             way = way.before
 
     def steps(self, known: set[int]) -> Iterator[tuple[LookUp, Reference]]:
-        """For each step its look-up, and a reference to what that has found. A container must also keep its length.
+        """For each step its look-up, and a reference to what that has found.
 
-        ``known`` are the ids of the ways and containers whose steps are known already, from other ways.
+        A container must also keep its length, and an object the dict of its attributes. ``known`` are the ids of the
+        ways, containers and such dicts whose steps are known already, from other ways.
         """
         for way, holder in self.back():
             if id(way) in known:
@@ -87,6 +91,8 @@ class Way(NamedTuple):
             if isinstance(holder, CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
                 yield LookUp(has_length, holder, len(holder)), _true
+            if way.look_up.kind is own:
+                yield from same_attributes(holder, known)
 
     def is_looked_along(self, names: Collection[str]) -> bool:
         """Whether code with these names may go along the way: it leads over no attribute of another name."""
@@ -132,7 +138,7 @@ class Found(NamedTuple):
 def used_unnoticed(function: Callable, found: Found) -> list[Any]:
     """The Modules that a function may use without a trace noticing it: a trace does not notice that a flag is read.
 
-    They are those that it names directly, and those of which it names a setting; ``found`` is what it refers to.
+    They are those that it names directly, and those of which it names an attribute; ``found`` is what it refers to.
     """
     return [x for x in (*named_in(function), *found.read()) if issubclass(type(x), Node)]
 
@@ -181,7 +187,9 @@ def ways_from(function: Callable) -> list[Way]:
     return search(function).ways
 
 
-def search(function: Callable, sought: Collection[Any] = (), running: Iterable[RunningCode] = ()) -> Found:
+def search(
+    function: Callable, sought: Collection[Any] = (), running: Iterable[RunningCode] = (), given: Sequence[Any] = ()
+) -> Found:
     """Search for all that can be reached from a function.
 
     Of a program with very many values it finds the nearest ones. It goes on if some that are sought are not among them,
@@ -191,16 +199,20 @@ def search(function: Callable, sought: Collection[Any] = (), running: Iterable[R
       function: where the ways begin.
       sought: what has to be found.
       running: code that ran when the function was called; its globals count as the function's own.
+      given: what also counts as the function's own, such as its static arguments.
     """
-    return _Search(function, sought, running).run()
+    return _Search(function, sought, running, given).run()
 
 
 class _Search:
     """A search for what can be reached from a function, nearest first."""
 
-    def __init__(self, function: Callable, sought: Collection[Any], running: Iterable[RunningCode]):
+    def __init__(
+        self, function: Callable, sought: Collection[Any], running: Iterable[RunningCode], given: Sequence[Any]
+    ):
         self.start = Way(function, LookUp(itself, function), None)
-        self.queue = deque([self.start])  # the ways that are yet to be visited, the shortest first
+        further = [Way(x, LookUp(item, given, k), self.start) for k, x in enumerate(given)]
+        self.queue = deque([self.start, *further])  # the ways that are yet to be visited, the shortest first
         self.look_ups_left = _MOST_TO_FIND
         self.missing = set(map(id, sought))
         self.namespace = getattr(inspect.unwrap(function), "__globals__", None)
@@ -289,6 +301,14 @@ def _width(container: Any) -> int:
     """How many members of a container are no constants."""
     members = list(container.items()) if isinstance(container, dict) else [(member,) for member in list(container)]
     return sum(not all(is_constant(type(x)) for x in member) for member in members)
+
+
+def same_attributes(x: Any, known: set[int]) -> Iterator[tuple[LookUp, Reference]]:
+    """The step that finds the dict of the attributes of an object, unless it is ``known``: there may be another one."""
+    attributes = x.__dict__
+    if id(attributes) not in known:
+        known.add(id(attributes))
+        yield LookUp(attribute, x, "__dict__"), lambda: attributes
 
 
 def _reference(value: Any) -> Reference:

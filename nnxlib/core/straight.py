@@ -33,6 +33,7 @@ from .look_ups import (
     in_context,
     inside,
     item,
+    own,
     referent,
 )
 from .references import Reference
@@ -127,7 +128,7 @@ def _is_plain(name: Any) -> bool:
 
 
 def _is_in_dict(look_up: LookUp) -> bool:
-    return look_up.kind is entry and type(look_up.holder) is dict
+    return look_up.kind in (entry, own) and type(look_up.holder) is dict
 
 
 def _most_common_namespace(look_ups: Iterable[LookUp]) -> dict[str, Any]:

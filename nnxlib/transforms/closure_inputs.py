@@ -94,10 +94,15 @@ class _WithConstants:
 
 
 class Captures:
-    """The objects that a function captures, as found while it was traced; see core/closures.py."""
+    """The objects that a function captures, as found while it was traced; see core/closures.py.
 
-    def __init__(self, function: Callable):
-        self._function = function
+    Args:
+      function: the user's function.
+      given: its static arguments; it captures what they refer to as if they were in its closure.
+    """
+
+    def __init__(self, function: Callable, given: Sequence[Any] = ()):
+        self._function, self._given = function, given
         self._roots: list[weakref.ref] = []
         self._running: dict[int, RunningCode] = {}  # when they were noticed
         self._adding = threading.Lock()
@@ -119,7 +124,7 @@ class Captures:
                 self.known = self._to_look_up(found)
 
     def _search(self, sought: Sequence[Any] = ()) -> Found:
-        return search(self._function, sought, self._running.values())
+        return search(self._function, sought, self._running.values(), self._given)
 
     def _add(self, roots: Sequence[Any], found: Found) -> None:
         present = {id(reference()) for reference in self._roots}

@@ -53,7 +53,7 @@ from .lift import Arguments, cross
 from .plan import Plan, WithOutcome
 from .prefixes import PrefixMapping, argument_entries, refuse_nodes, same_entries
 from .retraces import Traces
-from .selection import Selection, as_static
+from .selection import Selection, as_static, holders_in
 from .signatures import as_jit
 from .stages import Stage
 
@@ -167,6 +167,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         mappings = jax.tree.leaves((in_shardings, out_shardings), is_leaf=_is_label)
         filters = [f for x in mappings if isinstance(x, PrefixMapping) for f in x.filters]
         self._captures = Captures(self._function)
+        self._captures_given: dict[tuple[int, ...], Captures] = {}  # by the ids of static arguments
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
         self._plans: dict[Any, Plan] = {}  # by layout, places of captured objects, and lanes
         bound = (*self._args, *self._kwargs.values())
@@ -178,27 +179,36 @@ class JitWrapped(Jitted, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         self._traces.calls += 1
+        captures = self._captures
         try:
             if self._binds:
                 args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
-            captured, places = NOTHING if self._captures.known is EMPTY else self._captures.now()
+                if self._has_static:
+                    captures = self._captures_of(args, kwargs)
+            captured, places = NOTHING if captures.known is EMPTY else captures.now()
             if running_trace() is not EAGER or following or (Watch.count and all_borrowed()):
-                return self._call_packed(args, kwargs, captured, places)
+                return self._call_packed(captures, args, kwargs, captured, places)
             try:
                 return self._dispatch.call(args, kwargs, captured, places)
             except Miss as miss:
                 found = miss.found
-            return self._call_packed(args, kwargs, captured, places, found)
+            return self._call_packed(captures, args, kwargs, captured, places, found)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 note_nan_in_call(error, self._function, Arguments(args, kwargs))
             elif isinstance(error, RuntimeError):
-                note_buffers(error, Arguments(args, kwargs, self._captures.now()[0]))
+                note_buffers(error, Arguments(args, kwargs, captures.now()[0]))
             hide_frames(error)
             raise
 
     def _call_packed(
-        self, args: tuple, kwargs: dict[str, Any], captured: tuple, places: object, found: Found | None = None
+        self,
+        captures: Captures,
+        args: tuple,
+        kwargs: dict[str, Any],
+        captured: tuple,
+        places: object,
+        found: Found | None = None,
     ) -> Any:
         """Call the function on packed arguments; ``found`` is for the dispatch of the next call."""
         if followed():
@@ -207,21 +217,32 @@ class JitWrapped(Jitted, Generic[P, R]):
             try:
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
-                if captured and self._captures.has_other_constants(packed, places):
-                    (captured, places), found = self._captures.now(), None
+                if captured and captures.has_other_constants(packed, places):
+                    (captured, places), found = captures.now(), None
                     continue
-                plan = self._plan(packed, arguments, places, at_top_level())
+                plan = self._plan(captures, packed, arguments, places, at_top_level())
                 if found is not None:
                     self._dispatch.add(found, arguments, plan)
                 return plan.call(packed)
             except CapturedObjects as outside:
-                self._prepare(outside, captured)
-                (captured, places), found = self._captures.now(), None
+                self._prepare(captures, outside, captured)
+                (captured, places), found = captures.now(), None
 
-    def _prepare(self, outside: CapturedObjects, captured: tuple) -> None:
+    def _captures_of(self, args: tuple, kwargs: dict[str, Any]) -> Captures:
+        """What the function captures if it is called with these arguments, of which some may be static."""
+        given = holders_in((*args, *kwargs.values()) if kwargs else args)
+        if not given:
+            return self._captures
+        key = tuple(map(id, given))
+        found = self._captures_given.get(key)
+        if found is None:
+            found = self._captures_given[key] = Captures(self._function, given)  # so none of the ids is reused
+        return found
+
+    def _prepare(self, captures: Captures, outside: CapturedObjects, captured: tuple) -> None:
         """After a trace was abandoned: take what it captured as further inputs, or wait until it can be borrowed."""
         if not isinstance(outside, Occupied):
-            self._captures.add(outside, captured)
+            captures.add(outside, captured)
         elif is_watched():  # the enclosing trace is abandoned as well
             raise outside
         else:
@@ -284,18 +305,20 @@ class JitWrapped(Jitted, Generic[P, R]):
         return self._stage("trace", args, kwargs)
 
     def _stage(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Stage:
-        captured, places = self._captures.now()
+        bound = self._bind(args, kwargs)
+        captures = self._captures_of(*bound)
+        captured, places = captures.now()
         try:
-            arguments = Arguments(*self._bind(args, kwargs), captured)
+            arguments = Arguments(*bound, captured)
             packed = pack(arguments)
-            if captured and self._captures.has_other_constants(packed, places):
+            if captured and captures.has_other_constants(packed, places):
                 return self._stage(name, args, kwargs)
-            plan = self._plan(packed, arguments, places, True)
+            plan = self._plan(captures, packed, arguments, places, True)
             with lending(self._traces, lambda: packed.objects):
                 compiled = plan.staged(packed.leaves)
                 stage = getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
         except CapturedObjects as outside:
-            self._prepare(outside, captured)
+            self._prepare(captures, outside, captured)
             return self._stage(name, args, kwargs)
         return Stage(stage, functools.partial(self._arguments, places), plan, compiled, self._has_static)
 
@@ -316,15 +339,17 @@ class JitWrapped(Jitted, Generic[P, R]):
         """Forget every compiled function."""
         self._plans.clear()
         self._dispatch.clear()
+        self._captures_given.clear()
 
     # --- plans ---
 
     def _arguments(self, places: object, args: tuple, kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a stage, which refuses them if objects are captured at other places: these are left out."""
-        captured, places_now = self._captures.now()
+        bound = self._bind(args, kwargs)
+        captured, places_now = self._captures_of(*bound).now()
         if places_now is not places and not captured:
             raise ArgumentError(_OTHER_PLACES)
-        return Arguments(*self._bind(args, kwargs), captured if places_now is places else ())
+        return Arguments(*bound, captured if places_now is places else ())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All arguments, the bound ones first; static ones are wrapped."""
@@ -337,7 +362,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                 kwargs = {k: as_static(x, k) if self._static.has(k) else x for k, x in kwargs.items()}
         return args, kwargs
 
-    def _plan(self, packed: Packed, arguments: Arguments, places: object, donate: bool) -> Plan:
+    def _plan(self, captures: Captures, packed: Packed, arguments: Arguments, places: object, donate: bool) -> Plan:
         """The plan for a layout, and for the places of captured objects; donation only matters at top level."""
         layout, labels = packed.layout, None
         entries: list[Any] = []
@@ -348,10 +373,10 @@ class JitWrapped(Jitted, Generic[P, R]):
         key = layout, places, tuple(leaf_labels)
         plan = self._plans.get(key)
         if plan is None:
-            self._captures.capture_held(packed)
+            captures.capture_held(packed)
             if arguments.captured:
-                self._captures.capture_sharing(arguments.captured)
-            if self._captures.have_many_places():
+                captures.capture_sharing(arguments.captured)
+            if captures.have_many_places():
                 self.clear_cache()
             check_traceable(layout, packed.leaves)
             constants = constants_in(layout, packed.leaves) if arguments.captured else {}

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Collection
+import types
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from ..core.containers import List
 from ..core.errors import PrefixError, did_you_mean
+from ..core.objects import Pytree
 from ..core.static import StaticArgument
+from ..core.variables import Variable
 
 
 def as_static(x: Any, argument: int | str) -> StaticArgument:
     """An argument as part of the program; if a partial bound it, it may be that already."""
     path = ("args", argument) if isinstance(argument, int) else ("kwargs", argument)
     return x if type(x) is StaticArgument else StaticArgument(x, path)
+
+
+def holders_in(args: Iterable[Any]) -> list[Any]:
+    """The static ones among arguments that are compared by identity, and so may hold other objects later than now.
+
+    All else is another argument then, since it is compared by what it holds.
+    """
+    found = [x.value for x in args if type(x) is StaticArgument and type(x.value).__hash__ in _BY_IDENTITY]
+    return list(filter(_holds_others, found)) if found else found
+
+
+_BY_IDENTITY = {object.__hash__, Pytree.__hash__, List.__hash__, Variable.__hash__}
+
+
+def _holds_others(x: Any) -> bool:
+    if type(x) is types.FunctionType:
+        return bool(x.__closure__ or x.__defaults__ or x.__kwdefaults__)
+    return not isinstance(x, type | functools.partial)
 
 
 class Selection:

@@ -5,6 +5,7 @@ model: structure, static values, sharing, types, metadata, values. That must be 
 """
 
 import collections
+import concurrent.futures
 import contextvars
 import copy
 import dataclasses
@@ -37,6 +38,11 @@ class Config:
 
 @dataclasses.dataclass(unsafe_hash=True)
 class HashedConfig:
+    rate: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenConfig:
     rate: float = 0.5
 
 
@@ -902,7 +908,7 @@ READ_ATTRIBUTES = {  # what is read of a Module in a dict without calling it, an
 }
 
 
-@pytest.mark.parametrize("read, change", READ_ATTRIBUTES.values(), ids=READ_ATTRIBUTES)
+@pytest.mark.parametrize(("read", "change"), READ_ATTRIBUTES.values(), ids=READ_ATTRIBUTES)
 @pytest.mark.parametrize("hold", [lambda m: {"m": m}, lambda m: types.SimpleNamespace(m=m)], ids=["dict", "object"])
 @pytest.mark.parametrize("by", [nnx.jit, lambda f: lambda: nnx.cond(True, f, f)], ids=["jit", "cond"])
 def test_an_attribute_of_a_module_that_is_held_elsewhere(read, change, hold, by):
@@ -919,6 +925,91 @@ def test_an_attribute_of_a_module_that_is_held_elsewhere(read, change, hold, by)
     change(model)
     np.testing.assert_array_equal(kept(), f())
     assert not np.array_equal(kept(), before)
+
+
+@pytest.mark.parametrize("first", [None, Layer(1.0)], ids=["None", "Module"])
+def test_the_attributes_of_a_plain_object_are_another_dict(first):
+    """As a ``__setstate__`` may leave it."""
+    holder = PlainTrainer()
+    holder.model = first
+    f = lambda x: x if holder.model is None else holder.model(x)
+    jitted = nnx.jit(f)
+    for _ in range(3):
+        np.testing.assert_array_equal(jitted(1.0), f(1.0))
+    holder.__dict__ = {"model": Layer(2.0)}
+    np.testing.assert_array_equal(jitted(1.0), f(1.0))
+
+
+def test_each_thread_has_attributes_of_its_own():
+    """None in one of them."""
+    local = threading.local()
+    local.model = None
+    jitted = nnx.jit(lambda x: x if local.model is None else local.model(x))
+    assert jitted(1.0) == 1.0
+
+    def elsewhere(model):
+        local.model = model
+        return jitted(jnp.ones(2))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        for model in (Layer(2.0), None, Layer(3.0)):
+            expected = 1.0 if model is None else model.w.value
+            np.testing.assert_array_equal(thread.submit(elsewhere, model).result(), expected * jnp.ones(2))
+            assert jitted(1.0) == 1.0
+
+
+class StaticTrainer:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return x if self.model is None else self.model(x) * getattr(self.model, "scale", 1)
+
+
+def by_static_argument(trainer):
+    jitted = nnx.jit(StaticTrainer.__call__, static_argnums=0)
+    return lambda x: jitted(trainer, x)
+
+
+def by_static_name(trainer):
+    jitted = nnx.jit(lambda x, *, trainer: trainer(x), static_argnames="trainer")
+    return lambda x: jitted(x, trainer=trainer)
+
+
+def by_static_function(trainer):
+    jitted, f = nnx.jit(lambda f, x: f(x), static_argnums=0), lambda x: trainer(x)
+    return lambda x: jitted(f, x)
+
+
+def by_partial(trainer):
+    return nnx.jit(functools.partial(StaticTrainer.__call__, trainer))
+
+
+def by_stage(trainer):
+    jitted = nnx.jit(StaticTrainer.__call__, static_argnums=0)
+    return lambda x: jitted.lower(trainer, x).compile()(trainer, x)
+
+
+@pytest.mark.parametrize("jitted", [by_static_argument, by_static_name, by_static_function, by_partial, by_stage])
+def test_a_static_argument_that_is_compared_by_identity_holds_another_module(jitted):
+    """While the former one still lives."""
+    first, second = Layer(1.0), Layer(2.0)
+    trainer, other = StaticTrainer(None), StaticTrainer(second)
+    f, g = jitted(trainer), jitted(other)
+    for trainer.model in (None, first, second, Layer(3.0), None, first):
+        np.testing.assert_array_equal(f(jnp.ones(2)), trainer(jnp.ones(2)))
+        np.testing.assert_array_equal(g(jnp.ones(2)), other(jnp.ones(2)))
+    first.scale = 5
+    np.testing.assert_array_equal(f(jnp.ones(2)), 5 * first.w)
+
+
+def test_static_values_are_not_looked_into_if_they_are_compared_by_value():
+    """Another one that is equal is the same argument, and needs no search."""
+    held = nnx.jit(lambda config, x: x * config.rate, static_argnums=0)
+    for _ in range(3):
+        held(FrozenConfig(0.5), 1.0)
+    assert not held._captures_given
+    assert held._cache_size() == 1
 
 
 def test_a_closure_over_modules_that_share_a_variable():
