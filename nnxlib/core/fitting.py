@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .closures import notice_all
 from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences, misfits, path_hint, refuse
@@ -25,6 +26,7 @@ from .errors import Path, StateMismatchError, describe
 from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
 from .rngs import implementation_of
+from .rows import count_leaves
 from .state import FlatState, State, is_boxed, is_without_leaves
 from .static import same_items
 from .tracing import Tracer, at_top_level
@@ -212,6 +214,19 @@ def raw_values(leaves: Collection[Any]) -> list[Any]:
     """The leaves, with values in place of Variables."""
     notice_all(x for x in leaves if isinstance(x, Variable))
     return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
+
+
+def in_nodes(layout: Layout) -> slice:
+    """Where the leaves are that nodes hold themselves."""
+    return slice(len(layout.variables), len(layout.leaf_paths) - count_leaves(layout.root))
+
+
+def as_held(values: Sequence[Any], avals: Sequence[Aval]) -> list[Any]:
+    """Values for nodes to hold: a number in place of an array becomes one, since in an attribute numbers are static."""
+    return [
+        jnp.asarray(x) if isinstance(x, int | float | complex | np.generic) and aval is not None else x
+        for x, aval in zip(values, avals, strict=True)
+    ]
 
 
 def unshared_leaves(values: list[Any], count: int) -> list[Any]:

@@ -15,9 +15,21 @@ import numpy as np
 
 from .blueprint import fresh
 from .closures import Watch, notice
+from .data import is_data_leaf
+from .differences import aval_of
 from .errors import ArgumentError, Path, StateMismatchError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, warn_of_node_classes
-from .fitting import Values, flat_state_of, have_avals, raw_values, unshared_leaves, values_to_merge, values_to_write
+from .fitting import (
+    Values,
+    as_held,
+    flat_state_of,
+    have_avals,
+    in_nodes,
+    raw_values,
+    unshared_leaves,
+    values_to_merge,
+    values_to_write,
+)
 from .formulas import copied
 from .graph import Delta, build, commit, pack
 from .graphdef import GraphDef, graphdef_of
@@ -25,7 +37,7 @@ from .graphstate import GraphState
 from .iteration import holder_of
 from .layout import Layout
 from .nesting import Nesting
-from .objects import Node
+from .objects import Node, structure_changed
 from .rows import Row, VariableRow, count_leaves, touched_rows
 from .state import FlatState, State, from_flat_state, grouped, one_or_all, state_of_items
 from .static import Const
@@ -208,7 +220,11 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     layout = graphdef.layout
     # A State that was not looked into since the split has the values themselves; others are matched leaf by leaf.
     values, changed = _values_as_split(graphdef, states) or values_to_merge(graphdef, states, strict)
-    if not changed:
+    held, is_described = in_nodes(layout), not changed
+    if held.start < held.stop:
+        values[held] = as_held(values[held], graphdef.avals[held])
+        is_described = is_described and all(is_data_leaf(x) for x in values[held])
+    if is_described:
         return build_described(layout, values)
     made = {k: make_variable(kind, values[k], metadata) for k, (kind, metadata) in changed.items()}
     return build(layout, values, {layout.variables[k]: variable for k, variable in made.items()})[0]
@@ -359,7 +375,12 @@ def _write(
     in_rows = [layout.owner_positions[owner] for owner in delta.owners(layout.rows)]
     plain = [k for k in new if k < n and k not in metadata]
     delta = delta._replace(values=tuple([variables[k] for k in plain]))
-    commit(layout, delta, [new[k] for k in plain] + raw_values([new.get(k, leaves[k]) for k in in_rows]), objects)
+    values = raw_values([new.get(k, leaves[k]) for k in in_rows])
+    values = as_held(values, [aval_of(leaves[k]) if k >= n else None for k in in_rows])
+    commit(layout, delta, [new[k] for k in plain] + values, objects)
+    for k, value in zip(in_rows, values, strict=True):
+        if k >= n and not is_data_leaf(value):  # such as an array with named axes, which the row does not describe
+            structure_changed(objects[layout.owners[k][0]])
 
 
 @boundary

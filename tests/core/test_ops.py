@@ -1273,6 +1273,46 @@ def test_an_object_of_a_users_pytree_class_may_take_the_place_of_an_array():
         nnx.update(model, retyped)
 
 
+@pytest.mark.parametrize("number", [np.float32(5), np.float64(5), 5.0, 5, nnx.Variable(5.0)])
+@pytest.mark.parametrize("by", ["update", "merge"])
+def test_a_number_in_place_of_an_array_in_an_attribute_is_an_array(number, by):
+    """It would be static there. Arithmetic on a NumPy array without axes gives NumPy's numbers."""
+    model = nnx.Dict(mask=np.array(1.0, np.float32), masks=nnx.List([jnp.array(1.0)]), steps=nnx.data(0))
+    read = nnx.jit(lambda m: m.mask + m.masks[0] + m.steps)
+    assert [read(model) for _ in range(3)] == [2, 2, 2]
+    graphdef, state = nnx.split(model)
+    state["mask"] = state["masks"][0] = number
+    state["steps"] = 7
+    if by == "merge":
+        model = nnx.merge(graphdef, state)
+    else:
+        nnx.update(model, state)
+    assert isinstance(model.mask, jax.Array)
+    assert isinstance(model.masks[0], jax.Array)
+    assert model.steps == 7
+    assert type(model.steps) is int
+    assert [read(model) for _ in range(5)] == [17] * 5
+    assert nnx.graphdef(model) == graphdef
+
+
+def test_an_object_of_a_users_pytree_class_may_take_the_place_of_an_array_in_an_attribute():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Named:
+        data: Any
+        shape = ()
+        dtype = jnp.dtype("float32")
+
+    model = nnx.Dict(mask=jnp.float32(1))
+    read = nnx.jit(lambda m: getattr(m.mask, "data", m.mask))
+    assert [read(model) for _ in range(3)] == [1, 1, 1]
+    graphdef, state = nnx.split(model)
+    state["mask"] = Named(jnp.float32(2))
+    nnx.update(model, state)
+    merged = nnx.merge(graphdef, state)
+    assert [read(x) for _ in range(5) for x in (model, merged)] == [2] * 10
+
+
 def test_the_state_of_a_list_with_attributes():
     """Its keys are numbers and names, which JAX cannot sort as the keys of one dict."""
     layers = nnx.List([nnx.Param(1.0)])
