@@ -10,6 +10,7 @@ what is there then. How steps are put together to ways is in references.py.
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import dis
 import functools
@@ -88,6 +89,11 @@ def entry(mapping: Any, key: Any) -> Any:
     return mapping.get(key)
 
 
+def absent(namespace: dict[str, Any], name: str) -> Any:
+    """A global that is not there yet."""
+    return namespace.get(name)
+
+
 def own(attributes: dict[str, Any], name: str) -> Any:
     """What is in the dict of the attributes of an object, which may get another dict."""
     return attributes.get(name)
@@ -134,7 +140,7 @@ def itself(x: Any, key: None) -> Any:
     return x
 
 
-BY_NAME = attribute, entry, own, in_class, inside  # the kinds whose key is, as a rule, a name in the code of a function
+BY_NAME = attribute, entry, absent, own, in_class, inside  # the kinds whose key is, as a rule, a name in the code of a function
 
 
 def _weakly(key: Any) -> Any:
@@ -225,6 +231,7 @@ def _is_read_from(x: Any, name: str, held: Any) -> bool:
 # --- what there is to look up for a function ------------------------------------------------------------------------
 
 _LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # no Modules are in their globals
+_BUILTINS = frozenset(vars(builtins))
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
 
 
@@ -245,7 +252,7 @@ def globals_of(function: types.FunctionType) -> Iterator[LookUp]:
 
 
 def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable[LookUp] = ()) -> Iterator[LookUp]:
-    """The look-ups of the globals that some code reads, and of the modules that it imports.
+    """The look-ups of the globals that some code reads, also if they are not there yet, and of the modules it imports.
 
     If one of these, or of the ``others``, finds a module or class, also of what the code names in that.
     """
@@ -253,6 +260,7 @@ def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable
     names = names_in(code)
     look_ups = [LookUp(entry, namespace, name) for name in sorted(read & namespace.keys())]
     look_ups += [LookUp(entry, sys.modules, name) for name in sorted(imported)]
+    look_ups += [LookUp(absent, namespace, name) for name in sorted(read - namespace.keys() - _BUILTINS)]
     yield from look_ups
     stack, seen = [*look_ups, *others], set[int]()
     while stack:

@@ -852,6 +852,25 @@ def test_a_variable_that_comes_where_there_was_a_number():
     assert jitted(1.0) == 4.0
 
 
+@pytest.mark.parametrize("by", [nnx.jit, lambda f: lambda x: nnx.cond(True, f, f, x)], ids=["jit", "cond"])
+def test_a_global_that_is_yet_to_come(by):
+    def f(x):
+        try:
+            return x * yet_to_come.w
+        except NameError:
+            return x
+
+    kept = by(f)
+    try:
+        for model in (None, Layer(2.0), Layer(3.0)):
+            if model is not None:
+                globals()["yet_to_come"] = model
+            for _ in range(3):
+                np.testing.assert_array_equal(kept(jnp.ones(2)), f(jnp.ones(2)))
+    finally:
+        globals().pop("yet_to_come", None)
+
+
 def test_numbers_are_constants_of_a_trace():
     """Another number costs no trace, and no search of what the function refers to."""
     held, jitted = {"count": 0, "text": "a"}, nnx.jit(lambda x: x + held["count"])
