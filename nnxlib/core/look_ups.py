@@ -140,7 +140,7 @@ def itself(x: Any, key: None) -> Any:
     return x
 
 
-BY_NAME = attribute, entry, absent, own, in_class, inside  # the kinds whose key is, as a rule, a name in the code of a function
+BY_NAME = attribute, entry, absent, own, in_class, inside  # kinds whose key is, as a rule, a name in code
 
 
 def _weakly(key: Any) -> Any:
