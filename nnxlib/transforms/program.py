@@ -6,7 +6,8 @@ are put into the trace around it; another call with leaves of the same types onl
 equal layers that are recomputed in the backward pass, only one is traced.
 
 A body that captures a Module, or arrays of the trace around it, is traced at each call, since these may have changed.
-So is one that looks at a place to which a Module has come.
+So is one that looks at a place to which a Module has come; and every body, while a quantiser or an exporter has
+replaced functions of JAX: a program that is kept either lacks the replacements or would still have them later.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..core.calls import followed
 from ..core.closures import CapturedObjects, lending, watching
 from ..core.conditions import Conditions
 from ..core.data import is_data, is_node
+from ..core.formulas import functions_are_replaced
 from ..core.graph import Packed, commit
 from ..core.layout import KEPT
 from ..core.look_ups import PROGRAMS, is_jitted
@@ -214,9 +216,10 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
     """The program of some functions for ``key``, cached on the first of them, and as long as all of them live.
 
     It is cached for plain and jitted functions only, since other callables may change what they do. ``functions`` are
-    what :func:`weakly` returns, and the program has to refer to them by that.
+    what :func:`weakly` returns, and the program has to refer to them by that. While functions of JAX are replaced, each
+    call has a program of its own.
     """
-    if not all(isinstance(f, WeakFunction) for f in functions):
+    if not all(isinstance(f, WeakFunction) for f in functions) or functions_are_replaced():
         return make()
     plain = [f.__wrapped__ for f in functions]
     programs = plain[0].__dict__.setdefault(PROGRAMS, _Programs())

@@ -1,5 +1,6 @@
 """Programs: what is kept with a function for its next call, eager or in a trace, and what is not."""
 
+import contextlib
 import functools
 import gc
 import threading
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import nnxlib as nnx
 
@@ -331,6 +333,51 @@ def test_a_setting_of_jax_that_differs_between_two_calls_is_seen():
     text = str(jax.make_jaxpr(both)(jnp.ones((2, 2))))
     assert text.count("dot_general") == 2
     assert text.count("precision=(Precision.HIGHEST") == 1
+
+
+@contextlib.contextmanager
+def product_replaced(by):
+    """As quantisers do: the code of JAX's product is another while a model runs."""
+    code, names = lax.dot_general.__code__, lax.dot_general.__globals__
+    names["replaced_product"] = lambda *args, **kwargs: by
+    try:
+        lax.dot_general.__code__ = (lambda *args, **kwargs: replaced_product(*args, **kwargs)).__code__  # noqa: F821
+        yield
+    finally:
+        lax.dot_general.__code__ = code
+        del names["replaced_product"]
+
+
+@contextlib.contextmanager
+def sine_replaced(by):
+    """As exporters do: a function of jax.numpy is another while a model is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jnp, "sin", lambda x: by)
+        yield
+
+
+REPLACED = {
+    "eager, quantiser": (False, product_replaced, 1 + np.sin(2)),
+    "traced, quantiser": (True, product_replaced, 1 + np.sin(2)),
+    "traced, exporter": (True, sine_replaced, 1 + 2),
+}
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+@pytest.mark.parametrize("name", [*ALONE, "remat"])
+def test_what_is_traced_while_functions_of_jax_are_replaced_is_for_that_call_only(name, replaced):
+    """What was kept before has not the functions in their place, and what were kept then would have them ever after."""
+
+    def f(*args):
+        return 1 + jnp.sin(lax.dot_general(args[-1], args[-1], (((), ()), ((), ()))))
+
+    call = ALONE.get(name, lambda f: nnx.remat(f)(X))
+    traced, replace, expected = REPLACED[replaced]
+    run = lambda: jax.jit(lambda: call(f))() if traced else call(f)
+    assert np.isclose(run(), 1 + np.sin(1))
+    with replace(by=jnp.float32(2)):
+        assert np.isclose(run(), expected)
+    assert np.isclose(run(), 1 + np.sin(1))
 
 
 HELD = threading.local()
