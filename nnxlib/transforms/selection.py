@@ -26,8 +26,11 @@ def holders_in(args: Iterable[Any]) -> list[Any]:
 
     All else is another argument then, since it is compared by what it holds.
     """
-    found = [x.value for x in args if type(x) is StaticArgument and type(x.value).__hash__ in _BY_IDENTITY]
-    return list(filter(_holds_others, found)) if found else found
+    found = []
+    for x in args:  # a comprehension would be one more call, before Python 3.12
+        if type(x) is StaticArgument and type(x.value).__hash__ in _BY_IDENTITY and _holds_others(x.value):
+            found.append(x.value)
+    return found
 
 
 _BY_IDENTITY = {object.__hash__, Pytree.__hash__, List.__hash__, Variable.__hash__}
