@@ -244,7 +244,7 @@ def run(cases: list[tuple[int, str]], rounds: int) -> Report:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(QUICK_CASES, 3) if quick else run(CASES, 11),
+        lambda options: run(QUICK_CASES, 3) if options.quick else run(CASES, 11),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "optax", "numpy"],
     )

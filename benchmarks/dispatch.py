@@ -32,7 +32,7 @@ from .timing import QUICK, Call, Effort, Measurement, Report, Table, agree, coll
 
 Case = tuple[str, int]  # kind of step, number of Variables
 SIZES = (10, 100, 1000, 5000)
-CASES: Sequence[Case] = [(kind, size) for kind in ("read", "update", "update, donated") for size in SIZES]
+READ_AND_UPDATE = ("read", "update", "update, donated")
 QUICK_CASES: Sequence[Case] = [("read", 10), ("update", 10), ("read", 100), ("update", 100)]
 WATCHED: Sequence[Case] = [("update", 1000)]  # where the garbage collector is watched as well
 # On a busy machine raw JAX beside itself, updating 1,000, was 0.86 to 1.42 in ten rounds, 0.96 to 1.18 in twenty, and
@@ -41,6 +41,11 @@ THOROUGH = Effort(rounds=30)
 WIDTH = 4
 LEARNING_RATE = 1e-3
 DROPPED = 0.1
+
+
+def cases(kinds: Sequence[str], sizes: Sequence[int]) -> Sequence[Case]:
+    """Each kind of step at each size."""
+    return [(kind, size) for kind in kinds for size in sizes]
 
 
 class NotOffered(Exception):
@@ -496,7 +501,10 @@ def run(cases: Sequence[Case], effort: Effort, measured_in: Callable[[Case, str]
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(QUICK_CASES, QUICK) if quick else run(CASES, THOROUGH),
+        lambda options: (
+            run(QUICK_CASES, QUICK) if options.quick else run(cases(READ_AND_UPDATE, options.sizes), THOROUGH)
+        ),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "optax", "numpy"],
+        sizes=SIZES,
     )

@@ -340,7 +340,7 @@ def _time(label: str, own: Measurement, base: Measurement) -> str:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(QUICK) if quick else run(Effort()),
+        lambda options: run(QUICK) if options.quick else run(Effort()),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "numpy"],
     )

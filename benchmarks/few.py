@@ -14,7 +14,7 @@ with arrays in a tuple, with a Python attribute toggled in between, and from sev
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -309,7 +309,7 @@ def _in_threads(calls: list[Call], times: int = 50) -> Call:
 # --- the comparison -----------------------------------------------------------------------------------------------
 
 
-def run(sizes: tuple[int, ...], effort: Effort) -> Report:
+def run(sizes: Sequence[int], effort: Effort) -> Report:
     """Measure both tables."""
     cases = [(kind, size) for kind in ("few", "none") for size in sizes]
     columns = [f"touches {kind} of {size:,}" for kind, size in cases]
@@ -343,7 +343,8 @@ def run(sizes: tuple[int, ...], effort: Effort) -> Report:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(SIZES[:1], QUICK) if quick else run(SIZES, Effort()),
+        lambda options: run(SIZES[:1], QUICK) if options.quick else run(options.sizes, Effort()),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "numpy"],
+        sizes=SIZES,
     )

@@ -58,7 +58,7 @@ def run(rounds: int) -> Report:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(3 if quick else 21),
+        lambda options: run(3 if options.quick else 21),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "numpy"],
     )

@@ -236,8 +236,10 @@ QUICK_ROWS: Sequence[str] = ("Linear", "LayerNorm", "Dropout", "GRUCell")
 
 if __name__ == "__main__":
     main(
-        lambda quick: (
-            run({name: LAYERS[name] for name in QUICK_ROWS}, QUICK) if quick else run({**LAYERS, **MODELS}, Effort())
+        lambda options: (
+            run({name: LAYERS[name] for name in QUICK_ROWS}, QUICK)
+            if options.quick
+            else run({**LAYERS, **MODELS}, Effort())
         ),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "numpy"],

@@ -244,7 +244,7 @@ def run(depths: Sequence[int], effort: Effort) -> Report:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(DEPTHS[:1], QUICK) if quick else run(DEPTHS, Effort()),
+        lambda options: run(DEPTHS[:1], QUICK) if options.quick else run(DEPTHS, Effort()),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "optax", "numpy"],
     )

@@ -348,7 +348,8 @@ def _time(label: str, own: Measurement, base: Measurement) -> str:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(SIZES[:1], QUICK_BLOCKS, QUICK) if quick else run(SIZES, BLOCKS, Effort()),
+        lambda options: run(SIZES[:1], QUICK_BLOCKS, QUICK) if options.quick else run(options.sizes, BLOCKS, Effort()),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "numpy"],
+        sizes=SIZES,
     )

@@ -315,21 +315,27 @@ class Report:
     remarks: Sequence[str] = ()
 
 
-def main(run: Callable[[bool], Report], description: str, packages: Sequence[str]) -> None:
+def main(
+    run: Callable[[argparse.Namespace], Report], description: str, packages: Sequence[str], sizes: Sequence[int] = ()
+) -> None:
     """Run a benchmark from the command line: `--quick` for a rough look, `--results FOLDER` to keep the tables.
 
     A folder gets a Markdown file of all tables, with versions and machine, and a picture of the first, named like the
-    benchmark.
+    benchmark. A benchmark that measures several `sizes` of a model is told by `--sizes` which ones, if not all.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a few seconds: less work and fewer samples")
     parser.add_argument(
         "--results", type=pathlib.Path, metavar="FOLDER", help="write the tables and a picture to FOLDER"
     )
+    if sizes:
+        parser.add_argument(
+            "--sizes", type=int, nargs="+", default=sizes, metavar="N", help="the numbers of Variables to measure"
+        )
     options = parser.parse_args()
     start = time.perf_counter()
     about = environment(packages)
-    report = run(options.quick)
+    report = run(options)
     remarks = [*report.remarks, f"Measured in {time.perf_counter() - start:.0f} s."]
     print("\n\n".join(["\n".join(about), *(table.terminal() for table in report.tables), "\n".join(remarks)]))
     if options.results:

@@ -14,10 +14,10 @@ fastest form of each library takes part.
 
 from collections.abc import Sequence
 
-from .dispatch import BASELINE, CONTROL, SIZES, THOROUGH, Case, run
+from .dispatch import BASELINE, CONTROL, SIZES, THOROUGH, Case, cases, run
 from .timing import QUICK, main
 
-CASES: Sequence[Case] = [(kind, size) for kind in ("train", "train, donated") for size in SIZES]
+TRAIN = ("train", "train, donated")
 QUICK_CASES: Sequence[Case] = [("train", 10), ("train, donated", 10)]
 LARGE = 5000
 IN_LARGE = (
@@ -37,7 +37,12 @@ def takes_part(case: Case, label: str) -> bool:
 
 if __name__ == "__main__":
     main(
-        lambda quick: run(QUICK_CASES, QUICK, takes_part) if quick else run(CASES, THOROUGH, takes_part),
+        lambda options: (
+            run(QUICK_CASES, QUICK, takes_part)
+            if options.quick
+            else run(cases(TRAIN, options.sizes), THOROUGH, takes_part)
+        ),
         description=str(__doc__).splitlines()[0],
         packages=["jax", "jaxlib", "nnxlib", "flax", "equinox", "optax", "numpy"],
+        sizes=SIZES,
     )

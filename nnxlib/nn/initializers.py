@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import jax
@@ -22,6 +23,7 @@ from jax.nn.initializers import Initializer as JaxInitializer
 from jax.nn.initializers import constant as constant
 
 from ..core.formulas import formula, full, step
+from ..core.tracing import runs_eagerly
 
 Initializer = JaxInitializer | Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,14 +102,30 @@ def _truncated_normal(key: Any, scale: Any, lower: Any, upper: Any, shape: Any, 
     return _scale(_unscaled_truncated(key, lower, upper, shape=shape, dtype=dtype), scale)
 
 
+@functools.cache
+def _platform() -> str:
+    return jax.default_backend()
+
+
+def _arithmetic() -> ModuleType:
+    """What gives the square roots that JAX has here: those of a GPU differ from those of a CPU in the last bit.
+
+    In a program XLA computes them, as it does all constants, on the CPU.
+    """
+    if _platform() == "cpu" or not runs_eagerly():
+        return np
+    device = jax.config.jax_default_device
+    return np if getattr(device, "platform", device) == "cpu" else jnp
+
+
 def _drawn_by(
-    draw: Callable[..., Any], factors: Callable[[tuple[int, ...], Any], Factors], of_jax: Any, dtype: Any
+    draw: Callable[..., Any], factors: Callable[[tuple[int, ...], Any, Any], Factors], of_jax: Any, dtype: Any
 ) -> Initializer:
     """An initializer that calls ``draw`` where ``of_jax`` gives the same numbers, and elsewhere ``of_jax``."""
 
     @functools.lru_cache(maxsize=64)
-    def factors_of(shape: tuple[int, ...], dtype: Any) -> Factors:
-        found = factors(shape, dtype) if jnp.issubdtype(dtype, np.floating) else None
+    def factors_of(shape: tuple[int, ...], dtype: Any, xp: Any) -> Factors:
+        found = factors(shape, dtype, xp) if jnp.issubdtype(dtype, np.floating) else None
         return found and (np.asarray(found[0], dtype), *found[1:])
 
     def init(key: Any, shape: Any, dtype: Any = dtype, **kwargs: Any) -> jax.Array:
@@ -115,7 +133,7 @@ def _drawn_by(
         if not kwargs and isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape):
             sizes, kind = tuple(shape), np.dtype(dtype)
             is_there = kind.itemsize <= 4 or jax.dtypes.canonicalize_dtype(kind) == kind
-            found = factors_of(sizes, kind) if is_there else None
+            found = factors_of(sizes, kind, _arithmetic()) if is_there else None
             if found is not None:
                 return draw(key, *found, shape=sizes, dtype=kind)
         return of_jax(key, shape, dtype, **kwargs)
@@ -190,10 +208,10 @@ delta_orthogonal = _made_once(
 )
 
 
-def _given(*values: Any) -> Callable[[Any, Any], Factors]:
+def _given(*values: Any) -> Callable[[Any, Any, Any], Factors]:
     """Factors that are the same for all shapes and dtypes."""
     known = all(isinstance(x, int | float) for x in values)
-    return lambda shape, dtype: values if known else None
+    return lambda shape, dtype, xp: values if known else None
 
 
 @_made_once
@@ -259,13 +277,13 @@ def variance_scaling(
         return of_jax
     draw, of_variance = _OF_VARIANCE[distribution]
 
-    def factors(shape: tuple[int, ...], dtype: Any) -> Factors:
+    def factors(shape: tuple[int, ...], dtype: Any, xp: Any) -> Factors:
         if len(shape) < 2:
             return None
         sizes = [math.prod([shape[i] for i in _axes(axis)]) for axis in (in_axis, out_axis, batch_axis)]
         field = math.prod(shape) / math.prod(sizes) if all(sizes) else 0
         fan = _FANS[mode](sizes[0] * field, sizes[1] * field)
-        return of_variance(np.asarray(scale / fan if fan else 0, dtype))
+        return of_variance(xp.asarray(scale / fan if fan else 0, dtype), xp)
 
     return _drawn_by(draw, factors, of_jax, dtype)
 
@@ -284,8 +302,8 @@ _STDDEV = 0.87962566103423978  # of normal numbers that are truncated at -2 and 
 
 # How to draw, and the factors for a given variance; they are computed in its dtype.
 _OF_VARIANCE: dict[str, tuple[Callable[..., Any], Any]] = {
-    "truncated_normal": (_truncated_normal, lambda v: (np.sqrt(v) / np.asarray(_STDDEV, v.dtype), -2, 2)),
-    "uniform": (_uniform, lambda v: (np.sqrt(3 * v), -1, 1.0)),
+    "truncated_normal": (_truncated_normal, lambda v, xp: (xp.sqrt(v) / xp.asarray(_STDDEV, v.dtype), -2, 2)),
+    "uniform": (_uniform, lambda v, xp: (xp.sqrt(3 * v), -1, 1.0)),
 }
 
 

@@ -1,5 +1,6 @@
 """The measuring code that the benchmarks share."""
 
+import argparse
 import doctest
 import gc
 import sys
@@ -74,11 +75,17 @@ def test_count_calls_counts_python_and_c_functions() -> None:
 def test_main_writes_results(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line prints the tables, and keeps them with a picture when asked to."""
     table = timing.Table("Times", ["small"], ["raw", "slow", "none"], {"small": {"raw": "1.0", "slow": "1,000.0"}})
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--quick", "--results", str(tmp_path / "results")])
-    quick = []
-    timing.main(lambda flag: quick.append(flag) or timing.Report([table], ["A remark."]), "About.", ["jax", "no-such"])
+    arguments = ["--quick", "--sizes", "100", "--results", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
+    asked = []
+
+    def run(options: argparse.Namespace) -> timing.Report:
+        asked.append((options.quick, options.sizes))
+        return timing.Report([table], ["A remark."])
+
+    timing.main(run, "About.", ["jax", "no-such"], sizes=[10, 100])
     printed = capsys.readouterr().out
-    assert quick == [True]
+    assert asked == [(True, [100])]
     assert "no-such not installed" in printed
     assert "A remark." in printed
     assert table.terminal() in printed

@@ -11,4 +11,5 @@ def test_the_largest_size_has_the_fastest_form_of_each_library() -> None:
 
 
 def test_each_size_is_measured_with_and_without_donation() -> None:
-    assert {(kind, size) for kind in ("train", "train, donated") for size in (10, 100, 1000, 5000)} == set(train.CASES)
+    found = dispatch.cases(train.TRAIN, dispatch.SIZES)
+    assert {(kind, size) for kind in ("train", "train, donated") for size in (10, 100, 1000, 5000)} == set(found)

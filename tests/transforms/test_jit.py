@@ -810,6 +810,23 @@ def test_donation_beside_modules_that_are_not():
     out = nnx.jit(lambda a, b: None, donate_argnums=(0,))(nnx.clone(a), nnx.clone(b))
 
 
+def test_a_donated_array_keeps_its_buffer():
+    """Also beside a loss of the same shape: JAX gives a donated buffer to the first output that it fits."""
+    model = nnx.List([nnx.Param(jnp.full(4, i)) for i in range(5)])
+
+    @nnx.jit(donate_argnums=0)
+    def step(model):
+        loss = sum(param[...] for param in model)
+        for param in model:
+            param[...] = 1 - param[...]
+        return loss
+
+    step(model)
+    before = [param[...].unsafe_buffer_pointer() for param in model]
+    step(model)
+    assert [param[...].unsafe_buffer_pointer() for param in model] == before
+
+
 def test_donation_of_plain_arrays():
     """An array that is donated is gone, as with jax.jit; its Variable-free neighbours are not."""
     a, b = jnp.ones(2), jnp.ones(2)
