@@ -44,7 +44,7 @@ from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captures, constants_in
+from .closure_inputs import EMPTY, NOTHING, Captures, capture_held, constants_in
 from .dispatch import Dispatch, Found, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
@@ -217,9 +217,9 @@ class JitWrapped(Jitted, Generic[P, R]):
             try:
                 arguments = Arguments(args, kwargs, captured)
                 packed = pack(arguments)
-                if captured and captures.has_other_constants(packed, places):
-                    (captured, places), found = captures.now(), None
-                    continue
+                if captured:
+                    assumed, places = places, captures.note_constants(packed, places)
+                    found = found if places == assumed else None
                 plan = self._plan(captures, packed, arguments, places, at_top_level())
                 if found is not None:
                     self._dispatch.add(found, arguments, plan)
@@ -311,8 +311,8 @@ class JitWrapped(Jitted, Generic[P, R]):
         try:
             arguments = Arguments(*bound, captured)
             packed = pack(arguments)
-            if captured and captures.has_other_constants(packed, places):
-                return self._stage(name, args, kwargs)
+            if captured:
+                places = captures.note_constants(packed, places)
             plan = self._plan(captures, packed, arguments, places, True)
             with lending(self._traces, lambda: packed.objects):
                 compiled = plan.staged(packed.leaves)
@@ -347,9 +347,9 @@ class JitWrapped(Jitted, Generic[P, R]):
         """The arguments of a stage, which refuses them if objects are captured at other places: these are left out."""
         bound = self._bind(args, kwargs)
         captured, places_now = self._captures_of(*bound).now()
-        if places_now is not places and not captured:
+        if places_now != places and not captured:
             raise ArgumentError(_OTHER_PLACES)
-        return Arguments(*bound, captured if places_now is places else ())
+        return Arguments(*bound, captured if places_now == places else ())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All arguments, the bound ones first; static ones are wrapped."""
@@ -373,7 +373,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         key = layout, places, tuple(leaf_labels)
         plan = self._plans.get(key)
         if plan is None:
-            captures.capture_held(packed)
+            capture_held(packed)
             if arguments.captured:
                 captures.capture_sharing(arguments.captured)
             if captures.have_many_places():

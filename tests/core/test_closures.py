@@ -280,6 +280,18 @@ def test_a_captured_bool_or_text_is_a_constant_of_the_trace(kind, on, off):
     assert [*called(jnp.ones(3))] == [-1] * 3
 
 
+def test_a_captured_bool_of_a_trace_beside_a_module_from_outside():
+    """No kept program serves both. The call came to no end, since each try began anew."""
+    scaled = Layer()
+
+    @jax.jit
+    def outer(x):
+        module = Switched(True)
+        return nnx.jit(lambda x: module(x) * scaled.scale if module.switch.value else x)(x)
+
+    assert outer(1.0) == 4
+
+
 def test_a_trace_for_another_captured_bool_is_explained():
     module = Switched(True)
     f = nnx.jit(lambda x: module(x))
