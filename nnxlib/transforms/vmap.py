@@ -112,33 +112,12 @@ def pmap(
     settings = (axis_name, axis, axis_size, backend, None if devices is None else tuple(devices))
 
     def over(pure: Callable, crossing: Crossing) -> Callable:
-        lanes = crossing.lanes
-
-        def transform(fun: Callable, out: Any) -> Callable:
-            @functools.cache
-            def compiled(*sizes: int) -> Callable:
-                # An axis for each leaf: JAX does not take (0, None) for a prefix of ([x], []).
-                axes = [[axis] * size for axis, size in zip(lanes, sizes, strict=True)]
-                return jax.pmap(fun, in_axes=tuple(axes), out_axes=out, **options)
-
-            return lambda *groups: compiled(*map(len, groups))(*groups)
-
-        def make() -> Program:
-            kept: Callable | None = None
-
-            def compiled_once(groups: Any) -> Any:
-                nonlocal kept
-                call = kept or _checked(watched(pure), lanes, transform)
-                kept = None  # if it fails: JAX 0.8 does not trace a function again whose trace has failed
-                out = call(*groups)
-                kept = call
-                return out
-
-            return Program(lambda groups: _checked(pure, lanes, transform)(*groups), compiled_once)
-
+        # An axis for each leaf: JAX does not take (0, None) for a prefix of ([x], []).
+        axes = crossing.split([crossing.lanes[lane] for lane in crossing.lane_of])
+        transform = lambda fun, out: jax.pmap(fun, in_axes=axes, out_axes=out, **options)
         prefixes = (*prefix_key(in_axes), *prefix_key(out_axes))
-        key = ("pmap", crossing.layout, lanes, crossing.lane_of, *prefixes, *settings)
-        program = program_of((function,), key, make)
+        key = ("pmap", crossing.layout, crossing.lanes, crossing.lane_of, *prefixes, *settings)
+        program = program_of((function,), key, lambda: _compiled_once(pure, crossing.lanes, transform))
         return _placing(lambda *groups: program(groups), crossing)
 
     def size(packed: Packed, labels: Sequence[Any]) -> int | None:
@@ -221,6 +200,19 @@ def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
             raise PrefixError(listed(_MAPPED, found, _REDUCE)) from None
 
     return explained(pure, lambda function: transform(function, (lanes, None)), explain)
+
+
+def _compiled_once(pure: Callable, lanes: tuple, transform: Callable) -> Program:
+    """The program ``transform(pure, out_axes)`` of one list of leaves per lane, for a transform that compiles."""
+    kept: list[Callable] = []
+
+    def compiled(groups: Any) -> Any:
+        call = kept.pop() if kept else _checked(watched(pure), lanes, transform)
+        out = call(*groups)
+        kept[:] = [call]  # not if it fails: JAX 0.8 does not trace a function again whose trace has failed
+        return out
+
+    return Program(lambda groups: _checked(pure, lanes, transform)(*groups), compiled)
 
 
 def _without_axis(pure: Callable, lanes: tuple, transform: Callable, groups: Sequence[Sequence[Any]]) -> list[str]:
