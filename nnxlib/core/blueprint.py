@@ -7,13 +7,12 @@ values are in one list, the *pool*: first the objects by row, then what fields h
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from .cells import Cell
-from .objects import Pytree, fill_all, new_nodes, slot_owner
+from .objects import Pytree, fill_all, new_node
 from .rows import LEAF, NodeRow, Ref, Row, Spec, VariableRow, value_of
 from .stamps import Stamps
 from .static import Const
@@ -34,15 +33,7 @@ class Blueprint:
         variable_rows = [cast(VariableRow, rows[i]) for i in variables]
         self.variable_types = [row.type for row in variable_rows]
         self.metadata = [row.metadata for row in variable_rows]
-        by_owner: dict[type, list[int]] = {}
-        for i, row in nodes:
-            by_owner.setdefault(slot_owner(row.type), []).append(i)
-        # The types of the nodes, by the class that declares their slots, which makes all of them at once.
-        self._node_types = {owner: [rows[i].type for i in found] for owner, found in by_owner.items()}
-        # The objects are made in this order, Variables first; `_order` has the position of each row's object in it.
-        made = {i: k for k, i in enumerate((*variables, *itertools.chain(*by_owner.values())))}
-        self._order = [made[i] for i in range(len(rows))]
-        self._marks = [(i, row.marks.value) for i, row in nodes if row.marks.value]
+        self._nodes = [(i, row.type, row.marks.value) for i, row in nodes]
 
         # The pool after the objects: immutable values, and MISSING for what each build makes anew.
         self._constants: list[Any] = []
@@ -91,11 +82,11 @@ class Blueprint:
     def make(self, leaves: Sequence[Any], cell: Callable[[Any], Cell], stamps: Stamps) -> list[Any]:
         """The objects by row: Variables, whose values are the first leaves, and empty nodes."""
         made = make_variables(self.variable_types, leaves, fresh(self.metadata), cell, stamps)
-        for owner, kinds in self._node_types.items():
-            made += new_nodes(owner, kinds, stamps)
-        objects = list(map(made.__getitem__, self._order))
-        for i, marks in self._marks:
-            object.__setattr__(objects[i], "_nnx_marks", dict(marks))
+        objects: list[Any] = [None] * len(self._rows)
+        for i, kind, marks in self._nodes:
+            objects[i] = new_node(kind, marks, None, stamps)
+        for i, x in zip(self._variables, made, strict=False):
+            objects[i] = x
         return objects
 
     def fill(self, objects: list[Any], leaves: Iterator[Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, SupportsIndex, TypeVar, cast, overload
+from typing import Any, SupportsIndex, TypeVar, overload
 
 from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
@@ -111,9 +111,7 @@ class _Container:
     __slots__ = ()
 
     def __new__(cls, /, *args: Any, **kwargs: Any):
-        self = super().__new__(cls)
-        cast(Any, self)._nnx_init_slots()
-        return self
+        return new_node(cls)
 
     def __repr__(self) -> str:
         # If it holds more than settings, it is a part of a model, and is written like one.
@@ -129,7 +127,11 @@ class _Container:
         return copied
 
 
-class List(_Container, list[A], HasAttributes):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
+class ListSlots(list, HasDict):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
+    __slots__ = SLOTS
+
+
+class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
     """A list of Modules, Variables, arrays or static values, whose changes are noticed; it may have attributes too.
 
     >>> import nnxlib as nnx
@@ -139,7 +141,8 @@ class List(_Container, list[A], HasAttributes):  # type: ignore[misc]  # a slot 
     {0: 1.0, 1: 2.0}
     """
 
-    __slots__ = SLOTS
+    __slots__ = ()
+    _nnx_slots = ListSlots
     __dict__ = vars(HasAttributes)["__dict__"]  # else Python gives a subclass of list with attributes one of its own
 
     def __init__(self, it: Iterable[A] | None = None, /):
@@ -233,7 +236,11 @@ class ItemView(AttributeView):
         return dict.__len__(self._node)
 
 
-class Dict(_Container, dict[str, A], HasDict, Node):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
+class DictSlots(dict, HasDict):  # type: ignore[misc]
+    __slots__ = SLOTS
+
+
+class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
     """A dict of Modules, Variables, arrays or static values, whose changes are noticed; items are attributes too.
 
     >>> import nnxlib as nnx
@@ -243,7 +250,8 @@ class Dict(_Container, dict[str, A], HasDict, Node):  # type: ignore[misc]  # a 
     (['policy', 'value_head'], 1.0)
     """
 
-    __slots__ = SLOTS
+    __slots__ = ()
+    _nnx_slots = DictSlots
 
     def __init__(self, /, *args: Any, **kwargs: Any):
         fill_adopted(self, dict(*args, **kwargs))

@@ -20,7 +20,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain, repeat
 from typing import Any, TypeVar
 
@@ -58,6 +59,18 @@ PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # called with each new cla
 _set = object.__setattr__
 
 
+class HasDict:
+    """Owns the real ``__dict__``, so that a subclass can offer a checked view under that name, and pass it on."""
+
+    __slots__ = ("__dict__", "__weakref__")
+
+
+class PytreeSlots(HasDict):
+    """The slots of a Pytree, without its ``__setattr__``, which checks every write; see :func:`new_node`."""
+
+    __slots__ = SLOTS
+
+
 class Node(Identified):
     """Base class of Pytree, List and Dict; each of them has its own slots, ``SLOTS``."""
 
@@ -69,7 +82,7 @@ class Node(Identified):
     _nnx_trace: Any
     _nnx_tree: Any
     _nnx_guarded: bool = True  # False for a class whose instances can be changed unnoticed
-    _nnx_init_slots: Any  # (self, tree): gives the slots of a node their first values, and `_nnx_tree` the value `tree`
+    _nnx_slots: type  # a base class that has all slots, and does not check writes
     # False for a class with pytree=False: declarations have no effect there, and lists and dicts stay, as in flax.nnx.
     _nnx_is_pytree: bool = True
     # Whether a jitted function that uses the node captures it. False for a class with a `_check_valid_context` of its
@@ -78,19 +91,10 @@ class Node(Identified):
 
     def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if "_nnx_trace" in vars(cls):
-            cls._nnx_init_slots = _slot_initializer(cls)
         cls._nnx_is_pytree = pytree
         cls._nnx_is_captured = cls._check_valid_context is Node._check_valid_context
         for register in PYTREE_REGISTRARS if pytree else ():
             register(cls)
-
-    @staticmethod
-    def _nnx_empty(kind: type, tree: Any) -> Any:
-        """An empty node of a class, which belongs to the running trace; ``tree`` is the value of ``_nnx_tree``."""
-        self = _base(kind).__new__(kind)
-        self._nnx_init_slots(tree)
-        return self
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         """Yield each (key, value) that this node holds, static ones too, in insertion order."""
@@ -192,50 +196,36 @@ def _nodes_in(values: Any) -> Iterator[Node]:
             yield from _nodes_in(value)
 
 
-def new_node(kind: Any, marks: dict[str, Any] | None = None, tree: Any = None) -> Any:
-    """Make an empty node of a class and of the running trace, without calling its ``__init__``."""
-    self = kind._nnx_empty(kind, tree)
-    if marks:
-        _set(self, "_nnx_marks", dict(marks))
-    return self
+def new_node(kind: Any, marks: dict[Any, Any] | None = None, tree: Any = None, stamps: Stamps = ()) -> Any:
+    """Make an empty node of a class and of the running trace, without calling its ``__init__``.
+
+    ``tree`` is the value of ``_nnx_tree``; the ``stamps`` are attached.
+    """
+    # CPython sets an attribute ten times as fast if the class has no `__setattr__`. So the slots come before the class.
+    slots = kind._nnx_slots
+    self = slots()
+    self._nnx_trace, self._nnx_stamps, self._nnx_tree = current_trace(), stamps, tree
+    self._nnx_table, self._nnx_marks = None, dict(marks) if marks else None
+    try:
+        self.__class__ = kind
+        return self
+    except TypeError:  # a class with slots of its own
+        made = slots.__new__(kind)
+        init_slots(made, self)
+        return made
 
 
-def _slot_initializer(owner: type) -> Callable[..., None]:
-    """The method that gives the slots of a new node their first values; ``owner`` declares them."""
-    set_trace, set_stamps, set_table, set_marks, set_tree = (vars(owner)[name].__set__ for name in SLOTS)
-
-    def init_slots(self: Any, tree: Any = None) -> None:
-        set_trace(self, current_trace())
-        set_stamps(self, ())
-        set_table(self, None)
-        set_marks(self, None)
-        set_tree(self, tree)
-
-    return init_slots
-
-
-def new_nodes(owner: type[Node], kinds: Sequence[type[Node]], stamps: Stamps) -> list[Any]:
-    """Make many empty nodes at once, of classes with the same :func:`slot_owner`; ``stamps`` are attached to each."""
-    made = list(map(_base(owner).__new__, kinds))
-    slots = {"trace": current_trace(), "stamps": stamps, "table": None, "marks": None, "tree": None}
-    for name, value in slots.items():
-        consume(map(vars(owner)[f"_nnx_{name}"].__set__, made, repeat(value)))
-    return made
-
-
-def slot_owner(kind: type[Node]) -> type[Node]:
-    """The class that declares the slots of a class of nodes."""
-    return next(base for base in kind.__mro__ if "_nnx_trace" in vars(base))
+def init_slots(node: Any, other: Any = None) -> None:
+    """Give the slots of a node their first values: those of another one, or of a new node."""
+    other = new_node(Pytree) if other is None else other
+    for name in SLOTS:
+        _set(node, name, getattr(other, name))
 
 
 def fill_all(nodes: Iterable[Pytree], names: tuple[str, ...], values: Iterable[Any]) -> None:
     """Give fresh nodes their attributes, in a few C calls; ``values`` has those of the first, of the second, ..."""
     rows = zip(*[iter(values)] * len(names), strict=True)
     consume(map(_set_attributes, nodes, map(dict, map(zip, repeat(names), rows))))
-
-
-def _base(kind: type) -> Any:
-    return list if issubclass(kind, list) else dict if issubclass(kind, dict) else object
 
 
 def structure_changed(node: Any) -> None:
@@ -254,7 +244,7 @@ def check_writable(node: Any, what: str) -> None:
     try:
         foreign = node._nnx_trace is not current_trace()
     except AttributeError:  # the `__new__` of a base class that comes after Pytree is still running
-        node._nnx_init_slots()
+        init_slots(node)
         return
     if foreign:
         if current_trace() is None and is_lent_elsewhere(node._nnx_trace):
@@ -346,12 +336,6 @@ def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | Non
 
 
 # --- Pytree ---------------------------------------------------------------------------------------------------------
-
-
-class HasDict:
-    """Owns the real ``__dict__``, so that a subclass can offer a checked view under that name, and pass it on."""
-
-    __slots__ = ("__dict__", "__weakref__")
 
 
 attributes_of: Any = vars(HasDict)["__dict__"].__get__  # (node) -> its attributes
@@ -553,16 +537,6 @@ def _complete(cls: type) -> None:
             vars(own)["__init_subclass__"].__func__(base)
 
 
-class PytreeSlots(HasDict):
-    """The slots of a Pytree, without its ``__setattr__``, which checks every write.
-
-    CPython sets an attribute of such a class ten times as fast as through the descriptor of a slot. So an empty Pytree
-    is made as an object of this class; its slots are set, and then its ``__class__``.
-    """
-
-    __slots__ = SLOTS
-
-
 class Pytree(HasAttributes, PytreeSlots):
     """Base class of the objects of the graph: mutable, with attributes that transforms trace; also a JAX pytree.
 
@@ -579,20 +553,8 @@ class Pytree(HasAttributes, PytreeSlots):
 
     __slots__ = ()
 
-    _nnx_init_slots = _slot_initializer(PytreeSlots)
+    _nnx_slots = PytreeSlots
     _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a user's class declares in ``__slots__``
-
-    @staticmethod
-    def _nnx_empty(kind: type, tree: Any) -> Any:
-        self: Any = PytreeSlots()
-        self._nnx_trace, self._nnx_stamps, self._nnx_tree = current_trace(), (), tree
-        self._nnx_table = self._nnx_marks = None
-        try:
-            self.__class__ = kind
-        except TypeError:  # a class with slots of its own
-            self = object.__new__(kind)
-            self._nnx_init_slots(tree)
-        return self
 
     def __new__(cls, /, *args: Any, **kwargs: Any):
         if (args or kwargs) and cls.__init__ is object.__init__:
@@ -602,14 +564,13 @@ class Pytree(HasAttributes, PytreeSlots):
         if "_nnx_slot_names" not in vars(cls):
             _complete(cls)
         new = super().__new__
-        if new is object.__new__:
-            self = new(cls)
-            _set_attributes(self, {})  # reads are faster from a dict that shares no keys with those of other objects
-        else:  # the `__new__` of a user's base class that comes after Pytree
+        if new is not object.__new__:  # that of a user's base class that comes after Pytree
             self = new(cls, *args, **kwargs)
-            if hasattr(self, "_nnx_trace"):  # it has set attributes
-                return self
-        self._nnx_init_slots()
+            if not hasattr(self, "_nnx_trace"):  # it has set no attributes
+                init_slots(self)
+            return self
+        self: Any = new(cls) if inspect.isabstract(cls) else new_node(cls)  # Python refuses an abstract class
+        _set_attributes(self, {})  # reads are faster from a dict that shares no keys with those of other objects
         return self
 
     def __init_subclass__(cls, **kwargs: Any):
