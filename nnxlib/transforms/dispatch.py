@@ -95,20 +95,21 @@ class Dispatch:
         Raises:
           Miss: if the call has to be packed; perhaps since the function reads more for these shapes than it did before.
         """
+        # The signature of the call: the leaves, or containers of leaves, and what they are for.
         leaves: Sequence[Any] = args
-        key: Hashable = len(args)
+        signature: Hashable = len(args)
         if kwargs:
             names = sorted(kwargs)  # they are packed in this order
-            leaves, key = (*args, *[kwargs[name] for name in names]), (key, *names)
+            leaves, signature = (*args, *[kwargs[name] for name in names]), (signature, *names)
         if places is not None:
-            leaves, key = (*leaves, *captured), (key, places)
+            leaves, signature = (*leaves, *captured), (signature, places)
         returned = None
         try:
             if self._flatten is not None:
-                leaves, key = _unfolded(leaves, key, self._flatten, self._has_static)
-            site = self._sites.get(key)
+                leaves, signature = _unfolded(leaves, signature, self._flatten, self._has_static)
+            site = self._sites.get(signature)
             if site is None:
-                return self._call_entry(leaves, key, captured)
+                return self._call_entry(leaves, signature, captured)
             # The shortcut, written out for the first object: a function or a loop would take another 0.05 us each.
             first, others, plain, alone = site.places
             try:
@@ -122,7 +123,7 @@ class Dispatch:
                 if part.place != first:
                     raise LookupError
                 table.until_check -= 1
-                if not alone or compiled.donates:
+                if not alone or compiled.donates:  # else `part.read` takes the inputs itself
                     inputs = [cell.value for cell in part.inputs]
                     arrays = part.arrays
                     for place in others:
@@ -144,13 +145,15 @@ class Dispatch:
                             raise LookupError
                         inputs.append(x)
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
-                return self._call_entry(leaves, key, captured)
+                return self._call_entry(leaves, signature, captured)
+            # The call: all is as it was.
             if compiled.donates:
                 (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
             else:
                 returned = part.read(jitted) if alone else jitted(*inputs)
             if type(returned) is WithOutcome:  # another one than usual
                 return shortcut.finish(compiled, leaves, site.places, outputs, returned)
+            # What it changed is written last, after everything that can fail.
             out = shortcut.output(returned)
             if others:
                 write_cells(outputs, returned)
@@ -158,18 +161,12 @@ class Dispatch:
                 part.write(returned)
             return out
         except BaseException as error:
-            if returned is not None:
-                if compiled.donates:
-                    assert site is not None
-                    with contextlib.suppress(Exception):
-                        shortcut.finish(compiled, leaves, site.places, outputs, returned)
-            elif isinstance(error, AbsentInput | CapturedObjects):
-                raise Miss(None) from None
-            elif isinstance(error, Stopped):
-                raise error.error from None
-            elif isinstance(error, TypeError) and not isinstance(error, NnxError):  # which says what is wrong itself
-                packed = pack(Arguments(args, kwargs, captured))
-                check_traceable(packed.layout, packed.leaves)
+            if returned is None:
+                _refuse(error, Arguments(args, kwargs, captured))
+            elif compiled.donates:  # an interrupt: the arrays that went in are gone
+                assert site is not None
+                with contextlib.suppress(Exception):
+                    shortcut.finish(compiled, leaves, site.places, outputs, returned)
             raise
 
     def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple) -> Any:
@@ -195,6 +192,17 @@ class Dispatch:
         again = _find(found.leaves, found.signature)
         if again is not None and again.key == found.key:  # no other thread has changed anything in between
             self._entries[found.key] = CacheEntry(plan, found)
+
+
+def _refuse(error: BaseException, arguments: Arguments) -> None:
+    """Raise in place of an error of a compiled function what it stands for, or what says more."""
+    if isinstance(error, AbsentInput | CapturedObjects):
+        raise Miss(None) from None
+    if isinstance(error, Stopped):
+        raise error.error from None
+    if isinstance(error, TypeError) and not isinstance(error, NnxError):  # which says what is wrong itself
+        packed = pack(arguments)
+        check_traceable(packed.layout, packed.leaves)
 
 
 # --- the key of an entry --------------------------------------------------------------------------------------------
