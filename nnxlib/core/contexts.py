@@ -1,25 +1,28 @@
-"""Contexts: splits and merges that belong together, and changes carried back by hand.
+"""Contexts: splits and merges that belong together.
 
-``nnx.split`` numbers the objects of one graph. A *context* numbers the objects of all graphs that are split in it: an
-object that two of them share has one number, and its leaves are in the State of the first only. A split in a context
-gives a :class:`LinkedGraphDef`: the layout of the graph, with the number of each of its rows. A merge context keeps the
-object for each number, so what was shared is shared again::
+``nnx.split`` and ``nnx.merge`` take one graph, and make new objects. A context is for code that does more by hand:
+
+- Several graphs share objects. They are split one by one, and merged with this sharing.
+- A function under a JAX transformation changes objects, and the live objects are to change likewise (an *update*).
+
+For both, each object gets a number. A *split context* numbers the objects of all graphs that are split in it. An object
+that two of them share has its leaves in the State of the first only. What a split gives is a :class:`LinkedGraphDef`:
+the layout of the graph, with the number of each of its rows. A *merge context* keeps the object for each number::
 
     a, b share row 2             ctx.split(a) -> numbers 0 1 2      leaves of 1, 2
                                  ctx.split(b) -> numbers 3 4 2      leaves of 4
 
-An *update context* is the crossing of transforms/lift.py in separate steps, for users who call the JAX transformation
-themselves::
+An update is the crossing of transforms/lift.py in four steps::
 
                  (2) merge, inner=True  ->  change the objects  ->  (3) split                 inside
     (1) split  --------------------------------------------------------------- (4) merge, inner=False
 
-The context remembers the objects of (1) by number. (2) makes objects with the same numbers, and a number is never given
-to another object. So (3) tells for each object which one of (1) it stands for, and (4) writes to that one. Objects that
-are new have negative numbers; (4) makes them outside.
+An *update context*, found by its tag, remembers the objects of (1) by number. (2) makes objects with the same numbers,
+and a number is never given to another object. So (3) tells which object of (1) each one stands for, and (4) writes to
+that. Objects that are new in (3) have negative numbers; (4) makes them outside.
 
-Nothing about the live objects is in a GraphDef or State, so a compiled inner function can be called with other objects
-of the same structure. Contexts are found by tag, innermost first, in a stack per thread.
+Nothing about live objects is in a GraphDef or State, so a compiled inner function can be called with others of the same
+structure.
 """
 
 from __future__ import annotations
