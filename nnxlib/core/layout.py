@@ -60,6 +60,7 @@ class Layout:
     root: Spec  # of the pytree
     variables: tuple[int, ...]  # the rows of the Variables
     avals: Any  # of the leaves of the last model with this layout that was split; shared by its GraphDefs
+    held: tuple[Any, ...] | None  # what functions in it hold, once it was needed; see `references.held_in`
     shapes: dict[int, Any]  # as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py
     _variants: weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]  # what `with_rows` has made
     _around: dict[Spec, Layout]  # what `with_root` has made
@@ -72,7 +73,7 @@ class Layout:
         self = cls._interned.get(key)
         if self is None:
             self = object.__new__(cls)
-            self.rows, self.root, self.avals = rows, root, None
+            self.rows, self.root, self.avals, self.held = rows, root, None, None
             self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
             self.shapes, self._around, self._grouped, self._variants = {}, {}, {}, weakref.WeakValueDictionary()
             self = cls._interned.setdefault(key, self)

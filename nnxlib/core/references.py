@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from .closures import RunningCode, is_lent_elsewhere
+from .layout import Layout
 from .look_ups import (
     BY_NAME,
     LookUp,
@@ -143,12 +144,18 @@ def used_unnoticed(function: Callable, found: Found) -> list[Any]:
     return [x for x in (*named_in(function), *found.read()) if issubclass(type(x), Node)]
 
 
-def held_by_functions(values: Iterable[Any]) -> list[Any]:
-    """The Modules and Variables that functions, partials and bound methods hold, among some values and in containers.
+def held_in(layout: Layout) -> tuple[Any, ...]:
+    """The Modules and Variables that functions, partials and bound methods hold, in static values of objects.
 
     A mask for optax, say, is a State of Variables. Not what the functions read from globals.
     """
-    found, seen, stack = list[Any](), set[int](), list(values)
+    if layout.held is None:
+        layout.held = tuple(_held([const.value for _, _, const in layout.statics]))
+    return layout.held
+
+
+def _held(stack: list[Any]) -> list[Any]:
+    found, seen = list[Any](), set[int]()
     while stack:
         x = stack.pop()
         if id(x) in seen:

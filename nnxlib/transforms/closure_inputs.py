@@ -30,7 +30,7 @@ from ..core.graph import Packed
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, referent
 from ..core.objects import Node
-from ..core.references import Found, Way, held_by_functions, search, used_unnoticed
+from ..core.references import Found, Way, held_in, search, used_unnoticed
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
@@ -258,8 +258,7 @@ def capture_held(packed: Packed) -> None:
       CapturedObjects: if there are any.
     """
     given = set(map(id, packed.objects))
-    held = held_by_functions([const.value for _, _, const in packed.layout.statics])
-    others = [x for x in held if x._nnx_is_captured and id(x) not in given]
+    others = [x for x in held_in(packed.layout) if x._nnx_is_captured and id(x) not in given]
     found = [x for x in others if x._nnx_trace is current_trace()]
     if found:
         raise CapturedObjects(found)

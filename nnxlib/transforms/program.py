@@ -27,13 +27,13 @@ from ..core.conditions import Conditions
 from ..core.data import is_data, is_node
 from ..core.formulas import functions_are_replaced
 from ..core.graph import Packed, commit
-from ..core.layout import KEPT
+from ..core.layout import KEPT, Layout
 from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import search, used_unnoticed
+from ..core.references import held_in, search, used_unnoticed
 from ..core.static import Const, state_of
-from ..core.tables import pack_call
+from ..core.tables import pack_call, table_of
 from ..core.tracing import at_top_level, evaluate
 from .callables import name_of
 from .checkify import note_nan
@@ -212,8 +212,11 @@ class _Programs(dict):
         return _Programs, ()
 
 
-def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], Program]) -> Program:
-    """The program of some functions for ``key``, cached on the first of them, and as long as all of them live.
+def program_of(functions: tuple[Callable, ...], layout: Layout, key: tuple, make: Callable[[], Program]) -> Program:
+    """The program of some functions for arguments of a layout, cached on the first of them, while all of them live.
+
+    The ``key`` says what the program depends on besides these, and the settings of Modules that functions among the
+    arguments' static values hold, such as ``attention_fn=partial(attend, rope=RoPE())``.
 
     It is cached for plain and jitted functions only, since other callables may change what they do. ``functions`` are
     what :func:`weakly` returns, and the program has to refer to them by that. While functions of JAX are replaced, each
@@ -223,7 +226,9 @@ def program_of(functions: tuple[Callable, ...], key: tuple, make: Callable[[], P
         return make()
     plain = [f.__wrapped__ for f in functions]
     programs = plain[0].__dict__.setdefault(PROGRAMS, _Programs())
-    key = (functions, *key)  # with the function itself: functools.wraps copies the attribute to other functions
+    held = [table_of(x).layout for x in held_in(layout) if issubclass(type(x), Node)]
+    # With the functions themselves: functools.wraps copies the attribute to other functions.
+    key = (functions, layout, *held, *key)
     program = programs.get(key)
     if program is None:
         if len(programs) >= KEPT:  # with a model that grows, each call has another key
@@ -273,4 +278,4 @@ def call_program(
     with recorded_anew(arguments):
         packed = pack_call(arguments)
         layout = packed.layout
-        return run_program(program_of(functions, (*key, layout), make), packed, *extra)
+        return run_program(program_of(functions, layout, key, make), packed, *extra)

@@ -59,7 +59,7 @@ def remat(
 
             return Program(program, compiled=False)
 
-        program = program_of((function,), ("remat", layout, prevent_cse, policy), make)
+        program = program_of((function,), layout, ("remat", prevent_cse, policy), make)
         try:
             out = program(packed.leaves)
         except TypeError:

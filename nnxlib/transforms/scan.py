@@ -160,13 +160,13 @@ def looped(
             labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
             size = _length(layout, packed.leaves, leaf_labels, length)
             settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
-            key = (loop.func, *loop.keywords.values(), layout, tuple(leaf_labels), size, *settings)
+            key = (loop.func, *loop.keywords.values(), tuple(leaf_labels), size, *settings, settings_of(inner))
 
             def make() -> Program:
                 of_loop = layout, labels, leaf_labels, size, body, loop
                 return Program(_Scan(*of_loop, out_axes, carried, out_place, name, data_transform).program)
 
-            return run_program(program_of((weakly(kept),), (*key, settings_of(inner)), make), packed)
+            return run_program(program_of((weakly(kept),), layout, key, make), packed)
 
     return wrapped
 

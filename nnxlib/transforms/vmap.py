@@ -116,8 +116,9 @@ def pmap(
         axes = crossing.split([crossing.lanes[lane] for lane in crossing.lane_of])
         transform = lambda fun, out: jax.pmap(fun, in_axes=axes, out_axes=out, **options)
         prefixes = (*prefix_key(in_axes), *prefix_key(out_axes))
-        key = ("pmap", crossing.layout, crossing.lanes, crossing.lane_of, *prefixes, *settings)
-        program = program_of((function,), key, lambda: _compiled_once(pure, crossing.lanes, transform))
+        key = ("pmap", crossing.lanes, crossing.lane_of, *prefixes, *settings)
+        make = lambda: _compiled_once(pure, crossing.lanes, transform)
+        program = program_of((function,), crossing.layout, key, make)
         return _placing(lambda *groups: program(groups), crossing)
 
     def size(packed: Packed, labels: Sequence[Any]) -> int | None:

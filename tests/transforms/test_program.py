@@ -93,6 +93,41 @@ def test_a_module_that_comes_to_where_a_function_looks_is_seen(name, function):
     put(None)
 
 
+class Calling(nnx.Module):
+    """Calls a function that holds a Module, and that only reads its flag."""
+
+    def __init__(self, other):
+        self.function = functools.partial(flagged_by_name, named=other)
+
+    def __call__(self, x):
+        return self.function(x)
+
+
+def call(m, x):
+    return m(x)
+
+
+CALLING = {
+    "remat": nnx.remat(call),
+    "scan": lambda m, x: nnx.scan(call, in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=1)(m, x),
+    "kept scan": nnx.scan(call, in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=1),
+    "cond": lambda m, x: nnx.cond(True, call, lambda m, x: x, m, x),
+    "while_loop": lambda m, x: nnx.while_loop(lambda c: c[1] < 1.5, lambda c: (c[0], call(*c)), (m, x))[1],
+    "fori_loop": lambda m, x: nnx.fori_loop(0, 1, lambda i, c: (c[0], call(*c)), (m, x))[1],
+    "pmap": lambda m, x: nnx.pmap(call, in_axes=(None, 0))(m, x[None])[0],
+}
+
+
+@pytest.mark.parametrize("wrap", [same, nnx.jit], ids=["eager", "jitted"])
+@pytest.mark.parametrize("name", CALLING)
+def test_a_flag_of_a_module_that_a_function_in_an_attribute_holds_is_seen(name, wrap):
+    """Though the trace does not notice that it is read, and the function in the attribute is the same one."""
+    other, f = Layer(), wrap(CALLING[name])
+    calling = Calling(other)
+    for other.flag in (2.0, 3.0, 2.0):
+        assert f(calling, X) == other.flag
+
+
 def test_a_function_that_names_no_module_is_traced_once():
     """However often it is called."""
     traces = []
