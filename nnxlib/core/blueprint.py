@@ -1,8 +1,8 @@
 """Blueprints: how ``build`` makes the objects of a layout with few Python calls.
 
 Each trace builds a whole model, and so does each ``nnx.merge``. So what can be prepared is prepared once for a layout:
-which objects are alike and can be made and filled together, and where the value of each field is found. All these
-values are in one list, the *pool*: first the objects by row, then what fields hold besides objects.
+where the value of each field is found. All these values are in one list, the *pool*: first the objects by row, then
+what fields hold besides objects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from .cells import Cell
-from .objects import Pytree, fill_all, new_node
+from .objects import new_node
 from .rows import LEAF, NodeRow, Ref, Row, Spec, VariableRow, value_of
 from .stamps import Stamps
 from .static import Const
@@ -56,24 +56,12 @@ class Blueprint:
 
         # For each node its row, the names of its fields, and the places of their values.
         self._contents: list[tuple[int, tuple, list[int]]] = []
-        # By the names of attributes, the rows of the nodes that have these, and the places of the values of all.
-        alike: dict[tuple, tuple[list[int], list[int]]] = {}
-        self._lists: list[tuple[int, list[int]]] = []  # for Lists without attributes: the row, and the places of items
-        self._others: list[tuple[int, tuple, list[int]]] = []
         for i, row in nodes:
-            kind, names = row.type, row.names
             of_field = {name: place_of(spec) for name, spec in row.fields}
-            places = [of_field[name] for name in names]
-            self._contents.append((i, names, places))
-            if names and issubclass(kind, Pytree) and not kind._nnx_slot_names:
-                found, theirs = alike.setdefault(names, ([], []))
-                found.append(i)
-                theirs += places
-            elif issubclass(kind, list) and names == tuple(range(len(names))):
-                self._lists.append((i, places))
-            else:
-                self._others.append((i, names, places))
-        self._alike = [(found, names, places) for names, (found, places) in alike.items()]
+            self._contents.append((i, row.names, [of_field[name] for name in row.names]))
+        lists = {i for i, row in nodes if issubclass(row.type, list) and row.names == tuple(range(len(row.names)))}
+        self._lists = [x for x in self._contents if x[0] in lists]  # those without attributes
+        self._others = [x for x in self._contents if x[0] not in lists]
 
         mutable = any(const.mutable for const in self.metadata)
         guarded = all(row.type._nnx_guarded and not row.marks.mutable for _, row in nodes)
@@ -95,12 +83,12 @@ class Blueprint:
         objects += self._constants  # for a moment: a second list, of both, would take the most memory
         for place, spec in self._made_anew:
             objects[place] = next(leaves) if spec is LEAF else value_of(spec, objects, leaves)
-        for rows, names, places in self._alike:
-            fill_all(map(objects.__getitem__, rows), names, map(objects.__getitem__, places))
-        for i, places in self._lists:
-            list.extend(objects[i], map(objects.__getitem__, places))
+        value_at = objects.__getitem__
+        for i, _, places in self._lists:
+            list.extend(objects[i], map(value_at, places))
         for i, names, places in self._others:
-            objects[i]._nnx_fill(dict(zip(names, [objects[k] for k in places], strict=True)))
+            node = objects[i]
+            node._nnx_fill_new(node, dict(zip(names, map(value_at, places))))
         del objects[count:]
 
     def as_built(self, objects: Sequence[Any]) -> set[int]:

@@ -21,8 +21,8 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from itertools import chain, repeat
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import jax
@@ -47,7 +47,7 @@ from .reprs import node_repr
 from .stamps import Stamps, invalidate
 from .trace_state import PytreeState, TraceState
 from .tracing import Tracer, TraceRef, boundary, current_trace, is_own
-from .variables import MISSING, Identified, consume, deep_copy
+from .variables import MISSING, Identified, deep_copy
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
@@ -108,9 +108,10 @@ class Node(Identified):
         """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
         raise TypeError(f"{type(self).__name__} does not say how to fill it.")
 
-    def _nnx_fill_new(self, items: dict[Any, Any]) -> None:
-        """Give an empty node its contents; it may keep the dict."""
-        self._nnx_fill(items)
+    @staticmethod
+    def _nnx_fill_new(node: Any, items: dict[Any, Any]) -> None:
+        """Give an empty node its contents; it may keep the dict. For most classes it is a C function."""
+        node._nnx_fill(items)
 
     # --- the trace that it belongs to ---
 
@@ -220,12 +221,6 @@ def init_slots(node: Any, other: Any = None) -> None:
     other = new_node(Pytree) if other is None else other
     for name in SLOTS:
         _set(node, name, getattr(other, name))
-
-
-def fill_all(nodes: Iterable[Pytree], names: tuple[str, ...], values: Iterable[Any]) -> None:
-    """Give fresh nodes their attributes, in a few C calls; ``values`` has those of the first, of the second, ..."""
-    rows = zip(*[iter(values)] * len(names), strict=True)
-    consume(map(_set_attributes, nodes, map(dict, map(zip, repeat(names), rows))))
 
 
 def structure_changed(node: Any) -> None:
@@ -554,6 +549,7 @@ class Pytree(HasAttributes, PytreeSlots):
     __slots__ = ()
 
     _nnx_slots = PytreeSlots
+    _nnx_fill_new = staticmethod(_set_attributes)
     _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a user's class declares in ``__slots__``
 
     def __new__(cls, /, *args: Any, **kwargs: Any):
@@ -576,6 +572,8 @@ class Pytree(HasAttributes, PytreeSlots):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         cls._nnx_slot_names = _slot_names(cls)
+        if cls._nnx_slot_names:
+            cls._nnx_fill_new = staticmethod(Node._nnx_fill_new)
         if "__init__" in vars(cls) and is_own(cls.__module__):
             cls.__init__ = boundary(cls.__init__)  # type: ignore[method-assign]
 
@@ -601,12 +599,6 @@ class Pytree(HasAttributes, PytreeSlots):
                 _set(self, name, attributes.pop(name))
             elif getattr(self, name, MISSING) is not MISSING:
                 object.__delattr__(self, name)
-
-    def _nnx_fill_new(self, items: dict[str, Any]) -> None:
-        if self._nnx_slot_names:
-            self._nnx_fill(items)
-        else:
-            _set_attributes(self, items)
 
     def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
         if type(self).__getstate__ is Pytree.__getstate__:

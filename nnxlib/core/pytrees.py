@@ -358,7 +358,7 @@ def _unflatten(shape: NodeShape | GraphShape, children: Iterable[Any]) -> Any:
     for name in shape.mutable:
         items[name] = shape.statics[name].fresh()
     node = new_node(shape.kind, shape.marks, shape)
-    node._nnx_fill_new(items)
+    node._nnx_fill_new(node, items)
     return node
 
 
