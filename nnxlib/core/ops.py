@@ -7,6 +7,7 @@ holds new ones.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from .blueprint import fresh
+from .cells import cell_of, new_cell
 from .closures import Watch, notice
 from .data import is_data_leaf
 from .differences import aval_of
@@ -86,7 +88,8 @@ class _Snapshot:
         kinds, metadata = self.layout.blueprint.variable_types, self.layout.blueprint.metadata
         if self.group is not None:
             kinds, metadata = self.group.sort(kinds), self.group.sort(metadata)
-        made = make_variables(kinds, self.values, fresh(metadata), trace=self.trace)
+        cell = new_cell if self.trace is current_trace() else functools.partial(cell_of, trace=self.trace)
+        made = make_variables(kinds, self.values, fresh(metadata), cell)
         return made + self.values[len(made) :]
 
     def nest(self) -> dict:

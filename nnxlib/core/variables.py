@@ -16,9 +16,7 @@ Contract:
 from __future__ import annotations
 
 import copy as copy_lib
-import itertools
 import operator
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import errors
-from .cells import Cell, TracedCell, cell_of, new_cell
+from .cells import Cell, cell_of, new_cell
 from .closures import Watch, notice
 from .finding import how_to_pass, locate
 from .formulas import copied
@@ -57,8 +55,6 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slo
 NO_METADATA: dict[str, Any] = {}
 DEFAULTS: dict[str, Any] = {}  # metadata that every new Variable gets unless it is given
 
-consume = deque(maxlen=0).extend  # runs an iterator to its end in C, and makes nothing
-
 
 class Identified:
     """Base class of what has an identity in the object graph: Variables and nodes."""
@@ -69,8 +65,8 @@ class Identified:
 class VariableSlots(Identified):
     """The slots of a Variable, without its ``__setattr__``, which checks every write.
 
-    CPython sets an attribute of such a class ten times as fast as through the descriptor of a slot. So
-    :func:`make_variable` makes an object of this class, sets its slots, and then its ``__class__``.
+    CPython sets an attribute of such a class ten times as fast as through the descriptor of a slot. So Variables are
+    made as objects of this class; their slots are set, and then their ``__class__``.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_cell", "_metadata", "_nnx_stamps")
@@ -541,7 +537,6 @@ class _StampsOfRoot(tuple):
 
 _set = object.__setattr__
 _SAVED = ("_cell", "_metadata", "_nnx_stamps")
-_set_content = Cell.value.__set__  # type: ignore[attr-defined]
 _set_cell_slot = VariableSlots._cell.__set__  # type: ignore[attr-defined]
 _set_stamps_slot = VariableSlots._nnx_stamps.__set__  # type: ignore[attr-defined]
 _set_metadata_slot = VariableSlots._metadata.__set__  # type: ignore[attr-defined]
@@ -553,9 +548,9 @@ def make_variable(kind: type[V], value: Any, metadata: dict[str, Any]) -> V:
     self._cell, self._nnx_stamps, self._metadata = new_cell(value), (), metadata
     try:
         self.__class__ = kind
-    except TypeError:  # a class with slots of its own
-        (self,) = _with_cells([kind], [self._cell], [metadata], ())
-    return self
+        return self
+    except TypeError:
+        return _with_slots(kind, self)
 
 
 def make_variables(
@@ -564,32 +559,32 @@ def make_variables(
     metadata: Iterable[Any],
     cell: Callable[[Any], Cell] = new_cell,
     stamps: Stamps = (),
-    trace: Any = MISSING,
 ) -> list[Any]:
-    """Make many Variables at once, in a few C calls: twice as fast as by :func:`make_variable`.
+    """Make many Variables: as by :func:`make_variable`, but written out, in two thirds of the time.
 
-    They belong to ``trace``, by default the running one; ``stamps`` are attached to each.
+    ``cell`` makes their cells; ``stamps`` are attached to each. Further values are left alone.
     """
-    count = len(kinds)
-    trace = current_trace() if trace is MISSING else trace
-    if cell is not new_cell:
-        cells = list(map(cell, values[:count]))
-    elif trace is not None:
-        cells = list(map(TracedCell, values[:count], itertools.repeat(trace)))
-    else:
-        cells = list(map(object.__new__, itertools.repeat(Cell, count)))
-        consume(map(_set_content, cells, values))
-    return _with_cells(kinds, cells, metadata, stamps)
+    is_plain = cell is new_cell and current_trace() is None
+    made: list[Any] = [VariableSlots() for _ in kinds]
+    for k, (self, kind, value, own) in enumerate(zip(made, kinds, values, metadata, strict=False)):
+        if is_plain:
+            self._cell = plain = Cell()
+            plain.value = value
+        else:
+            self._cell = cell(value)
+        self._nnx_stamps, self._metadata = stamps, own
+        try:
+            self.__class__ = kind
+        except TypeError:
+            made[k] = _with_slots(kind, self)
+    return made
 
 
-def _with_cells(
-    kinds: Iterable[type[Variable]], cells: Iterable[Cell], metadata: Iterable[Any], stamps: Stamps
-) -> list[Any]:
-    """Make Variables with these cells."""
-    made = list(map(object.__new__, kinds))
-    consume(map(_set_cell_slot, made, cells))
-    consume(map(_set_stamps_slot, made, itertools.repeat(stamps)))
-    consume(map(_set_metadata_slot, made, metadata))
+def _with_slots(kind: type[V], variable: Any) -> V:
+    """A Variable like another one, of a class with slots of its own, which no other object can take on."""
+    made = object.__new__(kind)
+    for name in _SAVED:
+        _set(made, name, getattr(variable, name))
     return made
 
 
