@@ -268,14 +268,11 @@ def call_program(
 
     The ``key`` says what the program depends on besides the functions and the layout; ``extra`` are further leaves.
     """
-
-    def make() -> Program:
-        def program(leaves: list[Any]) -> Any:
-            return run(layout, leaves)
-
-        return Program(program)
-
     with recorded_anew(arguments):
         packed = pack_call(arguments)
         layout = packed.layout
-        return run_program(program_of(functions, layout, key, make), packed, *extra)
+
+        def program(leaves: list[Any]) -> Any:
+            return run(layout, leaves)
+
+        return run_program(program_of(functions, layout, key, lambda: Program(program)), packed, *extra)

@@ -52,16 +52,13 @@ def remat(
         packed = pack_call(Arguments((*bound, *map(_unless_array, args)), {**bound_kwargs, **kwargs}))
         layout = packed.layout
 
-        def make() -> Program:
-            def program(leaves: list[Any]) -> Any:
-                pure = Crossing(layout).purify(function)  # a new one, for JAX would not trace the same one again
-                return jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)(leaves)
+        def program(leaves: list[Any]) -> Any:
+            pure = Crossing(layout).purify(function)  # a new one, for JAX would not trace the same one again
+            return jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)(leaves)
 
-            return Program(program, compiled=False)
-
-        program = program_of((function,), layout, ("remat", prevent_cse, policy), make)
+        key, make = ("remat", prevent_cse, policy), lambda: Program(program, compiled=False)
         try:
-            out = program(packed.leaves)
+            out = program_of((function,), layout, key, make)(packed.leaves)
         except TypeError:
             check_traceable(layout, packed.leaves)
             raise

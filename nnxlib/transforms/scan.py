@@ -161,12 +161,9 @@ def looped(
             size = _length(layout, packed.leaves, leaf_labels, length)
             settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
             key = (loop.func, *loop.keywords.values(), tuple(leaf_labels), size, *settings, settings_of(inner))
-
-            def make() -> Program:
-                of_loop = layout, labels, leaf_labels, size, body, loop
-                return Program(_Scan(*of_loop, out_axes, carried, out_place, name, data_transform).program)
-
-            return run_program(program_of((weakly(kept),), layout, key, make), packed)
+            of_loop = layout, labels, leaf_labels, size, body, loop
+            made = _Scan(*of_loop, out_axes, carried, out_place, name, data_transform)
+            return run_program(program_of((weakly(kept),), layout, key, lambda: Program(made.program)), packed)
 
     return wrapped
 
