@@ -82,6 +82,9 @@ class Layout:
     def __reduce__(self):
         return Layout, (self.rows, self.root)
 
+    def __repr__(self) -> str:  # in a treedef, see pytrees.py
+        return f"{self.rows[0].type.__name__} with shared parts" if self.rows else "no objects"
+
     # --- paths, positions and owners ---
 
     @property

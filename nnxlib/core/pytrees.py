@@ -3,8 +3,8 @@
 There are two ways to flatten a node. If nothing below it is shared, it flattens as a tree: one level of the pytree for
 each node, with the names of attributes and the indices of items as keys, and static values in the treedef. If its graph
 has sharing or cycles (or is very deep, or mixes arrays and static values in a tuple), it flattens at once into its
-table: the children are the Variables and arrays, each once, with their whole path as key. So tied weights stay tied
-under ``jax.grad``, and cycles do no harm.
+table: the children are the Variables and arrays, each once, with their whole path as key, and the layout is the static
+half. So tied weights stay tied under ``jax.grad``, and cycles do no harm.
 
 The layout of the outermost node decides. The *shape* of each node in a tree, which JAX keeps in the treedef, is then
 cached on the node (``_nnx_tree``, a :class:`KnownShape`) until its structure changes. So flattening a model takes time
@@ -111,30 +111,6 @@ class NodeShape:
     def __repr__(self) -> str:
         statics = ", ".join(f"{name}={static_repr(value.value)}" for name, value in self.statics.items())
         return f"{self.kind.__name__}({statics})"
-
-
-class GraphShape:
-    """The static half of a node that flattens into its table: its layout."""
-
-    __slots__ = ("layout",)
-
-    def __init__(self, layout: Layout):
-        self.layout = layout
-
-    def build(self, children: Iterable[Any]) -> Any:
-        variables, children = self.layout.variables, list(children)
-        n = len(variables)
-        return build(self.layout, [None] * n + children[n:], dict(zip(variables, children, strict=False)))[0]
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is GraphShape and self.layout is other.layout
-
-    def __hash__(self) -> int:
-        return hash(self.layout)
-
-    def __repr__(self) -> str:
-        root = self.layout.rows[0]
-        return f"{root.type.__name__} with shared parts"
 
 
 class KnownShape:
@@ -318,7 +294,7 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
     return tuple(found.values())
 
 
-def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
+def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | Layout]:
     if Watch.count:
         notice(node)
     known = node._nnx_tree
@@ -331,7 +307,7 @@ def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | GraphShape]:
     return shape.take(shape.open(node)), shape
 
 
-def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | GraphShape]:
+def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | Layout]:
     if Watch.count:
         notice(node)
     known = node._nnx_tree
@@ -343,17 +319,18 @@ def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape 
     return zip(shape.keys, shape.take(shape.open(node))), shape  # strict=True would take longer
 
 
-def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], GraphShape]:
+def _flatten_shared(node: Any) -> tuple[list[tuple[Any, Any]], Layout]:
     table = table_of(node)
     layout = table.layout
     variables = [x for x in table.objects_with(node) if isinstance(x, Variable)]
     leaves = [*variables, *table.leaves()[len(variables) :]]
-    return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], GraphShape(layout)
+    return [(PathKey(p), x) for p, x in zip(layout.leaf_paths, leaves, strict=True)], layout
 
 
-def _unflatten(shape: NodeShape | GraphShape, children: Iterable[Any]) -> Any:
-    if isinstance(shape, GraphShape):
-        return shape.build(children)
+def _unflatten(shape: NodeShape | Layout, children: Iterable[Any]) -> Any:
+    if isinstance(shape, Layout):
+        leaves, n = list(children), len(shape.variables)
+        return build(shape, [None] * n + leaves[n:], dict(zip(shape.variables, leaves, strict=False)))[0]
     items = shape.fill(*children)
     for name in shape.mutable:
         items[name] = shape.statics[name].fresh()
