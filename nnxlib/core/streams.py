@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .data import is_node
 from .errors import Path, UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
 from .iteration import iter_objects
@@ -120,8 +121,13 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def _while_called(prepare: Callable[[Any], SplitBackups]) -> Callable[[Callable], Callable]:
-    """A decorator that prepares the streams in the arguments and puts them back after the call."""
+def _is_for_calls(node: Any) -> bool:
+    """Whether there is no node, or a function in its place: then the streams of the arguments of a call are meant."""
+    return node is MISSING or (callable(node) and not is_node(node) and jax.tree_util.all_leaves([node]))
+
+
+def _while_called(node: Any, prepare: Callable[[Any], SplitBackups]) -> Callable:
+    """The function decorated, or a decorator, to prepare the streams in the arguments and put them back afterwards."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -131,7 +137,7 @@ def _while_called(prepare: Callable[[Any], SplitBackups]) -> Callable[[Callable]
 
         return wrapper
 
-    return decorate
+    return decorate if node is MISSING else decorate(node)
 
 
 @boundary
@@ -139,7 +145,7 @@ def split_rngs(node: Any = MISSING, /, *, splits: Shape, only: Filter = ..., squ
     """Split the streams of a node into lanes, in place; or decorate a function to do so to its arguments.
 
     Args:
-      node: any object that holds streams; without it the result is a decorator.
+      node: any object that holds streams; or a function to decorate; without either the result is a decorator.
       splits: number of lanes, or their shape.
       only: filter of the streams; the others are left as they are.
       squeeze: with ``splits=1``, leave out the axis of length 1.
@@ -158,8 +164,8 @@ def split_rngs(node: Any = MISSING, /, *, splits: Shape, only: Filter = ..., squ
     Raises:
       ValueError: if a stream is split already, or ``squeeze`` is set with other splits.
     """
-    if node is MISSING:
-        return _while_called(lambda args: split_rngs(args, splits=splits, only=only, squeeze=squeeze))
+    if _is_for_calls(node):
+        return _while_called(node, lambda args: split_rngs(args, splits=splits, only=only, squeeze=squeeze))
     if squeeze and splits != 1:
         raise UsageError(f"squeeze=True is only supported for splits=1, but got splits={splits}.")
 
@@ -175,7 +181,7 @@ def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | 
     """Fork the streams of a node in place; or decorate a function to do so to its arguments.
 
     Args:
-      node: any object that holds streams; without it the result is a decorator.
+      node: any object that holds streams; or a function to decorate; without either the result is a decorator.
       split: into how many lanes, as an int or a shape, streams are split rather than forked; or a mapping from filters
         to these or ``None`` (only fork), where the first match counts and streams without a match are left alone.
 
@@ -191,8 +197,8 @@ def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | 
     Raises:
       ValueError: if a stream is split already.
     """
-    if node is MISSING:
-        return _while_called(lambda args: fork_rngs(args, split=split))
+    if _is_for_calls(node):
+        return _while_called(node, lambda args: fork_rngs(args, split=split))
     shape_for, streams = shapes_by_filter(split), _streams(node, list(split) if isinstance(split, Mapping) else ...)
     return _replace([(path, x, functools.partial(RngStream.fork, split=shape_for(path, x))) for path, x in streams])
 
@@ -213,7 +219,8 @@ def with_rngs(
     original. Each stream that is replaced uses up one key of the original; nothing has to be put back.
 
     Args:
-      node: a Module, an Rngs, or a pytree of these; without it the result is a decorator.
+      node: a Module, an Rngs, or a pytree of these; or a function to decorate; without either the result is a
+        decorator.
       split: into how many lanes streams are split, as an int or a shape; or a mapping from filters to these.
       fork: filter of the streams that are forked; ``...`` for those that are neither split nor broadcast.
       broadcast: as ``split``, for lanes that draw alike.
@@ -239,7 +246,7 @@ def with_rngs(
       ValueError: if a stream that is to be replaced is split already, or two rules other than ``...`` take it; no key
         has been used up then.
     """
-    if node is MISSING:
+    if _is_for_calls(node):
 
         def decorate(function: Callable) -> Callable:
             @functools.wraps(function)
@@ -249,7 +256,7 @@ def with_rngs(
 
             return wrapper
 
-        return decorate
+        return decorate if node is MISSING else decorate(node)
     forks = fork if isinstance(fork, Sequence) and not isinstance(fork, str) else (fork,)
     rules = {
         "split": _rules(split, RngStream.split),

@@ -92,6 +92,22 @@ def test_as_decorators_they_serve_the_arguments_of_a_call():
     assert (b.first.rngs.key.shape, int(b.first.rngs.count.value)) == ((), 2)
 
 
+@pytest.mark.parametrize(
+    "lift", [lambda f: split_rngs(f, splits=3), lambda f: fork_rngs(f, split=3), lambda f: with_rngs(f, split=3)]
+)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_function_as_the_first_argument_is_decorated(lift, jitted):
+    """As with transforms: `nnx.split_rngs(f, splits=3)` is the decorated function, not a split of nothing."""
+
+    def make(rngs):
+        return nnx.vmap(lambda rngs: nnx.Linear(2, 2, rngs=rngs))(rngs)
+
+    rngs = nnx.Rngs(0)
+    made = lift(nnx.jit(make) if jitted else make)(rngs)
+    assert len(np.unique(np.asarray(made.kernel.value), axis=0)) == 3
+    assert rngs.default.key.shape == ()
+
+
 def test_squeeze_leaves_the_axis_out():
     """One lane without its axis, for code that maps over an axis of any size."""
     rngs = nnx.Rngs(0)
