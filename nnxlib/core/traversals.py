@@ -223,16 +223,28 @@ def flatten_mapping(
       xs: the nested mapping; lists and everything else that is not a mapping are leaves.
       keep_empty_nodes: keep an empty level below the top, as ``empty_node``.
       is_leaf: ``(path, mapping) -> bool``, true for a level that is to stay whole.
-      sep: join the keys with this instead of making tuples.
+      sep: join the keys with this instead of making tuples. (A key that contains it becomes a level when unflattened.)
 
     >>> from nnxlib import traversals
     >>> traversals.flatten_mapping({'a': {'b': 1, 'c': {}}, 'd': 2})
     {('a', 'b'): 1, ('d',): 2}
     >>> traversals.flatten_mapping({'a': {'b': 1, 'c': {}}, 'd': 2}, sep='/', keep_empty_nodes=True)
     {'a/b': 1, 'a/c': empty_node, 'd': 2}
+
+    Raises:
+      PathError: if ``sep`` gives two leaves the same name.
     """
     pairs = [pair for pair in _flatten(xs, is_leaf) if keep_empty_nodes or pair[1] is not empty_node]
-    return dict(pairs) if sep is None else {sep.join(map(str, path)): leaf for path, leaf in pairs}
+    if sep is None:
+        return dict(pairs)
+    named = {sep.join(map(str, path)): leaf for path, leaf in pairs}
+    if len(named) < len(pairs):
+        paths: dict[str, Path] = {}
+        for path, _ in pairs:
+            other = paths.setdefault(sep.join(map(str, path)), path)
+            if other is not path:
+                raise PathError(f"With sep={sep!r}, {other} and {path} have the same name. Choose another separator.")
+    return named
 
 
 def _flatten(xs: Mapping[Any, Any], is_leaf: Callable[[Path, Any], bool] | None) -> Iterator[tuple[Path, Any]]:

@@ -57,6 +57,15 @@ def test_flatten_mapping_variants():
     assert flatten_to_sequence(xs) == [(("b", "c"), 1), (("a",), 2)]
 
 
+def test_a_separator_that_gives_two_leaves_one_name_is_an_error():
+    """Neither is lost: in a State, a list has the key 0 where a checkpoint may have "0"."""
+    with pytest.raises(PathError, match=r"^With sep='/', \('a/b',\) and \('a', 'b'\) have the same name\. Choose"):
+        flatten_mapping({"a/b": 1, "a": {"b": 2}}, sep="/")
+    with pytest.raises(PathError, match=r"\(0,\) and \('0',\) have the same name"):
+        flatten_mapping({0: 1, "0": 2}, sep="/")
+    assert flatten_mapping({"a/b": 1, "a": {"b": 2}}, sep=".") == {"a/b": 1, "a.b": 2}
+
+
 def test_is_leaf_is_asked_of_mappings_only():
     """A leaf is a leaf: `is_leaf` sees each level with its path, and nothing else."""
     seen = []
