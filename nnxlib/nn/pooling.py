@@ -69,8 +69,8 @@ def _window(
             f"window_shape has a size for each spatial axis, such as (2, 2) for images, but is {window_shape!r}."
         )
     spatial = tuple(window_shape)
-    if any(size < 1 for size in spatial):
-        raise UsageError(f"window_shape has a positive size for each spatial axis, but is {spatial}.")
+    if not all(map(_is_size, spatial)):
+        raise UsageError(f"window_shape has a positive integer for each spatial axis, but is {spatial}.")
     strides = 1 if strides is None else strides
     if isinstance(strides, str | float):
         raise ArgumentError(f"strides has a step for each spatial axis, or is one for all, but is {strides!r}.")
@@ -82,6 +82,8 @@ def _window(
         )
     if len(steps) != len(spatial):
         raise UsageError(f"strides {steps} and window_shape {spatial} must have the same length.")
+    if not all(map(_is_size, steps)):
+        raise UsageError(f"strides has a positive integer for each spatial axis, or one for all, but is {strides}.")
     ones = (1,) * batch
     window, steps = (*ones, *spatial, 1), (*ones, *steps, 1)
     if isinstance(padding, str):
@@ -96,6 +98,11 @@ def _window(
 
 
 _NAMED = ("SAME", "VALID", "SAME_LOWER")
+
+
+def _is_size(x: Any) -> bool:
+    """Whether this is a positive integer, which may be symbolic."""
+    return not isinstance(x, float | np.floating) and x > 0
 
 
 @step("window", "strides", "padding")

@@ -1,4 +1,5 @@
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,20 @@ def test_windows_that_do_not_fit_are_refused():
             nnx.avg_pool(x, window)
     with pytest.raises(TypeError, match=r"strides has a step for each spatial axis, .*but is 1.5"):
         nnx.max_pool(x, (2, 2), 1.5)
+    for window in ((0, 2), (2.0, 2)):
+        with pytest.raises(ValueError, match=r"window_shape has a positive integer for each spatial axis, but is \("):
+            nnx.max_pool(x, window)
+    for strides in ((-1, 1), 0, (1.0, 2)):
+        with pytest.raises(ValueError, match=f"strides has a positive integer .*but is {re.escape(str(strides))}"):
+            nnx.min_pool(x, (2, 2), strides)
+
+
+def test_a_window_may_have_a_symbolic_size():
+    """Pooling over all that there is, in a function that is exported for images of any size."""
+    shape = jax.export.symbolic_shape("b, h, w, 3")
+    total = jax.jit(lambda x: nnx.max_pool(x, x.shape[1:3], x.shape[1:3]))
+    exported = jax.export.export(total)(jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert exported.call(jnp.ones((2, 4, 5, 3))).shape == (2, 1, 1, 3)
 
 
 def test_numbers_stand_for_all_spatial_axes():
@@ -137,6 +152,6 @@ def test_a_padding_of_no_name_and_windows_without_size_are_refused():
             ValueError, match="padding has to be one of SAME, VALID, SAME_LOWER, or numbers, but is 'smae'"
         ):
             pool(x, (2, 2), padding="smae")
-        with pytest.raises(ValueError, match=r"a positive size for each spatial axis, but is \(0, 2\)"):
+        with pytest.raises(ValueError, match=r"a positive integer for each spatial axis, but is \(0, 2\)"):
             pool(x, (0, 2))
         assert pool(x, (2, 2), padding="same").shape == (1, 4, 4, 2)
