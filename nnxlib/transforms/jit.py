@@ -82,8 +82,9 @@ def jit(
 
     Args:
       fun: a function, a method, a callable Module, or a partial of these; may be left out, to be used as a decorator.
-      in_shardings: a pytree prefix of the positional arguments with shardings, or :class:`StateSharding` for a Module.
-        The Variables of an argument are left with the sharding they went in with, whether they change or not.
+      in_shardings: a pytree prefix of the positional arguments that are not static, with shardings, or
+        :class:`StateSharding` for a Module. The Variables of an argument are left with the sharding they went in with,
+        whether they change or not.
       out_shardings: the same for the output.
       static_argnums: numbers of arguments that are part of the program; compared by value (lists and dicts too).
       static_argnames: the same, by name.

@@ -276,7 +276,8 @@ _LIKE_THE_VALUES = "Give one label for all, or the same tuples, lists and dicts 
 
 def _described(name: str, tree: Any, several: bool) -> str:
     if name.startswith("in"):
-        return f"the function was called with {counted(len(tree), 'positional argument')}"
+        called = f"the function was called with {counted(len(tree), 'positional argument')}"
+        return f"{called} that {'is' if len(tree) == 1 else 'are'} not static" if name == "in_shardings" else called
     return f"there are {len(tree)} values" if several else f"there is one value, {describe_nested(tree)}"
 
 

@@ -677,6 +677,20 @@ def test_calls_of_a_training_step(options, unchecked):
     assert found[0] == found[1] < 20
 
 
+def test_static_arguments_have_no_sharding():
+    """As for `jax.jit`, `in_shardings` counts the other arguments."""
+    sharding = jax.NamedSharding(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), jax.P())
+
+    def scaled(x, by, negative):
+        return -x * by if negative else x * by
+
+    f = nnx.jit(scaled, in_shardings=(sharding, None), static_argnums=2)
+    assert (float(f(2.0, 3.0, True)), float(f(2.0, 3.0, False))) == (-6.0, 6.0)
+    f = nnx.jit(scaled, in_shardings=(sharding, None, None), static_argnums=2)
+    with pytest.raises(errors.PrefixError, match=r"3 entries, but .* with 2 positional arguments that are not static"):
+        f(2.0, 3.0, True)
+
+
 def test_calls_with_shardings_of_the_arguments(unchecked):
     """That each Variable is where the function takes it is looked up in two calls for each, and not at all for None."""
     sharding = jax.NamedSharding(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), jax.P())
