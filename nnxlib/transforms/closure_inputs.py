@@ -11,16 +11,19 @@ places at which they were found are part of its key.
 What is :class:`Known` of all that is one record. :class:`Captures` replaces it by another when something has changed.
 
 A captured Variable that holds a bool or text is no input. Such a value says what to do (``if first.value:``, the labels
-of a mask), and cannot be traced. It is a *constant*: part of the key, and seen as it is.
+of a mask), and cannot be traced. It is a *constant*: part of the key, and seen as it is. Another Variable may take the
+place of one that holds a constant, which changes no structure; so :class:`WithConstants` also says which Variables they
+are, and the dispatch compares these when it has no shortcut (a Variable that is replaced ends all shortcuts).
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.closures import CapturedObjects, Running, Watch, is_lent_elsewhere, note_running
 from ..core.conditions import Conditions
@@ -45,6 +48,39 @@ NOTHING: Captured = (), None
 _CONSTANT = frozenset((bool, str))  # the types of values that are constants
 
 
+class Constants(NamedTuple):
+    """The Variables that hold constants, and their positions among the leaves."""
+
+    positions: tuple[int, ...]
+    variables: Sequence[weakref.ref]
+
+    def are(self, others: Constants) -> bool:
+        """Whether these are the others: ``==`` would compare the Variables, each of which has one weak reference."""
+        return self.positions == others.positions and all(map(operator.is_, self.variables, others.variables))
+
+
+NO_CONSTANTS = Constants((), ())
+
+
+class WithConstants(tuple):
+    """What stands for places, the positions of the constants, and their values; None for one that is no constant now.
+
+    Which Variables hold the ``constants`` is not compared.
+    """
+
+    constants: Constants
+
+    @classmethod
+    def of(cls, places: object, constants: Constants, values: Iterable[Any]) -> WithConstants:
+        self = cls((places, constants.positions, tuple(values)))
+        self.constants = constants
+        return self
+
+    @property
+    def places(self) -> object:
+        return self[0]
+
+
 class Known:
     """What is known of the objects that a function captures; never changed, but replaced by another one."""
 
@@ -54,13 +90,13 @@ class Known:
         self,
         roots: Sequence[weakref.ref] = (),
         running: Running = MappingProxyType({}),
-        constants: Sequence[weakref.ref] = (),
+        constants: Constants = NO_CONSTANTS,
         steps: Sequence[Step] = (),
         conditions: Conditions | None = None,
         places: object = None,
     ):
         self.roots, self.running = roots, running  # the objects, and the code that was running when they were noticed
-        self.constants = constants  # the Variables that hold constants
+        self.constants = constants
         self.steps, self.conditions = steps, conditions  # what is looked up at each call, and what must hold elsewhere
         self.places = places  # what stands for the places, without the constants
         self.straight: Callable[[], Any] | None = None  # code for all of it, made once all was as before
@@ -88,10 +124,11 @@ class Known:
 
     def places_now(self) -> Hashable:
         """What stands for the places and the present constants; None for one that is no constant now."""
-        if not self.constants:
+        if not self.constants.positions:
             return self.places
-        values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.constants]
-        return self.places, tuple([value if type(value) in _CONSTANT else None for value in values])
+        values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.constants.variables]
+        constants = [value if type(value) in _CONSTANT else None for value in values]
+        return WithConstants.of(self.places, self.constants, constants)
 
 
 EMPTY = Known()  # no objects, and nothing to look up
@@ -126,7 +163,7 @@ class Captures:
                 return _captured(self._found_again(known))
         if known.running and Watch.count:
             note_running(known.running)
-        return found, known.places_now() if known.constants else known.places
+        return found, known.places_now() if known.constants.positions else known.places
 
     def add(self, outside: CapturedObjects, before: Sequence[Any]) -> None:
         """Add objects that a trace has captured besides those that it was given ``before``."""
@@ -142,15 +179,15 @@ class Captures:
 
     def note_constants(self, packed: Packed, places: Any) -> Hashable:
         """What stands for the places and the constants in what was packed, which are known from now on."""
-        constants, known = constants_in(packed.layout, packed.leaves), self.known
-        variables = [packed.objects[packed.layout.variables[k]] for k in constants]
-        if known is not None and list(map(id, variables)) != [id(reference()) for reference in known.constants]:
-            references = list(map(weakref.ref, variables))
-            self.known = Known(known.roots, known.running, references, known.steps, known.conditions, known.places)
-        without = places[0] if type(places) is tuple else places
-        if not constants:
+        values, known = constants_in(packed.layout, packed.leaves), self.known
+        variables = [packed.objects[packed.layout.variables[k]] for k in values]
+        constants = Constants(tuple(values), list(map(weakref.ref, variables)))
+        if known is not None and not constants.are(known.constants):
+            self.known = Known(known.roots, known.running, constants, known.steps, known.conditions, known.places)
+        without = places.places if isinstance(places, WithConstants) else places
+        if not values:
             return without
-        self._stands_for(here := (without, tuple(constants.values())))  # so it is counted
+        self._stands_for(here := WithConstants.of(without, constants, values.values()))  # so it is counted
         return here
 
     def have_many_places(self) -> bool:
@@ -206,7 +243,7 @@ class Captures:
         found: Found,
         roots: Sequence[weakref.ref],
         running: Running = EMPTY.running,
-        constants: Sequence[weakref.ref] = (),
+        constants: Constants = NO_CONSTANTS,
     ) -> Known:
         """What to look up: each step on the ways to the roots, and to the places where Modules may come."""
         ways_to: dict[int, list[Way]] = {}
@@ -268,6 +305,11 @@ def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:
     """The constants among the leaves of packed :class:`Arguments`, by position."""
     positions = [k for k in range(len(layout.variables)) if type(leaves[k]) in _CONSTANT]
     return {k: leaves[k] for k in positions if layout.leaf_paths[k][0] == "captured"}
+
+
+def constants_of(places: Any) -> dict[int, Any]:
+    """The constants that stand with some places, by position."""
+    return dict(zip(*places[1:], strict=True)) if isinstance(places, WithConstants) else {}
 
 
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:

@@ -42,6 +42,7 @@ from ..core.layout import keep
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.static import StaticArgument
 from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
+from .closure_inputs import Constants, WithConstants, constants_in, constants_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
 from .plan import Compiled, Plan, Stopped, WithOutcome, leaves_of
@@ -109,7 +110,7 @@ class Dispatch:
                 leaves, signature = _unfolded(leaves, signature, self._flatten, self._has_static)
             site = self._sites.get(signature)
             if site is None:
-                return self._call_entry(leaves, signature, captured)
+                return self._call_entry(leaves, signature, captured, places)
             # The shortcut, written out for the first object: a function or a loop would take another 0.05 us each.
             first, others, plain, alone = site.places
             try:
@@ -145,7 +146,7 @@ class Dispatch:
                             raise LookupError
                         inputs.append(x)
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
-                return self._call_entry(leaves, signature, captured)
+                return self._call_entry(leaves, signature, captured, places)
             # The call: all is as it was.
             if compiled.donates:
                 (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
@@ -162,14 +163,14 @@ class Dispatch:
             return out
         except BaseException as error:
             if returned is None:
-                _refuse(error, Arguments(args, kwargs, captured))
+                _refuse(error, Arguments(args, kwargs, captured), places)
             elif compiled.donates:  # an interrupt: the arrays that went in are gone
                 assert site is not None
                 with contextlib.suppress(Exception):
                     shortcut.finish(compiled, leaves, site.places, outputs, returned)
             raise
 
-    def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple) -> Any:
+    def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, places: object) -> Any:
         if not self._enabled:
             raise Miss(None)
         if Loans.now[1] and any(is_lent_elsewhere(x._nnx_trace) for x in captured):
@@ -181,6 +182,8 @@ class Dispatch:
         entry = self._entries.get(found.key)
         if entry is None:
             raise Miss(found)
+        if type(places) is WithConstants and not entry.has(places.constants, found.tables):
+            raise Miss(None)
         return entry.call(found, self._sites)
 
     def add(self, found: Found, arguments: Arguments, plan: Plan) -> None:
@@ -194,7 +197,7 @@ class Dispatch:
             self._entries[found.key] = CacheEntry(plan, found)
 
 
-def _refuse(error: BaseException, arguments: Arguments) -> None:
+def _refuse(error: BaseException, arguments: Arguments, places: object) -> None:
     """Raise in place of an error of a compiled function what it stands for, or what says more."""
     if isinstance(error, AbsentInput | CapturedObjects):
         raise Miss(None) from None
@@ -202,6 +205,8 @@ def _refuse(error: BaseException, arguments: Arguments) -> None:
         raise error.error from None
     if isinstance(error, TypeError) and not isinstance(error, NnxError):  # which says what is wrong itself
         packed = pack(arguments)
+        if constants_in(packed.layout, packed.leaves) != constants_of(places):  # text where there was a number
+            raise Miss(None) from None
         check_traceable(packed.layout, packed.leaves)
 
 
@@ -300,6 +305,12 @@ class CacheEntry:
         self._arrays = [(k, j) for k, own in enumerate(found.sharing or whole) for j in own.arrays]
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: dict[Outcome, _Writes] = {}
+
+    def has(self, constants: Constants, tables: Sequence[LiveTable]) -> bool:
+        """Whether the Variables of these constants are in the tables; another one may have taken the place of one."""
+        cells = [tables[k].cells[j] for k, j in map(self._cells.__getitem__, constants.positions)]
+        present = [getattr(reference(), "_cell", None) for reference in constants.variables]
+        return all(map(operator.is_, cells, present))
 
     def call(self, found: Found, sites: dict[Hashable, CallSite]) -> Any:
         """Call the compiled function with what was found, and write what it changed; keep a shortcut for next time.

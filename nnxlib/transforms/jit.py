@@ -44,7 +44,7 @@ from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captures, capture_held, constants_in
+from .closure_inputs import EMPTY, NOTHING, Captures, WithConstants, capture_held, constants_in
 from .dispatch import Dispatch, Found, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
@@ -347,8 +347,12 @@ class JitWrapped(Jitted, Generic[P, R]):
     def _arguments(self, places: object, args: tuple, kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a stage, which refuses them if objects are captured at other places: these are left out."""
         bound = self._bind(args, kwargs)
-        captured, places_now = self._captures_of(*bound).now()
-        if places_now != places and not captured:
+        captures = self._captures_of(*bound)
+        captured, places_now = captures.now()
+        has_constants = isinstance(places, WithConstants)
+        if has_constants:  # another Variable may have taken the place of one that holds them
+            places_now = captures.note_constants(pack(Arguments(*bound, captured)), places_now)
+        if places_now != places and (has_constants or not captured):
             raise ArgumentError(_OTHER_PLACES)
         return Arguments(*bound, captured if places_now == places else ())
 
@@ -424,8 +428,8 @@ class JitWrapped(Jitted, Generic[P, R]):
 
 
 _OTHER_PLACES = """\
-The function now refers to other objects than those, or the structure, that it was compiled for. Lower and compile it \
-again."""
+The function now refers to other objects, text or truth values than those, or the structure, that it was compiled for. \
+Lower and compile it again."""
 
 
 class _Label:  # no dataclass, which takes a hundredth of the time to import nnxlib; no tuple, which JAX would flatten

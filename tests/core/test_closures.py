@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.errors import ArgumentError
 from nnxlib.core.graph import pack
 from nnxlib.core.tables import table_of
 
@@ -278,6 +279,54 @@ def test_a_captured_bool_or_text_is_a_constant_of_the_trace(kind, on, off):
     assert called.lower(1.0).compile()(1.0) == gain.value
     switch.value = off
     assert [*called(jnp.ones(3))] == [-1] * 3
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["the former one lives", "it is gone"])
+@pytest.mark.parametrize(("on", "off"), [(True, False), ("on", "off")])
+def test_another_variable_takes_the_place_of_one_with_a_constant(on, off, kept):
+    """The model has the same structure then. It is seen at once, and whenever its value changes."""
+    module, former = Switched(on), []
+    f = nnx.jit(lambda x: module(x))
+
+    def replace(value):
+        former[:] = [module.switch] if kept else []
+        module.switch = nnx.Variable(value)
+
+    assert [f(1.0) for _ in range(4)] == [2] * 4
+    compiled = f.lower(1.0).compile()
+    replace(off)
+    with pytest.raises(ArgumentError, match="other objects"):
+        compiled(1.0)
+    assert [f(1.0) for _ in range(4)] == [-1] * 4
+    replace(off)
+    assert [f(1.0) for _ in range(4)] == [-1] * 4
+    module.switch.value = on
+    assert [f(1.0) for _ in range(2)] == [2] * 2
+    replace(on)
+    assert f(1.0) == compiled(1.0) == 2
+
+
+def test_variables_take_turns_to_hold_a_constant():
+    """Which of them does is part of what a program is kept for."""
+    first, second = nnx.Variable(True), nnx.Variable(jnp.array(1.0))
+
+    @nnx.jit
+    def f():
+        return [jnp.asarray(10.0 if v.value is True else v.value) for v in (first, second)]
+
+    for _ in range(3):
+        assert f() == [10, 1]
+    first.value, second.value = second.value, first.value
+    assert f() == [1, 10]
+
+
+@pytest.mark.parametrize("before", [None, jnp.array(1.0)], ids=["None", "array"])
+def test_text_comes_where_there_was_none(before):
+    setting = nnx.Variable(before)
+    f = nnx.jit(lambda x: x * 2 if setting.value == "on" else -x)
+    assert [f(1.0), f(1.0)] == [-1, -1]
+    setting.value = "on"
+    assert [f(1.0), f(1.0)] == [2, 2]
 
 
 def test_a_captured_bool_of_a_trace_beside_a_module_from_outside():
