@@ -298,14 +298,18 @@ class JitWrapped(Jitted, Generic[P, R]):
     # --- ahead of time ---
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
-        """Trace and lower for these arguments, or abstract arrays; ``.compile()`` gives a callable."""
+        """Trace and lower for these arguments, or abstract arrays.
+
+        What ``.compile()`` returns is called without the static arguments, as in JAX.
+        """
         return self._stage("lower", args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Stage:
         """Trace for these arguments; has the ``jaxpr``, and ``.lower()``."""
         return self._stage("trace", args, kwargs)
 
-    def _stage(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Stage:
+    def _stage(self, name: str, args: tuple, kwargs: dict[str, Any], count: int = 0) -> Stage:
+        """A stage whose calls leave out the first ``count`` arguments, and the static ones."""
         bound = self._bind(args, kwargs)
         captures = self._captures_of(*bound)
         captured, places = captures.now()
@@ -320,8 +324,12 @@ class JitWrapped(Jitted, Generic[P, R]):
                 stage = getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
         except CapturedObjects as outside:
             self._prepare(captures, outside, captured)
-            return self._stage(name, args, kwargs)
-        return Stage(stage, functools.partial(self._arguments, places), plan, compiled, self._has_static)
+            return self._stage(name, args, kwargs, count)
+        first = len(self._args) + count
+        left_out = [(i, x) for i, x in enumerate(bound[0]) if i < first or type(x) is StaticArgument]
+        named = {k: x for k, x in bound[1].items() if k not in kwargs or type(x) is StaticArgument}
+        call = functools.partial(self._arguments, places, left_out, named)
+        return Stage(stage, call, plan, compiled, self._has_static)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> R:
         """Return the output with abstract arrays; changes nothing."""
@@ -344,17 +352,32 @@ class JitWrapped(Jitted, Generic[P, R]):
 
     # --- plans ---
 
-    def _arguments(self, places: object, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of a stage, which refuses them if objects are captured at other places: these are left out."""
-        bound = self._bind(args, kwargs)
-        captures = self._captures_of(*bound)
+    def _arguments(
+        self,
+        places: object,
+        left_out: list[tuple[int, Any]],
+        named: dict[str, Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Arguments:
+        """The arguments of a stage: those of a call, and those that are ``left_out`` of it, by number or ``named``.
+
+        If objects are captured at other places, they are not among them, and so the stage refuses the arguments.
+        """
+        if left_out:
+            given = list(args)
+            for i, x in left_out:
+                given.insert(i, x)
+            args = tuple(given)
+        kwargs = {**named, **kwargs} if named else kwargs
+        captures = self._captures_of(args, kwargs)
         captured, places_now = captures.now()
         has_constants = isinstance(places, WithConstants)
         if has_constants:  # another Variable may have taken the place of one that holds them
-            places_now = captures.note_constants(pack(Arguments(*bound, captured)), places_now)
+            places_now = captures.note_constants(pack(Arguments(args, kwargs, captured)), places_now)
         if places_now != places and (has_constants or not captured):
             raise ArgumentError(_OTHER_PLACES)
-        return Arguments(*bound, captured if places_now == places else ())
+        return Arguments(args, kwargs, captured if places_now == places else ())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All arguments, the bound ones first; static ones are wrapped."""

@@ -46,11 +46,11 @@ class JitPartial(functools.partial):
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace and lower for these further arguments; what is compiled takes further arguments, too."""
-        return self.func.lower(*self.args, *args, **kwargs).bind(*self.args)
+        return self.func._stage("lower", (*self.args, *args), kwargs, len(self.args))
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace for these further arguments."""
-        return self.func.trace(*self.args, *args, **kwargs).bind(*self.args)
+        return self.func._stage("trace", (*self.args, *args), kwargs, len(self.args))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output for these further arguments with abstract arrays; changes nothing."""

@@ -1,4 +1,7 @@
-"""Stages: what ``lower``, ``trace`` and ``compile`` of a jitted function return, for arguments that hold Modules."""
+"""Stages: what ``lower``, ``trace`` and ``compile`` of a jitted function return, for arguments that hold Modules.
+
+As in JAX, a compiled function is called without static arguments: these are part of the program.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from .lift import Arguments
 from .plan import Compiled, Plan
 
 _OTHER_STRUCTURE = "The arguments differ in structure from those it was compiled for:"
+_WITHOUT_STATIC = "A compiled function is called without its static arguments."
 _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where it has to be, or `lower` it for these."
 
 
@@ -38,17 +42,13 @@ class Stage:
         self._dispatch = Dispatch(has_static, enabled=True)
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
-        return self._next(self._stage.lower(*args, **kwargs), self._arguments)
+        return self._next(self._stage.lower(*args, **kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> Stage:
-        return self._next(self._stage.compile(*args, **kwargs), self._arguments)
+        return self._next(self._stage.compile(*args, **kwargs))
 
-    def bind(self, *bound: Any) -> Stage:
-        """Return the stage with its first arguments bound."""
-        return self._next(self._stage, lambda args, kwargs: self._arguments((*bound, *args), kwargs))
-
-    def _next(self, stage: Any, arguments: Callable[[tuple, dict[str, Any]], Arguments]) -> Stage:
-        return Stage(stage, arguments, self._plan, self._compiled, self._has_static)
+    def _next(self, stage: Any) -> Stage:
+        return Stage(stage, self._arguments, self._plan, self._compiled, self._has_static)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function.
@@ -67,7 +67,8 @@ class Stage:
         packed = pack(arguments)
         expected = self._plan.crossing.layout
         if packed.layout is not expected:
-            raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), _COMPILE_AGAIN))
+            advice = f"{_WITHOUT_STATIC} {_COMPILE_AGAIN}" if self._has_static else _COMPILE_AGAIN
+            raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), advice))
         if found is not None:
             self._dispatch.add(found, arguments, self._plan)
         inputs = self._compiled.of(packed.leaves)

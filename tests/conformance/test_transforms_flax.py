@@ -211,7 +211,9 @@ def test_stages():
     def script(nnx):
         model = net(nnx)
         compiled = nnx.jit(lambda m, x: m(x)).lower(model, X).compile()
-        return [compiled(model, X), compiled(model, X), model]
+        by_name = nnx.jit(lambda m, x, n, *, k=1: m(x) * n + k, static_argnums=2, static_argnames="k")
+        without_static = by_name.lower(model, X, 3, k=2).compile()
+        return [compiled(model, X), compiled(model, X), without_static(model, X), model]
 
     same(script)
 
