@@ -245,23 +245,32 @@ assert not hasattr(nnxlib, "bridges")
 
 
 def unprotected_jumps(code):
-    """The lines of jumps back to the start of a loop in a `with` block that are not covered by the end of that block.
+    """The lines of jumps back to the start of a loop in a `with` or `try` block that its end does not cover.
 
     CPython handles interrupts at such a jump. If the last statement of the loop is an `if`, or the loop is a
-    comprehension with one, the compiler leaves its jump out of the table of handlers: Ctrl-C then skips the end.
+    comprehension with one, the compiler leaves its jump out of the table of handlers: Ctrl-C then skips the end. (That
+    of a `try` with `except` does not matter, unless it is for a BaseException.)
     """
     handlers: list[Any] = dis._parse_exception_table(code)  # type: ignore[attr-defined]
-    instructions = {x.offset: x for x in dis.get_instructions(code)}
-    offsets = list(instructions)
-    of_with = {
-        handler.target
-        for handler in handlers
-        for k in [offsets.index(handler.target)]
-        if any(instructions[o].opname == "WITH_EXCEPT_START" for o in offsets[k : k + 3])
-    }
-    for offset, jump in instructions.items():
-        is_handled = not jump.opname.startswith("JUMP_BACKWARD") or any(x.start <= offset < x.end for x in handlers)
-        if not is_handled and any(x.start <= jump.argval < x.end and x.target in of_with for x in handlers):
+    instructions = list(dis.get_instructions(code))
+    begun = {x.offset: instructions[k : k + 5] for k, x in enumerate(instructions)}
+
+    def handlers_of(offset):
+        """What the handlers around an instruction begin with, from the innermost on."""
+        seen = set()  # one that begins with a loop may be its own
+        while found := {x.target for x in handlers if x.start <= offset < x.end} - seen:
+            (offset,) = found
+            seen.add(offset)
+            yield {x.opname for x in begun[offset]}, {x.argval for x in begun[offset]}, begun[offset][0].opname
+
+    def is_within(offset):
+        return any(
+            first == "PUSH_EXC_INFO" and ("CHECK_EXC_MATCH" not in operations or "BaseException" in names)
+            for operations, names, first in handlers_of(offset)
+        )
+
+    for jump in instructions:
+        if jump.opname.startswith("JUMP_BACKWARD") and is_within(jump.argval) and not any(handlers_of(jump.offset)):
             yield code.co_firstlineno if jump.positions is None else jump.positions.lineno
 
 
@@ -278,9 +287,14 @@ def compiled(source, name="<test>"):
 
 def test_an_interrupt_in_a_loop_does_not_skip_the_end_of_a_with_block():
     """A lock would be held for ever, or a captured Module keep its tracers."""
-    probe = "with lock:\n  for x in y:\n    if x:\n      f(x)\n  g()"
-    if sys.version_info[:2] in ((3, 12), (3, 13)):
-        assert [*unprotected_jumps(compiled(probe)[0])] == [3]
+    probes = [
+        "with lock:\n  for x in y:\n    if x:\n      f(x)\n  g()",
+        "with lock:\n  g()\n  z = [x for x in y if f(x)]",
+        "try:\n  g()\n  z = [x for x in y if f(x)]\nfinally:\n  h()",
+        "try:\n  g()\n  z = [x for x in y if f(x)]\nexcept BaseException:\n  h()",
+    ]
+    for probe in probes if sys.version_info[:2] in ((3, 12), (3, 13)) else ():
+        assert [*unprotected_jumps(compiled(probe)[0])] == [3], probe
     found = [
         f"{path.name}:{line}, in {code.co_name}"
         for path in SOURCES

@@ -21,9 +21,9 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import jax
 
@@ -35,6 +35,8 @@ from .errors import Path
 from .scopes import scope_of_call
 from .scopes import settings as scopes
 from .tracing import hide_frames, runs_eagerly
+
+R = TypeVar("R")
 
 
 class _Active(threading.local):
@@ -75,7 +77,7 @@ def observed(method: Callable, name: str) -> Callable:
 def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
     if not is_node(self):  # `Layer.__call__(x, ...)` may lend a method to any object
         return method(self, *args, **kwargs)
-    if Watch.count and self._nnx_is_captured:
+    if Watch.all and self._nnx_is_captured:
         notice(self)
     stack = listener.stack
     follow = None if stack and stack[-1][0] is self and stack[-1][1] == name else listener.on_call
@@ -144,9 +146,8 @@ def _add_note_eagerly(error: Exception, module: Any, name: str, args: tuple, kwa
 # --- who listens -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
-    """Make ``listener`` the active one of this thread within the block."""
+def call_listening(listener: Listener | None, f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+    """Call ``f`` while ``listener`` is the active one of this thread. (No context manager; see ``call_watched``.)"""
     outer = _active.listener
     if listener is not None and outer is not None and listener.recorded is None:
         listener.on_call, listener.recorded = outer.on_call, outer.recorded
@@ -154,21 +155,21 @@ def listening(listener: Listener | None) -> Iterator[None]:
         _active.listener = listener
         if listener is not None and followed():
             following.append(listener)
-        yield
+        return f(*args, **kwargs)
     finally:
         _active.listener = outer
         if listener in following:
             following.remove(listener)
 
 
-@contextmanager
-def recording(listener: Listener, kinds: tuple[type, ...], on_call: Callable | None) -> Iterator[None]:
-    """Within the block, the active listener has these for ``recorded`` and ``on_call``."""
+def call_recording(
+    listener: Listener, kinds: tuple[type, ...], on_call: Callable | None, f: Callable[..., R], *args: Any
+) -> R:
+    """Call ``f`` while the active listener has these for ``recorded`` and ``on_call``."""
     outer = listener.recorded, listener.on_call
-    listener.recorded, listener.on_call = kinds, on_call
     try:
-        with listening(listener):
-            yield
+        listener.recorded, listener.on_call = kinds, on_call
+        return call_listening(listener, f, *args)
     finally:
         listener.recorded, listener.on_call = outer
 

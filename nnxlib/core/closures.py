@@ -13,7 +13,7 @@ further inputs:
 
 Modules that the function names directly, and those of which it names an attribute, count as captured before the first
 trace. Each call checks that the function still refers to the same objects (references.py), and that there are none
-where there were none (conditions.py). A function without closures pays one test of :attr:`Watch.count` per read, and
+where there were none (conditions.py). A function without closures pays one test of :attr:`Watch.all` per read, and
 only while something is being traced.
 
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
@@ -26,12 +26,13 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from .finding import reachable
 from .tracing import TraceRef, abandon_trace, current_trace
+
+R = TypeVar("R")
 
 
 class RunningCode(NamedTuple):
@@ -73,8 +74,7 @@ _thread = _Thread()
 class Watch:
     """What one trace has captured so far: objects made outside of it, with everything below them."""
 
-    count = 0  # of all watches, in all threads
-    counting = threading.Lock()
+    all: ClassVar[list[Watch]] = []  # those of all threads
 
     def __init__(self, outer: Watch | None, frame: types.FrameType):
         self.outer, self.frame = outer, frame  # the frame that watches
@@ -94,6 +94,15 @@ class Watch:
             self.covered |= below
             self._note_frames(sys._getframe(2))
 
+    def report(self) -> None:
+        """Abandon the trace, and raise an error, if objects were captured or an input is lacking."""
+        if self.roots or self.lacks_input:
+            abandon_trace()
+        if self.roots:
+            raise CapturedObjects(self.roots, self.running) from None
+        if self.lacks_input:
+            raise AbsentInput from None
+
     def _note_frames(self, frame: types.FrameType | None) -> None:
         """Note the code that runs now, up to the frame that watches, with this watch and those around it."""
         running, watch = dict[int, RunningCode](), self
@@ -107,7 +116,7 @@ class Watch:
 
 
 def notice(x: Any) -> None:
-    """Tell the innermost watch of this thread that an object is used; to be called if ``Watch.count`` is not 0."""
+    """Tell the innermost watch of this thread that an object is used; to be called if ``Watch.all`` is not empty."""
     if _thread.watch is not None:
         _thread.watch.notice(x)
 
@@ -120,7 +129,7 @@ def is_captured(x: Any) -> bool:
 
 def notice_all(objects: Iterable[Any]) -> None:
     """Tell the innermost watch of this thread, if there is one, that these objects are used."""
-    if Watch.count:
+    if Watch.all:
         for x in objects:
             notice(x)
 
@@ -147,55 +156,46 @@ def note_running(running: Running) -> None:
         watch = watch.outer
 
 
-class watching:
-    """Watch for captured objects within the block, unless it runs in the trace of its caller (under jax.disable_jit).
+# What follows is no context manager, since Python may handle an interrupt as it enters an `__exit__`, which then undoes
+# nothing. In the end of a `try` statement it does so only after calls.
 
-    It is not made from a generator: if that raises another error than was thrown into it, contextlib leaves both in a
-    reference cycle, with all that the trace held.
+
+def call_watched(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+    """Call ``f``, and watch for captured objects, unless it runs in the trace of its caller (under jax.disable_jit).
 
     Raises:
-      CapturedObjects: when the block ends or fails, if it has captured some.
+      CapturedObjects: when the function returns or fails, if it has captured some.
       AbsentInput: the same, if it has read a value that it was not given.
     """
-
-    __slots__ = ("_watch",)
-
-    def __enter__(self) -> None:
-        self._watch = None
-        if current_trace() is not _thread.caller:
-            self._watch = _thread.watch = Watch(_thread.watch, sys._getframe(1))
-            with Watch.counting:
-                Watch.count += 1
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        watch = self._watch
-        if watch is None:
-            return
-        with Watch.counting:
-            Watch.count -= 1
+    if current_trace() is _thread.caller:
+        return f(*args, **kwargs)
+    watch = Watch(_thread.watch, sys._getframe(1))
+    try:
+        _thread.watch = watch
+        Watch.all.append(watch)
+        out = f(*args, **kwargs)
+    except BaseException as error:
+        abandon_trace()
+        if isinstance(error, Exception | CapturedObjects | AbsentInput):  # an interrupt is handed on
+            watch.report()
+        raise
+    else:
+        watch.report()
+        return out
+    finally:
         _thread.watch = watch.outer
-        if watch.roots or watch.lacks_input or kind is not None:
-            abandon_trace()
-        if watch.roots:
-            raise CapturedObjects(watch.roots, watch.running) from None
-        if watch.lacks_input:
-            raise AbsentInput from None
+        if watch in Watch.all:
+            Watch.all.remove(watch)
 
 
-class lending:
-    """Within the block, a trace for ``lender`` may borrow these objects, given by row."""
-
-    __slots__ = ("_loan", "_outer")
-
-    def __init__(self, lender: object, objects: Callable[[], Sequence[Any]]):
-        self._loan = lender, objects
-
-    def __enter__(self) -> None:
-        self._outer = _thread.loan, _thread.caller
-        _thread.loan, _thread.caller = self._loan, current_trace()
-
-    def __exit__(self, *error: Any) -> None:
-        _thread.loan, _thread.caller = self._outer
+def call_lending(lender: object, objects: Callable[[], Sequence[Any]], f: Callable[..., R], *args: Any) -> R:
+    """Call ``f``; a trace for ``lender`` may meanwhile borrow these objects, given by row."""
+    outer = _thread.loan, _thread.caller
+    try:
+        _thread.loan, _thread.caller = (lender, objects), current_trace()
+        return f(*args)
+    finally:
+        _thread.loan, _thread.caller = outer
 
 
 def borrowable(lender: object) -> Sequence[Any]:
@@ -228,27 +228,26 @@ def is_watched() -> bool:
     return _thread.watch is not None
 
 
-@contextmanager
-def borrowed(objects: Sequence[Any], *, wait: bool = False) -> Iterator[None]:
-    """Let live objects belong to the running trace within the block; afterwards they are exactly as before.
+def call_borrowing(objects: Sequence[Any], f: Callable[..., R], *args: Any, wait: bool = False) -> R:
+    """Call ``f`` while live objects belong to the running trace; afterwards they are exactly as before.
 
     Raises:
       Occupied: if another thread borrows, unless this one is to ``wait``.
     """
     if not objects:
-        yield
-        return
-    if not Loans.lock.acquire(blocking=wait):
+        return f(*args)
+    (acquired,) = map(Loans.lock.acquire, (wait,))  # Python handles no interrupt between a step and `=`
+    if not acquired:
         raise Occupied(())
     try:
         saved = [x._nnx_save() for x in objects]
         trace, outer, lent = current_trace(), _thread.borrowed, Loans.now
-        _thread.borrowed = (*outer, *objects)
-        Loans.now = threading.get_ident(), (*lent[1], trace)
         try:
+            _thread.borrowed = (*outer, *objects)
+            Loans.now = threading.get_ident(), (*lent[1], trace)
             for x in objects:
                 x._nnx_join(trace)
-            yield
+            return f(*args)
         finally:
             try:
                 _restore(objects, saved)

@@ -24,10 +24,12 @@ from .objects import (
     Node,
     adopt,
     attributes_of,
+    change,
     check_writable,
     fill_adopted,
+    in_one_step,
     new_node,
-    structure_changed,
+    refill,
 )
 from .reprs import node_repr
 
@@ -40,19 +42,19 @@ def _reporting(name: str, method: Any, adopted: slice) -> Any:
     ``adopted`` says which of its positional arguments are values (or, for ``extend``, an iterable of values).
     """
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any) -> Any:
         check_writable(self, f"change the items ({name})")
         given = args[adopted]
         values = [adopt(undeclared(x)) for x in given]
         before, after = args[: adopted.start], args[adopted.start + len(values) :]
         marks = item_marks(self) if self._nnx_marks or any(map(_declares, given, values)) else None
-        found = method(self, *before, *values, *after, **kwargs)
-        structure_changed(self)
-        if marks is not None:  # the method does with the declarations what it has done with the items
-            declared = [_mark_for(name, before, x, value, marks) for x, value in zip(given, values, strict=True)]
-            method(marks, *before, *declared, *after)
-            _set_item_marks(self, marks)
-        return found
+        if marks is None:
+            return change(self, method, self, *before, *values, *after)
+        # The method does with the declarations what it is about to do with the items.
+        declared = [_mark_for(name, before, x, value, marks) for x, value in zip(given, values, strict=True)]
+        method(marks, *before, *declared, *after)
+        write = method, self, *before, *values, *after
+        return change(self, in_one_step, write, (object.__setattr__, self, "_nnx_marks", _with_items(self, marks)))
 
     wrapper.__name__, wrapper.__doc__ = name, method.__doc__
     return wrapper
@@ -66,13 +68,14 @@ def item_marks(container: Any) -> Any:
     return {key: marks.get(key) for key in container}
 
 
-def _set_item_marks(container: Any, marks: Any) -> None:
+def _with_items(container: Any, marks: Any) -> dict[Any, Any] | None:
+    """The marks of a container, with these for its items."""
     before = container._nnx_marks or {}
     other = str if isinstance(container, list) else tuple  # the type of the keys of marks that are not about items
     kept = {key: mark for key, mark in before.items() if type(key) is other}
     found = dict(enumerate(marks)) if isinstance(container, list) else marks
     kept |= {key: mark for key, mark in found.items() if mark is not None}
-    object.__setattr__(container, "_nnx_marks", kept or None)
+    return kept or None
 
 
 def _declares(given: Any, value: Any) -> bool:
@@ -159,9 +162,9 @@ class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
 
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
         attributes = {key: value for key, value in items.items() if type(key) is str}
-        list.__setitem__(self, slice(None), [value for key, value in items.items() if key not in attributes])
-        attributes_of(self).clear()
-        attributes_of(self).update(attributes)
+        own = attributes_of(self)
+        values = [value for key, value in items.items() if key not in attributes]
+        in_one_step((list.__setitem__, self, slice(None), values), (own.clear,), (own.update, attributes))
 
     def extend(self, it: Iterable[A], /) -> None:
         _extend(self, declared_items(it))
@@ -196,9 +199,7 @@ class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
 
     def __setstate__(self, state: Any) -> None:
         attributes, marks = state
-        attributes_of(self).update(attributes)
-        object.__setattr__(self, "_nnx_marks", marks)
-        structure_changed(self)
+        change(self, refill, self, {**self._nnx_contents(), **attributes}, marks)
 
 
 _set_item = _reporting("__setitem__", list.__setitem__, slice(1, 2))
@@ -267,8 +268,7 @@ class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
         return iter(dict.items(self))
 
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
-        dict.clear(self)
-        dict.update(self, items)
+        in_one_step((dict.clear, self), (dict.update, self, items))
 
     def update(self, /, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
@@ -296,8 +296,7 @@ class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
             self[name] = value
             return
         check_writable(self, "set the class")
-        object.__setattr__(self, name, value)
-        structure_changed(self)
+        change(self, object.__setattr__, self, name, value)
 
     def __delattr__(self, name: str) -> None:
         if name not in self:
@@ -308,8 +307,7 @@ class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
         return self._nnx_marks
 
     def __setstate__(self, state: Any) -> None:
-        object.__setattr__(self, "_nnx_marks", state)
-        structure_changed(self)
+        change(self, object.__setattr__, self, "_nnx_marks", state)
 
 
 for _name, _adopted in {

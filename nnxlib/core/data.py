@@ -15,7 +15,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import jax
@@ -192,9 +192,10 @@ def check_pytree(pytree: Any) -> None:
             )
 
 
-def explicit_mark(node: Any, name: Any) -> bool | None:
-    """Whether an attribute was declared data (True), static (False), or neither (None)."""
-    marks = node._nnx_marks
+def explicit_mark(node: Any, name: Any, marks: Mapping[Any, Any] | None = None) -> bool | None:
+    """Whether an attribute was declared data (True), static (False), or neither (None), by the marks of its node."""
+    if marks is None:
+        marks = node._nnx_marks
     if marks is not None and name in marks:
         return marks[name]
     return class_marks(type(node)).get(name)

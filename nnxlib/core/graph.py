@@ -36,6 +36,7 @@ what is prepared once for a layout so that building is fast (blueprint.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -279,19 +280,25 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     nodes = [(i, row, _contents(objects[i], row, objects, remaining)) for i, row in delta.rows if type(row) is NodeRow]
     out = value_of(delta.root, objects, remaining)
 
-    def write() -> None:  # gives the same result if it is done twice
+    def write() -> None:
         write_cells(cells, values)
         for i, row in restructured:
             _restructure_variable(objects[i], row)
         for i, row, contents in nodes:
             _restructure_node(objects[i], row, contents, i >= n or not only_arrays_change(layout.rows[i], row))
 
-    try:
-        write()  # which cannot fail
-    except BaseException:  # but may be interrupted
-        write()
-        raise
+    even_if_interrupted(write)  # it cannot fail
     return out
+
+
+def even_if_interrupted(write: Callable[[], None]) -> None:
+    """Call a function; again, if it is interrupted. It gives the same result if it is called twice."""
+    try:
+        write()
+    except BaseException:
+        with contextlib.suppress(Exception):  # if it has failed, it fails again
+            write()
+        raise
 
 
 def _new_variables(rows: Sequence[VariableRow], leaves: Iterator[Any]) -> list[Any]:

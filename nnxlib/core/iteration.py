@@ -28,7 +28,7 @@ def children_of(value: Any, without: Container[type] = ()) -> list[tuple[Path, A
     Instances of the classes ``without`` may be left out.
     """
     if isinstance(value, Node):
-        if Watch.count:
+        if Watch.all:
             notice(value)
         held = value._nnx_contents()
         is_plain_list = isinstance(value, list) and len(held) == len(value)

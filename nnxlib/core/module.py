@@ -21,7 +21,7 @@ from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, did_you_mean
 from .filters import Filter, to_predicate
 from .iteration import iter_children, iter_objects
-from .objects import HasAttributes, Node, Pytree
+from .objects import HasAttributes, Node, Pytree, set_marked
 from .ops import clone
 from .recordings import attribute_for, record
 from .tracing import boundary
@@ -121,8 +121,7 @@ class Module(Pytree, metaclass=ModuleMeta):
         for module, name in _with_mode(self):
             own = getattr(module, name)
             if own is not True:
-                setattr(module, name, True)
-                module._nnx_mark((name,), own)
+                set_marked(module, name, True, (name,), own)
         _set_with_mode(self, attributes)
 
     def set_attributes(

@@ -21,8 +21,9 @@ import copy
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, TypeVar
 
 import jax
@@ -160,7 +161,7 @@ class Node(Identified):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Any:
         memo = {} if memo is None else memo
         # Not recursive, so a graph may be of any depth: first empty nodes for all, then their contents.
-        if Watch.count:
+        if Watch.all:
             notice(self)
         originals: list[Node] = []
         stack: list[Node] = [self]
@@ -234,6 +235,30 @@ def structure_changed(node: Any) -> None:
         _set(node, "_nnx_tree", None)
 
 
+def change(node: Any, write: Callable[..., A], *args: Any) -> A:
+    """``write(*args)``, which changes a node; notes that, whatever happens.
+
+    The note comes after the write, since another thread may describe the node before. But Python may handle an
+    interrupt in between, or within the note.
+    """
+    try:
+        found = write(*args)
+        structure_changed(node)
+        return found
+    except BaseException:  # it may also have written before it failed
+        structure_changed(node)
+        raise
+
+
+def in_one_step(*calls: tuple) -> Any:
+    """Call functions written in C, given as (function, *arguments), without handling an interrupt in between.
+
+    Returns what the first one returned.
+    """
+    found, *_ = starmap(operator.call, calls)
+    return found
+
+
 def check_writable(node: Any, what: str) -> None:
     """Raise :class:`TraceContextError` unless ``node`` belongs to the running trace."""
     try:
@@ -246,7 +271,7 @@ def check_writable(node: Any, what: str) -> None:
             wait_for_loans()
             if node._nnx_trace is None:
                 return
-        if Watch.count and node._nnx_is_captured:
+        if Watch.all and node._nnx_is_captured:
             notice(node)
         node._check_valid_context(functools.partial(_refusal, node, what))
 
@@ -320,6 +345,12 @@ def holds_only_arrays(value: Any) -> bool:
                 return False  # it may contain itself
             seen.add(id(x))
     return arrays > 0
+
+
+def refill(node: Any, items: dict[Any, Any], marks: dict[Any, Any] | None) -> None:
+    """Replace the whole contents and the marks of a node, without checks or a note of the change."""
+    node._nnx_fill(items)
+    _set(node, "_nnx_marks", marks or None)
 
 
 def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | None = None) -> None:
@@ -396,10 +427,7 @@ def _reporting(method: Callable, name: str) -> Callable:
     def wrapper(self: Any, attribute: str, *value: Any) -> None:
         if not _is_harmless(self, value):
             check_writable(self, f"{'set' if value else 'delete'} attribute {attribute!r}")
-        try:
-            method(self, attribute, *value)
-        finally:  # it may have written before it failed
-            structure_changed(self)
+        change(self, method, self, attribute, *value)
 
     wrapper.__name__, wrapper.__qualname__ = name, method.__qualname__
     return wrapper
@@ -410,7 +438,7 @@ def _is_harmless(node: Any, value: tuple[Any, ...]) -> bool:
     trace = current_trace()
     if not value or getattr(node, "_nnx_trace", trace) is trace or is_lent_elsewhere(node._nnx_trace):
         return False
-    if Watch.count and node._nnx_is_captured and is_captured(node):
+    if Watch.all and node._nnx_is_captured and is_captured(node):
         return False
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Identified))
     return not any(isinstance(x, Tracer) or getattr(x, "_nnx_trace", None) is trace for x in leaves)
@@ -451,34 +479,39 @@ class HasAttributes(Node, HasDict):
             foreign = True
         if foreign:
             check_writable(self, f"set attribute {name!r}")
+        marks = self._nnx_marks
         if type(value) is dataclasses.Field and DECLARED in value.metadata:
-            self._nnx_mark(name, value.metadata[DECLARED])
+            marks = {**(marks or {}), name: value.metadata[DECLARED]}
             value = undeclared(value)
         kind = type(value)
         if (kind is list or kind is dict or kind is tuple) and type(getattr(type(self), name, None)) is not property:
-            stays = not self._nnx_is_pytree or (explicit_mark(self, name) and holds_only_arrays(value))
+            stays = not self._nnx_is_pytree or (explicit_mark(self, name, marks) and holds_only_arrays(value))
             value = value if stays else adopt(value)
         elif kind in HIDING:
             warn_of_hidden(self, name, value)
         old = attributes_of(self).get(name, MISSING)
-        try:
+        if marks is not None and (marks is not self._nnx_marks or (name,) in marks):
+            # The user has chosen anew: train() need not restore the old choice.
+            kept = {key: mark for key, mark in marks.items() if key != (name,)}
+            change(self, in_one_step, (_set, self, name, value), (_set, self, "_nnx_marks", kept or None))
+        elif old is value or (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
             _set(self, name, value)
-            if self._nnx_marks is not None and (name,) in self._nnx_marks:
-                self._nnx_unmark((name,))  # the user has chosen anew: train() need not restore the old choice
-        finally:  # a property may have written before it failed
-            if old is not value and not (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
+        else:
+            try:  # as `change`, which takes a tenth longer
+                _set(self, name, value)
                 structure_changed(self)
+            except BaseException:
+                structure_changed(self)
+                raise
 
     def __delattr__(self, name: str) -> None:
         if self._nnx_trace is not current_trace():
             check_writable(self, f"delete attribute {name!r}")
-        try:
-            object.__delattr__(self, name)
-            if self._nnx_marks:  # the attribute's marks go with it
-                kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
-                _set(self, "_nnx_marks", kept or None)
-        finally:
-            structure_changed(self)
+        if self._nnx_marks:  # the attribute's marks go with it
+            kept = {key: mark for key, mark in self._nnx_marks.items() if key != name and key[:1] != (name,)}
+            change(self, in_one_step, (object.__delattr__, self, name), (_set, self, "_nnx_marks", kept or None))
+        else:
+            change(self, object.__delattr__, self, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *attributes_of(self)})
@@ -496,12 +529,18 @@ class HasAttributes(Node, HasDict):
         super()._nnx_restore(saved)
 
     def _nnx_mark(self, name: Any, mark: Any) -> None:
-        _set(self, "_nnx_marks", {**(self._nnx_marks or {}), name: mark})
-        structure_changed(self)
+        change(self, _set, self, "_nnx_marks", {**(self._nnx_marks or {}), name: mark})
 
-    def _nnx_unmark(self, name: Any) -> None:
-        _set(self, "_nnx_marks", {key: mark for key, mark in (self._nnx_marks or {}).items() if key != name} or None)
-        structure_changed(self)
+
+def set_marked(node: Any, name: str, value: Any, key: Any, mark: Any) -> None:
+    """Set an attribute, and a mark that comes with it."""
+    try:
+        setattr(node, name, value)
+        node._nnx_mark(key, mark)
+    except BaseException:  # an interrupt may come in between
+        if attributes_of(node).get(name) is value:
+            node._nnx_mark(key, mark)
+        raise
 
 
 def set_child(holder: Any, key: Any, value: Any) -> None:
@@ -591,14 +630,12 @@ class Pytree(HasAttributes, PytreeSlots):
                 yield name, value
 
     def _nnx_fill(self, items: dict[str, Any]) -> None:
-        attributes = attributes_of(self)
-        attributes.clear()
-        attributes.update(items)
-        for name in self._nnx_slot_names:
-            if name in attributes:
-                _set(self, name, attributes.pop(name))
-            elif getattr(self, name, MISSING) is not MISSING:
-                object.__delattr__(self, name)
+        attributes, in_slots = attributes_of(self), self._nnx_slot_names
+        in_dict = {name: value for name, value in items.items() if name not in in_slots} if in_slots else items
+        given = [(_set, self, name, items[name]) for name in in_slots if name in items]
+        gone = [name for name in in_slots if name not in items and getattr(self, name, MISSING) is not MISSING]
+        without = [(object.__delattr__, self, name) for name in gone]
+        in_one_step((attributes.clear,), (attributes.update, in_dict), *given, *without)
 
     def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
         if type(self).__getstate__ is Pytree.__getstate__:
@@ -607,15 +644,13 @@ class Pytree(HasAttributes, PytreeSlots):
             shell.__setstate__(copy.deepcopy(self.__getstate__(), memo))
 
     def __getstate__(self) -> Any:
-        if Watch.count:
+        if Watch.all:
             notice(self)
         return self._nnx_contents(), self._nnx_marks
 
     def __setstate__(self, state: Any) -> None:
         items, marks = state if type(state) is tuple else (state, None)  # a subclass may have its own __getstate__
-        self._nnx_fill(items)
-        _set(self, "_nnx_marks", dict(marks) if marks else None)
-        structure_changed(self)
+        change(self, refill, self, items, dict(marks) if marks else None)
 
 
 Object = Pytree

@@ -33,7 +33,7 @@ from .fitting import (
     values_to_write,
 )
 from .formulas import copied
-from .graph import Delta, build, commit, pack
+from .graph import Delta, build, commit, even_if_interrupted, pack
 from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
 from .iteration import holder_of
@@ -59,7 +59,7 @@ _State = State[Any, Any]  # for type checkers, to which a State without argument
 def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
     """(layout, leaves, objects) of a node, from its table where it has one."""
     if isinstance(node, Node):
-        if Watch.count:
+        if Watch.all:
             notice(node)
         table = table_of(node)
         return table.layout, table.leaves(), table.objects_with(node)
@@ -250,7 +250,7 @@ def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> Values | No
     source = getattr(states[0], "_source", None) if len(states) == 1 and isinstance(states[0], State) else None
     if not isinstance(source, _Snapshot) or source.group is not None or source.layout is not graphdef.layout:
         return None
-    if Watch.count and source.trace is not current_trace():  # the Variables of a captured State are to be noticed
+    if Watch.all and source.trace is not current_trace():  # the Variables of a captured State are to be noticed
         return None
     if not have_avals(source.values, graphdef.avals):
         return None
@@ -343,11 +343,15 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     own = range(len(leaves) - count_leaves(layout.root), len(leaves))
     items = [(*_settable(node, layout.leaf_paths[k]), values.pop(k)) for k in own if k in values]
     in_refs = {k: values.pop(k) for k in layout.in_refs & values.keys() - metadata.keys()}
-    _write(layout, leaves, objects, values, metadata)
-    for k, value in in_refs.items():
-        objects[layout.variables[k]].set_raw_value(value)
-    for holder, key, value in items:
-        holder[key] = value
+
+    def write() -> None:
+        _write(layout, leaves, objects, values, metadata)
+        for k, value in in_refs.items():
+            objects[layout.variables[k]].set_raw_value(value)
+        for holder, key, value in items:
+            holder[key] = value
+
+    even_if_interrupted(write)
 
 
 def _settable(tree: Any, path: Path) -> tuple[Any, Any]:

@@ -295,7 +295,7 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
 
 
 def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | Layout]:
-    if Watch.count:
+    if Watch.all:
         notice(node)
     known = node._nnx_tree
     if known is None or known.stamp.valid != known.valid:
@@ -308,7 +308,7 @@ def _flatten(node: Any) -> tuple[Iterable[Any], NodeShape | Layout]:
 
 
 def _flatten_with_keys(node: Any) -> tuple[Iterable[tuple[Any, Any]], NodeShape | Layout]:
-    if Watch.count:
+    if Watch.all:
         notice(node)
     known = node._nnx_tree
     if known is None or known.stamp.valid != known.valid:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .calls import recorded_types
 from .errors import UsageError
 from .finding import reachable
-from .objects import Node, check_writable, class_attribute, structure_changed
+from .objects import Node, change, check_writable, class_attribute, refill, set_marked
 from .tracing import current_trace
 from .variables import Variable
 
@@ -26,8 +26,7 @@ _RECORDED = "recorded"  # the mark of an attribute has the key (name, _RECORDED)
 def record(node: Any, name: str, variable: Variable, appends: bool = False) -> None:
     """Set an attribute, and mark it as a recording."""
     check_writable(node, f"record {name!r} in an attribute")
-    setattr(node, name, variable)
-    node._nnx_mark((name, _RECORDED), appends)
+    set_marked(node, name, variable, (name, _RECORDED), appends)
 
 
 def attribute_for(node: Any, name: str) -> str:
@@ -91,7 +90,9 @@ def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[A
                 marks = x._nnx_marks or {}
                 found.append(Aside(x, items, marks))
                 marked = {(name, _RECORDED) for name in gone}
-                _refill(
+                change(
+                    x,
+                    refill,
                     x,
                     {name: value for name, value in items.items() if name not in gone},
                     {key: mark for key, mark in marks.items() if key not in marked},
@@ -107,7 +108,7 @@ def put_back(aside: list[Aside]) -> None:
             if now[name] is not before[name] and appends(node._nnx_marks, name):
                 now[name].set_raw_value((*before[name].get_raw_value(), *now[name].get_raw_value()))
         items = {name: now.get(name, value) for name, value in before.items()} | now
-        _refill(node, items, {**marks, **(node._nnx_marks or {})})
+        change(node, refill, node, items, {**marks, **(node._nnx_marks or {})})
 
 
 def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: bool) -> None:
@@ -118,12 +119,6 @@ def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: b
         values = (*had, *values[len(had) :]) if appends else had
         delattr(node, name)
     record(node, name, kind(values), appends)
-
-
-def _refill(node: Node, items: dict[Any, Any], marks: dict[Any, Any]) -> None:
-    node._nnx_fill(items)
-    object.__setattr__(node, "_nnx_marks", marks or None)
-    structure_changed(node)
 
 
 @contextmanager

@@ -298,25 +298,28 @@ def _is_same(a: tuple[dict, tuple], b: tuple[dict, tuple]) -> bool:
 
 def patched(table: LiveTable, root: Any) -> bool:
     """Bring a table with an invalid stamp up to date; False if it has to be made anew."""
-    stamp = table.stamp
     with stamping:
-        if stamp.valid:  # another thread was first
-            return True
-        changed, stamp.changed = stamp.changed, [gone]  # unless all goes well, the table is made anew
-        objects = {id(x): x for x in [reference() for reference in changed]}
-        nodes = [x for x in objects.values() if isinstance(x, Node)]
-        if len(nodes) < len(objects):  # a Variable has changed, or an object was removed and is gone
-            return False
-        found = _variant_now(table, root, nodes)
-        if found is None:
-            return False
-        table.variant, table.layout = found
-        table.shortcuts = table.variant.shortcuts
-        del stamp.changed[0]
-        stamp.renew()
-        if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
-            stamp.valid = False
-        return bool(stamp.valid)
+        return bool(table.stamp.valid) or _patch(table, root)  # if it is valid, another thread was first
+
+
+def _patch(table: LiveTable, root: Any) -> bool:
+    """As :func:`patched`; no loop within the `with` block, whose end an interrupt would skip."""
+    stamp = table.stamp
+    changed, stamp.changed = stamp.changed, [gone]  # unless all goes well, the table is made anew
+    objects = {id(x): x for x in [reference() for reference in changed]}
+    nodes = [x for x in objects.values() if isinstance(x, Node)]
+    if len(nodes) < len(objects):  # a Variable has changed, or an object was removed and is gone
+        return False
+    found = _variant_now(table, root, nodes)
+    if found is None:
+        return False
+    table.variant, table.layout = found
+    table.shortcuts = table.variant.shortcuts
+    del stamp.changed[0]
+    stamp.renew()
+    if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
+        stamp.valid = False
+    return bool(stamp.valid)
 
 
 def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[Variant, Layout] | None:
@@ -415,7 +418,7 @@ def pack_call(arguments: tuple) -> Packed:
     table = table_of(root)
     walk = Walk(table.objects_with(root), index=table.index)
     layout = table.layout.with_root(walk.run(arguments))
-    if Watch.count:
+    if Watch.all:
         notice(root)
     entering(layout, walk.objects)
     return Packed(layout, [*table.leaves(), *walk.arrays[ROOT]], walk.objects)

@@ -137,7 +137,7 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     def get_value(self, *, index: Any = MISSING) -> A:
         """Return the value, through the ``on_get_value`` hooks; with ``index``, ``value[index]``."""
-        if Watch.count:
+        if Watch.all:
             notice(self)
         value: Any = self._cell.value
         metadata = self._metadata
@@ -187,7 +187,7 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     def get_raw_value(self) -> A:
         """Return the value as stored, without hooks."""
-        if Watch.count:
+        if Watch.all:
             notice(self)
         return self._cell.value
 
@@ -221,7 +221,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def check_writable(self) -> None:
         """Raise :class:`TraceContextError` unless this Variable belongs to the running trace, or has a jax.Ref."""
         if self._cell.trace is not current_trace():
-            if Watch.count:
+            if Watch.all:
                 notice(self)
             if self.ref and isinstance(self._cell.value, jax.Ref):
                 return
@@ -240,8 +240,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     )
 
     def _nnx_give(self, trace: TraceRef) -> None:
-        _set(self, "_cell", cell_of(self._cell.value, trace))
-        self._structure_changed()
+        self._change("_cell", cell_of(self._cell.value, trace))
 
     _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
 
@@ -293,7 +292,7 @@ class Variable(ArrayOperators[A], VariableSlots):
         Raises:
           KeyError: if there is no entry ``name``, and no default.
         """
-        if Watch.count:
+        if Watch.all:
             notice(self)
         if name is None:
             return dict(self._metadata)
@@ -328,7 +327,7 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     def has_metadata(self, name: str) -> bool:
         """Whether there is metadata of this name."""
-        if Watch.count:
+        if Watch.all:
             notice(self)
         return canonical_name(name) in self._metadata
 
@@ -346,8 +345,16 @@ class Variable(ArrayOperators[A], VariableSlots):
         self._replace_metadata({k: v for k, v in self._metadata.items() if k != key})
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
-        _set(self, "_metadata", metadata or NO_METADATA)
-        self._structure_changed()
+        self._change("_metadata", metadata or NO_METADATA)
+
+    def _change(self, name: str, value: Any) -> None:
+        """Set the class, the metadata or the cell; note that, as ``change`` does for a node (objects.py)."""
+        try:
+            _set(self, name, value)
+            self._structure_changed()
+        except BaseException:
+            self._structure_changed()
+            raise
 
     def _structure_changed(self) -> None:
         stamps = self._nnx_stamps
@@ -429,8 +436,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def __setstate__(self, state: tuple) -> None:
         value, metadata = state
         self._cell.value = as_stored(value, metadata) if "ref" in metadata else value
-        _set(self, "_metadata", metadata or NO_METADATA)
-        self._structure_changed()
+        self._replace_metadata(metadata)
 
     # --- attributes: metadata first, then those of the value ---
 
@@ -439,7 +445,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             raise AttributeError(name)
         metadata = self._metadata
         if name in metadata:
-            if Watch.count:
+            if Watch.all:
                 notice(self)
             return metadata[name]
         try:
@@ -457,8 +463,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             self.set_raw_value(value)
         elif name == "__class__":
             self.check_writable()
-            _set(self, name, value)
-            self._structure_changed()
+            self._change(name, value)
         elif isinstance(getattr(type(self), name, None), property):
             _set(self, name, value)
         else:
@@ -690,13 +695,13 @@ _EMPTY = _Metadata(NO_METADATA)
 
 
 def _flatten(v: Variable) -> tuple[tuple[Any], _Metadata]:
-    if Watch.count:
+    if Watch.all:
         notice(v)
     return (v._cell.value,), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
 
 
 def _flatten_with_keys(v: Variable) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
-    if Watch.count:
+    if Watch.all:
         notice(v)
     return ((_VALUE_KEY, v._cell.value),), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.call_paths import Listener
-from ..core.calls import listening, runs
+from ..core.calls import call_listening, runs
 from ..core.data import is_node
 from ..core.errors import ArgumentError, UsageError
 from ..core.graph import pack
@@ -241,8 +241,7 @@ def _calls(obj: Any, method: str, args: tuple, kwargs: dict, flops: bool, vjp_fl
     packed = pack(Arguments((traced,), {}))
     paths = [p[3:] if p[:3] == ("args", 0, 0) else ("<input>", *p[2:]) for p in packed.layout.paths]
     follower = _Follower(flops, vjp_flops, {p: x.get_raw_value() for p, x in _variables_in(obj)})
-    with listening(Listener(packed.objects, paths, follower.on_call)):
-        eval_shape(call, traced)
+    call_listening(Listener(packed.objects, paths, follower.on_call), eval_shape, call, traced)
     for row, programs in follower.programs:
         if flops:
             row.flops = row.stacked * programs[0]()
@@ -289,8 +288,8 @@ class _Follower:
             del self.stacked[depth:]  # also calls that failed, where the caller went on
             row.outputs = _shapes(out)
             if packed is not None:
-                with listening(None):
-                    programs = [_program(make(call, packed.layout), packed.leaves) for make in wanted]
+                made = [make(call, packed.layout) for make in wanted]
+                programs = [call_listening(None, _program, program, packed.leaves) for program in made]
                 self.programs.append((row, programs))
 
         return finish

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import all_leaves
 
-from ..core.calls import entering, inside, listened, listening
+from ..core.calls import call_listening, entering, inside, listened
 from ..core.containers import Dict
 from ..core.data import is_bound_method, is_node
 from ..core.errors import EmptySelectionError, Path, UsageError, describe, format_path
@@ -82,8 +82,7 @@ def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: lis
     entering(layout, live)
     stamp = Stamp()
     objects = build(layout, leaves, stamp=stamp)[1]  # no local variable: an error would name the copy by it
-    with listening(inside(layout, objects, depth=0)):
-        out = call(objects[0], *args, **kwargs)
+    out = call_listening(inside(layout, objects, depth=0), call, objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
         after = without_escapes(diff(layout, leaves, objects, out), layout, ())
         return commit(layout, after.delta, after.leaves, live)

@@ -44,7 +44,8 @@ from ..core.errors import (
     listed,
 )
 from ..core.filters import Filter, shown
-from ..core.objects import Node, Pytree, attributes_of, structure_changed
+from ..core.graph import even_if_interrupted
+from ..core.objects import Node, Pytree, attributes_of, change
 from ..core.ops import state, update
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
@@ -160,8 +161,8 @@ class Optimizer(Pytree, Generic[M]):
 
     @opt_state.setter
     def opt_state(self, tree: Any) -> None:
-        attributes_of(self)["opt_state"] = to_opt_state(tree)
-        structure_changed(self)  # even if the same tree is assigned again: `to_opt_state` copies its containers
+        state = to_opt_state(tree)
+        change(self, attributes_of(self).__setitem__, "opt_state", state)  # even if it is the same: this copies dicts
 
     @boundary
     def update(self, model: Any, grads: Any = MISSING, **extra: Any) -> Any:
@@ -238,9 +239,14 @@ class Optimizer(Pytree, Generic[M]):
         if apart:  # otherwise moments are where their parameter is, and both stay there
             moved = _placed_if(params, moved, _is_apart)
             new_kept = _placed_if(kept, new_kept, lambda moment: _place_of(moment) in apart)
-        update(model, structure.unflatten(map(_with_value, params, moved)))
-        set_values(kept, new_kept)
-        self.step.set_raw_value(plain_value(self.step) + 1)
+        new, count = structure.unflatten(map(_with_value, params, moved)), plain_value(self.step) + 1
+
+        def write() -> None:
+            update(model, new)
+            set_values(kept, new_kept)
+            self.step.set_raw_value(count)
+
+        even_if_interrupted(write)
         watch_update(model, moved, [self.step, *kept])
         return updates
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.closures import all_borrowed, borrowed
+from ..core.closures import all_borrowed, call_borrowing
 from ..core.errors import TraceContextError
 from ..core.escapes import without_escapes
 from ..core.finding import reachable
@@ -67,7 +67,8 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
 
     def pure(leaves: list[Any]) -> tuple[list[Any], Outcome]:
         variables = [x for x in referred if isinstance(x, Variable)]
-        with borrowed(referred, wait=True):
+
+        def run() -> tuple[list[Any], Outcome]:
             for x in variables:
                 lend(x, x.get_raw_value())
             out, after = cross(f, layout, leaves, part=lambda out: None if layout.rows else out)
@@ -76,6 +77,8 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
                 after = without_escapes(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
                 check_returned(after)
             return after.leaves, Outcome(after.delta)
+
+        return call_borrowing(referred, run, wait=True)
 
     pure = named(pure, f, layout.leaf_paths, ())
     try:

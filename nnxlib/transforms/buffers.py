@@ -24,19 +24,21 @@ def note_buffers(error: RuntimeError, arguments: Arguments) -> None:
     if "donate the same buffer twice" not in text and "deleted" not in text:
         return
     with contextlib.suppress(Exception):  # an explanation that fails must not hide the error
-        packed = pack(arguments)
-        leaves = zip(packed.layout.leaf_paths, packed.leaves, strict=True)
-        arrays = [
-            (format_path(path), x) for path, x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)
-        ]
-        if deleted := [name for name, x in arrays if x.is_deleted()]:
-            error.add_note(listed(_DELETED, deleted, _COPY))
-            return
-        names: dict[Any, list[str]] = {}
-        for name, x in arrays:
-            names.setdefault(_buffer(x), []).append(name)
-        if twice := [" and ".join(same) for same in names.values() if len(same) > 1]:
-            error.add_note(listed(_TWICE, twice, _COPY))
+        _note_arrays(error, arguments)
+
+
+def _note_arrays(error: RuntimeError, arguments: Arguments) -> None:
+    packed = pack(arguments)
+    leaves = zip(packed.layout.leaf_paths, packed.leaves, strict=True)
+    arrays = [(format_path(path), x) for path, x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if deleted := [name for name, x in arrays if x.is_deleted()]:
+        error.add_note(listed(_DELETED, deleted, _COPY))
+        return
+    names: dict[Any, list[str]] = {}
+    for name, x in arrays:
+        names.setdefault(_buffer(x), []).append(name)
+    if twice := [" and ".join(same) for same in names.values() if len(same) > 1]:
+        error.add_note(listed(_TWICE, twice, _COPY))
 
 
 def _buffer(x: jax.Array) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from ..core.calls import recording, running
+from ..core.calls import call_recording, running
 from ..core.closures import Loans
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed
 from ..core.filters import Filter, to_predicate
@@ -111,10 +111,14 @@ def capture(
             earlier = take_out(inner, is_asked)
             listener: Any = running()  # of this crossing
             follower = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
-            with recording(listener, kinds, follower), follower or nullcontext():
-                attached, replaced = ([], []) if init is None else _attach(module, init)
-                out = function(*args, **kwargs)
-                recorded = _pop_recorded(module, kinds) if kinds else ()
+
+            def call() -> tuple[Any, ...]:
+                with follower or nullcontext():
+                    attached, replaced = ([], []) if init is None else _attach(module, init)
+                    out = function(*args, **kwargs)
+                    return out, _pop_recorded(module, kinds) if kinds else (), attached, replaced
+
+            out, recorded, attached, replaced = call_recording(listener, kinds, follower, call)
             take_out(inner, is_asked)  # of other Modules than this one
             for owner, name in attached:
                 if name in recorded_in(owner):  # of a type that was not asked for

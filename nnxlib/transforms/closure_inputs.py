@@ -161,7 +161,7 @@ class Captures:
             found = known.look_up()
             if found is None:
                 return _captured(self._found_again(known))
-        if known.running and Watch.count:
+        if known.running and Watch.all:
             note_running(known.running)
         return found, known.places_now() if known.constants.positions else known.places
 

@@ -26,8 +26,8 @@ from ..core.closures import (
     Occupied,
     Watch,
     all_borrowed,
+    call_lending,
     is_watched,
-    lending,
     wait_for_loans,
 )
 from ..core.errors import ArgumentError
@@ -50,7 +50,7 @@ from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, cross
-from .plan import Plan, WithOutcome
+from .plan import Compiled, Plan, WithOutcome
 from .prefixes import PrefixMapping, argument_entries, refuse_nodes, same_entries
 from .retraces import Traces
 from .selection import Selection, as_static, holders_in
@@ -187,7 +187,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                 if self._has_static:
                     captures = self._captures_of(args, kwargs)
             captured, places = NOTHING if captures.known is EMPTY else captures.now()
-            if running_trace() is not EAGER or following or (Watch.count and all_borrowed()):
+            if running_trace() is not EAGER or following or (Watch.all and all_borrowed()):
                 return self._call_packed(captures, args, kwargs, captured, places)
             try:
                 return self._dispatch.call(args, kwargs, captured, places)
@@ -319,9 +319,12 @@ class JitWrapped(Jitted, Generic[P, R]):
             if captured:
                 places = captures.note_constants(packed, places)
             plan = self._plan(captures, packed, arguments, places, True)
-            with lending(self._traces, lambda: packed.objects):
+
+            def make() -> tuple[Compiled, Any]:
                 compiled = plan.staged(packed.leaves)
-                stage = getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
+                return compiled, getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
+
+            compiled, stage = call_lending(self._traces, lambda: packed.objects, make)
         except CapturedObjects as outside:
             self._prepare(captures, outside, captured)
             return self._stage(name, args, kwargs, count)

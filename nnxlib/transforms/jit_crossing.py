@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ..core.closures import AbsentInput, borrowable, watching
+from ..core.closures import AbsentInput, borrowable, call_watched
 from ..core.graph import After
 from ..core.inputs import Input, is_read
 from ..core.layout import Layout
@@ -43,8 +43,7 @@ class JitCrossing(Crossing):
         return found
 
     def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
-        with watching():
-            return cross(f, layout, leaves, forced, loan=self._loan(), cell=Input)
+        return call_watched(lambda: cross(f, layout, leaves, forced, loan=self._loan(), cell=Input))
 
     def _loan(self) -> dict[int, Any]:
         """The captured objects, by row, for a trace to borrow."""

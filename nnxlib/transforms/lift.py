@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import all_leaves, register_static
 
-from ..core.calls import inside, listening, recorded_types, repeated
+from ..core.calls import call_listening, inside, recorded_types, repeated
 from ..core.cells import Cell, new_cell
-from ..core.closures import all_borrowed, borrowed
+from ..core.closures import all_borrowed, call_borrowing
 from ..core.errors import place_of
 from ..core.escapes import without_escapes
 from ..core.graph import After, Delta, Packed, build, commit, diff
@@ -124,14 +124,17 @@ def cross(
     """
     leaves, edited = _own_pytrees(leaves)
     lent = [(loan[i], leaf) for i, leaf in zip(layout.variables, leaves, strict=False) if i in loan]
-    with borrowed(list(loan.values())):  # restored as they were when the block ends
+
+    def run() -> tuple[Any, After]:
         for variable, leaf in lent:
             lend(variable, leaf)  # the live Variable holds the tracer, for this trace alone
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
-        with listening(inside(layout, objects)):  # so Modules that are called know their paths (core/calls.py)
-            out = f(*args, **kwargs)
+        # So Modules that are called know their paths (core/calls.py).
+        out = call_listening(inside(layout, objects), f, *args, **kwargs)
         after = diff(layout, leaves, objects, part(out), {*forced, *edited()})
         return out, without_escapes(after, layout, all_borrowed())
+
+    return call_borrowing(list(loan.values()), run)  # which are restored as they were
 
 
 def _own_pytrees(leaves: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], list[int]]]:

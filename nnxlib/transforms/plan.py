@@ -31,7 +31,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.cells import Cell
-from ..core.closures import AbsentInput, lending
+from ..core.closures import AbsentInput, call_lending
 from ..core.errors import describe, format_path, listed
 from ..core.graph import Packed, commit
 from ..core.inputs import ABSENT
@@ -289,13 +289,12 @@ class Plan:
         Raises:
           ArgumentError: for a leaf that JAX cannot trace.
         """
-        with lending(self.crossing.traces, lambda: packed.objects):
-            try:
-                return self._call(packed)
-            except TypeError as error:
-                check_traceable(packed.layout, packed.leaves)
-                _note_abstract(error, packed.layout, packed.leaves)
-                raise
+        try:
+            return call_lending(self.crossing.traces, lambda: packed.objects, self._call, packed)
+        except TypeError as error:
+            check_traceable(packed.layout, packed.leaves)
+            _note_abstract(error, packed.layout, packed.leaves)
+            raise
 
     def _call(self, packed: Packed) -> Any:
         as_one_trace = not at_top_level() or jax.config.jax_disable_jit  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.calls import followed
-from ..core.closures import CapturedObjects, lending, watching
+from ..core.closures import CapturedObjects, call_lending, call_watched
 from ..core.conditions import Conditions
 from ..core.data import is_data, is_node
 from ..core.formulas import functions_are_replaced
@@ -93,12 +93,17 @@ class Program:
         if jitted is None:
             return self.function(leaves)
         flat = jtu.tree_leaves(leaves)
-        with lending(self, tuple):
+
+        def trace() -> tuple[Any, Any]:
             traced = jitted.trace(leaves)
-            closed, out = traced.jaxpr, traced.out_info
-            if len(closed.in_avals) > len(flat):  # it also takes arrays of the trace around it; here they are constants
-                closed, out = jax.make_jaxpr(jitted.__wrapped__, return_shape=True)(leaves)  # from JAX's cache
-                self._traced = None  # then JAX forgets the trace, too
+            if len(traced.jaxpr.in_avals) <= len(flat):
+                return traced.jaxpr, traced.out_info
+            # It also takes arrays of the trace around it; here they are constants.
+            found = jax.make_jaxpr(jitted.__wrapped__, return_shape=True)(leaves)  # from JAX's cache
+            self._traced = None  # then JAX forgets the trace, too
+            return found
+
+        closed, out = call_lending(self, tuple, trace)
         return jtu.tree_unflatten(jtu.tree_structure(out), evaluate(closed, *flat))
 
 
@@ -107,8 +112,7 @@ def watched(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
-        with watching():
-            return function(*args)
+        return call_watched(function, *args)
 
     return wrapper
 

@@ -102,7 +102,10 @@ def test_outputs_of_methods_are_handed_on():
         return lambda out: seen.append((type(m).__name__, path, name))
 
     listener = Listener([model[0], model[1]], [(0,), (1,)], on_call)
-    with calls.listening(listener):
+
+    def run():
         model[1].helper(model[0](X))
         nnx.remat(lambda m, x: m(x))(model[1], X)
+
+    calls.call_listening(listener, run)
     assert seen == [("Derived", (0,), "__call__"), ("Layer", (1,), "helper"), ("Layer", (1,), "__call__")]
