@@ -16,6 +16,7 @@ from .callables import as_pair, by_position, resolve
 from .checkify import note_nan
 from .classes import lifts_classes
 from .labels import join_lanes, split_lanes
+from .leaf_checks import note_abstract
 from .lift import Arguments, Outcome, cross
 from .naming import named
 from .prefixes import refuse_nodes
@@ -117,6 +118,7 @@ def value_and_grad(
         except TypeError as error:
             if "scalar-output" in str(error) and "Output was (" in str(error):
                 error.add_note("If the function returns (loss, aux), pass has_aux=True.")
+            note_abstract(error, packed.layout, packed.leaves)
             raise
         aux = commit(packed.layout, outcome.delta, leaves, packed.objects)
         tangents = Tangents.of_lanes(packed.layout, lane_of)

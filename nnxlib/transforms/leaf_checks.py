@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
-from ..core.errors import ArgumentError, OutputError, describe, format_path, place_of
+from ..core.errors import ArgumentError, OutputError, describe, format_path, listed, place_of
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.reprs import static_repr
@@ -59,6 +59,31 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
                 arrays = _OF_ARRAYS if dataclasses.is_dataclass(leaf) else ""
                 raise ArgumentError(message.format(name=name, kind=kind, value=leaf) + arrays) from None
 
+
+def explain_untraced(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
+    """Say which of the arguments are why JAX has raised an error, if any are.
+
+    Raises:
+      ArgumentError: in place of the error, as :func:`check_traceable`.
+    """
+    check_traceable(layout, leaves)
+    note_abstract(error, layout, leaves)
+
+
+def note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
+    """Note on an error which leaves are shapes without values: the error may only speak of tracers made of them."""
+    abstract = [
+        f"{format_path(path)}: {describe(leaf)}"
+        for path, leaf in zip(layout.leaf_paths, leaves, strict=True)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if abstract:
+        error.add_note(listed(_ABSTRACT, abstract))
+
+
+_ABSTRACT = """\
+These are shapes without values, as made by nnx.eval_shape: give them values by nnx.update(model, state), or ask for \
+shapes only by nnx.eval_shape(function, model, ...):"""
 
 _UNTRACEABLE = """\
 {name} is a {kind} ({value!r:.80}), which JAX cannot trace. If it is part of the program, bind it beforehand with \

@@ -32,16 +32,14 @@ import jax.tree_util as jtu
 
 from ..core.cells import Cell
 from ..core.closures import AbsentInput, call_lending
-from ..core.errors import describe, format_path, listed
 from ..core.graph import Packed, commit
 from ..core.inputs import ABSENT
-from ..core.layout import Layout
 from ..core.placement import settle
 from ..core.rows import count_leaves
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from .jit_crossing import JitCrossing
 from .labels import join_lanes
-from .leaf_checks import check_traceable
+from .leaf_checks import explain_untraced
 from .lift import Outcome
 from .naming import named
 
@@ -292,8 +290,7 @@ class Plan:
         try:
             return call_lending(self.crossing.traces, lambda: packed.objects, self._call, packed)
         except TypeError as error:
-            check_traceable(packed.layout, packed.leaves)
-            _note_abstract(error, packed.layout, packed.leaves)
+            explain_untraced(error, packed.layout, packed.leaves)
             raise
 
     def _call(self, packed: Packed) -> Any:
@@ -308,19 +305,3 @@ class Plan:
                 if as_one_trace:
                     raise
                 compiled = None
-
-
-def _note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
-    """Note on an error which leaves are shapes without values."""
-    abstract = [
-        f"{format_path(path)}: {describe(leaf)}"
-        for path, leaf in zip(layout.leaf_paths, leaves, strict=True)
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
-    if abstract:
-        error.add_note(listed(_ABSTRACT, abstract))
-
-
-_ABSTRACT = """\
-These are shapes without values, as made by nnx.eval_shape, so the function can be lowered but not called. Give them \
-values by nnx.update(model, state), or ask for shapes only by nnx.eval_shape(function, model, ...):"""

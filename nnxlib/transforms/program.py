@@ -37,7 +37,7 @@ from ..core.tables import pack_call, table_of
 from ..core.tracing import at_top_level, evaluate
 from .callables import name_of
 from .checkify import note_nan
-from .leaf_checks import check_traceable
+from .leaf_checks import explain_untraced
 from .lift import Arguments
 
 
@@ -259,8 +259,8 @@ def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
     """Run a program on the packed leaves and ``extra`` ones; commit the leaves and the Outcome that it returns."""
     try:
         leaves, outcome = program([*packed.leaves, *extra])
-    except TypeError:
-        check_traceable(packed.layout, packed.leaves)
+    except TypeError as error:
+        explain_untraced(error, packed.layout, packed.leaves)
         raise
     return commit(packed.layout, outcome.delta, leaves, packed.objects)
 

@@ -15,7 +15,7 @@ from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
-from .leaf_checks import check_traceable
+from .leaf_checks import explain_untraced
 from .lift import Arguments, Crossing, finish
 from .program import Program, program_of, weakly
 
@@ -59,8 +59,8 @@ def remat(
         key, make = ("remat", prevent_cse, policy), lambda: Program(program, compiled=False)
         try:
             out = program_of((function,), layout, key, make)(packed.leaves)
-        except TypeError:
-            check_traceable(layout, packed.leaves)
+        except TypeError as error:
+            explain_untraced(error, layout, packed.leaves)
             raise
         return finish(packed, _as_arrays(out))
 

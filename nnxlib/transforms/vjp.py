@@ -21,7 +21,7 @@ from ..core.variables import MISSING
 from .callables import resolve
 from .grad import split_aux
 from .labels import join_lanes, split_lanes
-from .leaf_checks import check_traceable
+from .leaf_checks import check_traceable, note_abstract
 from .lift import Arguments, Outcome, cross
 from .prefixes import PrefixMapping
 from .tangents import INEXACT, Argnums, DiffState, Tangents, by_argument, choices, differentiated, shape_of
@@ -57,7 +57,11 @@ class Derivation:
     def pure(self, leaves: list[Any]) -> tuple[list[Any], tuple[list[Any], Outcome, Tangents]]:
         """From leaves to those leaves of the output that have a tangent; and, as aux, to all that comes back."""
         joined = join_lanes((leaves, self._rest), self.lane_of)
-        (primal, _), after = cross(self._run, self.packed.layout, joined, part=operator.itemgetter(1))
+        try:
+            (primal, _), after = cross(self._run, self.packed.layout, joined, part=operator.itemgetter(1))
+        except TypeError as error:
+            note_abstract(error, self.packed.layout, self.packed.leaves)
+            raise
         found = Tangents.of_leaves(primal.layout, primal.leaves)
         return found.take(primal.leaves), (after.leaves, Outcome(after.delta), found)
 

@@ -250,10 +250,23 @@ def test_a_failure_leaves_what_is_passed():
     assert m.count == 2
 
 
-def test_a_call_with_shapes_in_place_of_values_says_so_by_path():
+@pytest.mark.parametrize(
+    "transform",
+    [
+        nnx.jit,
+        nnx.grad,
+        nnx.value_and_grad,
+        nnx.remat,
+        nnx.jacrev,
+        nnx.hessian,
+        lambda f: functools.partial(nnx.vjp, f),
+    ],
+)
+def test_a_call_with_shapes_in_place_of_values_says_so_by_path(transform):
+    """JAX's error speaks of another argument, or of a tracer that was made of a shape."""
     model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError) as caught:
-        nnx.jit(lambda model, x: model(x))(model, jnp.ones((1, 2)))
+        transform(lambda model, x: model(x).sum())(model, jnp.ones((1, 2)))
     notes = "\n".join(caught.value.__notes__)
     assert "shapes without values" in notes
     assert "args[0].kernel: float32[2, 3]" in notes
