@@ -29,9 +29,9 @@ from ..core.closures import CapturedObjects, Running, Watch, is_lent_elsewhere, 
 from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
-from ..core.graph import Packed
+from ..core.graph import Packed, pack
 from ..core.layout import KEPT, Layout
-from ..core.look_ups import LookUp, referent
+from ..core.look_ups import LookUp, is_of_library, referent
 from ..core.objects import Node
 from ..core.references import Found, Way, held_in, search, used_unnoticed
 from ..core.rows import NodeRow, Ref, Tree
@@ -165,8 +165,8 @@ class Captures:
             note_running(known.running)
         return found, known.places_now() if known.constants.positions else known.places
 
-    def add(self, outside: CapturedObjects, before: Sequence[Any]) -> None:
-        """Add objects that a trace has captured besides those that it was given ``before``."""
+    def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed) -> None:
+        """Add objects that a trace of what was ``packed`` has captured besides those that it was given ``before``."""
         roots = outside.roots
         if not _others(roots, before):
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
@@ -174,7 +174,11 @@ class Captures:
             if _others(roots, self.now()[0]):  # if not, another thread has added them
                 known = self.known or self._start_anew()
                 running = {**known.running, **outside.running}
-                found = self._search([*roots, *[reference() for reference in known.roots]], running)
+                sought = [*roots, *[reference() for reference in known.roots]]
+                found = self._search(sought, running)
+                missing = {id(root) for root in roots} - {id(way.value) for way in found.ways}
+                if missing and self._add_given(_holders_in(packed, pack(sought)), missing, sought, running):
+                    found = self._search(sought, running)
                 self.known = self._to_look_up(found, _with_more(known.roots, roots, found), running, known.constants)
 
     def note_constants(self, packed: Packed, places: Any) -> Hashable:
@@ -238,6 +242,18 @@ class Captures:
     def _search(self, sought: Sequence[Any] = (), running: Running = EMPTY.running) -> Found:
         return search(self._function, sought, running.values(), self._given)
 
+    def _add_given(self, holders: Sequence[Any], missing: set[int], sought: Sequence[Any], running: Running) -> bool:
+        """From now on, begin ways also at those of some values that lead to objects that are missing, if there are any.
+
+        Such an object may be replaced in what the arguments hold, where nothing else would notice it.
+        """
+        given = *self._given, *holders
+        ways = search(self._function, sought, running.values(), given).ways
+        first = [[*way.back()][-1][0].look_up for way in ways if id(way.value) in missing]
+        numbers = sorted({look_up.key for look_up in first if look_up.holder is given})
+        self._given = *self._given, *[given[k] for k in numbers]
+        return bool(numbers)
+
     def _to_look_up(
         self,
         found: Found,
@@ -299,6 +315,14 @@ def capture_held(packed: Packed) -> None:
     found = [x for x in others if x._nnx_trace is current_trace()]
     if found:
         raise CapturedObjects(found)
+
+
+def _holders_in(*packed: Packed) -> list[Any]:
+    """What objects have besides data, and may hold other objects: static values, and their classes."""
+    layouts = [each.layout for each in packed]
+    statics = [const.value for layout in layouts for *_, const in layout.statics]
+    classes = {row.type: None for layout in layouts for row in layout.rows if isinstance(row, NodeRow)}
+    return [*statics, *[cls for cls in classes if not is_of_library(vars(cls))]]
 
 
 def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:

@@ -215,9 +215,9 @@ class JitWrapped(Jitted, Generic[P, R]):
         if followed():
             return self._call_followed(Arguments(args, kwargs))
         while True:
+            arguments = Arguments(args, kwargs, captured)
+            packed = pack(arguments)
             try:
-                arguments = Arguments(args, kwargs, captured)
-                packed = pack(arguments)
                 if captured:
                     assumed, places = places, captures.note_constants(packed, places)
                     found = found if places == assumed else None
@@ -226,7 +226,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                     self._dispatch.add(found, arguments, plan)
                 return plan.call(packed)
             except CapturedObjects as outside:
-                self._prepare(captures, outside, captured)
+                self._prepare(captures, outside, captured, packed)
                 (captured, places), found = captures.now(), None
 
     def _captures_of(self, args: tuple, kwargs: dict[str, Any]) -> Captures:
@@ -240,10 +240,10 @@ class JitWrapped(Jitted, Generic[P, R]):
             found = self._captures_given[key] = Captures(self._function, given)  # so none of the ids is reused
         return found
 
-    def _prepare(self, captures: Captures, outside: CapturedObjects, captured: tuple) -> None:
+    def _prepare(self, captures: Captures, outside: CapturedObjects, captured: tuple, packed: Packed) -> None:
         """After a trace was abandoned: take what it captured as further inputs, or wait until it can be borrowed."""
         if not isinstance(outside, Occupied):
-            captures.add(outside, captured)
+            captures.add(outside, captured, packed)
         elif is_watched():  # the enclosing trace is abandoned as well
             raise outside
         else:
@@ -313,9 +313,9 @@ class JitWrapped(Jitted, Generic[P, R]):
         bound = self._bind(args, kwargs)
         captures = self._captures_of(*bound)
         captured, places = captures.now()
+        arguments = Arguments(*bound, captured)
+        packed = pack(arguments)
         try:
-            arguments = Arguments(*bound, captured)
-            packed = pack(arguments)
             if captured:
                 places = captures.note_constants(packed, places)
             plan = self._plan(captures, packed, arguments, places, True)
@@ -326,7 +326,7 @@ class JitWrapped(Jitted, Generic[P, R]):
 
             compiled, stage = call_lending(self._traces, lambda: packed.objects, make)
         except CapturedObjects as outside:
-            self._prepare(captures, outside, captured)
+            self._prepare(captures, outside, captured, packed)
             return self._stage(name, args, kwargs, count)
         first = len(self._args) + count
         left_out = [(i, x) for i, x in enumerate(bound[0]) if i < first or type(x) is StaticArgument]

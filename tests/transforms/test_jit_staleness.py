@@ -1022,6 +1022,49 @@ def test_a_static_argument_that_is_compared_by_identity_holds_another_module(jit
     np.testing.assert_array_equal(f(jnp.ones(2)), 5 * first.w)
 
 
+def held_below():
+    """Models that hold a Module in what is not data; with what has it, and under which name."""
+    plain, hooked = StaticTrainer(Layer(1.0)), StaticTrainer(Layer(1.0))
+    by_plain, by_closure, by_method, by_partial, by_class, by_hook = [Layer() for _ in range(6)]
+    by_plain.used = plain
+    by_closure.used = lambda x: plain.model(x)
+    by_method.used = types.MethodType(StaticTrainer.__call__, plain)
+    by_partial.used = functools.partial(lambda trainer, x: trainer(x), plain)
+    kind = type("Using", (Layer,), {"model": Layer(1.0), "used": lambda self, x: self.model(x)})
+    by_class.__class__ = kind
+    by_hook.w.set_metadata(on_get_value=lambda v, x: hooked.model(x))
+    by_hook.used = types.MethodType(lambda self, x: self.w.value, by_hook)
+    return {
+        "plain object": (by_plain, plain),
+        "function": (by_closure, plain),
+        "method": (by_method, plain),
+        "partial": (by_partial, plain),
+        "class": (by_class, kind),
+        "hook": (by_hook, hooked),
+    }
+
+
+@pytest.mark.parametrize("by", ["argument", "closure", "dict"])
+@pytest.mark.parametrize("place", held_below())
+def test_a_module_is_replaced_in_what_an_argument_holds(place, by):
+    """It is no part of the argument, so it is captured; it is another one while the former still lives."""
+    (m, holder), held = held_below()[place], {}
+    held["m"] = m
+    functions = {
+        "argument": lambda m, x: m.used(x),
+        "closure": lambda _, x: m.used(x),
+        "dict": lambda _, x: held["m"].used(x),
+    }
+    jitted, argument = nnx.jit(functions[by]), m if by == "argument" else None
+    former, x = [], jnp.ones(2)
+    for _ in range(3):
+        for model in (Layer(2.0), Layer(3.0), *former[:1]):
+            holder.model = model
+            for _ in range(2):
+                np.testing.assert_array_equal(jitted(argument, x), m.used(x))
+            former.append(model)
+
+
 def test_static_values_are_not_looked_into_if_they_are_compared_by_value():
     """Another one that is equal is the same argument, and needs no search."""
     held = nnx.jit(lambda config, x: x * config.rate, static_argnums=0)
