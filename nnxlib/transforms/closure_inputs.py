@@ -176,7 +176,7 @@ class Captures:
                 running = {**known.running, **outside.running}
                 sought = [*roots, *[reference() for reference in known.roots]]
                 found = self._search(sought, running)
-                missing = {id(root) for root in roots} - {id(way.value) for way in found.ways}
+                missing = {id(root) for root in roots} - _by_part(found).keys()
                 if missing and self._add_given(_holders_in(packed, pack(sought)), missing, sought, running):
                     found = self._search(sought, running)
                 self.known = self._to_look_up(found, _with_more(known.roots, roots, found), running, known.constants)
@@ -248,8 +248,10 @@ class Captures:
         Such an object may be replaced in what the arguments hold, where nothing else would notice it.
         """
         given = *self._given, *holders
-        ways = search(self._function, sought, running.values(), given).ways
-        first = [[*way.back()][-1][0].look_up for way in ways if id(way.value) in missing]
+        found = search(self._function, sought, running.values(), given)
+        by_part = _by_part(found)
+        named = {id(x) for part in missing for x in by_part.get(part, ())}
+        first = [[*way.back()][-1][0].look_up for way in found.ways if id(way.value) in named]
         numbers = sorted({look_up.key for look_up in first if look_up.holder is given})
         self._given = *self._given, *[given[k] for k in numbers]
         return bool(numbers)
@@ -346,15 +348,21 @@ def _objects_on(ways: Iterable[Way]) -> list[Any]:
     return [x for x in objects.values() if x._nnx_is_captured]
 
 
+def _by_part(found: Found) -> dict[int, list[Any]]:
+    """For each object that is below some on the ways, by id, these; an object holds itself."""
+    holders: dict[int, list[Any]] = {}
+    for x in _objects_on(found.ways):
+        for _, part in reachable(x, set()):
+            holders.setdefault(id(part), []).append(x)
+    return holders
+
+
 def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Found) -> list[weakref.ref]:
     """References to roots and to more of them; in place of one that objects hold which the function names, to these.
 
     It may be replaced in them.
     """
-    holders: dict[int, list[Any]] = {}
-    for x in _objects_on(found.ways) if more else ():
-        for _, part in reachable(x, set()):
-            holders.setdefault(id(part), []).append(x)  # it holds itself
+    holders = _by_part(found) if more else {}
     present = {id(reference()) for reference in before}
     named = {id(x): x for root in more for x in holders.get(id(root), [root])}
     new = [x for x in named.values() if id(x) not in present] or [x for x in more if id(x) not in present]

@@ -1025,9 +1025,10 @@ def test_a_static_argument_that_is_compared_by_identity_holds_another_module(jit
 def held_below():
     """Models that hold a Module in what is not data; with what has it, and under which name."""
     plain, hooked = StaticTrainer(Layer(1.0)), StaticTrainer(Layer(1.0))
-    by_plain, by_closure, by_method, by_partial, by_class, by_hook = [Layer() for _ in range(6)]
+    by_plain, by_closure, by_method, by_partial, by_class, by_hook, by_part = [Layer() for _ in range(7)]
     by_plain.used = plain
     by_closure.used = lambda x: plain.model(x)
+    by_part.used = lambda x: x * plain.model.w
     by_method.used = types.MethodType(StaticTrainer.__call__, plain)
     by_partial.used = functools.partial(lambda trainer, x: trainer(x), plain)
     kind = type("Using", (Layer,), {"model": Layer(1.0), "used": lambda self, x: self.model(x)})
@@ -1037,6 +1038,7 @@ def held_below():
     return {
         "plain object": (by_plain, plain),
         "function": (by_closure, plain),
+        "function of a part": (by_part, plain),
         "method": (by_method, plain),
         "partial": (by_partial, plain),
         "class": (by_class, kind),
