@@ -491,8 +491,7 @@ class HasAttributes(Node, HasDict):
             warn_of_hidden(self, name, value)
         old = attributes_of(self).get(name, MISSING)
         if marks is not None and (marks is not self._nnx_marks or (name,) in marks):
-            # The user has chosen anew: train() need not restore the old choice.
-            kept = {key: mark for key, mark in marks.items() if key != (name,)}
+            kept = _without_former(marks, name)
             change(self, in_one_step, (_set, self, name, value), (_set, self, "_nnx_marks", kept or None))
         elif old is value or (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
             _set(self, name, value)
@@ -530,6 +529,11 @@ class HasAttributes(Node, HasDict):
 
     def _nnx_mark(self, name: Any, mark: Any) -> None:
         change(self, _set, self, "_nnx_marks", {**(self._nnx_marks or {}), name: mark})
+
+
+def _without_former(marks: dict[Any, Any], name: str) -> dict[Any, Any]:
+    """Marks without the former setting of an attribute: the user has chosen anew, and train() need not restore it."""
+    return {key: mark for key, mark in marks.items() if key != (name,)}
 
 
 def set_marked(node: Any, name: str, value: Any, key: Any, mark: Any) -> None:
