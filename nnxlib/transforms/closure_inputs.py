@@ -84,19 +84,21 @@ class WithConstants(tuple):
 class Known:
     """What is known of the objects that a function captures; never changed, but replaced by another one."""
 
-    __slots__ = ("conditions", "constants", "places", "roots", "running", "steps", "straight")
+    __slots__ = ("conditions", "constants", "holders", "places", "roots", "running", "steps", "straight")
 
     def __init__(
         self,
         roots: Sequence[weakref.ref] = (),
         running: Running = MappingProxyType({}),
         constants: Constants = NO_CONSTANTS,
+        holders: Sequence[Any] = (),
         steps: Sequence[Step] = (),
         conditions: Conditions | None = None,
         places: object = None,
     ):
         self.roots, self.running = roots, running  # the objects, and the code that was running when they were noticed
         self.constants = constants
+        self.holders = holders  # what the arguments held, and where ways to the objects begin, too
         self.steps, self.conditions = steps, conditions  # what is looked up at each call, and what must hold elsewhere
         self.places = places  # what stands for the places, without the constants
         self.straight: Callable[[], Any] | None = None  # code for all of it, made once all was as before
@@ -175,11 +177,13 @@ class Captures:
                 known = self.known or self._start_anew()
                 running = {**known.running, **outside.running}
                 sought = [*roots, *[reference() for reference in known.roots]]
-                found = self._search(sought, running)
+                holders, found = known.holders, self._search(sought, running, known.holders)
                 missing = {id(root) for root in roots} - _by_part(found).keys()
-                if missing and self._add_given(_holders_in(packed, pack(sought)), missing, sought, running):
-                    found = self._search(sought, running)
-                self.known = self._to_look_up(found, _with_more(known.roots, roots, found), running, known.constants)
+                if missing:
+                    holders = *holders, *self._leading_to(missing, _holders_in(packed, pack(sought)), sought, running)
+                    found = self._search(sought, running, holders)
+                more = _with_more(known.roots, roots, found)
+                self.known = self._to_look_up(found, more, running, known.constants, holders)
 
     def note_constants(self, packed: Packed, places: Any) -> Hashable:
         """What stands for the places and the constants in what was packed, which are known from now on."""
@@ -187,7 +191,8 @@ class Captures:
         variables = [packed.objects[packed.layout.variables[k]] for k in values]
         constants = Constants(tuple(values), list(map(weakref.ref, variables)))
         if known is not None and not constants.are(known.constants):
-            self.known = Known(known.roots, known.running, constants, known.steps, known.conditions, known.places)
+            others = known.holders, known.steps, known.conditions, known.places
+            self.known = Known(known.roots, known.running, constants, *others)
         without = places.places if isinstance(places, WithConstants) else places
         if not values:
             return without
@@ -195,10 +200,13 @@ class Captures:
         return here
 
     def have_many_places(self) -> bool:
-        """Whether there have been so many places that programs for them should be dropped; if so, forgets them."""
+        """Whether there have been so many places that programs for them should be dropped; if so, forgets everything.
+
+        For the objects may be those of former arguments, which nothing else keeps alive.
+        """
         if len(self._places) <= KEPT:
             return False
-        self._places = {}
+        self._places, self.known = {}, None
         return True
 
     def capture_sharing(self, captured: Sequence[Any]) -> None:
@@ -213,7 +221,8 @@ class Captures:
         seen = set[int]()
         parts = {id(part) for x in captured for _, part in reachable(x, seen)}
         given = set(map(id, captured))
-        others = _objects_on(self._search(captured, (self.known or EMPTY).running).ways)
+        known = self.known or EMPTY
+        others = _objects_on(self._search(captured, known.running, known.holders).ways)
         found = [x for x in others if id(x) not in given and any(id(part) in parts for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
@@ -221,7 +230,8 @@ class Captures:
     def _found_again(self, before: Known) -> Known:
         """What is known after something has changed: perhaps only the ways, as when a dict has grown."""
         if before.are_at_their_places():
-            known = self._to_look_up(self._search((), before.running), before.roots, before.running, before.constants)
+            found = self._search((), before.running, before.holders)
+            known = self._to_look_up(found, before.roots, before.running, before.constants, before.holders)
             if known.places is before.places:
                 self.known = known
                 return known
@@ -229,7 +239,7 @@ class Captures:
 
     def _start_anew(self) -> Known:
         """Start anew, with nothing captured but the Modules that the function may use without a trace noticing it."""
-        found = self._search()
+        found = self._search((), EMPTY.running, ())
         used = [x for x in used_unnoticed(self._function, found) if x._nnx_is_captured]
         here = [x for x in used if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
         known = self._to_look_up(found, _with_more((), here, found))
@@ -239,22 +249,21 @@ class Captures:
         self.known = known
         return known
 
-    def _search(self, sought: Sequence[Any] = (), running: Running = EMPTY.running) -> Found:
-        return search(self._function, sought, running.values(), self._given)
+    def _search(self, sought: Sequence[Any], running: Running, holders: Sequence[Any]) -> Found:
+        return search(self._function, sought, running.values(), (*self._given, *holders))
 
-    def _add_given(self, holders: Sequence[Any], missing: set[int], sought: Sequence[Any], running: Running) -> bool:
-        """From now on, begin ways also at those of some values that lead to objects that are missing, if there are any.
+    def _leading_to(
+        self, missing: set[int], holders: Sequence[Any], sought: Sequence[Any], running: Running
+    ) -> list[Any]:
+        """Those of the holders that lead to objects that are missing.
 
         Such an object may be replaced in what the arguments hold, where nothing else would notice it.
         """
-        given = *self._given, *holders
-        found = search(self._function, sought, running.values(), given)
+        found = self._search(sought, running, holders)
         by_part = _by_part(found)
         named = {id(x) for part in missing for x in by_part.get(part, ())}
-        first = [[*way.back()][-1][0].look_up for way in found.ways if id(way.value) in named]
-        numbers = sorted({look_up.key for look_up in first if look_up.holder is given})
-        self._given = *self._given, *[given[k] for k in numbers]
-        return bool(numbers)
+        first = {id([*way.back()][-1][0].value) for way in found.ways if id(way.value) in named}
+        return [x for x in holders if id(x) in first]
 
     def _to_look_up(
         self,
@@ -262,6 +271,7 @@ class Captures:
         roots: Sequence[weakref.ref],
         running: Running = EMPTY.running,
         constants: Constants = NO_CONSTANTS,
+        holders: Sequence[Any] = (),
     ) -> Known:
         """What to look up: each step on the ways to the roots, and to the places where Modules may come."""
         ways_to: dict[int, list[Way]] = {}
@@ -280,7 +290,7 @@ class Captures:
         if not (steps or conditions):
             return EMPTY
         places = self._places_of(to_roots, others) if to_roots or others else None
-        return Known(roots, running, constants, steps, conditions or None, places)
+        return Known(roots, running, constants, holders, steps, conditions or None, places)
 
     def _places_of(self, to_roots: list[list[Way]], others: list[Way]) -> object:
         """What stands for the places of each root, and of other objects."""

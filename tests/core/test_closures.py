@@ -157,6 +157,21 @@ def test_a_setting_of_a_module_held_by_an_attribute_is_seen():
     assert len(traces) == 2
 
 
+@pytest.mark.filterwarnings("ignore::nnxlib.core.errors.RetraceWarning")
+def test_modules_that_functions_of_former_arguments_hold_are_let_go(monkeypatch):
+    """Each model holds one of its own, which is captured anew; what is known of a few is kept."""
+    monkeypatch.setattr("nnxlib.transforms.closure_inputs.KEPT", 4)
+    f, held = nnx.jit(lambda layer, x: layer.activation(x)), []
+    for n in range(60):
+        layer, other = Layer(), Layer()
+        layer.activation, other.flag = functools.partial(lambda x, other: x * other.flag, other=other), n
+        assert f(layer, 1.0) == n
+        held.append(weakref.ref(other))
+    del layer, other
+    gc.collect()
+    assert sum(reference() is not None for reference in held) <= 40
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["named too", "held alone"])
 @pytest.mark.parametrize("kind", ["dict", "list", "deque", "object in a dict"])
 def test_data_beside_a_captured_module_costs_no_trace(kind, named):
