@@ -126,13 +126,15 @@ _PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, co
 HIDING = frozenset({set, frozenset, collections.deque})  # types of containers in which no nodes are found
 
 
-def warn_of_hidden(holder: Any, name: str, value: Any) -> None:
+def warn_of_hidden(holder: Any, name: str, value: Any, marks: Mapping[Any, Any] | None) -> None:
     """Warn of nodes and Variables in a container that is not searched for them: nothing else would tell.
+
+    The ``marks`` of the holder say what was declared.
 
     There is no warning for other objects that are not pytrees, such as a trainer: these may well refer to a Module.
     """
     found = [type(item).__name__ for item in value if is_node(item)]
-    if found and explicit_mark(holder, name) is None:
+    if found and explicit_mark(holder, name, marks) is None:
         owner, kind = type(holder).__name__, type(value).__name__
         warnings.warn(
             f"{owner}.{name} is a {kind}, in which nnxlib does not find the {found[0]}: it is not trained, copied and "

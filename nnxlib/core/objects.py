@@ -488,7 +488,7 @@ class HasAttributes(Node, HasDict):
             stays = not self._nnx_is_pytree or (explicit_mark(self, name, marks) and holds_only_arrays(value))
             value = value if stays else adopt(value)
         elif kind in HIDING:
-            warn_of_hidden(self, name, value)
+            warn_of_hidden(self, name, value, marks)
         old = attributes_of(self).get(name, MISSING)
         if marks is not None and (marks is not self._nnx_marks or (name,) in marks):
             kept = _without_former(marks, name)

@@ -115,7 +115,7 @@ def value_and_grad(
         except FloatingPointError as error:
             note_nan(error, differentiate, packed.leaves)
             raise
-        except TypeError as error:
+        except Exception as error:  # of JAX, before 0.9 not always a TypeError
             if "scalar-output" in str(error) and "Output was (" in str(error):
                 error.add_note("If the function returns (loss, aux), pass has_aux=True.")
             note_abstract(error, packed.layout, packed.leaves)

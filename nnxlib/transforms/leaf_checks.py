@@ -70,7 +70,7 @@ def explain_untraced(error: TypeError, layout: Layout, leaves: Sequence[Any]) ->
     note_abstract(error, layout, leaves)
 
 
-def note_abstract(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:
+def note_abstract(error: Exception, layout: Layout, leaves: Sequence[Any]) -> None:
     """Note on an error which leaves are shapes without values: the error may only speak of tracers made of them."""
     abstract = [
         f"{format_path(path)}: {describe(leaf)}"

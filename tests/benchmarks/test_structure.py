@@ -13,7 +13,7 @@ SMALL, LARGE = 40, 400
 MOST = {
     "split": 0.1,
     "split into Params and the rest": 0.1,
-    "merge": 0.1,
+    "merge": 1.3,
     "merge of Params and the rest": 7,
     "split, merge, state of the new model": 8,
     "state": 0.1,
@@ -31,9 +31,9 @@ MOST = {
 MOST_OF_TRANSFORMER = MOST | {
     "split": 0.9,
     "split into Params and the rest": 0.9,
-    "merge": 0.9,
+    "merge": 2.5,
     "merge of Params and the rest": 5,
-    "split, merge, state of the new model": 1.7,
+    "split, merge, state of the new model": 3.3,
     "update": 3,
     "clone": 160,
     "pop a Variable of each layer": 48,
@@ -71,11 +71,11 @@ def test_operations_are_linear_and_take_few_calls(ours, name: str, unchecked) ->
 def test_taking_apart_and_putting_together_holds_little(unchecked) -> None:
     """So many bytes for each Variable at a time: itself, its part of the dict of a node, and a few lists of values.
 
-    They are 290 in Python 3.13, and 348 in 3.14.
+    They are 279 in Python 3.13, 348 in 3.14, and 384 in 3.11.
     """
     nnx = structure.load()[structure.OURS]
     act = structure.round_trips({structure.OURS: nnx}, LARGE)[structure.OURS]
-    assert structure.peak(act) <= 360 * LARGE
+    assert structure.peak(act) <= 400 * LARGE
 
 
 @pytest.fixture(scope="module")

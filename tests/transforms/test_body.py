@@ -20,6 +20,8 @@ from nnxlib.transforms.program import Program, program_of, weakly
 
 from .models import Layer, Pair, X, counted
 
+NOTHING = pack(Arguments((), {})).layout
+
 
 def traced(f, *args):
     packed = pack(Arguments(args, {}))
@@ -161,9 +163,9 @@ def test_a_program_is_kept_with_its_function_by_key_and_goes_with_it():
 
         weak = weakly(function)
         made = counted(lambda: Program(lambda leaves: weak(leaves)))
-        first = program_of((weakly(function),), ("key",), made)
-        assert program_of((weakly(function),), ("key",), made) is first
-        assert program_of((weakly(function),), ("other",), made) is not first
+        first = program_of((weakly(function),), NOTHING, ("key",), made)
+        assert program_of((weakly(function),), NOTHING, ("key",), made) is first
+        assert program_of((weakly(function),), NOTHING, ("other",), made) is not first
         assert made.count == 2
         return weakref.ref(function)
 
@@ -199,9 +201,9 @@ def test_programs_do_not_follow_a_function_into_its_wrapper():
     def function(x):
         return x
 
-    first = program_of((weakly(function),), ("key",), lambda: Program(function))
+    first = program_of((weakly(function),), NOTHING, ("key",), lambda: Program(function))
     wrapper = functools.wraps(function)(lambda x: x)
-    assert program_of((weakly(wrapper),), ("key",), lambda: Program(wrapper)) is not first
+    assert program_of((weakly(wrapper),), NOTHING, ("key",), lambda: Program(wrapper)) is not first
 
 
 def test_the_number_of_programs_is_bounded():
@@ -210,7 +212,7 @@ def test_the_number_of_programs_is_bounded():
 
     program = Program(function)
     for key in range(1000):
-        program_of((weakly(function),), (key,), lambda: program)
+        program_of((weakly(function),), NOTHING, (key,), lambda: program)
     assert len(vars(function)["_nnx_programs"]) < 100
 
 
@@ -235,7 +237,7 @@ def test_programs_are_not_pickled():
     def function(x):
         return x
 
-    program_of((weakly(function),), ("key",), lambda: Program(function))
+    program_of((weakly(function),), NOTHING, ("key",), lambda: Program(function))
     assert pickle.loads(pickle.dumps(vars(function)))["_nnx_programs"] == {}
 
 

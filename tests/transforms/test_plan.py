@@ -265,8 +265,10 @@ def test_a_failure_leaves_what_is_passed():
 def test_a_call_with_shapes_in_place_of_values_says_so_by_path(transform):
     """JAX's error speaks of another argument, or of a tracer that was made of a shape."""
     model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(Exception, match=r"JAX type|ShapeDtypeStruct") as caught:
         transform(lambda model, x: model(x).sum())(model, jnp.ones((1, 2)))
+    if "Argument 'ShapeDtypeStruct" in str(caught.value) and not isinstance(caught.value, TypeError):
+        return  # before JAX 0.9, which says so itself
     notes = "\n".join(caught.value.__notes__)
     assert "shapes without values" in notes
     assert "args[0].kernel: float32[2, 3]" in notes
