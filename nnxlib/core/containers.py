@@ -166,6 +166,12 @@ class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
         values = [value for key, value in items.items() if key not in attributes]
         in_one_step((list.__setitem__, self, slice(None), values), (own.clear,), (own.update, attributes))
 
+    def append(self, value: A) -> None:
+        _append(self, value)
+
+    def insert(self, index: SupportsIndex, value: A) -> None:
+        _insert(self, index, value)
+
     def extend(self, it: Iterable[A], /) -> None:
         _extend(self, declared_items(it))
 
@@ -203,10 +209,10 @@ class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
 
 
 _set_item = _reporting("__setitem__", list.__setitem__, slice(1, 2))
+_append = _reporting("append", list.append, slice(0, 1))
+_insert = _reporting("insert", list.insert, slice(1, 2))
 _extend = _reporting("extend", list.extend, slice(0, 1))
 for _name, _adopted in {
-    "append": slice(0, 1),
-    "insert": slice(1, 2),
     "pop": slice(0, 0),
     "clear": slice(0, 0),
     "reverse": slice(0, 0),

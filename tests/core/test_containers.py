@@ -216,6 +216,14 @@ def test_mixed_int_and_str_keys():
     assert list(nnx.merge(*nnx.split(x))) == [10, "a", 2, "1"]
 
 
+def test_a_list_takes_values_by_name():
+    """As flax.nnx does; a built-in list does not."""
+    x = nnx.List([1])
+    x.append(value=3)
+    x.insert(value=2, index=1)
+    assert x == [1, 2, 3]
+
+
 def test_insertion_order_survives():
     """Order is part of what a user can see: it comes back from merge, jit, copies, and differs in the GraphDef."""
     a, b = nnx.Dict(x=param(), y=param()), nnx.Dict(y=param(), x=param())
