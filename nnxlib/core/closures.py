@@ -45,6 +45,11 @@ class RunningCode(NamedTuple):
 Running = Mapping[int, RunningCode]  # by the id of the code
 
 
+def running_in(functions: Iterable[types.FunctionType]) -> Running:
+    """The code of functions, as if it was running."""
+    return {id(f.__code__): RunningCode(f.__code__, f.__globals__) for f in functions}
+
+
 class CapturedObjects(BaseException):
     """Raised through JAX to end a trace that has captured objects; never reaches the user."""
 

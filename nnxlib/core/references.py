@@ -37,6 +37,7 @@ from .look_ups import (
     globals_in,
     globals_of,
     has_length,
+    is_jitted,
     is_of_library,
     item,
     itself,
@@ -46,6 +47,7 @@ from .look_ups import (
     own,
 )
 from .objects import Node
+from .rows import NodeRow
 from .state import State
 from .tracing import current_trace
 from .variables import Variable
@@ -168,6 +170,31 @@ def _held(stack: list[Any]) -> list[Any]:
         elif isinstance(x, _HOLDERS):
             stack += [look_up.found() for look_up in look_ups_in(x, ())]
     return found
+
+
+def used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
+    """Methods of the classes of objects that may use Modules without a trace noticing it, with these Modules."""
+    classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
+    by_file: dict[int, list[types.FunctionType]] = {}  # so that its globals are looked into once
+    for cls in classes:
+        for method in () if is_of_library(vars(cls)) else _methods_of(cls):
+            by_file.setdefault(id(method.__globals__), []).append(method)
+    some = [methods for methods in by_file.values() if _used_by(methods)]
+    return {method: used for methods in some for method in methods if (used := _used_by([method]))}
+
+
+def _used_by(functions: Sequence[types.FunctionType]) -> list[Any]:
+    found = search(functions[0], given=functions[1:])
+    return [x for function in functions for x in used_unnoticed(function, found)]
+
+
+def _methods_of(cls: type) -> Iterator[types.FunctionType]:
+    """The functions in a class, also in properties, and as static and class methods."""
+    for x in vars(cls).copy().values():
+        held: Any = getattr(x, "__func__", x) if isinstance(x, staticmethod | classmethod) else x
+        methods: tuple[Any, ...] = (held.fget, held.fset) if isinstance(held, property) else (held,)
+        functions = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType) or is_jitted(f)]
+        yield from [f for f in functions if isinstance(f, types.FunctionType)]
 
 
 def named_in(function: Callable | None) -> list[Any]:

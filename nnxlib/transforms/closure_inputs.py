@@ -18,6 +18,7 @@ are, and the dispatch compares these when it has no shortcut (a Variable that is
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import weakref
@@ -25,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..core.closures import CapturedObjects, Running, Watch, is_lent_elsewhere, note_running
+from ..core.closures import CapturedObjects, Running, Watch, is_lent_elsewhere, note_running, running_in
 from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
@@ -33,7 +34,7 @@ from ..core.graph import Packed, pack
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, is_of_library, referent
 from ..core.objects import Node
-from ..core.references import Found, Way, held_in, search, used_unnoticed
+from ..core.references import Found, Way, held_in, search, used_by_methods, used_unnoticed
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
@@ -314,19 +315,22 @@ def _captured(known: Known) -> Captured:
 
 
 def capture_held(packed: Packed) -> None:
-    """Before a trace, capture the objects that functions in static values of its arguments hold.
+    """Before a trace, capture the objects that functions in static values of its arguments hold, or methods name.
 
     Such a function, ``attention_fn=partial(attend, rope=RoPE())`` say, is there to be called. So the trace would notice
-    them and be made twice, or not notice them, if it only reads their settings.
+    them and be made twice, or not notice them, if it only reads their settings. Nor would it notice that a method reads
+    the settings of a Module that is a global.
 
     Raises:
       CapturedObjects: if there are any.
     """
     given = set(map(id, packed.objects))
-    others = [x for x in held_in(packed.layout) if x._nnx_is_captured and id(x) not in given]
+    by_methods = used_by_methods(packed.layout)
+    used = itertools.chain(held_in(packed.layout), *by_methods.values())
+    others = [x for x in used if x._nnx_is_captured and id(x) not in given]
     found = [x for x in others if x._nnx_trace is current_trace()]
     if found:
-        raise CapturedObjects(found)
+        raise CapturedObjects(found, running_in(by_methods))
 
 
 def _holders_in(*packed: Packed) -> list[Any]:

@@ -1323,6 +1323,72 @@ def test_a_setting_that_a_wrapper_reads():
         assert f(1.0) == model.setting
 
 
+class Settings(nnx.Module):
+    def __init__(self, scale):
+        self.scale = scale
+
+
+SETTINGS = Settings(1.0)
+
+
+def scaled_by_settings(x):
+    return x * SETTINGS.scale
+
+
+class ReadsInMethod(nnx.Module):
+    def __call__(self, x):
+        return x * SETTINGS.scale
+
+
+class ReadsInFunction(nnx.Module):
+    def __call__(self, x):
+        return scaled_by_settings(x)
+
+
+class ReadsInProperty(nnx.Module):
+    scale = property(lambda self: SETTINGS.scale)
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+class ReadsInStaticMethod(nnx.Module):
+    @staticmethod
+    def scale():
+        return SETTINGS.scale
+
+    def __call__(self, x):
+        return x * self.scale()
+
+
+class Inherits(ReadsInMethod):
+    pass
+
+
+class ReadsInPart(nnx.Module):
+    def __init__(self):
+        self.part = ReadsInMethod()
+
+    def __call__(self, x):
+        return self.part(x)
+
+
+READ_SETTINGS = ReadsInMethod, ReadsInFunction, ReadsInProperty, ReadsInStaticMethod, Inherits, ReadsInPart
+
+
+@pytest.mark.parametrize("kind", READ_SETTINGS)
+@pytest.mark.parametrize("by", [nnx.jit, nnx.remat, lambda f: lambda *args: nnx.cond(True, f, f, *args)])
+def test_a_setting_of_a_module_that_a_method_of_an_argument_reads(kind, by, monkeypatch):
+    """A trace does not notice that it is read, and the function itself does not name it."""
+    model, f = kind(), lambda m, x: m(x)
+    kept = by(f)
+    for settings in (Settings(1.0), Settings(4.0)):
+        monkeypatch.setitem(globals(), "SETTINGS", settings)
+        for _ in range(3):
+            np.testing.assert_array_equal(kept(model, 1.0), settings.scale)
+            settings.scale += 1.0
+
+
 def test_what_a_trace_leaves_in_a_list_does_not_count():
     """The function cannot use a Module of a trace that has ended, so one more of these is no reason to trace again."""
     left = []
