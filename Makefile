@@ -1,7 +1,8 @@
 # make demo     train a small model on real handwritten digits, save it and restore it
 # make examples train a GPT, a Vision Transformer and an LSTM, each in a minute or two
 # make test     run the tests
-# make check    lint, formatting, types, and the tests and doctests with a coverage report
+# make lint     lint, formatting and types
+# make check    the same, and the tests and doctests with a coverage report
 # make docs     build the guides and the API reference as HTML, in build/docs
 # make bench    time nnxlib beside raw JAX and its peers
 #
@@ -16,7 +17,7 @@ JAX ?=
 ARGS ?=
 
 .DEFAULT_GOAL := test
-.PHONY: demo examples test environment check docs bench clean
+.PHONY: demo examples test environment lint check docs bench clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -55,10 +56,12 @@ test: $(call env,$(test_extra))/.installed
 # Only the environment of the tests: for a machine that wants to know whether it can be made.
 environment: $(call env,$(test_extra))/.installed
 
-check: $(call env,dev)/.installed
+lint: $(call env,dev)/.installed
 	$(<D)/bin/ruff check .
 	$(<D)/bin/ruff format --check .
 	$(<D)/bin/pyright --pythonpath $(<D)/bin/python
+
+check: $(call env,dev)/.installed lint
 	$(<D)/bin/coverage erase
 	$(<D)/bin/coverage run -m pytest --numprocesses=auto --maxprocesses=8 $(ARGS)
 	$(<D)/bin/coverage combine --quiet

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any, Self, SupportsIndex, TypeVar, overload
 
 from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
@@ -113,7 +113,7 @@ class _Container:
 
     __slots__ = ()
 
-    def __new__(cls, /, *args: Any, **kwargs: Any):
+    def __new__(cls, /, *args: Any, **kwargs: Any) -> Self:
         return new_node(cls)
 
     def __repr__(self) -> str:

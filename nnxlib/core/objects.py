@@ -24,7 +24,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain, starmap
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 
@@ -595,7 +595,7 @@ class Pytree(HasAttributes, PytreeSlots):
     _nnx_fill_new = staticmethod(_set_attributes)
     _nnx_slot_names: tuple[str, ...] = ()  # the attributes that a user's class declares in ``__slots__``
 
-    def __new__(cls, /, *args: Any, **kwargs: Any):
+    def __new__(cls, /, *args: Any, **kwargs: Any) -> Self:
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise errors.ArgumentError(
                 f"{cls.__name__}() takes no arguments: it has no __init__. Is a @nnx.dataclass missing?"
