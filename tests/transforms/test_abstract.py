@@ -1,6 +1,7 @@
 """nnx.eval_shape: shapes without computing, and no live object changed."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,17 @@ def test_abstract_models(f):
     assert shapes(model) == shapes(concrete)
     assert model.tied is model.linear
     assert (model.flag, model.dropout.rate) == ("x", 0.5)
+
+
+def test_the_same_function_sees_what_has_changed():
+    """Unlike `jax.eval_shape`, which answers from a cache."""
+    config = types.SimpleNamespace(width=2)
+
+    def make():
+        return nnx.Linear(1, config.width, rngs=nnx.Rngs(0))
+
+    for config.width in (2, 3):
+        assert nnx.eval_shape(make).kernel.shape == (1, config.width)
 
 
 def test_what_an_abstract_model_is_for():
