@@ -52,6 +52,8 @@ def values(model: Model) -> None:
     linear = model.blocks[0].linear
     assert_type(model.blocks, nnx.List[Block])
     assert_type(model.blocks[1:], nnx.List[Block])
+    assert_type(nnx.Dict(first=linear), nnx.Dict[nnx.Linear])
+    assert_type(nnx.Dict({"first": linear}), nnx.Dict[nnx.Linear])
     assert_type(linear.kernel.value, jax.Array)
     assert_type(linear.kernel[0], jax.Array)
     assert_type(linear.kernel.shape, tuple[int, ...])
@@ -68,6 +70,12 @@ def repeated(x: jax.Array, model: Model, *, times: int) -> jax.Array:
     for _ in range(times):
         x = model.encode(x)
     return x
+
+
+@nnx.split_rngs(splits=5)
+@nnx.vmap
+def stack(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(2, 2, rngs=rngs)
 
 
 @nnx.remat
@@ -91,6 +99,7 @@ def transforms(model: Model, x: jax.Array) -> None:
     assert_type(nnx.vmap(loss, in_axes=(None, 0))(model, x), jax.Array)
     assert_type(nnx.value_and_grad(loss)(model, x)[0], jax.Array)
     assert_type(nnx.eval_shape(lambda: Model(2, rngs=nnx.Rngs(0))), Model)
+    assert_type(stack(nnx.Rngs(0)), nnx.Linear)
     assert_type(nnx.cond(True, loss, loss, model, x), jax.Array)
 
 

@@ -9,7 +9,7 @@ attributes besides its items; the attributes of a Dict are its items.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Self, SupportsIndex, TypeVar, overload
 
@@ -260,8 +260,8 @@ class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
     __slots__ = ()
     _nnx_slots = DictSlots
 
-    def __init__(self, /, *args: Any, **kwargs: Any):
-        fill_adopted(self, dict(*args, **kwargs))
+    def __init__(self, items: Mapping[str, A] | Iterable[tuple[str, A]] = (), /, **kwargs: A):
+        fill_adopted(self, dict(items, **kwargs))
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping; the items are the attributes

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from .rngs import RngStream, RngValue, Shape, as_key, implementation_of, shapes_
 from .tracing import boundary
 from .variables import MISSING
 
+F = TypeVar("F", bound=Callable[..., Any])
 Policy = Literal["scalars_only", "match_shape"] | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array]
 
 
@@ -140,6 +141,10 @@ def _while_called(node: Any, prepare: Callable[[Any], SplitBackups]) -> Callable
     return decorate if node is MISSING else decorate(node)
 
 
+@overload
+def split_rngs(*, splits: Shape, only: Filter = ..., squeeze: bool = False) -> Callable[[F], F]: ...
+@overload
+def split_rngs(node: Any, /, *, splits: Shape, only: Filter = ..., squeeze: bool = False) -> Any: ...
 @boundary
 def split_rngs(node: Any = MISSING, /, *, splits: Shape, only: Filter = ..., squeeze: bool = False) -> Any:
     """Split the streams of a node into lanes, in place; or decorate a function to do so to its arguments.
@@ -176,6 +181,10 @@ def split_rngs(node: Any = MISSING, /, *, splits: Shape, only: Filter = ..., squ
     return _replace([(path, stream, make) for path, stream in _streams(node, only)])
 
 
+@overload
+def fork_rngs(*, split: Shape | Mapping[Filter, Shape | None] | None = None) -> Callable[[F], F]: ...
+@overload
+def fork_rngs(node: Any, /, *, split: Shape | Mapping[Filter, Shape | None] | None = None) -> Any: ...
 @boundary
 def fork_rngs(node: Any = MISSING, /, *, split: Shape | Mapping[Filter, Shape | None] | None = None) -> Any:
     """Fork the streams of a node in place; or decorate a function to do so to its arguments.
