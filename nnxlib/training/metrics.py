@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ArgumentError, UsageError, describe_nested
+from ..core.finding import reachable
 from ..core.formulas import as_array, full, step
 from ..core.objects import Pytree
 from ..core.ops import split
@@ -288,7 +289,7 @@ class MultiMetric(Metric):
 
     @boundary
     def update(self, **updates: Any) -> None:
-        """Update each metric with all the arguments.
+        """Update each metric with all the arguments; if one of them fails, each keeps its values.
 
         A ``mask`` is for all metrics, or a dict of masks for some of them: ``mask={"accuracy": ...}``. A metric that
         has none is called without the argument.
@@ -301,11 +302,15 @@ class MultiMetric(Metric):
         masks = mask if isinstance(mask, Mapping) else dict.fromkeys(self._metric_names, mask)
         if unknown := [name for name in masks if name not in self._metric_names]:
             raise UsageError(f"There are masks for {unknown}, but the metrics are {list(self._metric_names)}.")
+        variables = [x for _, x in reachable(self, set()) if isinstance(x, Variable)]
+        before = [variable.get_raw_value() for variable in variables]
         for name in self._metric_names:
             own = {} if masks.get(name) is None else {"mask": masks[name]}
             try:
                 getattr(self, name).update(**updates, **own)
-            except Exception as error:
+            except BaseException as error:
+                for variable, value in zip(variables, before, strict=True):
+                    variable.set_raw_value(value)
                 error.add_note(f"in the metric {name!r} of a {type(self).__name__}")
                 raise
 

@@ -333,6 +333,20 @@ def test_a_missing_argument_of_several_is_named_with_its_metric():
     assert caught.value.__notes__[-1] == "in the metric 'accuracy' of a MultiMetric"
 
 
+@pytest.mark.parametrize(
+    "inner", [lambda m: m, lambda m: nnx.MultiMetric(all=m, loss=Average())], ids=["flat", "nested"]
+)
+def test_an_update_that_fails_changes_no_metric(inner):
+    metrics = inner(nnx.MultiMetric(loss=Average(), accuracy=Accuracy()))
+    metrics.update(values=2.0, logits=jnp.ones((2, 3)), labels=jnp.zeros(2, int))
+    before = jax.tree.leaves(nnx.state(metrics))
+    with pytest.raises(ValueError, match="labels need the shape of logits without its last axis"):
+        metrics.update(values=1.0, logits=jnp.ones((2, 3)), labels=jnp.zeros(5, int))
+    with pytest.raises(TypeError, match="missing 2 required keyword-only arguments"):
+        metrics.update(values=1.0)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(nnx.state(metrics)), before)
+
+
 def test_what_is_no_metric_is_refused():
     """By its name."""
     with pytest.raises(TypeError, match="'loss' is not a metric"):
