@@ -108,6 +108,16 @@ def as_array(x: Any) -> jax.Array:
 
 
 @step()
+def add(x: Any, y: Any) -> jax.Array:
+    return x + y
+
+
+@step()
+def multiply(x: Any, y: Any) -> jax.Array:
+    return x * y
+
+
+@step()
 def copied(x: jax.Array) -> jax.Array:
     """An array with a buffer of its own; the method ``copy`` of an array takes five times as long."""
     return jnp.copy(x)

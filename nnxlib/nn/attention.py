@@ -32,7 +32,7 @@ from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
 from ..core.variables import Cache, Intermediate, Variable
 from . import initializers
-from .dtypes import Array, Dtype, at_least_float32, broadcasts, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, broadcast_together, broadcasts, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import LinearGeneral
 from .norm import LayerNorm
@@ -327,7 +327,7 @@ def _fitting(name: str, x: Any, query: Array, key: Array) -> Array | None:
     """A bias or a mask as an array, checked to broadcast to the weights."""
     if x is None:
         return None
-    x, weights = x if isinstance(x, jax.Array) else jnp.asarray(x), _shape_of_weights(query, key)
+    x, weights = as_array(x), _shape_of_weights(query, key)
     if not broadcasts(x.shape, weights):
         raise UsageError(
             f"The {name} of attention must broadcast to [..., heads, q_length, kv_length], here {list(weights)}, "
@@ -463,7 +463,7 @@ class RoPE(Module):
         if positions is None:
             sin, cos = self._sin_and_cos_from_zero(x, before[-1])
         else:
-            positions = positions if isinstance(positions, jax.Array) else jnp.asarray(positions)
+            positions = as_array(positions)
             if not broadcasts(positions.shape, before) or positions.shape[-1:] != before[-1:]:
                 raise input_error(self, f"positions that broadcast to {list(before)}, of full length", positions)
             sin, cos = _sin_and_cos(positions, theta=self.theta, half=half, dtype=at_least_float32(x.dtype))
@@ -514,8 +514,8 @@ def make_attention_mask(
       ValueError: if an input has no axis, or their batch axes do not broadcast to each other.
     """
     query_input, key_input = as_array(query_input), as_array(key_input)
-    batches = zip(reversed(query_input.shape[:-1]), reversed(key_input.shape[:-1]))
-    if not (query_input.ndim and key_input.ndim) or any(a != b and 1 not in (a, b) for a, b in batches):
+    fit = broadcast_together(query_input.shape[:-1], key_input.shape[:-1])
+    if not (query_input.ndim and key_input.ndim and fit):
         raise UsageError(
             "make_attention_mask takes inputs [..., q_length] and [..., kv_length] whose batch axes fit each other, "
             f"but got {describe(query_input)} and {describe(key_input)}."
@@ -938,7 +938,7 @@ class MultiHeadAttention(Module):
             raise input_error(self, f"{takes} (make a longer one, or start again, with init_cache)", inputs_q)
         if mask is not None:
             self._check_mask(mask, query, keys)
-            mask = mask if isinstance(mask, jax.Array) else jnp.asarray(mask)
+            mask = as_array(mask)
         return _extended(query, keys, values, index, key, value, mask)
 
     def init_cache(self, input_shape: Sequence[int], dtype: Dtype = jnp.float32) -> None:

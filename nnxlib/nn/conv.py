@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import UsageError
-from ..core.formulas import product, step
+from ..core.formulas import multiply, product, step
 from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.variables import Param
@@ -63,7 +63,6 @@ _conv_transpose = product(
     "precision",
     "preferred_element_type",
 )(lax.conv_transpose)
-_multiply = step()(lambda x, y: x * y)
 
 
 def canonicalize_padding(padding: Padding, rank: int) -> str | tuple[tuple[int, int], ...]:
@@ -133,7 +132,7 @@ def _masked(layer: Any, kernel: Array) -> Array:
         raise UsageError(
             f"Mask needs to have the same shape as weights. Shapes are: {layer.mask.shape}, {kernel.shape}"
         )
-    return _multiply(kernel, jnp.asarray(layer.mask))
+    return multiply(kernel, jnp.asarray(layer.mask))
 
 
 def _bias(layer: Any) -> Array | None:

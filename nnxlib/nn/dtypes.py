@@ -52,6 +52,11 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to)))
 
 
+def broadcast_together(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether arrays of two shapes broadcast to one another."""
+    return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b)))
+
+
 def canonicalize_dtype(*args: Any, dtype: Dtype | None = None, inexact: bool = True) -> Dtype:
     """Return the dtype that a computation on ``args`` should use.
 

@@ -22,7 +22,7 @@ from jax.nn import initializers as jax_initializers
 from jax.nn.initializers import Initializer as JaxInitializer
 from jax.nn.initializers import constant as constant
 
-from ..core.formulas import formula, full, step
+from ..core.formulas import formula, full, multiply, step
 from ..core.tracing import runs_eagerly
 
 Initializer = JaxInitializer | Callable[..., Any]
@@ -87,19 +87,14 @@ def _unscaled_truncated(key: Any, lower: Any, upper: Any, shape: Any, dtype: Any
     return jax.random.truncated_normal(key, lower, upper, shape, dtype)
 
 
-@step()
-def _scale(x: Any, by: Any) -> jax.Array:
-    return x * by
-
-
 @formula("shape", "dtype")
 def _uniform(key: Any, scale: Any, low: Any, high: Any, shape: Any, dtype: Any) -> jax.Array:
-    return _scale(_unscaled_uniform(key, low, high, shape=shape, dtype=dtype), scale)
+    return multiply(_unscaled_uniform(key, low, high, shape=shape, dtype=dtype), scale)
 
 
 @formula("shape", "dtype")
 def _truncated_normal(key: Any, scale: Any, lower: Any, upper: Any, shape: Any, dtype: Any) -> jax.Array:
-    return _scale(_unscaled_truncated(key, lower, upper, shape=shape, dtype=dtype), scale)
+    return multiply(_unscaled_truncated(key, lower, upper, shape=shape, dtype=dtype), scale)
 
 
 @functools.cache

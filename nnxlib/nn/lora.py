@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ..core.errors import EmptySelectionError, Path, UsageError, describe, format_path
 from ..core.filters import Filter, to_predicate
-from ..core.formulas import step
+from ..core.formulas import add, step
 from ..core.iteration import iter_children, iter_objects
 from ..core.module import Module
 from ..core.objects import Node, set_child
@@ -57,9 +57,6 @@ class LoRAParam(Param[A]):
 @step()
 def _product(x: Array, a: Array, b: Array) -> Array:
     return x @ a @ b
-
-
-_sum = step()(jnp.add)
 
 
 class LoRA(Module):
@@ -144,7 +141,7 @@ class LoRA(Module):
                 f"LoRA {self._nnx_sizes()} adds {describe(out)} to the output of its base, which is {describe(base)}: "
                 "give it the base's sizes."
             )
-        return _sum(out, base)
+        return add(out, base)
 
 
 class LoRALinear(Linear):
@@ -207,7 +204,7 @@ class LoRALinear(Linear):
         Raises:
           LayerInputError: if the last axis of the input does not fit the kernel.
         """
-        return _sum(super().__call__(x, **given(out_sharding=out_sharding)), self.lora(x))
+        return add(super().__call__(x, **given(out_sharding=out_sharding)), self.lora(x))
 
 
 class LoRALinearGeneral(LinearGeneral):
@@ -232,7 +229,7 @@ class LoRALinearGeneral(LinearGeneral):
           LayerInputError: if an axis of the input does not fit the kernel, or is missing.
         """
         y = super().__call__(inputs, **given(out_sharding=out_sharding))
-        return _sum(y, self._lora_output(inputs))
+        return add(y, self._lora_output(inputs))
 
     def _lora_output(self, inputs: Any) -> Array:
         x = jnp.asarray(inputs)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import ArgumentError, EmptySelectionError, TraceContextError, UsageError, describe
 from ..core.filters import Filter, to_predicate
-from ..core.formulas import step
+from ..core.formulas import add, multiply, step
 from ..core.iteration import iter_objects
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
@@ -34,7 +34,7 @@ from ..transforms.scan import Carry as Scanned
 from ..transforms.scan import scan
 from . import initializers
 from .activations import sigmoid, tanh
-from .dtypes import Array, Dtype, input_error, promote_dtype
+from .dtypes import Array, Dtype, broadcast_together, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import Linear
 from .settings import NO_METADATA, Metadata, default_bias_init, default_kernel_init, frozen
@@ -138,18 +138,18 @@ class _VectorCell(RNNCellBase):
             )
         shape = (*input_shape[:-1], self.hidden_features)
         init = self.carry_init if carry_init is None else carry_init
+        stream = rngs.carry if isinstance(rngs, Rngs) else rngs
         if init is None:
-            if rngs is not None:
-                _use_up(rngs.carry if isinstance(rngs, Rngs) else rngs, count)
+            if stream is not None:
+                _use_up(stream, count)
             return (initializers.zeros(None, shape, self.param_dtype),) * count
-        rngs = self.rngs if rngs is None else rngs
-        if rngs is None:
+        stream = self.rngs if stream is None else stream
+        if stream is None:
             raise UsageError(
                 f"RNGs must be provided to initialize the cell carry of {type(self).__name__} {self._nnx_sizes()} with "
                 "its carry_init. Pass rngs=nnx.Rngs(0) to the call or to RNN, or keep_rngs=True to the cell."
             )
-        draw = rngs.carry if isinstance(rngs, Rngs) else rngs
-        return tuple([init(draw(), shape, self.param_dtype) for _ in range(count)])
+        return tuple([init(stream(), shape, self.param_dtype) for _ in range(count)])
 
     def _linear_maps(
         self, of_input: dict[str, Any], of_carry: dict[str, Any], of_both: dict[str, Any]
@@ -168,7 +168,7 @@ class _VectorCell(RNNCellBase):
         for h in vectors:
             if not hasattr(h, "shape"):
                 raise input_error(self, f"a carry of arrays {list(expected)}", h)
-            if h.shape != expected and (h.shape[-1:] != expected[-1:] or not _agree(h.shape, expected)):
+            if h.shape != expected and (h.shape[-1:] != expected[-1:] or not broadcast_together(h.shape, expected)):
                 raise input_error(self, f"a carry of {list(expected)} with inputs of {list(inputs.shape)}", h)
 
 
@@ -199,22 +199,7 @@ def _use_up(stream: RngStream, count: int) -> None:
             stream()
 
 
-def _agree(a: Shape, b: Shape) -> bool:
-    """Whether two shapes broadcast to one another."""
-    return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b), strict=False))
-
-
 # What cells compute besides their linear maps: steps, as in core/formulas.py.
-@step()
-def _sum(x: Array, y: Array) -> Array:
-    return x + y
-
-
-@step()
-def _product(x: Array, y: Array) -> Array:
-    return x * y
-
-
 @step("parts")
 def _chunks(x: Array, parts: int) -> list[Array]:
     return jnp.split(x, parts, axis=-1)
@@ -303,8 +288,8 @@ class SimpleCell(_VectorCell):
           LayerInputError: if the shape of the input or of the carry does not fit.
         """
         self._check(inputs, carry)
-        h = _sum(self.dense_i(inputs), self.dense_h(carry))
-        h = self.activation_fn(_sum(h, carry) if self.residual else h)
+        h = add(self.dense_i(inputs), self.dense_h(carry))
+        h = self.activation_fn(add(h, carry) if self.residual else h)
         return h, h
 
 
@@ -372,8 +357,8 @@ class _LongShortTermCell(_GatedCell):
     def _remember(self, c: Array, i: Array, f: Array, g: Array, o: Array) -> tuple[tuple[Array, Array], Array]:
         """Keep part of ``c``, add to it, and show part of it; the arguments are what enters the gates."""
         gate, activation = self.gate_fn, self.activation_fn
-        c = _sum(*_two_products(gate(f), c, gate(i), activation(g)))
-        h = _product(gate(o), activation(c))
+        c = add(*_two_products(gate(f), c, gate(i), activation(g)))
+        h = multiply(gate(o), activation(c))
         return (c, h), h
 
 
@@ -421,10 +406,10 @@ class LSTMCell(_LongShortTermCell):
           LayerInputError: if the shape of the input or of the carry does not fit.
         """
         c, h = self._checked_pair(carry, inputs)
-        i = _sum(self.ii(inputs), self.hi(h))
-        f = _sum(self.if_(inputs), self.hf(h))
-        g = _sum(self.ig(inputs), self.hg(h))
-        o = _sum(self.io(inputs), self.ho(h))
+        i = add(self.ii(inputs), self.hi(h))
+        f = add(self.if_(inputs), self.hf(h))
+        g = add(self.ig(inputs), self.hg(h))
+        o = add(self.io(inputs), self.ho(h))
         return self._remember(c, i, f, g, o)
 
 
@@ -450,7 +435,7 @@ class OptimizedLSTMCell(_LongShortTermCell):
     def __call__(self, carry: tuple[Array, Array], inputs: Array) -> tuple[tuple[Array, Array], Array]:
         """Make one step; see :meth:`LSTMCell.__call__`."""
         c, h = self._checked_pair(carry, inputs)
-        return self._remember(c, *_chunks(_sum(self.dense_i(inputs), self.dense_h(h)), 4))
+        return self._remember(c, *_chunks(add(self.dense_i(inputs), self.dense_h(h)), 4))
 
 
 class GRUCell(_GatedCell):
@@ -486,8 +471,8 @@ class GRUCell(_GatedCell):
         self._check(inputs, carry)
         gate = self.gate_fn
         (i_r, i_z, i_n), (h_r, h_z, h_n) = _chunks(self.dense_i(inputs), 3), _chunks(self.dense_h(carry), 3)
-        n = self.activation_fn(_sum(i_n, _product(gate(_sum(i_r, h_r)), h_n)))
-        h = _sum(*_weighted(gate(_sum(i_z, h_z)), n, carry))
+        n = self.activation_fn(add(i_n, multiply(gate(add(i_r, h_r)), h_n)))
+        h = add(*_weighted(gate(add(i_z, h_z)), n, carry))
         return h, h
 
 
@@ -638,7 +623,7 @@ class RNN(Module):
             initial_carry = _of_the_batch(inputs, time_axis, batch, initial_carry)
         if seq_lengths is not None:
             seq_lengths = jnp.asarray(seq_lengths)
-            if seq_lengths.ndim > n_batch or not _agree(seq_lengths.shape, batch):
+            if seq_lengths.ndim > n_batch or not broadcast_together(seq_lengths.shape, batch):
                 raise input_error(self, f"seq_lengths of shape {list(batch)} with these inputs", seq_lengths)
             seq_lengths = seq_lengths if seq_lengths.shape == batch else jnp.broadcast_to(seq_lengths, batch)
             if reverse:
