@@ -212,14 +212,8 @@ _set_item = _reporting("__setitem__", list.__setitem__, slice(1, 2))
 _append = _reporting("append", list.append, slice(0, 1))
 _insert = _reporting("insert", list.insert, slice(1, 2))
 _extend = _reporting("extend", list.extend, slice(0, 1))
-for _name, _adopted in {
-    "pop": slice(0, 0),
-    "clear": slice(0, 0),
-    "reverse": slice(0, 0),
-    "__delitem__": slice(0, 0),
-    "__imul__": slice(0, 0),
-}.items():
-    setattr(List, _name, _reporting(_name, getattr(list, _name), _adopted))
+for _name in ("pop", "clear", "reverse", "__delitem__", "__imul__"):
+    setattr(List, _name, _reporting(_name, getattr(list, _name), slice(0, 0)))
 
 
 class ItemView(AttributeView):

@@ -127,18 +127,23 @@ def _is_for_calls(node: Any) -> bool:
     return node is MISSING or (callable(node) and not is_node(node) and jax.tree_util.all_leaves([node]))
 
 
+def _decorated(node: Any, call: Callable[[Callable, tuple, dict[str, Any]], Any]) -> Callable:
+    """The function decorated, or a decorator: each call is ``call(function, args, kwargs)``."""
+
+    def decorate(function: Callable) -> Callable:
+        return functools.wraps(function)(lambda *args, **kwargs: call(function, args, kwargs))
+
+    return decorate if node is MISSING else decorate(node)
+
+
 def _while_called(node: Any, prepare: Callable[[Any], SplitBackups]) -> Callable:
     """The function decorated, or a decorator, to prepare the streams in the arguments and put them back afterwards."""
 
-    def decorate(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with prepare(_Call(args, kwargs)):
-                return function(*args, **kwargs)
+    def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with prepare(_Call(args, kwargs)):
+            return function(*args, **kwargs)
 
-        return wrapper
-
-    return decorate if node is MISSING else decorate(node)
+    return _decorated(node, call)
 
 
 @overload
@@ -257,15 +262,11 @@ def with_rngs(
     """
     if _is_for_calls(node):
 
-        def decorate(function: Callable) -> Callable:
-            @functools.wraps(function)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                args, kwargs = with_rngs((args, kwargs), split=split, fork=fork, broadcast=broadcast, only=only)
-                return function(*args, **kwargs)
+        def call(function: Callable, *given: Any) -> Any:
+            args, kwargs = with_rngs(given, split=split, fork=fork, broadcast=broadcast, only=only)
+            return function(*args, **kwargs)
 
-            return wrapper
-
-        return decorate if node is MISSING else decorate(node)
+        return _decorated(node, call)
     forks = fork if isinstance(fork, Sequence) and not isinstance(fork, str) else (fork,)
     rules = {
         "split": _rules(split, RngStream.split),

@@ -36,7 +36,7 @@ from .dtypes import Array, Dtype, at_least_float32, broadcast_together, broadcas
 from .initializers import Initializer
 from .linear import LinearGeneral
 from .norm import LayerNorm
-from .settings import NO_METADATA, NO_MODE, Metadata, aligned, as_tuple, default_kernel_init, frozen, given
+from .settings import NO_METADATA, NO_MODE, Metadata, aligned, as_tuple, default_kernel_init, frozen, given, next_key
 
 _NOTHING_TO_DROP_WITH = """\
 `deterministic` is False, but MultiHeadAttention has no stream to draw from. Pass `rngs` to the call:
@@ -915,8 +915,7 @@ class MultiHeadAttention(Module):
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
             raise UsageError(_NOTHING_TO_DROP_WITH)
-        rngs = rngs["dropout"] if isinstance(rngs, Rngs) else rngs
-        return False, rngs() if isinstance(rngs, RngStream) else rngs
+        return False, next_key(rngs, "dropout")
 
     def _extend_cache(self, inputs_q: Array, query: Array, key: Array, value: Array, mask: Any) -> tuple[Array, ...]:
         """Add new tokens to what is in the cache, which is not written yet.

@@ -228,13 +228,6 @@ def _feature_axes(layer: Any, x: Any, axes: Axes, **parameters: Array | None) ->
     return absolute
 
 
-def _affine(
-    used: bool, init: Initializer, rngs: Rngs, shape: tuple[int, ...], dtype: Dtype, metadata: Metadata
-) -> Param[Array] | None:
-    """The scale or bias of a layer, None if it is to have none."""
-    return Param(drawn(init, rngs, shape, dtype), **metadata) if used else None
-
-
 def _moments_settings(layer: Any) -> dict[str, Any]:
     """The settings of a layer that :func:`moments` takes."""
     return {
@@ -315,8 +308,8 @@ class BatchNorm(Module):
         is_complex = any(jnp.issubdtype(d, jnp.complexfloating) for d in (dtype, param_dtype) if d is not None)
         self.mean = BatchStat(initializers.zeros(None, shape, jnp.complex64 if is_complex else jnp.float32))
         self.var = BatchStat(initializers.ones(None, shape, jnp.float32))
-        self.scale = _affine(use_scale, scale_init, rngs, shape, param_dtype, scale_metadata)
-        self.bias = _affine(use_bias, bias_init, rngs, shape, param_dtype, bias_metadata)
+        self.scale = Param(drawn(scale_init, rngs, shape, param_dtype), **scale_metadata) if use_scale else None
+        self.bias = Param(drawn(bias_init, rngs, shape, param_dtype), **bias_metadata) if use_bias else None
         self.num_features = num_features
         self.use_running_average = use_running_average
         self.axis = frozen(axis)
@@ -443,8 +436,9 @@ class LayerNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        self.scale = _affine(use_scale, scale_init, rngs, (num_features,), param_dtype, scale_metadata)
-        self.bias = _affine(use_bias, bias_init, rngs, (num_features,), param_dtype, bias_metadata)
+        shape = (num_features,)
+        self.scale = Param(drawn(scale_init, rngs, shape, param_dtype), **scale_metadata) if use_scale else None
+        self.bias = Param(drawn(bias_init, rngs, shape, param_dtype), **bias_metadata) if use_bias else None
         self.num_features = num_features
         self.epsilon = epsilon
         self.dtype = dtype
@@ -510,7 +504,8 @@ class RMSNorm(Module):
         rngs: Rngs,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        self.scale = _affine(use_scale, scale_init, rngs, (num_features,), param_dtype, scale_metadata)
+        shape = (num_features,)
+        self.scale = Param(drawn(scale_init, rngs, shape, param_dtype), **scale_metadata) if use_scale else None
         self.num_features = num_features
         self.epsilon = epsilon
         self.dtype = dtype
@@ -605,8 +600,9 @@ class GroupNorm(Module):
         self.feature_axis = -1
         self.num_groups = num_groups
         self.group_size = num_features // num_groups
-        self.scale = _affine(use_scale, scale_init, rngs, (num_features,), param_dtype, scale_metadata)
-        self.bias = _affine(use_bias, bias_init, rngs, (num_features,), param_dtype, bias_metadata)
+        shape = (num_features,)
+        self.scale = Param(drawn(scale_init, rngs, shape, param_dtype), **scale_metadata) if use_scale else None
+        self.bias = Param(drawn(bias_init, rngs, shape, param_dtype), **bias_metadata) if use_bias else None
         self.epsilon = epsilon
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -705,8 +701,9 @@ class InstanceNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
-        self.scale = _affine(use_scale, scale_init, rngs, (num_features,), param_dtype, scale_metadata)
-        self.bias = _affine(use_bias, bias_init, rngs, (num_features,), param_dtype, bias_metadata)
+        shape = (num_features,)
+        self.scale = Param(drawn(scale_init, rngs, shape, param_dtype), **scale_metadata) if use_scale else None
+        self.bias = Param(drawn(bias_init, rngs, shape, param_dtype), **bias_metadata) if use_bias else None
         self.num_features = num_features
         self.epsilon = epsilon
         self.dtype = dtype

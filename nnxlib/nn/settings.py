@@ -12,7 +12,7 @@ import numpy as np
 from ..core.errors import ArgumentError, UsageError, accepts, describe
 from ..core.formulas import step
 from ..core.metadata import VariableMetadata
-from ..core.rngs import Rngs
+from ..core.rngs import Rngs, RngStream
 from ..core.variables import Param
 from . import initializers
 from .dtypes import Array
@@ -36,6 +36,20 @@ def key_of(rngs: Rngs) -> Array:
             "rngs=nnx.Rngs(seed), or nnx.Rngs(key) for a key of jax.random."
         )
     return rngs.params()
+
+
+def next_key(rngs: Any, name: str) -> Array:
+    """The next key of a stream, or of the one with this name in Rngs; a key is returned as it is.
+
+    Raises:
+      TypeError: for anything else.
+    """
+    stream = rngs[name] if isinstance(rngs, Rngs) else rngs
+    if isinstance(stream, RngStream):
+        return stream()
+    if not hasattr(stream, "dtype"):
+        raise ArgumentError(f"rngs has to be an Rngs, a stream or a key, but got {describe(rngs)}: nnx.Rngs(seed).")
+    return stream
 
 
 def drawn(init: Any, rngs: Rngs, shape: Sequence[int], dtype: Any) -> Any:

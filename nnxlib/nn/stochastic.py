@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core.errors import ArgumentError, UsageError, describe
+from ..core.errors import ArgumentError, UsageError
 from ..core.formulas import formula, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from .dtypes import Array, input_error
-from .settings import NO_MODE
+from .settings import NO_MODE, next_key
 
 
 class Dropout(Module):
@@ -110,24 +110,16 @@ class Dropout(Module):
             raise input_error(self, "inputs of a floating dtype", inputs)
         if self.broadcast_dims and not all(-inputs.ndim <= axis < inputs.ndim for axis in self.broadcast_dims):
             raise input_error(self, f"inputs with the axes broadcast_dims={self.broadcast_dims}", inputs)
-        key = self._key(self.rngs if rngs is None else rngs)
-        if self.axis_name is not None:
-            key = jax.random.fold_in(key, lax.axis_index(self.axis_name))
-        return _drop(key, inputs, 1.0 - rate, self.broadcast_dims)
-
-    def _key(self, rngs: Rngs | RngStream | Array | None) -> Array:
+        rngs = self.rngs if rngs is None else rngs
         if rngs is None:
             raise UsageError(
                 "`deterministic` is False, but no `rngs` argument was provided to Dropout as either a __call__ "
                 "argument or class attribute. Write nnx.Dropout(rate, rngs=rngs) or dropout(x, rngs=rngs)."
             )
-        if isinstance(rngs, Rngs):
-            rngs = rngs[self.rng_collection]
-        if isinstance(rngs, RngStream):
-            return rngs()
-        if not hasattr(rngs, "dtype"):
-            raise ArgumentError(f"rngs has to be an Rngs, a stream or a key, but got {describe(rngs)}: nnx.Rngs(seed).")
-        return rngs
+        key = next_key(rngs, self.rng_collection)
+        if self.axis_name is not None:
+            key = jax.random.fold_in(key, lax.axis_index(self.axis_name))
+        return _drop(key, inputs, 1.0 - rate, self.broadcast_dims)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Set what :func:`nnxlib.view` may set on this layer."""

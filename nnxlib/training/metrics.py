@@ -225,16 +225,7 @@ class Welford(Metric):
 
     @boundary
     def update(self, mask: jax.Array | None = None, **kwargs: Any) -> None:
-        """Take in values.
-
-        Args:
-          mask: which values count: true or not zero where they do; broadcasts against them.
-          **kwargs: the values, a number or an array of any shape, under the name ``argname``; others are ignored.
-
-        Raises:
-          TypeError: if the argument that this metric takes is missing.
-          ValueError: if mask and values cannot be broadcast.
-        """
+        """Take in values; as :meth:`Average.update`."""
         values, counted = _masked(_argument(self, kwargs), mask)
         old, new = self.count.value, values.size if counted is None else _number(counted)
         mean, deviations = _deviations(values, counted, new)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from ..core.formulas import as_array
 from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
@@ -62,7 +62,8 @@ def remat(
         except TypeError as error:
             explain_untraced(error, layout, packed.leaves)
             raise
-        return finish(packed, _as_arrays(out))
+        # Called eagerly, jax.checkpoint hands out constants as literals of its own, which have no method `at`.
+        return finish(packed, jax.tree.map(as_array, out))
 
     return static_arguments(wrapped, static_argnums)
 
@@ -71,11 +72,6 @@ def _unless_array(argument: Any) -> Any:
     """An argument; if it is an array that was declared static, the array."""
     static = type(argument) is StaticArgument and isinstance(argument.value, jax.Array)
     return argument.value if static else argument
-
-
-def _as_arrays(out: Any) -> Any:
-    # Called eagerly, jax.checkpoint hands out constants as literals of its own, which have no method `at`.
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), out)
 
 
 checkpoint = remat

@@ -316,6 +316,8 @@ def test_dropout_and_modes():
     with pytest.raises(ValueError, match=r"no stream to draw from.*attention\(x, rngs=rngs\)|keep_rngs=True"):
         bare(x)
     assert bare(x, rngs=nnx.Rngs(0)).shape == x.shape
+    with pytest.raises(TypeError, match=r"an Rngs, a stream or a key, but got int: nnx.Rngs\(seed\)"):
+        bare(x, rngs=0)
 
 
 def test_weights_are_recorded_on_demand():
