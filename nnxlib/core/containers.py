@@ -60,6 +60,12 @@ def _reporting(name: str, method: Any, adopted: slice) -> Any:
     return wrapper
 
 
+def _let_report(kind: type, base: type, names: Iterable[str], adopted: slice = slice(0, 0)) -> None:
+    """Give a class such methods in place of these of the built-in type."""
+    for name in names:
+        setattr(kind, name, _reporting(name, getattr(base, name), adopted))
+
+
 def item_marks(container: Any) -> Any:
     """A plain list or dict with the declaration of each item: True for data, False for static, None for neither."""
     marks = container._nnx_marks or {}
@@ -212,8 +218,7 @@ _set_item = _reporting("__setitem__", list.__setitem__, slice(1, 2))
 _append = _reporting("append", list.append, slice(0, 1))
 _insert = _reporting("insert", list.insert, slice(1, 2))
 _extend = _reporting("extend", list.extend, slice(0, 1))
-for _name in ("pop", "clear", "reverse", "__delitem__", "__imul__"):
-    setattr(List, _name, _reporting(_name, getattr(list, _name), slice(0, 0)))
+_let_report(List, list, ("pop", "clear", "reverse", "__delitem__", "__imul__"))
 
 
 class ItemView(AttributeView):
@@ -310,15 +315,8 @@ class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
         change(self, object.__setattr__, self, "_nnx_marks", state)
 
 
-for _name, _adopted in {
-    "__setitem__": slice(1, 2),
-    "setdefault": slice(1, 2),
-    "__delitem__": slice(0, 0),
-    "pop": slice(0, 0),
-    "popitem": slice(0, 0),
-    "clear": slice(0, 0),
-}.items():
-    setattr(Dict, _name, _reporting(_name, getattr(dict, _name), _adopted))
+_let_report(Dict, dict, ("__setitem__", "setdefault"), slice(1, 2))
+_let_report(Dict, dict, ("__delitem__", "pop", "popitem", "clear"))
 
 CONTAINERS[list], CONTAINERS[dict] = List, Dict
 

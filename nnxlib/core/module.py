@@ -142,14 +142,13 @@ class Module(Pytree, metaclass=ModuleMeta):
         [0.0, 0.0]
 
         Raises:
-          ValueError: naming the attributes that no Module has, unless ``raise_if_not_found`` is False.
+          ValueError: naming the attributes that no Module has, unless ``raise_if_not_found`` is False; none is set.
         """
-        missing = _set_where_found(self, filters or (...,), attributes)
-        if raise_if_not_found and missing:
-            raise UsageError(
-                f"No Module in {type(self).__name__}{' that the filters take' if filters else ''} has the attributes "
-                f"{sorted(missing)}; pass raise_if_not_found=False to set those that exist.{_near(self, missing)}"
-            )
+        refusal = lambda missing: (
+            f"No Module in {type(self).__name__}{' that the filters take' if filters else ''} has the attributes "
+            f"{sorted(missing)}; pass raise_if_not_found=False to set those that exist.{_near(self, missing)}"
+        )
+        _set_where_found(self, filters or (...,), attributes, refusal if raise_if_not_found else None)
 
     # --- recording ---
 
@@ -293,16 +292,25 @@ def _has_attribute(module: Any, name: str) -> bool:
     return name in module._nnx_contents()
 
 
-def _set_where_found(node: Any, filters: Iterable[Filter], attributes: dict[str, Any]) -> set[str]:
-    """Set the attributes where they exist; returns those that exist nowhere."""
+def _set_where_found(
+    node: Any,
+    filters: Iterable[Filter],
+    attributes: dict[str, Any],
+    refusal: Callable[[set[str]], str] | None = None,
+) -> set[str]:
+    """Set the attributes where they exist; returns those that exist nowhere.
+
+    Raises:
+      UsageError: if there are such, with the text that ``refusal`` gives; then nothing has been set.
+    """
     predicates = [to_predicate(f) for f in filters]
-    missing = set(attributes)
-    for path, module in list(_iter_kind(node, Pytree)):
-        if any(p(path, module) for p in predicates):
-            for name, value in attributes.items():
-                if _has_attribute(module, name):
-                    setattr(module, name, value)
-                    missing.discard(name)
+    modules = [module for path, module in _iter_kind(node, Pytree) if any(p(path, module) for p in predicates)]
+    places = [(module, name) for module in modules for name in attributes if _has_attribute(module, name)]
+    missing = attributes.keys() - {name for _, name in places}
+    if missing and refusal is not None:
+        raise UsageError(refusal(missing))
+    for module, name in places:
+        setattr(module, name, attributes[name])
     return missing
 
 
@@ -437,9 +445,8 @@ def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool 
       ValueError: naming the attributes that no node has, unless ``raise_if_not_found`` is False.
     """
     made = clone(node, variables=False)
-    missing = _set_where_found(made, (only,), attributes)
-    if raise_if_not_found and missing:
-        raise UsageError(f"No Module has the attributes {sorted(missing)}; pass raise_if_not_found=False to go on.")
+    refusal = lambda missing: f"No Module has the attributes {sorted(missing)}; pass raise_if_not_found=False to go on."
+    _set_where_found(made, (only,), attributes, refusal if raise_if_not_found else None)
     return made
 
 

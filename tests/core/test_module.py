@@ -191,10 +191,12 @@ def test_set_attributes_where_they_exist():
 
 
 def test_set_attributes_that_exist_nowhere():
-    """A misspelt attribute is named; raise_if_not_found=False lets it pass, and sets the others."""
+    """A misspelt attribute is named, and nothing is set; raise_if_not_found=False lets it pass, and sets the others."""
     m = Net()
+    before = m.drop.rate
     with pytest.raises(ValueError, match=r"No Module in Net has the attributes \['rte'\]"):
-        m.set_attributes(rte=0.1)
+        m.set_attributes(rate=0.2, rte=0.1)
+    assert m.drop.rate == before != 0.2
     m.set_attributes(rte=0.1, rate=0.2, raise_if_not_found=False)
     assert m.drop.rate == 0.2
     with pytest.raises(ValueError, match=r"No Module in Net that the filters take has the attributes \['rate'\]"):
