@@ -303,8 +303,8 @@ def add_lora(
     for path, layer in chosen:
         if problem := _not_adaptable(layer):
             raise UsageError(f"Cannot add a LoRA to {format_path(path)} ({type(layer).__name__}): {problem}")
-    for _, layer in chosen:
-        lora = LoRA(
+    made = [
+        LoRA(
             math.prod(as_tuple(layer.in_features)),
             rank,
             math.prod(as_tuple(layer.out_features)),
@@ -315,6 +315,9 @@ def add_lora(
             lora_param_type=lora_param_type,
             rngs=rngs,
         )
+        for _, layer in chosen
+    ]
+    for (_, layer), lora in zip(chosen, made):
         layer.__class__ = _ADAPTED[type(layer)]
         layer.lora = lora
     return [path for path, _ in chosen]

@@ -1,4 +1,8 @@
-"""``eval_shape``: run a function of Modules on shapes only."""
+"""``eval_shape``: run a function of Modules on shapes only.
+
+The output is built anew, with shapes for leaves: what is passed in and returned comes out as another object. What the
+function did to its arguments is never committed.
+"""
 
 from __future__ import annotations
 

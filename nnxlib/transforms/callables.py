@@ -1,7 +1,8 @@
 """Callables: what a user may pass as a function to a transform, and how its arguments are given.
 
 A bound method, a callable Module or a partial refers to objects, which have to be packed like any argument. So each
-transform first takes such a callable apart, by :func:`resolve`.
+transform first takes such a callable apart, by :func:`resolve`. A wrapper of it has its name and signature, but none of
+its attributes (``functools.wraps(f, updated=())``), since these are those of a Module.
 """
 
 from __future__ import annotations

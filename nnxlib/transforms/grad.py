@@ -1,4 +1,8 @@
-"""``grad`` and ``value_and_grad``: differentiate a function of Modules with respect to chosen leaves."""
+"""``grad`` and ``value_and_grad``: differentiate a function of Modules with respect to chosen leaves.
+
+There are two lanes, the leaves that are differentiated and the rest (tangents.py), and JAX differentiates a function of
+two lists. What the function did to its arguments is its aux. The gradients, a list, become a State for each Module.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +94,7 @@ def value_and_grad(
     function, bound, bound_kwargs = resolve(f)
     chosen = choices(argnums)
 
-    @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
+    @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
         args = (*bound, *args)
@@ -136,7 +140,7 @@ def split_aux(out: Any) -> tuple[Any, Any]:
 def without_value(differentiate: Callable, f: Callable, has_aux: bool) -> Callable:
     """The gradient of ``f`` alone, given what returns the value, too."""
 
-    @functools.wraps(f, updated=())  # the attributes of a callable Module are not the wrapper's
+    @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         value, grads = differentiate(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads

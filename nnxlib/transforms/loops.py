@@ -64,6 +64,7 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
     test, step = weakly(test), weakly(step)
     arguments = Arguments((init_val, tuple(test_bound), tuple(step_bound)), {})
 
+    # A loop hands on all of its arguments: a Module that is bound to one of the functions may change, too.
     def apply(value: Any, test_bound: Any, bound: Any) -> Arguments:
         return Arguments((step(*bound[0], value, **bound[1]), as_bound(*test_bound), as_bound(*bound)), {})
 

@@ -1,4 +1,7 @@
-"""``remat``: recompute in the backward pass instead of keeping intermediate values."""
+"""``remat``: recompute in the backward pass instead of keeping intermediate values.
+
+It is ``jax.checkpoint`` of a program that is kept on the function (program.py): so of equal layers, one is traced.
+"""
 
 from __future__ import annotations
 

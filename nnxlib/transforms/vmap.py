@@ -1,4 +1,7 @@
-"""``vmap`` and ``pmap``: map a function of Modules over an axis, with an axis for each kind of leaf."""
+"""``vmap`` and ``pmap``: map a function of Modules over an axis, with an axis for each kind of leaf.
+
+The leaves with one axis form a lane. Names of axes in metadata are dropped on the way in, put back on the way out.
+"""
 
 from __future__ import annotations
 

@@ -229,6 +229,17 @@ def test_what_cannot_be_adapted_or_merged_is_refused_and_nothing_changes():
         nnx.add_lora(model, 2, rngs=rngs)
     assert type(model[0]) is nnx.Linear
     model.pop()
+    shapes = []
+
+    def fails_for_the_second(key, shape, dtype):
+        shapes.append(shape)
+        return jnp.zeros(shape, dtype) if len(shapes) == 1 else 1 / 0
+
+    model.append(nnx.Linear(2, 2, rngs=rngs))
+    with pytest.raises(ZeroDivisionError):
+        nnx.add_lora(model, 2, a_initializer=fails_for_the_second, rngs=rngs)
+    assert [type(layer) for layer in model] == [nnx.Linear, nnx.Linear]
+    model.pop()
     nnx.add_lora(model, 2, rngs=rngs)
     with pytest.raises(ValueError, match=r"\[0\] \(LoRALinear\): it has one; merge it first"):
         nnx.add_lora(model, 2, rngs=rngs)
