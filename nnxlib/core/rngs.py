@@ -170,7 +170,7 @@ def _seeded(seed: Any, impl: Any) -> jax.Array:
         raise InvalidRngError(f"A seed is a number of 64 bits at most, but got {seed}.") from None
 
 
-def _lanes(k: Any) -> tuple[int, ...]:
+def as_lanes(k: Any) -> tuple[int, ...]:
     """The shape of the lanes that ``k`` gives, an int or a sequence of ints."""
     try:
         shape = tuple([operator.index(size) for size in (k if isinstance(k, Sequence) else (k,))])
@@ -332,7 +332,7 @@ class RngStream(_Samplers, Pytree):
         Raises:
           ValueError: if ``k`` is neither a number nor a shape, or the stream is split already.
         """
-        shape = _lanes(k)
+        shape = as_lanes(k)
         return RngStream(_into_lanes(self(), shape=shape), tag=self.tag)
 
     def fork(self, *, split: Shape | None = None) -> RngStream:
@@ -345,7 +345,7 @@ class RngStream(_Samplers, Pytree):
 
     def broadcast(self, k: Shape) -> RngStream:
         """Return a stream of ``k`` lanes (an int or a shape) that all draw the same keys, none of them drawn before."""
-        shape = _lanes(k)
+        shape = as_lanes(k)
         return RngStream(jnp.broadcast_to(_as_root(self()), shape), tag=self.tag)
 
     def fold_in(self, *static: str | int) -> RngStream:
@@ -562,5 +562,6 @@ def _map_streams(
 def shapes_by_filter(k: Any) -> Callable[[Path, RngStream], Shape | None]:
     """A function that gives the shape for a stream: ``k``, or by filters that of the first match, None without one."""
     rules = k if isinstance(k, Mapping) else {...: k}
-    first, shapes = first_of(filters_to_predicates(tuple(rules))), (*rules.values(), None)
+    first = first_of(filters_to_predicates(tuple(rules)))
+    shapes = *(None if shape is None else as_lanes(shape) for shape in rules.values()), None
     return lambda path, stream: shapes[first(path, stream)]

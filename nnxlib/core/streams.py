@@ -24,7 +24,7 @@ from .errors import Path, UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
 from .iteration import iter_objects
 from .ops import clone
-from .rngs import RngStream, RngValue, Shape, as_key, implementation_of, shapes_by_filter
+from .rngs import RngStream, RngValue, Shape, as_key, as_lanes, implementation_of, shapes_by_filter
 from .tracing import boundary
 from .variables import MISSING
 
@@ -295,7 +295,7 @@ _Rules = list[tuple[Callable, Callable]]
 def _rules(shapes: Any, act: Callable[..., RngStream]) -> _Rules:
     given = shapes if isinstance(shapes, Mapping) else {} if shapes is None else {...: shapes}
     pairs = zip(filters_to_predicates(tuple(given)), given.values(), strict=True)
-    return [(takes, functools.partial(act, k=shape)) for takes, shape in pairs]
+    return [(takes, functools.partial(act, k=as_lanes(shape))) for takes, shape in pairs]
 
 
 def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Callable | None:

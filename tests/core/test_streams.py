@@ -131,6 +131,23 @@ def test_a_stream_that_is_split_already_stops_all():
     assert facts(m) == before
 
 
+@pytest.mark.parametrize("wrong", ["x", -1, (2, 0.5)])
+def test_what_is_no_number_of_lanes_is_refused_before_any_key_is_used(wrong):
+    """Also if it is meant for the last of the streams."""
+    m = model()
+    before, shapes = facts(m), {"params": 2, "dropout": wrong}
+    for act in (
+        lambda: fork_rngs(m, split=shapes),
+        lambda: with_rngs(m, split=shapes),
+        lambda: with_rngs(m, split={"params": 2}, broadcast={"dropout": wrong}),
+        lambda: m.rngs.split(shapes),
+        lambda: m.rngs.fork(split=shapes),
+    ):
+        with pytest.raises(ValueError, match="The lanes of a stream are given by their number or shape"):
+            act()
+    assert facts(m) == before
+
+
 def test_reseeding_makes_a_model_repeatable():
     """Streams of a tag start anew from the seed, each from a key of its own; others are left alone."""
     m, other = model(), Model(nnx.Rngs(9, params=8, dropout=7))
