@@ -366,9 +366,9 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
     ([()], 'Linear')
 
     Raises:
-      ValueError: if a LoRA is around something other than a Linear of its sizes, or around one that others use without
-        it, if nothing holds it in which it could be replaced, or if the class of a layer has a forward of its own.
-        Nothing is changed then.
+      ValueError: if a LoRA is around something other than a Linear of its sizes, if others use that Linear, or the
+        kernel, without it, if nothing holds it in which it could be replaced, or if the class of a layer has a forward
+        of its own. Nothing is changed then.
     """
     takes = to_predicate(filter)
     nodes = list(iter_objects(model))
@@ -381,8 +381,7 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
             for key, child in iter_children(node):
                 holders.setdefault(id(child), []).append((node, key))
     for path, layer in beside + around:
-        problem = _own_forward(layer) or (_not_mergeable(layer, holders) if isinstance(layer, LoRA) else None)
-        if problem:
+        if problem := _not_mergeable(layer, holders):
             raise UsageError(f"Cannot merge the LoRA at {format_path(path)}: {problem}")
     for _, layer in beside:
         _add_to_kernel(layer, layer.lora)
@@ -399,27 +398,26 @@ def _library_class(layer: Any) -> type:
     return next(cls for cls in _MERGEABLE if isinstance(layer, cls))
 
 
-def _own_forward(layer: Any) -> str | None:
-    cls = _library_class(layer)
-    if type(layer).__call__ is cls.__call__:
-        return None
-    return (
-        f"{type(layer).__name__} has a __call__ of its own, and may compute something else than {cls.__name__}; "
-        "leave it out of the filter."
-    )
-
-
-def _not_mergeable(wrapper: LoRA, holders: dict[int, list[tuple[Any, Any]]]) -> str | None:
-    base: Any = wrapper.base_module
-    if type(base) is not Linear:
-        return f"it is around a {type(base).__name__}, and only the kernel of a Linear can take it up."
-    if base.kernel.shape != (wrapper.in_features, wrapper.out_features):
-        return f"it has the sizes {wrapper._nnx_sizes()}, but the kernel of its Linear {describe(base.kernel)}."
-    if len(holders[id(base)]) > 1:
-        return "others use its Linear without it, and would change; leave it out of the filter."
-    held = holders.get(id(wrapper), [])
-    if not held or any(isinstance(key, tuple) for _, key in held):
-        return "it is the model itself, or in a tuple, where nothing can take its place; hold it in a Module or List."
+def _not_mergeable(layer: Any, holders: dict[int, list[tuple[Any, Any]]]) -> str | None:
+    cls, base = _library_class(layer), layer
+    if type(layer).__call__ is not cls.__call__:
+        return (
+            f"{type(layer).__name__} has a __call__ of its own, and may compute something else than {cls.__name__}; "
+            "leave it out of the filter."
+        )
+    if isinstance(layer, LoRA):
+        base = layer.base_module
+        if type(base) is not Linear:
+            return f"it is around a {type(base).__name__}, and only the kernel of a Linear can take it up."
+        if base.kernel.shape != (layer.in_features, layer.out_features):
+            return f"it has the sizes {layer._nnx_sizes()}, but the kernel of its Linear {describe(base.kernel)}."
+        if len(holders[id(base)]) > 1:
+            return "others use its Linear without it, and would change; leave it out of the filter."
+        held = holders.get(id(layer), [])
+        if not held or any(isinstance(key, tuple) for _, key in held):
+            return "it is the model itself, or in a tuple, where it cannot be replaced; hold it in a Module or List."
+    if len(holders[id(base.kernel)]) > 1:
+        return "others use its kernel without it, and would change; leave it out of the filter."
     return None
 
 

@@ -266,7 +266,12 @@ def test_what_cannot_be_adapted_or_merged_is_refused_and_nothing_changes():
     ]:
         with pytest.raises(ValueError, match=message):
             merge(*arguments)
-    assert linear.kernel.value is kernel
+    tied = nnx.List([linear, nnx.Linear(2, 2, rngs=rngs)])
+    tied[1].kernel = linear.kernel
+    nnx.add_lora(tied, 1, rngs=rngs)
+    with pytest.raises(ValueError, match=r"at \[0\]: others use its kernel without it"):
+        nnx.merge_lora(tied)
+    assert (linear.kernel.value is kernel, type(linear)) == (True, nnx.LoRALinear)
 
 
 def test_adapted_models_go_through_transforms():
