@@ -247,7 +247,8 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
         else:
             p, q = _wide(p), _wide(q)
             distance = np.abs(p - q)
-        close = (p == q) | (distance <= atol + rtol * np.abs(_wide(q))) | (np.isnan(p) & np.isnan(q))
+        near = np.isfinite(distance) & (distance <= atol + rtol * np.abs(_wide(q)))  # no number is near infinity
+        close = (p == q) | near | (np.isnan(p) & np.isnan(q))
     at_hand = has_p & has_q
     close |= ~at_hand
     if close.all():

@@ -109,6 +109,7 @@ def test_tolerances():
     assert not nnx.diff(a, b, rtol=0.01, atol=0.1)
     c = nnx.State({"x": jnp.array([1.0, 100.0, 0.0, -jnp.inf])})
     assert nnx.diff(a, c)[0].after == "2 of 4 differ, nan and 0 at [2]"
+    assert nnx.diff(a, c, rtol=0.01)[0].after == "2 of 4 differ, nan and 0 at [2]", "no number is near an infinity"
 
 
 def test_states():
