@@ -55,6 +55,7 @@ class Stack(Module):
     Call it as you would call a layer: what a layer returns is the first argument of the next; all other arguments go
     to each layer as they are (arrays, Modules, and Python values, which stay Python values). State inside the layers
     (dropout, batch statistics, ``sow``), and in Modules among the arguments, changes as it would in a Python loop.
+    What the layers are to share is passed to the call, too: a Variable in them becomes one for each.
 
     ``stack[3]`` is a layer, ``stack[2:5]`` a Stack, both with copies of the values; ``stack[3] = layer`` writes the
     values of a layer into the stack. ``for layer in stack`` goes over the layers.
