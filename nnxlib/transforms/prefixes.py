@@ -10,7 +10,7 @@ Which label each leaf gets is found in labels.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
@@ -132,8 +132,8 @@ class TreeState(PrefixMapping):
     pytree that the prefix was made for: the function sees paths in that pytree.
     """
 
-    def __init__(self, function: Callable[[tuple, Any], Label], state: State, start: tuple = ()):
-        super().__init__({})
+    def __init__(self, function: Callable[[tuple, Any], Label], state: State, start: tuple, filters: Iterable[Filter]):
+        super().__init__([(x, None) for x in filters])  # what the function asks; itself, if it may look at values
         self._function, self.state, self._start = function, state, start
 
     @property
@@ -159,7 +159,7 @@ class TreeState(PrefixMapping):
 
     def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
         state = map_state(lambda path, label: function(label), self.state)
-        return TreeState(lambda path, leaf: function(self._function(path, leaf)), state, self._start)
+        return TreeState(lambda path, leaf: function(self._function(path, leaf)), state, self._start, self.filters)
 
 
 class _Below(PrefixMapping):
@@ -211,6 +211,7 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
       PrefixError: if no filter takes a leaf.
     """
     resolve = PrefixMapping(filter_map).map_prefix if isinstance(filter_map, Mapping) else filter_map
+    filters: Any = filter_map if isinstance(filter_map, Mapping) else (filter_map,)
 
     def label(keys: tuple, x: Any) -> Any:
         start = tuple([path_key(key) for key in keys])
@@ -219,7 +220,7 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
         found = [resolve((*start, *path), value) for path, value in zip(layout.leaf_paths, values, strict=True)]
         if layout.leaf_paths == ((),):
             return found[0]
-        return TreeState(resolve, from_flat_state(list(zip(layout.leaf_paths, found, strict=True))), start)
+        return TreeState(resolve, from_flat_state(list(zip(layout.leaf_paths, found, strict=True))), start, filters)
 
     return jtu.tree_map_with_path(label, node, is_leaf=is_node)
 

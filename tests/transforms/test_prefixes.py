@@ -378,10 +378,14 @@ def test_a_filter_that_looks_at_values_is_asked_at_each_call():
         return bool(x.get_value().sum() > 0)
 
     layer = nnx.Dict(w=nnx.Param(jnp.ones(2)))
-    shardings = (nnx.StateSharding({is_positive: replicated, ...: None}),)
-    total = nnx.jit(lambda layer: layer["w"].sum(), in_shardings=shardings)
-    for k in range(1, 7):
-        layer["w"].value = jnp.full(2, (-1.0) ** k)
-        assert total(layer) == 2 * (-1.0) ** k
-        assert len(asked) == k
-    assert total._cache_size() == 2
+    for shardings in (
+        nnx.StateSharding({is_positive: replicated, ...: None}),
+        nnx.prefix(layer, lambda path, x: replicated if is_positive(path, x) else None),
+    ):
+        total = nnx.jit(lambda layer: layer["w"].sum(), in_shardings=(shardings,))
+        asked.clear()
+        for k in range(1, 7):
+            layer["w"].value = jnp.full(2, (-1.0) ** k)
+            assert total(layer) == 2 * (-1.0) ** k
+            assert len(asked) == k
+        assert total._cache_size() == 2
