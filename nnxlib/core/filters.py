@@ -440,6 +440,10 @@ class _Combination(FilterObject):
     def looks_at_values(self) -> bool:
         return any(predicate.looks_at_values for predicate in self.predicates)
 
+    def of_class(self, kind: type[Variable]) -> bool | None:
+        taken, decisive = {predicate.of_class(kind) for predicate in self.predicates}, self.absorbing.of_class(kind)
+        return decisive if decisive in taken else None if None in taken else not decisive
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, _Combination)
@@ -471,10 +475,6 @@ class Any(_Combination):
     def __call__(self, path: Path, x: typing.Any) -> bool:
         return any(predicate(path, x) for predicate in self.predicates)
 
-    def of_class(self, kind: type[Variable]) -> bool | None:
-        taken = {predicate.of_class(kind) for predicate in self.predicates}
-        return True if True in taken else None if None in taken else False
-
     def __invert__(self) -> FilterObject:
         return All(*[~predicate for predicate in self.predicates])
 
@@ -491,10 +491,6 @@ class All(_Combination):
 
     def __call__(self, path: Path, x: typing.Any) -> bool:
         return all(predicate(path, x) for predicate in self.predicates)
-
-    def of_class(self, kind: type[Variable]) -> bool | None:
-        taken = {predicate.of_class(kind) for predicate in self.predicates}
-        return False if False in taken else None if None in taken else True
 
     def __invert__(self) -> FilterObject:
         return Any(*[~predicate for predicate in self.predicates])

@@ -304,7 +304,7 @@ def _set_where_found(
       UsageError: if there are such, with the text that ``refusal`` gives; then nothing has been set.
     """
     predicates = [to_predicate(f) for f in filters]
-    modules = [module for path, module in _iter_kind(node, Pytree) if any(p(path, module) for p in predicates)]
+    modules = [x for path, x in _of_kind(iter_objects(node), Pytree) if any(p(path, x) for p in predicates)]
     places = [(module, name) for module in modules for name in attributes if _has_attribute(module, name)]
     missing = attributes.keys() - {name for _, name in places}
     if missing and refusal is not None:
@@ -324,14 +324,12 @@ def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
     >>> [path for path, _ in nnx.iter_modules(nnx.Sequential(nnx.Dropout(0.5)))]
     [('layers', 0), ('layers',), ()]
     """
-    return _iter_kind(module, Module)
+    return _of_kind(iter_objects(module), Module)
 
 
-def _iter_kind(node: Any, kind: type[Node]) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, node) for each node of a class, and for each List and Dict that holds data at any depth."""
-    for path, x in iter_objects(node):
-        if isinstance(x, kind) or (isinstance(x, List | Dict) and holds_data(x)):
-            yield path, x
+def _of_kind(found: Iterable[tuple[A, Any]], kind: type[Node]) -> Iterator[tuple[A, Any]]:
+    """Of pairs (path or key, object), those of a class, and of each List and Dict that holds data at any depth."""
+    return ((k, x) for k, x in found if isinstance(x, kind) or (isinstance(x, List | Dict) and holds_data(x)))
 
 
 @boundary
@@ -343,9 +341,7 @@ def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     >>> [(key, type(child).__name__) for key, child in nnx.iter_module_children(model)]
     [(0, 'Linear'), (1, 'Dropout')]
     """
-    for key, child in iter_children(node):
-        if isinstance(child, Module) or (isinstance(child, List | Dict) and holds_data(child)):
-            yield key, child
+    return _of_kind(iter_children(node), Module)
 
 
 class Sequential(Module):
