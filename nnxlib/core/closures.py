@@ -12,7 +12,7 @@ further inputs:
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
 Modules that the function names directly, and those of which it names an attribute, count as captured before the first
-trace. Each call checks that the function still refers to the same objects (references.py), and that there are none
+trace; for the methods of its arguments the same holds. Each call checks that the function still refers to the same objects (references.py), and that there are none
 where there were none (conditions.py). A function without closures pays one test of :attr:`Watch.all` per read, and
 only while something is being traced.
 
