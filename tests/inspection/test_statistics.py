@@ -102,6 +102,10 @@ def test_what_it_takes():
     assert nnx.statistics(model) == nnx.statistics(state)
     found = nnx.statistics({"model": model, "keys": jax.random.split(jax.random.key(0), 2), "x": np.ones(2)})
     assert [(x.path[0], x.type) for x in found] == [("model", "Param"), ("model", "Param"), ("x", "Array")]
+    mixed = {"n": jnp.arange(2), "x": jnp.ones(2)}
+    gradients = jax.grad(lambda tree: tree["x"].sum(), allow_int=True)(mixed)  # that of "n" has no values
+    assert [x.path for x in nnx.statistics(gradients)] == [("x",)]
+    assert [x.kind for x in nnx.diff(gradients, mixed)] == ["dtype"]
     with pytest.raises(ArgumentError, match=r"nnx.statistics is of arrays, and there are none in a Dropout"):
         nnx.statistics(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
 
