@@ -11,10 +11,11 @@ further inputs:
    and belong to the trace, so the function may read and write them through any reference it has. Afterwards, also
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
-Modules that the function names directly, and those of which it names an attribute, count as captured before the first
-trace; for the methods of its arguments the same holds. Each call checks that the function still refers to the same
-objects (references.py), and that there are none where there were none (conditions.py). A function without closures pays
-one test of :attr:`Watch.all` per read, and only while something is being traced.
+Modules that the function names directly, or another one to which it refers, and those of which it names an attribute,
+count as captured before the first trace; for the methods of its arguments the same holds. Each call checks that the
+function still refers to the same objects (references.py), and that there are none where there were none
+(conditions.py). A function without closures pays one test of :attr:`Watch.all` per read, and only while something is
+being traced.
 
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
 made again later. It must not wait inside the trace, since JAX makes a thread wait for what another one is tracing.

@@ -54,8 +54,7 @@ class Conditions:
         known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
         ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
         steps = [step for way in ways for step in way.steps(known)]
-        with_attributes = [way.value for way, held in containers if held is not _FIXED]
-        objects = [x for x in with_attributes if not isinstance(x, CONTAINERS)]
+        objects = [way.value for way, held in containers if held is not _FIXED and held is not way.value]
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [way for way in alone if not way.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step[0].refers_to(functions)]
@@ -129,26 +128,25 @@ class Members:
 
 def _containers(found: Found) -> list[tuple[Way, Any]]:
     """The ways to containers and plain objects that the function may look at, with what holds the members of each."""
-    held = [(way, _held_by(way.value)) for way in found.ways]
-    return [(way, members) for way, members in held if members is not None and way.is_looked_along(found.names)]
+    held = [(way, members) for way in found.ways for members in _held_by(way.value)]
+    return [(way, members) for way, members in held if way.is_looked_along(found.names)]
 
 
-def _held_by(x: Any) -> Any:
-    """What holds the members of a container or the attributes of an object: a container; None for all else.
+def _held_by(x: Any) -> list[Any]:
+    """What holds the members of a container, and the attributes of an object: containers; nothing for all else.
 
     It is ``_FIXED`` for an object whose attributes cannot change.
     """
-    if issubclass(type(x), CONTAINERS):
-        return x
-    if issubclass(type(x), _NO_HOLDERS) or is_of_library(vars(type(x))):
-        return None
+    held = [x] if issubclass(type(x), CONTAINERS) else []
+    if type(x) in CONTAINERS or issubclass(type(x), _NO_HOLDERS) or is_of_library(vars(type(x))):
+        return held
     if _is_frozen(x):
-        return _FIXED
+        return [_FIXED]
     try:
         attributes = x.__dict__
     except Exception:  # of a weak proxy, or a class's own __getattr__
-        return None
-    return attributes.values() if type(attributes) is dict else None
+        return held
+    return [*held, attributes.values()] if type(attributes) is dict else held
 
 
 def _is_frozen(x: Any) -> bool:
@@ -167,7 +165,7 @@ def _is_alone(way: Way) -> bool:
         return True
     if kind is attribute:
         return not isinstance(holder, types.FunctionType)  # its defaults
-    return _held_by(holder) is None
+    return not _held_by(holder)
 
 
 def _finds(look_up: LookUp, kind: type) -> bool:

@@ -154,6 +154,11 @@ def _weakly(key: Any) -> Any:
 # --- what there is to look up in an object --------------------------------------------------------------------------
 
 PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program.py
+# The methods that run without being named, by the syntax of Python; not those that make, compare, copy or print.
+BY_SYNTAX = frozenset([f"__{name}__" for name in (
+    "call getattr getattribute getitem contains iter next len bool enter get missing "
+    "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv pow rpow neg or ror and rand"
+).split()])  # fmt: skip
 # The types of most of what a class holds; to ask more of it would take a tenth of a search.
 _METHODS = {types.FunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType}
 
@@ -171,16 +176,14 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield from _attributes(x, "__self__", "__func__")
     elif isinstance(x, functools.partial):
         yield from _attributes(x, "func", "args", "keywords")
+    elif isinstance(x, staticmethod | classmethod):
+        yield from _attributes(x, "__func__")
     elif isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType | str | float | None):
         return
-    elif isinstance(x, list | tuple | deque):
-        yield from (LookUp(item, x, k) for k in range(len(x)))
-    elif isinstance(x, dict | types.MappingProxyType):
-        keys = list(x)  # a copy: a collection of garbage may shrink a cache
-        yield from (LookUp(entry, x, key) for key in keys)
-        yield from _members(x, keys)
-    elif isinstance(x, set | frozenset):
-        yield from _members(x, list(x))
+    elif isinstance(x, _CONTAINERS):
+        yield from _in_container(x)
+        if type(x).__module__ != "builtins":  # a class of its own: it may also have attributes, and methods
+            yield from _in_plain_object(x, names)
     elif isinstance(x, weakref.ref):
         yield LookUp(referent, x)
     elif isinstance(x, contextvars.ContextVar):
@@ -198,6 +201,25 @@ def _attributes(x: Any, *names: str) -> list[LookUp]:
     return [LookUp(attribute, x, name) for name in names]
 
 
+# Of these types, methods lead nowhere, or are looked into elsewhere.
+_WITHOUT_METHODS = (
+    Node, Variable, GraphDef, jax.Array, np.ndarray, types.ModuleType, str, float, type(None), weakref.ref,
+    contextvars.ContextVar, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod,
+)  # fmt: skip
+_CONTAINERS = list, tuple, deque, dict, types.MappingProxyType, set, frozenset
+
+
+def _in_container(x: Any) -> Iterator[LookUp]:
+    if isinstance(x, list | tuple | deque):
+        yield from (LookUp(item, x, k) for k in range(len(x)))
+    elif isinstance(x, dict | types.MappingProxyType):
+        keys = list(x)  # a copy: a collection of garbage may shrink a cache
+        yield from (LookUp(entry, x, key) for key in keys)
+        yield from _members(x, keys)
+    else:
+        yield from _members(x, list(x))
+
+
 def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
     """The look-ups of Modules and Variables among the members of a set, or the keys of a dict; also if held weakly."""
     for k, held in enumerate(members):
@@ -210,16 +232,32 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     attributes: Any = getattr(x, "__dict__", None)
     if type(attributes) is dict:
         yield from [LookUp(own, attributes, name) for name in list(attributes)]
-    classes = type(x).__mro__
-    if isinstance(x, type):
-        classes = *x.__mro__, *classes[:-2]  # the last two are type and object
-    for cls in classes:
-        has_methods = "__module__" in vars(cls)  # written in Python; those of str lead nowhere
+    for cls in _classes_of(x):
         for name, held in vars(cls).copy().items():
             if type(held) not in _METHODS and _is_read_from(x, name, held) and name != "__dict__":
                 yield LookUp(attribute, x, name)
-            elif has_methods and (name in names or (name == "__call__" and not isinstance(x, type))):
-                yield LookUp(in_class, cls, name)
+    yield from methods_in(x, names if isinstance(x, type) else {*names, "__call__"})
+
+
+def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
+    """The look-ups of the methods, properties and the like with these names in the classes of an object, or a class."""
+    for cls in () if isinstance(x, _WITHOUT_METHODS) or is_jitted(x) else _classes_of(x):
+        if "__module__" in vars(cls):  # written in Python; those of str lead nowhere
+            for name in vars(cls).keys() & names:
+                held = vars(cls)[name]
+                if name != "__dict__" and (type(held) in _METHODS or not _is_read_from(x, name, held)):
+                    yield LookUp(in_class, cls, name)
+
+
+def has_unnamed_methods(cls: type) -> bool:
+    """Whether a class written in Python has methods that run without being named."""
+    return any("__module__" in vars(base) and not BY_SYNTAX.isdisjoint(vars(base)) for base in cls.__mro__)
+
+
+def _classes_of(x: Any) -> tuple[type, ...]:
+    """The classes of an object; of a class also those that it inherits from."""
+    classes = type(x).__mro__
+    return (*x.__mro__, *classes[:-2]) if isinstance(x, type) else classes  # the last two are type and object
 
 
 def _is_read_from(x: Any, name: str, held: Any) -> bool:
@@ -296,4 +334,9 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """All names in some code, and the functions in it: of globals, attributes and imports, and for ``getattr``."""
     inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     texts = [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+    if _MATCH_CLASS in code.co_code[::2]:  # `case Holder(model=m)` has the names of attributes in a tuple
+        texts += [name for const in code.co_consts if type(const) is tuple for name in const if type(name) is str]
     return frozenset(code.co_names).union(texts, *inner)
+
+
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]

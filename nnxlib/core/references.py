@@ -31,17 +31,23 @@ from .closures import RunningCode, is_lent_elsewhere
 from .layout import Layout
 from .look_ups import (
     BY_NAME,
+    BY_SYNTAX,
     LookUp,
+    absent,
     attribute,
     closure_of,
+    entry,
     globals_in,
     globals_of,
     has_length,
+    has_unnamed_methods,
+    in_closure,
     is_jitted,
     is_of_library,
     item,
     itself,
     look_ups_in,
+    methods_in,
     names_in,
     objects_in_globals,
     own,
@@ -61,7 +67,9 @@ _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then
 CONTAINERS = list, dict, deque, set
 _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 # What is in these is also found without being named.
-_TRANSPARENT = dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial
+_TRANSPARENT = (
+    dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
+)  # fmt: skip
 _HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
 
@@ -97,6 +105,12 @@ class Way(NamedTuple):
             if way.look_up.kind is own:
                 yield from same_attributes(holder, known)
 
+    @property
+    def is_named(self) -> bool:
+        """Whether a function names the value itself, in its closure or its globals."""
+        holder = self.before and self.before.value
+        return type(holder) is types.FunctionType and self.look_up.kind in (in_closure, entry, absent)
+
     def is_looked_along(self, names: Collection[str]) -> bool:
         """Whether code with these names may go along the way: it leads over no attribute of another name."""
         return all(_may_be_made(way.look_up, holder, names) for way, holder in self.back())
@@ -118,7 +132,7 @@ class Way(NamedTuple):
 def _may_be_made(look_up: LookUp, holder: Any, names: Collection[str]) -> bool:
     """Whether code with these names may make a look-up in a value, the holder: of an attribute, if it has the name."""
     is_named = look_up.kind in BY_NAME and not issubclass(type(holder), _TRANSPARENT)
-    return not is_named or look_up.key in _WRAPPED or look_up.key in names
+    return not is_named or look_up.key in _WRAPPED or look_up.key in BY_SYNTAX or look_up.key in names
 
 
 class Found(NamedTuple):
@@ -135,7 +149,7 @@ class Found(NamedTuple):
 
     def read(self) -> list[Any]:
         """The Modules among these objects of which the function may read an attribute, which no trace notices."""
-        return [way.value for way in self.objects() if _is_read(way.value, self.names)]
+        return [way.value for way in self.objects() if way.is_named or _is_read(way.value, self.names)]
 
 
 def used_unnoticed(function: Callable, found: Found) -> list[Any]:
@@ -172,12 +186,23 @@ def _held(stack: list[Any]) -> list[Any]:
     return found
 
 
+def held_in_classes(layout: Layout) -> list[Any]:
+    """The Modules and Variables that the classes of objects hold."""
+    found = [x for cls in _classes(layout) for x in vars(cls).copy().values()]
+    return [x for x in found if issubclass(type(x), Node | Variable)]
+
+
+def _classes(layout: Layout) -> list[type]:
+    """The classes of objects, and those that they inherit from, but for those of libraries."""
+    classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
+    return [cls for cls in classes if not is_of_library(vars(cls))]
+
+
 def used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
     """Methods of the classes of objects that may use Modules without a trace noticing it, with these Modules."""
-    classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
     by_file: dict[int, list[types.FunctionType]] = {}  # so that its globals are looked into once
-    for cls in classes:
-        for method in () if is_of_library(vars(cls)) else _methods_of(cls):
+    for cls in _classes(layout):
+        for method in _methods_of(cls):
             by_file.setdefault(id(method.__globals__), []).append(method)
     some = [methods for methods in by_file.values() if _used_by(methods)]
     return {method: used for methods in some for method in methods if (used := _used_by([method]))}
@@ -206,6 +231,15 @@ def named_in(function: Callable | None) -> list[Any]:
             found += [look_up.found() for look_up in (*closure_of(function), *globals_of(function))]
         function = _function_in(function)
     return found
+
+
+def _namespace_of(function: Callable | None) -> dict[str, Any] | None:
+    """The globals of a function, of the innermost one that it wraps, or of the method by which an object is called."""
+    namespace = None
+    while function is not None:
+        namespace = getattr(function, "__globals__", namespace)
+        function = _function_in(function)
+    return namespace
 
 
 def _function_in(x: Callable) -> Callable | None:
@@ -249,9 +283,11 @@ class _Search:
         self.queue = deque([self.start, *further])  # the ways that are yet to be visited, the shortest first
         self.look_ups_left = _MOST_TO_FIND
         self.missing = set(map(id, sought))
-        self.namespace = getattr(inspect.unwrap(function), "__globals__", None)
+        self.namespace = _namespace_of(function)
         self.running = [code for code in running if not is_of_library(code.namespace)]
-        self.names = {name for code in self.running for name in names_in(code.code)}  # of the code visited so far
+        self.names = {name for code in self.running for name in names_in(code.code)}  # in the code visited so far
+        self.looked_for = set[str]()  # those with which methods have been looked for in all objects
+        self.unnamed = list[Way]()  # to objects with methods that are called without being named, not looked into yet
         self.visited = set[int]()  # the code of functions, by id
         self.elsewhere = list[Way]()  # to functions of other files
         self.found, self.others, self.ends = dict[int, Way](), list[Way](), list[Way]()
@@ -271,6 +307,21 @@ class _Search:
     def visit_all(self) -> None:
         while self.queue and (self.missing or len(self.found) < _MOST):
             self.visit(self.queue.popleft())
+            if not self.queue:
+                self.look_for_methods()
+
+    def look_for_methods(self) -> None:
+        """Go on to methods that code names which was visited after the objects, and to those that no code names."""
+        names = self.names - self.looked_for
+        self.looked_for |= names
+        for way in [*self.found.values()] if names else ():
+            self.go_on(way, methods_in(way.value, names))
+        unnamed, self.unnamed = self.unnamed, []
+        for way in unnamed:
+            if way.is_looked_along(self.names):
+                self.go_on(way, methods_in(way.value, BY_SYNTAX))
+            else:
+                self.unnamed.append(way)
 
     def visit(self, way: Way) -> None:
         value = way.value
@@ -285,6 +336,8 @@ class _Search:
             if type(value) is types.FunctionType:
                 self.enter(way, value)
             self.go_on(way, look_ups_in(value, self.names))
+            if has_unnamed_methods(type(value)):
+                self.unnamed.append(way)
 
     def enter(self, way: Way, function: types.FunctionType) -> None:
         """Go on to the globals of a function."""

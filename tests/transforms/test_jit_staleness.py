@@ -341,6 +341,24 @@ def test_a_setting_that_a_callable_object_reads_is_seen(jitted):
         assert f(1.0) == config.rate
 
 
+asked = types.SimpleNamespace(model=Layer())
+
+
+class Asking:
+    """A callable object whose method refers to a global of its file."""
+
+    def __call__(self, x):
+        return x * asked.model.rate
+
+
+@pytest.mark.parametrize("jitted", [lambda f: nnx.jit(f), lambda f: nnx.jit(lambda x: f(x))], ids=["itself", "closure"])
+def test_the_globals_of_a_callable_object_are_those_of_its_method(jitted):
+    """They are looked into as those of a function are."""
+    f = jitted(Asking())
+    for asked.model.rate in (2.0, 3.0, 2.0):
+        assert f(1.0) == asked.model.rate
+
+
 @pytest.mark.xfail(reason="an object that is hashed by identity is compared by identity: JAX does the same")
 def test_a_plain_object_changed_in_place_is_seen():
     """An attribute of a static object that has neither __eq__ nor __hash__ of its own."""
@@ -944,6 +962,127 @@ def test_an_attribute_of_a_module_that_is_held_elsewhere(read, change, hold, by)
     change(model)
     np.testing.assert_array_equal(kept(), f())
     assert not np.array_equal(kept(), before)
+
+
+def keeper(base=object, **methods):
+    """A plain object that holds a Module, whose class has no methods but these."""
+    made = type("Keeper", (base,), methods)()
+    made.model = Layer()
+    made.model.scale = 1.0
+    return made
+
+
+def entered(held):
+    with held as model:
+        return model.scale
+
+
+def with_static_method():
+    held = keeper()
+    type(held).its = staticmethod(lambda: held.model.scale)
+    return lambda: held.its()
+
+
+def matched(held):
+    match held:
+        case object(model=model):
+            return model.scale
+
+
+class Descriptor:
+    def __get__(self, held, cls=None):
+        return vars(held)["model"].scale
+
+
+# What leads to the Module, without naming a global or an attribute that it is; a function of no arguments.
+LEADING = {
+    "a method of a method": lambda: keeper(go=lambda self: self.ask(), ask=lambda self: self.model.scale).go,
+    "[]": lambda: (lambda held: lambda: held[0].scale)(keeper(__getitem__=lambda self, k: self.model)),
+    "for": lambda: (lambda held: lambda: sum(m.scale for m in held))(keeper(__iter__=lambda self: iter([self.model]))),
+    "an operator": lambda: (lambda held: lambda: held * 2)(keeper(__mul__=lambda self, x: self.model.scale * x)),
+    "an unknown attribute": lambda: (lambda held: lambda: held.its)(
+        keeper(__getattr__=lambda self, name: self.__dict__["model"].scale)
+    ),
+    "with": lambda: (lambda held: lambda: entered(held))(
+        keeper(__enter__=lambda self: self.model, __exit__=lambda self, *error: None)
+    ),
+    "case": lambda: (lambda held: lambda: matched(held))(keeper()),
+    "a descriptor": lambda: (lambda held: lambda: held.its)(keeper(its=Descriptor())),
+    "a static method": with_static_method,
+    "an attribute of a dict": lambda: (lambda held: lambda: held.model.scale)(keeper(dict)),
+    "a method of a list": lambda: (lambda held: lambda: held.its())(keeper(list, its=lambda self: self.model.scale)),
+    "an attribute of a tuple": lambda: (lambda held: lambda: held.model.scale)(keeper(tuple)),
+}
+
+
+def held_by(f):
+    """The plain object that a function refers to."""
+    return f.__self__ if isinstance(f, types.MethodType) else f.__closure__[0].cell_contents
+
+
+@pytest.mark.parametrize("make", LEADING.values(), ids=LEADING)
+@pytest.mark.parametrize("by", [nnx.jit, lambda f: nnx.jit(lambda: f()), lambda f: lambda: nnx.cond(True, f, f)])
+def test_a_setting_of_a_module_that_a_plain_object_leads_to(make, by):
+    """Python calls methods that no code names, or names them in code that is found after the object."""
+    f = make()
+    held, kept = held_by(f), by(f)
+    former = held.model
+    assert kept() == f()
+    held.model.scale = 2.0
+    assert kept() == f()
+    held.model = Layer()
+    held.model.scale = 3.0
+    assert kept() == f()
+    held.model = former
+    assert kept() == f()
+
+
+@pytest.mark.parametrize("by", [nnx.jit, lambda f: lambda m: nnx.cond(True, f, f, m)], ids=["jit", "cond"])
+def test_a_setting_of_a_module_in_the_class_of_an_argument(by):
+    """All objects of the class share it; a trace does not notice that its settings are read."""
+
+    class Sharing(Layer):
+        shared = Layer()
+
+        def __call__(self, x):
+            return self.shared.scale * x
+
+    former, model = Sharing.shared, Sharing()
+    f = lambda m: m(1.0)
+    kept = by(f)
+    for Sharing.shared.scale in (1.0, 2.0):
+        assert kept(model) == f(model)
+    Sharing.shared = Layer()
+    Sharing.shared.scale = 3.0
+    assert kept(model) == f(model)
+    Sharing.shared = former
+    assert kept(model) == f(model)
+
+
+@pytest.mark.parametrize("by", [nnx.jit, lambda f: lambda: nnx.cond(True, f, f)], ids=["jit", "cond"])
+def test_an_attribute_that_a_module_gets_is_seen(by):
+    """Also by what a function calls that names the Module; the attribute is not there in the first trace."""
+    model = Layer()
+    ask = lambda: model.more if hasattr(model, "more") else 1.0
+    f = lambda: ask()
+    kept = by(f)
+    assert kept() == 1
+    for model.more in (2.0, 3.0):
+        assert kept() == model.more
+    del model.more
+    assert kept() == 1
+
+
+def test_a_module_comes_to_an_attribute_of_a_container():
+    """An instance of a subclass of dict may have attributes besides its items."""
+    for base in (dict, list, tuple, set):
+        held = keeper(base)
+        held.model = None
+        f = lambda x, held=held: x if held.model is None else held.model(x)
+        jitted = nnx.jit(f)
+        assert jitted(1.0) == f(1.0)
+        held.model = Layer(2.0)
+        np.testing.assert_array_equal(jitted(1.0), f(1.0))
 
 
 @pytest.mark.parametrize("first", [None, Layer(1.0)], ids=["None", "Module"])
