@@ -484,7 +484,7 @@ class HasAttributes(Node, HasDict):
             marks = {**(marks or {}), name: value.metadata[DECLARED]}
             value = undeclared(value)
         kind = type(value)
-        if (kind is list or kind is dict or kind is tuple) and type(getattr(type(self), name, None)) is not property:
+        if (kind is list or kind is dict or kind is tuple) and not _has_setter(self, name):
             stays = not self._nnx_is_pytree or (explicit_mark(self, name, marks) and holds_only_arrays(value))
             value = value if stays else adopt(value)
         elif kind in HIDING:
@@ -529,6 +529,11 @@ class HasAttributes(Node, HasDict):
 
     def _nnx_mark(self, name: Any, mark: Any) -> None:
         change(self, _set, self, "_nnx_marks", {**(self._nnx_marks or {}), name: mark})
+
+
+def _has_setter(node: Any, name: str) -> bool:
+    """Whether to set this attribute of a node calls a property, which is given the value as it is."""
+    return name == "__dict__" or type(getattr(type(node), name, None)) is property
 
 
 def _without_former(marks: dict[Any, Any], name: str) -> dict[Any, Any]:

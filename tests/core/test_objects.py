@@ -782,6 +782,34 @@ def test_all_attributes_set_at_once():
     assert copy.deepcopy(Stored()).n == 2
 
 
+def test_all_attributes_set_at_once_behind_a_plain_class():
+    """A plain class in front of Module has a `__dict__` of its own: what it is given is no attribute, and stays."""
+
+    class Plain:
+        pass
+
+    class Mixed(Plain, Layer):
+        pass
+
+    m = Mixed()
+    m.__dict__ = {"w": m.w, "n": 5}
+    assert type(vars(m)) is dict
+
+    @nnx.jit
+    def captured():
+        m.w += m.n
+        return sum(vars(m)["w"])
+
+    @nnx.jit
+    def passed(m):
+        return len(vars(m)) * m.n
+
+    assert (passed(m), captured(), captured()) == (10, 12, 22)
+    m.n = 7
+    assert (passed(m), captured()) == (14, 36)
+    assert not isinstance(m.w.value, jax.core.Tracer)
+
+
 def test_own_equality_hash_and_truth():
     """The engine never asks a Module whether it is equal, true or how long it is."""
 
