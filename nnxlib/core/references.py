@@ -39,6 +39,7 @@ from .look_ups import (
     entry,
     globals_in,
     globals_of,
+    has_attributes,
     has_length,
     has_unnamed_methods,
     in_closure,
@@ -190,6 +191,17 @@ def held_in_classes(layout: Layout) -> list[Any]:
     """The Modules and Variables that the classes of objects hold."""
     found = [x for cls in _classes(layout) for x in vars(cls).copy().values()]
     return [x for x in found if issubclass(type(x), Node | Variable)]
+
+
+def used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]:
+    """The Modules that plain objects in attributes hold, and functions or methods may use without a trace noticing it.
+
+    Their code names the attributes on the way.
+    """
+    values = {id(const.value): const.value for *_, const in layout.statics}
+    plain = [x for x in values.values() if has_attributes(x) and not is_of_library(vars(type(x)))]
+    methods = [method for cls in _classes(layout) for method in _methods_of(cls)] if plain else ()
+    return search(functions[0], given=(*functions[1:], *methods, *plain)).read() if plain else []
 
 
 def _classes(layout: Layout) -> list[type]:

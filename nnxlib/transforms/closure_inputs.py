@@ -34,7 +34,16 @@ from ..core.graph import Packed, pack
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, is_of_library, referent
 from ..core.objects import Node
-from ..core.references import Found, Way, held_in, held_in_classes, search, used_by_methods, used_unnoticed
+from ..core.references import (
+    Found,
+    Way,
+    held_in,
+    held_in_classes,
+    search,
+    used_by_methods,
+    used_in_objects,
+    used_unnoticed,
+)
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
@@ -314,8 +323,8 @@ def _captured(known: Known) -> Captured:
     return (roots, known.places_now()) if all(root is not None for root in roots) else NOTHING
 
 
-def capture_held(packed: Packed) -> None:
-    """Before a trace, capture what functions in static values of its arguments hold, methods name, and classes hold.
+def capture_held(function: Callable, packed: Packed) -> None:
+    """Before a trace, capture what functions, plain objects and classes of its arguments hold, or methods name.
 
     Such a function, ``attention_fn=partial(attend, rope=RoPE())`` say, is there to be called. So the trace would notice
     them and be made twice, or not notice them, if it only reads their settings. Nor would it notice that a method reads
@@ -326,7 +335,8 @@ def capture_held(packed: Packed) -> None:
     """
     given = set(map(id, packed.objects))
     by_methods = used_by_methods(packed.layout)
-    used = itertools.chain(held_in(packed.layout), held_in_classes(packed.layout), *by_methods.values())
+    in_objects = used_in_objects([function], packed.layout)
+    used = itertools.chain(held_in(packed.layout), held_in_classes(packed.layout), in_objects, *by_methods.values())
     others = [x for x in used if x._nnx_is_captured and id(x) not in given]
     found = [x for x in others if x._nnx_trace is current_trace()]
     if found:

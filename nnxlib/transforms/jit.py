@@ -404,7 +404,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         key = layout, places, tuple(leaf_labels)
         plan = self._plans.get(key)
         if plan is None:
-            capture_held(packed)
+            capture_held(self._function, packed)
             if arguments.captured:
                 captures.capture_sharing(arguments.captured)
             if captures.have_many_places():

@@ -31,7 +31,7 @@ from ..core.layout import KEPT, Layout
 from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import held_in, held_in_classes, search, used_by_methods, used_unnoticed
+from ..core.references import held_in, held_in_classes, search, used_by_methods, used_in_objects, used_unnoticed
 from ..core.static import Const, state_of
 from ..core.tables import pack_call, table_of
 from ..core.tracing import at_top_level, evaluate
@@ -241,7 +241,7 @@ def program_of(functions: tuple[Callable, ...], layout: Layout, key: tuple, make
         forget = functools.partial(_forget, weakref.ref(programs), key)
         program.until = [weakref.ref(f, forget) for f in plain]
         program.look_at(plain)
-        program.captures |= bool(used_by_methods(layout) or held_in_classes(layout))
+        program.captures |= bool(used_by_methods(layout) or held_in_classes(layout) or used_in_objects(plain, layout))
     elif not program.captures and not all(each.hold() for each in program.conditions):
         before = program.kinds
         program.look_at(plain)

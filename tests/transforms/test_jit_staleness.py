@@ -1206,6 +1206,60 @@ def test_a_module_is_replaced_in_what_an_argument_holds(place, by):
             former.append(model)
 
 
+@dataclasses.dataclass
+class Held:
+    model: object
+
+
+class Rated:
+    """A plain object, hashed by identity, with a method."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def rate(self):
+        return self.model.scale
+
+
+class WithHolder(Layer):
+    def read(self):
+        return self.holder.model.scale
+
+
+READ_IN_HOLDER = {
+    "function": lambda m: m.holder.model.scale,
+    "method": lambda m: m.read(),
+    "method of the object": lambda m: m.holder.rate() if hasattr(m.holder, "rate") else m.read(),
+}
+
+
+@pytest.mark.parametrize("f", READ_IN_HOLDER.values(), ids=READ_IN_HOLDER)
+@pytest.mark.parametrize("hold", [Rated, lambda model: types.SimpleNamespace(model=model), Held])
+@pytest.mark.parametrize("by", [nnx.jit, lambda f: lambda m: nnx.cond(True, f, f, m)], ids=["jit", "cond"])
+def test_a_setting_of_a_module_in_an_object_that_an_argument_holds(hold, f, by):
+    """A trace does not notice that it is read."""
+    m, kept = WithHolder(), by(f)
+
+    def other(scale):
+        model = Layer()
+        model.scale = scale
+        return model
+
+    former = other(1.0)
+    m.holder = hold(former)
+    for _ in range(2):
+        assert kept(m) == f(m)
+    former.scale = 2.0
+    assert kept(m) == f(m)
+    for model in other(3.0), former:
+        m.holder.model = model
+        assert kept(m) == f(m)
+        model.scale = 4.0
+        assert kept(m) == f(m)
+    m.holder = hold(other(5.0))
+    assert kept(m) == f(m)
+
+
 def test_static_values_are_not_looked_into_if_they_are_compared_by_value():
     """Another one that is equal is the same argument, and needs no search."""
     held = nnx.jit(lambda config, x: x * config.rate, static_argnums=0)
