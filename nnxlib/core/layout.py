@@ -60,7 +60,7 @@ class Layout:
     root: Spec  # of the pytree
     variables: tuple[int, ...]  # the rows of the Variables
     avals: Any  # of the leaves of the last model with this layout that was split; shared by its GraphDefs
-    held: tuple[Any, ...] | None  # what functions in it hold, once it was needed; see `references.held_in`
+    held: tuple[Any, ...] | None  # what functions in it hold, once it was needed; see `held.held_in`
     shapes: dict[int, Any]  # as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py
     _variants: weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]  # what `with_rows` has made
     _around: dict[Spec, Layout]  # what `with_root` has made

@@ -28,7 +28,6 @@ import jax
 import numpy as np
 
 from .closures import RunningCode, is_lent_elsewhere
-from .layout import Layout
 from .look_ups import (
     BY_NAME,
     BY_SYNTAX,
@@ -39,11 +38,9 @@ from .look_ups import (
     entry,
     globals_in,
     globals_of,
-    has_attributes,
     has_length,
     has_unnamed_methods,
     in_closure,
-    is_jitted,
     is_of_library,
     item,
     itself,
@@ -54,8 +51,6 @@ from .look_ups import (
     own,
 )
 from .objects import Node
-from .rows import NodeRow
-from .state import State
 from .tracing import current_trace
 from .variables import Variable
 
@@ -159,79 +154,6 @@ def used_unnoticed(function: Callable, found: Found) -> list[Any]:
     They are those that it names directly, and those of which it names an attribute; ``found`` is what it refers to.
     """
     return [x for x in (*named_in(function), *found.read()) if issubclass(type(x), Node)]
-
-
-def held_in(layout: Layout) -> tuple[Any, ...]:
-    """The Modules and Variables that functions, partials and bound methods hold, in static values of objects.
-
-    A mask for optax, say, is a State of Variables. Not what the functions read from globals.
-    """
-    if layout.held is None:
-        layout.held = tuple(_held([const.value for _, _, const in layout.statics]))
-    return layout.held
-
-
-def _held(stack: list[Any]) -> list[Any]:
-    found, seen = list[Any](), set[int]()
-    while stack:
-        x = stack.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if issubclass(type(x), Node | Variable):
-            found.append(x)
-        elif issubclass(type(x), State):
-            stack.append(x.raw_mapping)
-        elif isinstance(x, _HOLDERS):
-            stack += [look_up.found() for look_up in look_ups_in(x, ())]
-    return found
-
-
-def held_in_classes(layout: Layout) -> list[Any]:
-    """The Modules and Variables that the classes of objects hold."""
-    found = [x for cls in _classes(layout) for x in vars(cls).copy().values()]
-    return [x for x in found if issubclass(type(x), Node | Variable)]
-
-
-def used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]:
-    """The Modules that plain objects in attributes hold, and functions or methods may use without a trace noticing it.
-
-    Their code names the attributes on the way.
-    """
-    values = {id(const.value): const.value for *_, const in layout.statics}
-    plain = [x for x in values.values() if has_attributes(x) and not is_of_library(vars(type(x)))]
-    methods = [method for cls in _classes(layout) for method in _methods_of(cls)] if plain else ()
-    return search(functions[0], given=(*functions[1:], *methods, *plain)).read() if plain else []
-
-
-def _classes(layout: Layout) -> list[type]:
-    """The classes of objects, and those that they inherit from, but for those of libraries."""
-    classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
-    return [cls for cls in classes if not is_of_library(vars(cls))]
-
-
-def used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
-    """Methods of the classes of objects that may use Modules without a trace noticing it, with these Modules."""
-    by_file: dict[int, list[types.FunctionType]] = {}  # so that its globals are looked into once
-    for cls in _classes(layout):
-        for method in _methods_of(cls):
-            by_file.setdefault(id(method.__globals__), []).append(method)
-    some = [methods for methods in by_file.values() if _used_by(methods)]
-    return {method: used for methods in some for method in methods if (used := _used_by([method]))}
-
-
-def _used_by(functions: Sequence[types.FunctionType]) -> list[Any]:
-    found = search(functions[0], given=functions[1:])
-    return [x for function in functions for x in used_unnoticed(function, found)]
-
-
-def _methods_of(cls: type) -> Iterator[types.FunctionType]:
-    """The functions in a class, also in properties, and as static and class methods."""
-    for x in vars(cls).copy().values():
-        held: Any = getattr(x, "__func__", x) if isinstance(x, staticmethod | classmethod) else x
-        methods: tuple[Any, ...] = (held.fget, held.fset) if isinstance(held, property) else (held,)
-        functions = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType) or is_jitted(f)]
-        yield from [f for f in functions if isinstance(f, types.FunctionType)]
 
 
 def named_in(function: Callable | None) -> list[Any]:

@@ -18,7 +18,6 @@ are, and the dispatch compares these when it has no shortcut (a Variable that is
 
 from __future__ import annotations
 
-import itertools
 import operator
 import threading
 import weakref
@@ -31,19 +30,11 @@ from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import Packed, pack
+from ..core.held import held_in, used_by_arguments
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, is_of_library, referent
 from ..core.objects import Node
-from ..core.references import (
-    Found,
-    Way,
-    held_in,
-    held_in_classes,
-    search,
-    used_by_methods,
-    used_in_objects,
-    used_unnoticed,
-)
+from ..core.references import Found, Way, search, used_unnoticed
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
@@ -324,23 +315,19 @@ def _captured(known: Known) -> Captured:
 
 
 def capture_held(function: Callable, packed: Packed) -> None:
-    """Before a trace, capture what functions, plain objects and classes of its arguments hold, or methods name.
+    """Before a trace, capture what its arguments lead to (core/held.py).
 
-    Such a function, ``attention_fn=partial(attend, rope=RoPE())`` say, is there to be called. So the trace would notice
-    them and be made twice, or not notice them, if it only reads their settings. Nor would it notice that a method reads
-    the settings of a Module that is a global.
+    The trace would not notice it if only settings are read, and would be made twice if it noticed.
 
     Raises:
       CapturedObjects: if there are any.
     """
     given = set(map(id, packed.objects))
-    by_methods = used_by_methods(packed.layout)
-    in_objects = used_in_objects([function], packed.layout)
-    used = itertools.chain(held_in(packed.layout), held_in_classes(packed.layout), in_objects, *by_methods.values())
-    others = [x for x in used if x._nnx_is_captured and id(x) not in given]
+    used, methods = used_by_arguments([function], packed.layout)
+    others = [x for x in (*held_in(packed.layout), *used) if x._nnx_is_captured and id(x) not in given]
     found = [x for x in others if x._nnx_trace is current_trace()]
     if found:
-        raise CapturedObjects(found, running_in(by_methods))
+        raise CapturedObjects(found, running_in(methods))
 
 
 def _holders_in(*packed: Packed) -> list[Any]:

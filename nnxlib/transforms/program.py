@@ -27,11 +27,12 @@ from ..core.conditions import Conditions
 from ..core.data import is_data, is_node
 from ..core.formulas import functions_are_replaced
 from ..core.graph import Packed, commit
+from ..core.held import held_in, used_by_arguments
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import held_in, held_in_classes, search, used_by_methods, used_in_objects, used_unnoticed
+from ..core.references import search, used_unnoticed
 from ..core.static import Const, state_of
 from ..core.tables import pack_call, table_of
 from ..core.tracing import at_top_level, evaluate
@@ -241,7 +242,7 @@ def program_of(functions: tuple[Callable, ...], layout: Layout, key: tuple, make
         forget = functools.partial(_forget, weakref.ref(programs), key)
         program.until = [weakref.ref(f, forget) for f in plain]
         program.look_at(plain)
-        program.captures |= bool(used_by_methods(layout) or held_in_classes(layout) or used_in_objects(plain, layout))
+        program.captures |= bool(used_by_arguments(plain, layout)[0])
     elif not program.captures and not all(each.hold() for each in program.conditions):
         before = program.kinds
         program.look_at(plain)

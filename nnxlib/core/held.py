@@ -1,0 +1,111 @@
+"""What the arguments of a function hold besides data: Modules that it may use without a trace noticing it.
+
+A trace notices a Variable that is read and a Module that is called, but not that a setting is read. So what the
+arguments lead to is found before the trace (transforms/closure_inputs.py, program.py). It is in one of four places:
+
+- a function in an attribute, such as ``attention_fn=partial(attend, rope=RoPE())``, which is there to be called;
+- the class of an object;
+- a plain object in an attribute, such as a configuration;
+- what a method of the class refers to, such as a global with settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .layout import Layout
+from .look_ups import has_attributes, is_jitted, is_of_library, look_ups_in
+from .objects import Node
+from .references import search, used_unnoticed
+from .rows import NodeRow
+from .state import State
+from .variables import Variable
+
+_HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict
+
+
+def held_in(layout: Layout) -> tuple[Any, ...]:
+    """The Modules and Variables that functions, partials and bound methods hold, in static values of objects.
+
+    A mask for optax, say, is a State of Variables. Not what the functions read from globals.
+    """
+    if layout.held is None:
+        layout.held = tuple(_held([const.value for _, _, const in layout.statics]))
+    return layout.held
+
+
+def _held(stack: list[Any]) -> list[Any]:
+    found, seen = list[Any](), set[int]()
+    while stack:
+        x = stack.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if issubclass(type(x), Node | Variable):
+            found.append(x)
+        elif issubclass(type(x), State):
+            stack.append(x.raw_mapping)
+        elif isinstance(x, _HOLDERS):
+            stack += [look_up.found() for look_up in look_ups_in(x, ())]
+    return found
+
+
+def used_by_arguments(functions: Sequence[Callable], layout: Layout) -> tuple[list[Any], list[types.FunctionType]]:
+    """What else the arguments of functions lead to, and the methods of their classes that refer to some of it.
+
+    It is in their classes, in plain objects in attributes, and in what their methods refer to.
+    """
+    by_methods = _used_by_methods(layout)
+    found = [*_held_in_classes(layout), *_used_in_objects(functions, layout)]
+    return [*found, *(x for used in by_methods.values() for x in used)], [*by_methods]
+
+
+def _held_in_classes(layout: Layout) -> list[Any]:
+    """The Modules and Variables that the classes of objects hold."""
+    found = [x for cls in _classes(layout) for x in vars(cls).copy().values()]
+    return [x for x in found if issubclass(type(x), Node | Variable)]
+
+
+def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]:
+    """The Modules that plain objects in attributes hold, and functions or methods may use without a trace noticing it.
+
+    Their code names the attributes on the way.
+    """
+    values = {id(const.value): const.value for *_, const in layout.statics}
+    plain = [x for x in values.values() if has_attributes(x) and not is_of_library(vars(type(x)))]
+    methods = [method for cls in _classes(layout) for method in _methods_of(cls)] if plain else ()
+    return search(functions[0], given=(*functions[1:], *methods, *plain)).read() if plain else []
+
+
+def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
+    """Methods of the classes of objects that may use Modules without a trace noticing it, with these Modules."""
+    by_file: dict[int, list[types.FunctionType]] = {}  # so that its globals are looked into once
+    for cls in _classes(layout):
+        for method in _methods_of(cls):
+            by_file.setdefault(id(method.__globals__), []).append(method)
+    some = [methods for methods in by_file.values() if _used_by(methods)]
+    return {method: used for methods in some for method in methods if (used := _used_by([method]))}
+
+
+def _used_by(functions: Sequence[types.FunctionType]) -> list[Any]:
+    found = search(functions[0], given=functions[1:])
+    return [x for function in functions for x in used_unnoticed(function, found)]
+
+
+def _methods_of(cls: type) -> Iterator[types.FunctionType]:
+    """The functions in a class, also in properties, and as static and class methods."""
+    for x in vars(cls).copy().values():
+        held: Any = getattr(x, "__func__", x) if isinstance(x, staticmethod | classmethod) else x
+        methods: tuple[Any, ...] = (held.fget, held.fset) if isinstance(held, property) else (held,)
+        functions = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType) or is_jitted(f)]
+        yield from [f for f in functions if isinstance(f, types.FunctionType)]
+
+
+def _classes(layout: Layout) -> list[type]:
+    """The classes of objects, and those that they inherit from, but for those of libraries."""
+    classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
+    return [cls for cls in classes if not is_of_library(vars(cls))]
