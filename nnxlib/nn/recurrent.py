@@ -592,7 +592,7 @@ class RNN(Module):
           inputs: the sequences, ``[*batch, time, *features]``, or ``[time, *batch, *features]`` with ``time_major``.
           initial_carry: the carry to begin with; by default what the cell initializes.
           seq_lengths: integers of shape ``[*batch]``: the length of each sequence, without its padding. A sequence of
-            length 0 returns the carry it began with.
+            length 0 returns the carry it began with; one that is said to be longer than the inputs ends with them.
           return_carry: overrides the attribute.
           time_major: overrides the attribute.
           reverse: overrides the attribute.
@@ -686,7 +686,7 @@ def _step(cell: Any, carried: tuple[Carry, Carry], x: Array, time: Any, ends: An
     if jax.tree.structure(new) == jax.tree.structure(carry):  # else scan says what is wrong
         new = jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), new, carry)
         if ends is not None:
-            at_end = jax.tree.map(functools.partial(_where, time == ends), new, at_end)
+            at_end = jax.tree.map(functools.partial(_where, time <= ends), new, at_end)
     return (new, at_end), y
 
 

@@ -119,11 +119,11 @@ def test_activations_may_be_layers():
     st.booleans(),
 )
 def test_a_sequence_is_a_loop(name, batch, time_major, reverse, keep_order, with_lengths, given_carry):
-    """In any order and layout, each sequence by itself: its outputs, and the carry at its end."""
+    """In any order and layout, each by itself: its outputs, and the carry at its end, or at that of the inputs."""
     cell = make(name)
     times, n = 4, int(np.prod(batch, dtype=int))
     rng = np.random.default_rng(n)
-    lengths = rng.integers(0, times + 1, batch) if with_lengths else None
+    lengths = rng.integers(0, times + 3, batch) if with_lengths else None
     x = array(*batch, times, 3)
     carry = cell.initialize_carry((*batch, 3), nnx.Rngs(1), normal) if given_carry else None
     rnn = nnx.RNN(cell, time_major=time_major, reverse=reverse, return_carry=True)
@@ -133,7 +133,7 @@ def test_a_sequence_is_a_loop(name, batch, time_major, reverse, keep_order, with
     assert y.shape == (*batch, times, 4)
     begin = cell.initialize_carry((*batch, 3)) if carry is None else carry
     for i in np.ndindex(batch):
-        length = times if lengths is None else int(lengths[i])
+        length = times if lengths is None else min(int(lengths[i]), times)
         at_i = lambda tree, i=i: jax.tree.map(lambda a: np.asarray(a[i], np.float64), tree)
         expected = run(STEP[name], cell, at_i(begin), at_i(x), length, reverse, keep_order)
         close((at_i(last), list(y[i][:length])), expected)
