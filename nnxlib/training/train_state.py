@@ -80,6 +80,8 @@ class TrainState(Generic[M]):
     def apply_gradients(self: T, grads: Any, **kwargs: Any) -> T:
         """Return the TrainState after one step of the optimizer; ``kwargs`` are further fields to replace.
 
+        All gradients may have an axis of examples in front, for a ``tx`` that reduces it.
+
         Raises:
           StateMismatchError: if the gradients have other paths or shapes than the parameters.
         """
@@ -89,8 +91,10 @@ class TrainState(Generic[M]):
         except (TypeError, ValueError):
             _check_gradients(grads, self.params)
             raise
-        if shapes(params) != shapes(self.params):  # gradients of other shapes have been broadcast
-            _check_gradients(grads, self.params)
+        expected, given = shapes(self.params), shapes(grads)
+        axis = given[0][:1] if given else ()  # in front of all, if they are of many examples, which `tx` has reduced
+        if shapes(params) != expected or given not in (expected, [(*axis, *shape) for shape in expected]):
+            _check_gradients(grads, self.params)  # gradients of other shapes have been broadcast
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     def replace(self: T, **changes: Any) -> T:

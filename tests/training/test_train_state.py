@@ -140,4 +140,18 @@ def test_gradients_that_do_not_fit_are_refused_by_path():
         train_state.apply_gradients({"kernel": jnp.ones((2, 3))})
     with pytest.raises(errors.StateMismatchError, match=r"bias: expected shape \(3,\), got \(1, 3\)"):
         train_state.apply_gradients(jax.tree.map(lambda x: x[None], params))  # would be broadcast
+    for x in params.bias.value.sum(), params.bias.value[:1]:  # the sum with the parameter has the right shape
+        with pytest.raises(errors.StateMismatchError, match=r"bias: expected shape \(3,\), got \(1?,?\)"):
+            train_state.apply_gradients(params.map(lambda path, p, x=x: p.replace(x) if path == ("bias",) else p))
     assert train_state.apply_gradients(params).step == 1
+
+
+def test_gradients_of_examples_are_for_a_transformation_that_reduces_them():
+    """They have one axis more, of one length, in front; another transformation would let the parameters grow."""
+    graphdef, params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    reducing = optax.stateless(lambda grads, params: jax.tree.map(lambda x: -x.mean(0), grads))
+    grads = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), params)
+    train_state = nnx.TrainState.create(graphdef, params=params, tx=reducing).apply_gradients(grads)
+    np.testing.assert_allclose(train_state.params.kernel, -params.kernel, rtol=1e-6)
+    with pytest.raises(errors.StateMismatchError, match=r"bias: expected shape \(3,\), got \(2, 3\)"):
+        nnx.TrainState.create(graphdef, params=params, tx=optax.sgd(0.1)).apply_gradients(grads)
