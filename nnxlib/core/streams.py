@@ -322,7 +322,8 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     Args:
       node: any object that holds streams; those of an abstract model (:func:`nnxlib.eval_shape`) get keys, too.
       policy: what to do with streams that are split into lanes: ``'scalars_only'`` refuses them, ``'match_shape'``
-        splits the new key alike; or a function ``(path, key, shape) -> key`` that makes the key of every stream.
+        splits the new key alike; or a function ``(path, key, shape) -> key`` that makes the key (or seed, or raw key)
+        of every stream.
       **stream_keys: seed or key by the tag of the streams.
 
     >>> import nnxlib as nnx
@@ -347,7 +348,10 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
     kinds = [(stream.tag, implementation_of(stream.key.get_value())) for _, stream in chosen]
     sources = {kind: RngStream(as_key(stream_keys[kind[0]], kind[1]), tag=kind[0]) for kind in dict.fromkeys(kinds)}
     roots = [sources[kind].fork().key.get_value() for kind in kinds]
-    keys = [_new_key(path, root, stream.key.shape, policy) for (path, stream), root in zip(chosen, roots)]
+    keys = [
+        as_key(_new_key(path, root, stream.key.shape, policy), impl)
+        for (path, stream), root, (_, impl) in zip(chosen, roots, kinds)
+    ]
     for (_, stream), key in zip(chosen, keys):
         stream.key.set_value(key)
         stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))

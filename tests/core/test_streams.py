@@ -213,6 +213,20 @@ def test_reseeding_split_streams_needs_a_policy():
     assert rngs.params.count.shape == (3,)
 
 
+def test_what_a_policy_returns_is_taken_as_a_key():
+    """As in the constructor: a seed and a raw key become keys; anything else is refused, and no stream is reseeded."""
+    rngs = nnx.Rngs(0, params=1)
+    for given in 7, jax.random.PRNGKey(7):
+        reseed(rngs, default=3, policy=lambda path, key, shape, given=given: given)
+        assert rngs.default.key.value == jax.random.key(7)
+        assert rngs.default.count.shape == ()
+    given = iter([jax.random.key(8), None])
+    before = nnx.state(rngs)
+    with pytest.raises(ValueError, match="Invalid rng value: None"):
+        reseed(rngs, default=5, params=5, policy=lambda path, key, shape: next(given))
+    assert not nnx.diff(before, nnx.state(rngs))
+
+
 def test_reseeding_nothing_is_an_error():
     """A name that no stream has as its tag is reported with the tags that there are; nothing is changed."""
     m = Model(nnx.Rngs(0, params=1))
