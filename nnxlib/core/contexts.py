@@ -105,8 +105,7 @@ class SplitContext:
 
     def split(self, node: Any, *filters: Filter) -> tuple[Any, ...]:
         """Split a node like :func:`nnxlib.split`, without the leaves of objects that were split here before."""
-        graphdef, items = self._items(node)
-        groups = grouped(FlatState(items), filters, exhaustive=True) if filters else [items]
+        graphdef, groups = self._groups(node, filters)
         return graphdef, *map(state_of_items, groups)
 
     def flatten(self, node: Any, *filters: Filter, with_paths: bool = True) -> tuple[Any, ...]:
@@ -117,23 +116,22 @@ class SplitContext:
         """
         if filters and not with_paths:
             raise UsageError("A list without paths cannot be filtered; leave out the filters or with_paths=False.")
-        graphdef, items = self._items(node)
-        flat = FlatState(items, sort=True)
+        graphdef, groups = self._groups(node, filters)
         if not with_paths:
-            return graphdef, list(map(stored_value, flat.leaves))
-        if not filters:
-            return graphdef, flat
-        return graphdef, *(FlatState(group, sort=False) for group in grouped(flat, filters, exhaustive=True))
+            return graphdef, [stored_value(leaf) for _, leaf in groups[0]]
+        return graphdef, *(FlatState(group, sort=False) for group in groups)
 
-    def _items(self, node: Any) -> tuple[LinkedGraphDef, list[tuple[Path, Any]]]:
-        """The GraphDef, and (path, leaf) pairs with new Variables."""
+    def _groups(self, node: Any, filters: Sequence[Filter]) -> tuple[LinkedGraphDef, list[list[tuple[Path, Any]]]]:
+        """The GraphDef, and for each filter the (path, leaf) pairs, with new Variables; without any, all pairs."""
         layout, leaves, objects = pack(node)
         numbers = [self._number(x) for x in objects]
         elsewhere = {row for row, number in enumerate(numbers) if number in self._done}
-        self._done.update(numbers)
         found = zip(layout.leaf_paths, copies_of(layout, leaves), layout.owners, strict=True)
         graphdef = LinkedGraphDef(layout, graphdef_of(layout, leaves).avals, numbers, elsewhere)
-        return graphdef, [(path, leaf) for path, leaf, (row, _) in found if row not in elsewhere]
+        flat = FlatState((path, leaf) for path, leaf, (row, _) in found if row not in elsewhere)
+        groups = grouped(flat, filters, exhaustive=True) if filters else [list(flat)]
+        self._done.update(numbers)  # a split that is refused has put its leaves nowhere
+        return graphdef, groups
 
     def _number(self, x: Any) -> int:
         """The number of an object in this context; a new one gets the next."""

@@ -155,6 +155,20 @@ def test_filters_and_paths_go_to_the_states():
             ctx.flatten(Pair(), nnx.Param, with_paths=False)
 
 
+def test_a_split_that_is_refused_has_split_nothing():
+    """The next one has all leaves, and merges."""
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    for name in "split", "flatten":
+        with nnx.split_context() as ctx:
+            split = getattr(ctx, name)
+            with pytest.raises(ValueError, match="non-empty remainder"):
+                split(model, nnx.Param)
+            graphdef, *states = split(model, nnx.Param, ...)
+        assert [len(state) for state in states] == [2, 2]
+        with nnx.merge_context() as ctx:
+            assert not nnx.diff(model, ctx.merge(graphdef, *states))
+
+
 def test_a_variable_by_itself_is_split_by_filters():
     """As by nnx.split: it is the State of the filter that takes it."""
     with nnx.split_context() as ctx:
