@@ -109,7 +109,7 @@ def _describe_params(module: Module) -> str:
 def _spectral(weight: Array, u: Array, n_steps: int, epsilon: Any, eager: bool) -> tuple[Array, Array, Array]:
     """The weight divided by its largest singular value ``sigma``; and ``u`` and ``sigma``, for the next call."""
     wide = weight.astype(at_least_float32(weight.dtype))
-    matrix = jnp.reshape(wide, (-1, wide.shape[-1]))
+    matrix = lax.collapse(wide, 0, wide.ndim - 1)
     u = v = u.astype(wide.dtype)
     for _ in range(n_steps):
         v = _unit(u @ matrix.T, None, epsilon, eager)
@@ -322,7 +322,7 @@ class WeightNorm(_Reparametrised):
                 f"WeightNorm: {type(self.layer_instance).__name__}.{format_path(path)} has {ndim} axes, and so not all "
                 f"of feature_axes={self.feature_axes}. Give others, or leave it out with variable_filter."
             )
-        return tuple([axis % ndim for axis in axes])
+        return tuple(sorted({axis % ndim for axis in axes}))  # the order in which a weight has them
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the layer on ``x``, and whatever else is given, with normalised weights.

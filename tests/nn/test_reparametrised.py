@@ -97,20 +97,24 @@ def test_when_statistics_are_stored():
     assert not moves(frozen)[0]
 
 
-@settings(max_examples=10)
-@given(
-    st.sampled_from(
-        [((3, 4), -1), ((3, 4), 0), ((3, 4), (0, 1)), ((3, 4), None), ((2, 3, 4), (-2, -1)), ((2, 3), [1])]
-    ),
-    st.booleans(),
-)
+def test_spectral_norm_of_a_weight_without_columns():
+    """There is nothing to divide."""
+    assert nnx.SpectralNorm(Holder((3, 0)), rngs=rngs())(0.0).shape == (3, 0)
+
+
+CASES = [((3, 4), -1), ((3, 4), 0), ((3, 4), (0, 1)), ((3, 4), (1, 0)), ((3, 4), (1, -1)), ((3, 4), None)]
+CASES += [((2, 3, 4), (-2, -1)), ((2, 3, 4), (-1, 0)), ((2, 3), [1])]
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(CASES), st.booleans())
 def test_weight_norm_against_its_formula(case, use_scale):
-    """Norm 1 over the axes that are no feature axes, times the scale."""
+    """Norm 1 over the axes that are no feature axes, times the scale, whose axes are in the order of the weight's."""
     shape, axes = case
     layer = Holder(shape)
     wrapped = nnx.WeightNorm(layer, feature_axes=axes, use_scale=use_scale, scale_init=normal, rngs=rngs())
     weight = np.asarray(layer.kernel.value, np.float64)
-    kept = [a % len(shape) for a in ([] if axes is None else np.atleast_1d(axes))]
+    kept = sorted({a % len(shape) for a in ([] if axes is None else np.atleast_1d(axes))})
     summed = tuple(a for a in range(len(shape)) if a not in kept)
     expected = weight / np.sqrt((weight**2).sum(summed, keepdims=True))
     if use_scale:
