@@ -20,7 +20,7 @@ from ..core.objects import Node, Pytree
 from ..core.ops import state
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
 from ..core.tracing import boundary
-from ..core.variables import Variable
+from ..core.variables import Variable, plain_value
 from .stored import matched, set_values, without_aliases
 
 A = TypeVar("A")
@@ -90,7 +90,7 @@ class EMA(Pytree):
             average.check_writable()
         set_values(
             averages.values(),
-            [jax.tree.map(self._mean, average.get_raw_value(), found[path]) for path, average in averages.items()],
+            [jax.tree.map(self._mean, plain_value(average), found[path]) for path, average in averages.items()],
         )
 
     def _mean(self, average: Any, value: Any) -> Any:

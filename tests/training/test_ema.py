@@ -75,6 +75,15 @@ def test_low_precision_averages_are_computed_in_float32():
     np.testing.assert_allclose(np.float32(ema.params.w.value), 1.0, rtol=0.01)
 
 
+def test_the_average_of_what_is_kept_in_a_ref():
+    """It is in a jax.Ref of its own, which the update writes."""
+    model = nnx.Dict(w=nnx.Param(jnp.zeros(2), ref=True))
+    ema = nnx.EMA(model, 0.75)
+    model.w.value += 4
+    ema.update(model)
+    assert (ema.params.w.tolist(), model.w.tolist()) == ([1, 1], [4, 4])
+
+
 def test_apply_to_shares_its_variables():
     """The averages are those of the EMA, the rest and the shared ones are those of the model, the nodes are new."""
     model = Net()
