@@ -197,8 +197,13 @@ def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> N
     >>> nnx.set_metadata(layer, only=nnx.PathContains('kernel'), frozen=True)
     >>> layer.kernel.frozen, layer.bias.has_metadata('frozen')
     (True, False)
+
+    Raises:
+      TraceContextError: if one of them belongs to another trace; nothing has been set then.
     """
     predicate = to_predicate(only)
-    for path, x in iter_objects(node):
-        if isinstance(x, Variable) and predicate(path, x):
-            x.set_metadata(**metadata)
+    chosen = [x for path, x in iter_objects(node) if isinstance(x, Variable) and predicate(path, x)]
+    for variable in chosen:
+        variable.check_writable()
+    for variable in chosen:
+        variable.set_metadata(**metadata)

@@ -380,6 +380,25 @@ def test_set_metadata_on_chosen_variables():
     assert (m.w.layer, m.blocks[1].mean.kind, m.w.has_metadata("kind")) == ("x", "stat", False)
 
 
+def test_set_metadata_that_is_refused_sets_none():
+    """Neither before a Variable of another trace, nor before one that the filter fails at."""
+    outer = nnx.Param(1.0)
+
+    def refused(x):
+        own = nnx.Param(x)
+        with pytest.raises(nnx.TraceContextError):
+            nnx.set_metadata([own, outer], layer="x")
+        assert not own.has_metadata("layer")
+        return x
+
+    jax.jit(refused)(1.0)
+    fails = {("a",): True}
+    model = nnx.Dict(a=nnx.Param(1.0), b=nnx.Param(2.0))
+    with pytest.raises(KeyError):
+        nnx.set_metadata(model, only=lambda path, x: fails[path], layer="x")
+    assert not model.a.has_metadata("layer")
+
+
 # --- Sequential ---
 
 
