@@ -61,6 +61,9 @@ def restore_rngs(backups: Iterable[StreamBackup], /) -> None:
     >>> split, rngs.default.key.shape
     ((3,), ())
     """
+    backups = list(backups)
+    for stream, _, _ in backups:
+        _check_writable(stream)
     for stream, key, count in backups:
         stream.key.set_value(key)
         if count is not None:
@@ -96,6 +99,7 @@ def _replace(targets: list[tuple[Path, RngStream, Callable[[RngStream], RngStrea
     """Replace key and count of each stream by those of the stream that a function makes from it."""
     for path, stream, _ in targets:
         _check_whole(path, stream)
+        _check_writable(stream)
     backups = SplitBackups()
     for _, stream, make in targets:
         key = stream.key.get_value()
@@ -104,6 +108,11 @@ def _replace(targets: list[tuple[Path, RngStream, Callable[[RngStream], RngStrea
         stream.key.set_value(made.key.get_value())
         stream.count.set_value(made.count.get_value())
     return backups
+
+
+def _check_writable(stream: RngStream) -> None:
+    stream.key.check_writable()
+    stream.count.check_writable()
 
 
 def _check_whole(path: Path, stream: RngStream) -> None:
@@ -280,6 +289,7 @@ def with_rngs(
         make = _rule_for(path, stream, rules) if chosen(path, stream) else None
         if make is not None:
             _check_whole(path, stream)
+            _check_writable(stream)
             makers.setdefault(id(stream.count), functools.partial(make, stream))
     made = {count: make() for count, make in makers.items()}
     for _, stream in streams:
@@ -352,6 +362,8 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
         as_key(_new_key(path, root, stream.key.shape, policy), impl)
         for (path, stream), root, (_, impl) in zip(chosen, roots, kinds)
     ]
+    for _, stream in chosen:
+        _check_writable(stream)
     for (_, stream), key in zip(chosen, keys):
         stream.key.set_value(key)
         stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.streams import fork_rngs, reseed, restore_rngs, split_rngs, with_rngs
+from nnxlib.core.streams import StreamBackup, fork_rngs, reseed, restore_rngs, split_rngs, with_rngs
 
 
 class Model(nnx.Module):
@@ -324,3 +324,29 @@ def test_a_filter_may_name_the_variables_of_a_stream():
         assert rngs.params.key.shape == rngs.dropout.key.shape == (2,)
     with nnx.split_rngs(rngs, splits=2, only=nnx.RngKey):
         assert rngs.params.key.shape == ()
+
+
+def test_streams_of_another_trace_are_refused_before_any_is_changed():
+    """Those of the running trace come first, and neither lose a key nor are replaced."""
+    outer = nnx.Rngs(0)
+    calls = {
+        "split": lambda node: nnx.split_rngs(node, splits=2),
+        "fork": lambda node: nnx.fork_rngs(node),
+        "with": lambda node: nnx.with_rngs(node, fork=...),
+        "reseed": lambda node: nnx.reseed(node, default=5),
+        "restore": lambda node: nnx.restore_rngs(
+            [StreamBackup(rngs.default, jax.random.key(7), jnp.uint32(7)) for rngs in node]
+        ),
+    }
+
+    def refused(x):
+        for name, call in calls.items():
+            own = nnx.Rngs(1)
+            variables = own.default.key, own.default.count
+            before = [x.get_raw_value() for x in variables]
+            with pytest.raises(nnx.TraceContextError):
+                call([own, outer])
+            assert all(x.get_raw_value() is value for x, value in zip(variables, before, strict=True)), name
+        return x
+
+    jax.jit(refused)(1.0)
