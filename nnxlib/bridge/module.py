@@ -28,6 +28,7 @@ from flax.core.scope import in_filter
 from ..core import errors
 from ..core import module as core
 from ..core.data import is_node
+from ..core.differences import leaf_differences, refuse
 from ..core.errors import Path
 from ..core.iteration import iter_graph
 from ..core.objects import Pytree, attributes_of
@@ -35,7 +36,7 @@ from ..core.objects import dataclass as nnx_dataclass
 from ..core.ops import clone
 from ..core.rngs import Rngs, RngStream
 from ..core.traversals import flatten_mapping, sort_key, unflatten_mapping
-from ..core.variables import MISSING, Variable, make_variable
+from ..core.variables import MISSING, Param, Variable, make_variable
 from ..transforms.functional import leaves_of
 from .to_linen import values_of
 from .to_nnx import ToNNX, put
@@ -66,12 +67,17 @@ class Scope(Pytree):
 
 @dataclasses.dataclass
 class ModuleStackEntry:
-    """A Module that is run, or whose ``setup`` or compact method is; ``type_counter`` counts the parts named so far."""
+    """A Module that is run, or whose ``setup`` or compact method is.
+
+    ``type_counter`` counts the parts named so far. ``to_fill`` are the Params, by id, that a constructor has made there
+    for the given variables to fill, each with the value that is to be replaced.
+    """
 
     module: Module
     in_compact: bool
     in_setup: bool = False
     type_counter: Counter = dataclasses.field(default_factory=Counter)
+    to_fill: dict[int, tuple[Param, Any]] = dataclasses.field(default_factory=dict)
 
 
 _stack: ContextVar[tuple[ModuleStackEntry | None, ...]] = ContextVar("bridge_modules", default=(None,))
@@ -111,6 +117,17 @@ def _running(entry: ModuleStackEntry) -> Iterator[None]:
         yield
     finally:
         _stack.reset(token)
+    _check_filled(entry)
+
+
+def _check_filled(entry: ModuleStackEntry) -> None:
+    """Raise if no variable was given for a Param that is to be filled, or one of another shape."""
+    if entry.to_fill:
+        params = {path: x for path, x in leaves_of(entry.module, _by_priority).items() if id(x) in entry.to_fill}
+        made = {path: entry.to_fill[id(x)][1] for path, x in params.items()}
+        given = {path: x.get_raw_value() for path, x in params.items() if x.get_raw_value() is not made[path]}
+        misfits = [x for x in leaf_differences(made, given) if x.kind != "dtype"]
+        refuse(misfits, f"The variables do not fit the parts of a {type(entry.module).__name__}:", _COMPLETE)
 
 
 def compact(f: F) -> F:
@@ -311,7 +328,7 @@ class Module(core.Module):
           **kwargs: what the method takes by keyword.
 
         Raises:
-          StateMismatchError: if a parameter is missing.
+          StateMismatchError: if a parameter is missing, or has another shape.
         """
         out, after = self._run(variables, Scope(_rngs(rngs), False, mutable), method, args, kwargs)
         return out if mutable is False else (out, {col: x for col, x in after.items() if in_filter(mutable, col)})
@@ -346,6 +363,9 @@ def nnx_in_bridge_mdl(factory: Callable[[Rngs], core.Module], name: str | None =
     scope: Any = entry.module.scope
     spare = {} if scope.initializing else {"default": RngStream(0, tag="default")}  # for what will be overwritten
     part = factory(Rngs({**spare, **dict(scope.rngs.items())}))
+    if not scope.initializing and not in_filter(scope.mutable, "params"):
+        params = [x for x in leaves_of(part).values() if isinstance(x, Param)]
+        entry.to_fill.update((id(x), (x, x.get_raw_value())) for x in params)
     if entry.in_compact:
         _attach(entry, part, name, type(part))
     return part
@@ -463,6 +483,8 @@ def _rngs(rngs: Any) -> Rngs:
         return Rngs({name: RngStream(key, tag=name) for name, key in rngs.items()})
     return Rngs(rngs)
 
+
+_COMPLETE = "Pass all that `init` has returned."
 
 _NOT_RUNNING = """\
 A {kind} can {what} only in its `setup` or in a method marked @compact, and only when it is run: \

@@ -256,6 +256,32 @@ def test_what_is_refused():
         Twice().init(0)
 
 
+def test_parts_made_by_a_constructor_need_their_parameters():
+    """What the constructor draws is for `init`; `apply` does not use it where one is missing or does not fit."""
+
+    class Compact(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            return bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 3, rngs=rngs), name="part")(x)
+
+    class Tied(bridge.Module):
+        def setup(self):
+            self.part = self.again = bridge.nnx_in_bridge_mdl(lambda rngs: nnx.Linear(3, 3, rngs=rngs))
+            self.set_attr_priority("part", bridge.AttrPriority.HIGH)
+
+        def __call__(self, x):
+            return self.again(x)
+
+    for model in Compact(), Tied():
+        params = model.init(0, X)["params"]["part"]
+        assert jnp.allclose(model.apply({"params": {"part": params}}, X), X @ params["kernel"])
+        for given in {}, {"params": {"part": {"kernel": params["kernel"]}}}:
+            with pytest.raises(nnx.errors.StateMismatchError, match=r"part\.bias: missing, expected float32\[3\]"):
+                model.apply(given, X)
+        with pytest.raises(nnx.errors.StateMismatchError, match=r"part\.bias: expected shape \(3,\), got \(1,\)"):
+            model.apply({"params": {"part": {**params, "bias": jnp.ones(1)}}}, X)
+
+
 class Shared(bridge.Module):
     """One part under two names."""
 
