@@ -24,7 +24,8 @@ from ..core.formulas import as_array, full, step
 from ..core.objects import Pytree
 from ..core.ops import split
 from ..core.tracing import boundary
-from ..core.variables import Variable
+from ..core.variables import Variable, plain_value
+from .stored import set_values
 
 A = TypeVar("A")
 
@@ -294,14 +295,13 @@ class MultiMetric(Metric):
         if unknown := [name for name in masks if name not in self._metric_names]:
             raise UsageError(f"There are masks for {unknown}, but the metrics are {list(self._metric_names)}.")
         variables = [x for _, x in reachable(self, set()) if isinstance(x, Variable)]
-        before = [variable.get_raw_value() for variable in variables]
+        before = [plain_value(variable) for variable in variables]
         for name in self._metric_names:
             own = {} if masks.get(name) is None else {"mask": masks[name]}
             try:
                 getattr(self, name).update(**updates, **own)
             except BaseException as error:
-                for variable, value in zip(variables, before, strict=True):
-                    variable.set_raw_value(value)
+                set_values(variables, before)
                 error.add_note(f"in the metric {name!r} of a {type(self).__name__}")
                 raise
 

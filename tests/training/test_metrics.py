@@ -347,6 +347,17 @@ def test_an_update_that_fails_changes_no_metric(inner):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(nnx.state(metrics)), before)
 
 
+def test_an_update_that_fails_changes_no_metric_that_is_kept_in_a_ref():
+    metrics = nnx.MultiMetric(loss=Average(), accuracy=Accuracy())
+    for name in ("total", "count"):
+        kept = nnx.metrics.MetricState(getattr(metrics.loss, name).value, ref=True)
+        setattr(metrics.loss, name, kept)
+    metrics.update(values=2.0, logits=jnp.ones((2, 3)), labels=jnp.zeros(2, int))
+    with pytest.raises(TypeError, match="missing 2 required keyword-only arguments"):
+        metrics.update(values=1.0)
+    assert metrics.loss.compute() == 2.0
+
+
 def test_what_is_no_metric_is_refused():
     """By its name."""
     with pytest.raises(TypeError, match="'loss' is not a metric"):
