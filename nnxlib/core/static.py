@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import copy
+import copyreg
 import dataclasses
 import functools
 import operator
@@ -72,7 +73,7 @@ class Const:
         (True, False)
 
         Raises:
-          StaticValueError: for arrays, and for objects that have neither a hash nor attributes to compare.
+          StaticValueError: for arrays, and for objects that have no hash and hold more than attributes.
         """
         kind = type(value)
         if kind in ATOMS:
@@ -162,7 +163,7 @@ class _Freezer:
         if isinstance(value, jax.Array):
             return kind, self.jax_array(value)
         if isinstance(value, np.generic):
-            return kind, (value.dtype.str, value.tobytes())
+            return kind, (value.dtype, value.tobytes())
         if isinstance(value, tuple):
             return kind, self.items(value)
         if _hash_can_change(kind):
@@ -213,8 +214,8 @@ class _Freezer:
 
     def array(self, value: np.ndarray) -> Hashable:
         self.mutable = True
-        content = self.items(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
-        return value.shape, value.dtype.str, content
+        data = np.asarray(value)  # of a masked array, what is behind the mask, too
+        return data.shape, data.dtype, self.items(data.ravel().tolist()) if data.dtype.hasobject else data.tobytes()
 
     def jax_array(self, value: jax.Array) -> Hashable:
         """An array that was not declared static, but is in an object that JAX does not look into, is immutable."""
@@ -278,13 +279,13 @@ class _Freezer:
         holds one.
         """
         self.mutable = True
-        held = state_of(value)
-        if not held and not hasattr(value, "__dict__"):
+        if _keeps_more_than_attributes(type(value)):
             raise StaticValueError(
-                f"The static value at {format_path(self.path)} of type {type(value).__name__} has no hash and no "
-                "attributes to compare. Give its class __eq__ and __hash__, or mark the attribute with nnx.data(...) "
-                "if it holds arrays."
+                f"The static value at {format_path(self.path)} of type {type(value).__name__} has no hash, and "
+                "attributes do not show all that it holds. Give its class __eq__ and __hash__, or mark the attribute "
+                "with nnx.data(...) if it holds arrays."
             )
+        held = state_of(value)
         own = getattr(value, "__dataclass_fields__", held)
         before, self.within = self.within, type(value)
         found = [
@@ -299,7 +300,7 @@ class _Freezer:
 def _has_hash(value: Any) -> bool:
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter of a memoryview that can be written
         return False
     return True
 
@@ -309,6 +310,15 @@ def state_of(x: Any) -> dict[str, Any]:
     state: Any = object.__getstate__(x)  # what is in its __dict__; if it has slots, both in a tuple
     attributes, slots = state if type(state) is tuple else (state, None)
     return {**(attributes or {}), **(slots or {})}
+
+
+def _keeps_more_than_attributes(kind: type) -> bool:
+    """Whether the objects of a class hold anything that :func:`state_of` does not find, as an int or an exception does.
+
+    By their size, as Python decides whether it can pickle an object by its attributes.
+    """
+    known = len(copyreg._slotnames(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + known * tuple.__itemsize__
 
 
 def _is_cache(kind: type, name: str) -> bool:
@@ -335,7 +345,7 @@ class _MetadataFreezer(_Freezer):
         return value.aval, value.sharding, np.asarray(data).tobytes()  # the trace knows the first two, too
 
 
-_MUTABLE_CONTAINERS = list, set, deque, bytearray  # instances of a subclass are compared by items and attributes
+_MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # instances of a subclass are compared by items and attributes
 
 
 def _hash_can_change(kind: type) -> bool:

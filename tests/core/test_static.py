@@ -76,6 +76,38 @@ class Unhashable:
         self.n = n
 
 
+class Slots:
+    """No hash, and attributes in slots besides a ``__dict__``."""
+
+    __slots__ = ("__dict__", "rate")
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def __eq__(self, other):
+        return self.rate == other.rate
+
+
+class OnlySlots:
+    """As ``attrs.define`` makes them: no hash, and attributes in slots."""
+
+    __slots__ = ("rate",)
+
+    __init__, __eq__ = Slots.__init__, Slots.__eq__
+
+
+class Slotless:
+    """No hash, and no attributes."""
+
+    __slots__ = ()
+    __hash__ = None
+
+
+@dataclasses.dataclass(slots=True)
+class Stateless:
+    """As the noise of AQT: no hash, nothing to compare."""
+
+
 def relu(x):
     return max(x, 0)
 
@@ -100,6 +132,9 @@ SAME = {
     "ordered dict": lambda: OrderedDict(b=1, a=2),
     "dtype": lambda: np.dtype("float32"),
     "partition spec": lambda: jax.sharding.PartitionSpec("a", None),
+    "record array": lambda: np.rec.array([(1, 2.0)]),
+    "masked array": lambda: np.ma.array([1, 2], mask=[0, 1]),
+    "object without attributes": lambda: Stateless(),
 }
 
 
@@ -144,6 +179,14 @@ DIFFERENT = {
     "array dtype": (np.zeros(2, "int32"), np.zeros(2, "float32")),
     "array shape": (np.zeros((2, 1)), np.zeros((1, 2))),
     "array values": (np.array([1, 2]), np.array([2, 1])),
+    "array dtype of JAX": (np.zeros(2, jnp.int4), np.zeros(2, jnp.uint4)),
+    "array field": (np.zeros(2, [("a", "i4")]), np.zeros(2, [("b", "i4")])),
+    "record array": (np.rec.array([(1, 2.0)]), np.rec.array([(1, 3.0)])),
+    "array of a subclass": (np.zeros(2).view(np.recarray), np.zeros(2)),
+    "masked array": (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[1, 0])),
+    "masked value": (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 3], mask=[0, 1])),
+    "unset slot": (OnlySlots(1), object.__new__(OnlySlots)),
+    "objects without attributes": (Stateless(), Slotless()),
     "lambda": (lambda x: x + 1, lambda x: x + 2),
     "default": (with_default(1), with_default(2)),
     "keyword default": (with_keyword(1), with_keyword(True)),
@@ -235,15 +278,15 @@ def test_arrays_are_refused():
         Const.of([jnp.ones(2)], ("layers", 0, "table"))
 
 
-def test_objects_that_cannot_be_compared_are_refused():
-    """Neither a hash nor attributes: the message names type, place and remedy."""
-
-    class Slotted:
-        __slots__ = ()
-        __hash__ = None
-
-    with pytest.raises(StaticValueError, match=r"at a\.b of type Slotted .*__eq__ and __hash__"):
-        Const.of([Slotted()], ("a", "b"))
+@pytest.mark.parametrize("base", [int, float, Exception, zip, memoryview])
+def test_objects_that_cannot_be_compared_are_refused(base):
+    """No hash, and attributes are not all that there is: the message names type, place and remedy."""
+    if base is memoryview:  # no class can inherit from it
+        value = memoryview(bytearray(b"a"))
+    else:
+        value = type("Hidden", (base,), {"__hash__": None})()
+    with pytest.raises(StaticValueError, match=rf"at a\.b of type {type(value).__name__} .*__eq__ and __hash__"):
+        Const.of([value], ("a", "b"))
 
 
 class Listing(collections.abc.Sequence):
@@ -274,26 +317,6 @@ class Derived:
     @functools.cached_property
     def double(self):
         return self.size * 2
-
-
-class Slots:
-    """No hash, and attributes in slots besides a ``__dict__``."""
-
-    __slots__ = ("__dict__", "rate")
-
-    def __init__(self, rate):
-        self.rate = rate
-
-    def __eq__(self, other):
-        return self.rate == other.rate
-
-
-class OnlySlots:
-    """As ``attrs.define`` makes them: no hash, and attributes in slots."""
-
-    __slots__ = ("rate",)
-
-    __init__, __eq__ = Slots.__init__, Slots.__eq__
 
 
 class Items(collections.abc.Mapping):
