@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,12 @@ from .errors import Path, StateMismatchError, describe
 from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
 from .rngs import implementation_of
-from .rows import count_leaves
+from .rows import NodeRow, count_leaves
 from .state import FlatState, State, is_boxed, is_without_leaves
-from .static import same_items
+from .static import Const, same_items
 from .tracing import Tracer, at_top_level
 from .traversals import sorted_by_path
-from .variables import Variable, all_unshared, make_variable, stored_value, unshared
+from .variables import Intermediate, Variable, all_unshared, make_variable, stored_value, unshared
 
 # The values of leaves; and by position, the type and metadata of Variables where these are not those of the layout.
 Values = tuple[list[Any], dict[int, tuple[type, Any]]]
@@ -56,10 +56,18 @@ def values_to_merge(graphdef: GraphDef, states: tuple[Any, ...], strict: bool) -
     return _values_compared(graphdef, *_matched(layout, states, graphdef.avals), strict)
 
 
+class ToWrite(NamedTuple):
+    """What States bring to an object."""
+
+    values: dict[int, Any]  # by position
+    metadata: dict[int, Any]  # by position, if they differ from those that its Variable has
+    recordings: list[tuple[int, Any, Variable]]  # new Variables: the row of the node, the name there
+
+
 def values_to_write(
     layout: Layout, leaves: list[Any], objects: list[Any], states: tuple[Any, ...], strict: bool
-) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The values in States for an object with these leaves, and the metadata that differ from its own, by position.
+) -> ToWrite:
+    """What States bring to an object with these leaves.
 
     Raises:
       StateMismatchError: if there are leaves that do not fit, unless these are to be skipped.
@@ -69,11 +77,13 @@ def values_to_write(
         live = enumerate([*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]])
         fitting = _values_that_fit(graphdef_of(layout, leaves), [given.get(k, x) for k, x in live])
         if fitting is not None:
-            return {k: fitting[0][k] for k in given}, {k: metadata for k, (_, metadata) in fitting[1].items()}
+            metadata = {k: found for k, (_, found) in fitting[1].items()}
+            return ToWrite({k: fitting[0][k] for k in given}, metadata, [])
     unexpected: dict[Path, Any] = {}
     if not given:
         matched, unexpected = _matched(layout, states, avals_of(leaves))
         given = {k: x["value"] if is_boxed(x, leaves[k]) else x for k, x in matched.items()}
+    recordings = _recordings(layout, unexpected)
     new: dict[Any, Any] = {k: x for k, x in given.items() if x is not None or not is_without_leaves(leaves[k])}
     avals = dict(zip(new, avals_of([leaves[k] for k in new]), strict=True))
     before = {k: None if isinstance(leaves[k], Tracer) else aval for k, aval in avals.items()}
@@ -85,7 +95,26 @@ def values_to_write(
         refuse(found, head, f"Pass strict=False to skip these.{hint}")
     for x in found:
         new.pop(layout.positions.get(x.path), None)
-    return _values_and_metadata(layout, new)
+    return ToWrite(*_values_and_metadata(layout, new), recordings)
+
+
+def _recordings(layout: Layout, unexpected: dict[Path, Any]) -> list[tuple[int, Any, Variable]]:
+    """Take what a call has recorded, in attributes that the nodes do not have yet, out of the unexpected leaves."""
+    recorded = [path for path, x in unexpected.items() if isinstance(x, Intermediate) and path]
+    rows = {path: i for i, path in enumerate(layout.paths) if type(layout.rows[i]) is NodeRow} if recorded else {}
+    found = []
+    for path in recorded:
+        i, name = rows.get(path[:-1]), path[-1]
+        if i is not None and isinstance(name, str) and _is_vacant(cast(NodeRow, layout.rows[i]), name):
+            x = unexpected.pop(path)
+            (value,) = raw_values([x])
+            found.append((i, name, make_variable(type(x), unshared(value), x._metadata)))
+    return found
+
+
+def _is_vacant(row: NodeRow, name: str) -> bool:
+    spec = dict(row.fields).get(name)
+    return spec is None or (type(spec) is Const and spec.value is None)
 
 
 def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:

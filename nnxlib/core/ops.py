@@ -39,7 +39,7 @@ from .graphstate import GraphState
 from .iteration import holder_of
 from .layout import Layout
 from .nesting import Nesting
-from .objects import Node, structure_changed
+from .objects import Node, check_writable, set_child, structure_changed
 from .rows import Row, VariableRow, count_leaves, touched_rows
 from .state import FlatState, State, from_flat_state, grouped, one_or_all, state_of_items
 from .static import Const
@@ -317,6 +317,9 @@ def graphdef(node: A, /) -> GraphDef[A]:
 def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
     """Write the leaves of States into a live node, by path.
 
+    A Variable that the node does not have is refused, unless it is an :class:`Intermediate`, which a call has recorded
+    in a copy of the node (by :meth:`Module.sow`, say): that is attached.
+
     Args:
       node: a Module, or a pytree of Modules.
       state: a State, FlatState or nested dict, of all or some of the leaves. Int keys may be strings. A leaf is a
@@ -337,7 +340,9 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
       TraceContextError: under another trace than the one that made the node; nothing has been written then.
     """
     layout, leaves, objects = _packed(node)
-    values, metadata = values_to_write(layout, leaves, objects, (state, *states), strict)
+    values, metadata, recordings = values_to_write(layout, leaves, objects, (state, *states), strict)
+    for i, name, _ in recordings:
+        check_writable(objects[i], f"attach {name!r}")
     # Most leaves are committed. Those of a pytree around the objects are set in the container that holds them, and
     # those that are kept in a jax.Ref are written there, which is possible under any trace.
     own = range(len(leaves) - count_leaves(layout.root), len(leaves))
@@ -350,6 +355,8 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
             objects[layout.variables[k]].set_raw_value(value)
         for holder, key, value in items:
             holder[key] = value
+        for i, name, variable in recordings:
+            set_child(objects[i], name, variable)
 
     even_if_interrupted(write)
 

@@ -345,7 +345,7 @@ class _MetadataFreezer(_Freezer):
         return value.aval, value.sharding, np.asarray(data).tobytes()  # the trace knows the first two, too
 
 
-_MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # instances of a subclass are compared by items and attributes
+_MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # those of a subclass: by items and attributes
 
 
 def _hash_can_change(kind: type) -> bool:

@@ -625,6 +625,81 @@ def test_update_not_strict():
     assert (m.first.w.value.tolist(), m.first.mean.shape, hasattr(m.first, "nonsense")) == ([0, 0], (2,), False)
 
 
+class Recorder(nnx.Module):
+    """Records what it computes, by sow and in an attribute that was None."""
+
+    def __init__(self):
+        self.w, self.largest = nnx.Param(jnp.ones(2)), None
+
+    def __call__(self, x):
+        y = x * self.w
+        self.sow(nnx.Intermediate, "sown", y)
+        self.largest = nnx.Intermediate(y.max(), unit="V")
+        return y
+
+
+PURE = {
+    "eager": lambda f, x: f(x),
+    "jit": lambda f, x: jax.jit(f)(x),
+    "scan": lambda f, x: jax.lax.scan(lambda carry, x: (carry, f(x)), 0.0, x)[1],
+}
+
+
+@pytest.mark.parametrize("way", PURE)
+def test_update_attaches_what_a_call_has_recorded(way):
+    """A pure function merges, calls and splits; what it has recorded gets to the live model with the rest."""
+    model = nnx.Dict(layers=nnx.List([Recorder(), Recorder()]))
+    graphdef, state = nnx.split(model)
+
+    def apply(x):
+        copied = nnx.merge(graphdef, state)
+        y = copied.layers[1](copied.layers[0](x))
+        return y, nnx.state(copied, nnx.Intermediate)
+
+    y, recorded = PURE[way](apply, jnp.arange(6.0).reshape(3, 2))
+    layer = model.layers[1]
+    nnx.update(model, recorded)
+    assert model.layers[1] is layer
+    assert jnp.array_equal(layer.sown[0], y)
+    assert (type(layer.largest), layer.largest.unit) == (nnx.Intermediate, "V")
+    assert layer.sown is not recorded.layers[1].sown
+    nnx.update(model, recorded)  # now it has them
+    assert len(nnx.pop(model, nnx.Intermediate).flat_state()) == 4
+    assert not hasattr(layer, "sown")
+
+
+NOT_RECORDED = {
+    "a parameter": lambda: {"layer": {"b": nnx.Param(jnp.ones(2))}},
+    "a bare value": lambda: {"layer": {"b": jnp.ones(2)}},
+    "of a layer that is not there": lambda: {"other": {"sown": nnx.Intermediate(1.0)}},
+    "in place of a layer": lambda: {"layer": nnx.Intermediate(1.0)},
+    "in place of a setting": lambda: {"n": nnx.Intermediate(1.0)},
+    "as an item of a list": lambda: {"items": {0: nnx.Intermediate(1.0)}},
+    "beside something that does not fit": lambda: {
+        "layer": {"sown": nnx.Intermediate(1.0), "w": nnx.Param(jnp.ones(9))}
+    },
+}
+
+
+@pytest.mark.parametrize("case", NOT_RECORDED)
+def test_update_attaches_nothing_else(case):
+    """What is not recorded, has no place, or would replace something, is refused, and nothing is written."""
+    model = nnx.Dict(layer=Layer(), n=2, items=nnx.List())
+    before = snapshot(model)
+    with pytest.raises(StateMismatchError):
+        nnx.update(model, nnx.State(NOT_RECORDED[case]()))
+    assert same(snapshot(model), before)
+
+
+def test_update_attaches_nothing_across_traces():
+    """A live model under raw JAX is a constant; the check comes before the first write."""
+    model, state = Layer(), nnx.State({"sown": nnx.Intermediate(1.0)})
+    before = snapshot(model)
+    with pytest.raises(nnx.TraceContextError, match="attach 'sown'"):
+        jax.jit(lambda: nnx.update(model, state))()
+    assert same(snapshot(model), before)
+
+
 def test_update_takes_metadata_of_variables_only():
     """A Variable brings its metadata, a bare value leaves it."""
     m = nnx.Dict(a=nnx.Param(1.0, layer=1), b=nnx.Param(1.0, layer=1))
