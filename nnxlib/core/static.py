@@ -317,7 +317,8 @@ def _keeps_more_than_attributes(kind: type) -> bool:
 
     By their size, as Python decides whether it can pickle an object by its attributes.
     """
-    known = len(copyreg._slotnames(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as object.__getstate__ finds them
+    known = len(slots) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + known * tuple.__itemsize__
 
 
