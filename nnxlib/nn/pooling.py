@@ -107,8 +107,8 @@ def _is_size(x: Any) -> bool:
 
 @step("window", "strides", "padding")
 def _sum_pool(x: Array, window: Any, strides: Any, padding: Any) -> Array:
-    """Sums that do not overflow, and are not rounded at each element: 256 + 1 is 256 in bfloat16."""
-    wide = at_least_float32(x.dtype) if is_inexact(x.dtype) else jnp.promote_types(x.dtype, jnp.int32)
+    """Sums that do not overflow, as those of integers would, and are not rounded at each element, as in bfloat16."""
+    wide = at_least_float32(x.dtype)
     return lax.reduce_window(x.astype(wide), np.zeros((), wide)[()], lax.add, window, strides, padding)
 
 
@@ -150,7 +150,7 @@ def avg_pool(
     """
     inputs = jnp.asarray(inputs)
     window = _window(inputs.shape, window_shape, strides, padding)
-    counts = math.prod(window_shape) if count_include_pad else _sum_pool(jnp.ones_like(inputs), *window)
+    counts = math.prod(window[0]) if count_include_pad else _sum_pool(jnp.ones_like(inputs), *window)
     means = _sum_pool(inputs, *window) / counts
     return means.astype(inputs.dtype) if is_inexact(inputs.dtype) else means
 

@@ -71,6 +71,21 @@ def test_averages_keep_the_dtype_of_floats():
         assert nnx.avg_pool(x, (2,), padding="SAME", count_include_pad=count).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32, jnp.int16, jnp.bool_])
+def test_averages_of_large_integers_do_not_overflow(dtype):
+    """The mean of a window full of the largest value is that value."""
+    largest = True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+    x = jnp.full((1, 4, 4, 1), largest, dtype)
+    for count in (True, False):
+        np.testing.assert_allclose(nnx.avg_pool(x, (2, 2), count_include_pad=count), float(largest), rtol=1e-6)
+
+
+def test_window_shape_may_be_read_only_once():
+    """An average over a window that an iterator gives is divided by its size, too."""
+    x = jnp.arange(4.0).reshape(1, 4, 1)
+    assert nnx.avg_pool(x, iter((2,)), (2,)).ravel().tolist() == [0.5, 2.5]
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("count", [True, False])
 def test_averages_of_large_windows_are_those_of_float32(dtype, count):
