@@ -91,7 +91,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     """Apply ``body_fun(i, value)`` for ``i`` from ``lower`` to ``upper``; ``jax.lax.fori_loop`` with state.
 
     Args:
-      lower: the first index.
+      lower: the first index; its integer type is that of all indices, unless ``upper`` needs a wider one.
       upper: the first index that is not used.
       body_fun: from the index and the value to a value of the same structure; as in :func:`while_loop`.
       init_val: a pytree of arrays and Modules.
@@ -106,9 +106,10 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     """
     step, *bound = resolve(body_fun)
     step = weakly(step)
-    arguments = Arguments((init_val, tuple(bound), as_scalar(lower, "The lower bound of nnx.fori_loop")), {})
-    end = as_scalar(upper, "The upper bound of nnx.fori_loop")
     first, last = _known(lower), _known(upper)
+    start = as_scalar(lower, "The lower bound of nnx.fori_loop")
+    start, end = _in_one_type(start, as_scalar(upper, "The upper bound of nnx.fori_loop"), last)
+    arguments = Arguments((init_val, tuple(bound), start), {})
     # Only a loop with known bounds can be differentiated in reverse. At top level nothing differentiates it, so there
     # one program serves all bounds.
     static = first is not None and last is not None and (unroll is not None or not at_top_level())
@@ -120,7 +121,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         *leaves, stop = leaves
         index_type = jnp.result_type(leaves[-1])
         loop = _loop(layout, named(apply, step), leaves, "body of fori_loop")
-        start, stop = (first, last) if static else _promoted(leaves[-1], stop)
+        start, stop = (first, last) if static else (leaves[-1], stop)
         carry = jax.lax.fori_loop(
             start,
             stop,
@@ -135,19 +136,25 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
 
 
 def _known(bound: Any) -> int | None:
-    """The value of a bound, or None if it is traced."""
+    """The value of a bound, or None if it is traced, or not an integer."""
     try:
-        return operator.index(bound)
+        return None if isinstance(bound, bool) else operator.index(bound)
     except TypeError:
         return None
 
 
-def _promoted(*bounds: Any) -> list[Any]:
-    """The bounds in one integer type; JAX refuses a bound of another kind."""
-    if not all(jnp.issubdtype(jnp.result_type(bound), jnp.integer) for bound in bounds):
-        return list(bounds)
-    wide = jnp.result_type(*bounds)
-    return [jax.lax.convert_element_type(bound, wide) for bound in bounds]
+def _in_one_type(lower: jax.Array, upper: jax.Array, last: int | None) -> tuple[jax.Array, jax.Array]:
+    """Bounds in one integer type: that of the lower one, unless the upper one may not fit into it.
+
+    JAX refuses bounds of two types, and an index of a narrower type than the upper bound would never reach it.
+    """
+    if not all(jnp.issubdtype(bound.dtype, jnp.integer) for bound in (lower, upper)):
+        return lower, upper
+    limits = jnp.iinfo(lower.dtype)
+    fits = last is not None and limits.min <= last <= limits.max
+    common = lower.dtype if fits else jnp.result_type(lower.dtype, upper.dtype)
+    start, end = (x if x.dtype == common else jax.lax.convert_element_type(x, common) for x in (lower, upper))
+    return start, end
 
 
 def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _Loop:

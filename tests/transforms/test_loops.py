@@ -101,6 +101,26 @@ def test_bounds_may_be_of_any_integer_type():
     assert jax.jit(lambda n: nnx.fori_loop(0, n, lambda i, x: x + i, 0))(jnp.int16(3)) == 3
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [(np.uint8(0), np.int32(300)), (jnp.uint8(250), 300), (-3, jnp.uint8(3)), (jnp.uint8(3), -3), (jnp.int8(0), 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["eager", "in jit", "traced"])
+def test_an_index_reaches_an_upper_bound_of_another_type(bounds, how):
+    """The index had the type of the lower bound: it began anew at its limits, and the sum was wrong, in silence."""
+    loop = lambda lower, upper: nnx.fori_loop(lower, upper, lambda i, x: x + i, jnp.zeros((), jnp.int32))
+    run = {"eager": loop, "in jit": lambda *bounds: jax.jit(lambda: loop(*bounds))(), "traced": jax.jit(loop)}[how]
+    assert run(*bounds) == sum(range(*map(int, bounds)))
+
+
+def test_a_bool_is_no_bound():
+    """As in JAX, also where the bounds are known to a trace: the index was a bool there."""
+    for loop in (nnx.fori_loop, jax.lax.fori_loop):
+        with pytest.raises(TypeError, match="must have equal types"):
+            jax.jit(lambda: loop(True, 3, lambda i, x: x + i, jnp.int32(0)))()
+
+
 @pytest.mark.parametrize("start", [0, 0.0, jnp.asarray(0.0)], ids=["int", "float", "weak array"])
 def test_a_sum_in_low_precision_starts_from_a_number(start):
     """As in jax.lax: a weakly typed start takes the dtype that comes out of an iteration."""
