@@ -49,10 +49,13 @@ def cond(pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *op
     1
 
     Raises:
-      TypeError: if ``pred`` is not a number.
+      TypeError: if ``pred`` is not a boolean or a real number.
       BodyError: if the outputs, or the structure of the operands afterwards, differ between the two.
     """
-    chosen = jnp.asarray(as_scalar(pred, "The predicate of nnx.cond"), bool)
+    number = as_scalar(pred, "The predicate of nnx.cond")
+    if jnp.iscomplexobj(number):  # the cast would look at its real part alone
+        raise ArgumentError(f"The predicate of nnx.cond must be a boolean or a real number, got {describe(number)}.")
+    chosen = jnp.asarray(number, bool)
     return switch(chosen.astype(jnp.int32), (false_fun, true_fun), *operands)
 
 

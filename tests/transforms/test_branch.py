@@ -240,6 +240,13 @@ def test_no_branches_and_choices_that_are_no_scalar_are_errors():
             nnx.switch(choice, [skip, skip], Layer(), X)
 
 
+def test_a_complex_predicate_is_refused():
+    """A cast to bool looks at the real part alone: 1j chose the branch for false."""
+    for predicate in (1j, jnp.array(1j)):
+        with pytest.raises(errors.ArgumentError, match=r"a boolean or a real number, got complex"):
+            nnx.cond(predicate, lambda x: x, lambda x: -x, 1.0)
+
+
 def test_weak_types_stay_as_in_jax():
     """The sum of a bfloat16 and a Python number chosen by cond is a bfloat16."""
     number = nnx.cond(True, lambda: 1.0, lambda: 2.0)
