@@ -25,7 +25,16 @@ from .lift import Arguments, Outcome, cross
 from .naming import named
 from .prefixes import refuse_nodes
 from .signatures import as_operator, as_value_and_grad
-from .tangents import PARAMS, Argnums, DiffState, Tangents, by_argument, check_differentiable, choices, differentiated
+from .tangents import (
+    PARAMS,
+    Argnums,
+    Tangents,
+    by_argument,
+    check_differentiable,
+    choices,
+    differentiated,
+    is_single,
+)
 
 
 @as_operator
@@ -127,7 +136,7 @@ def value_and_grad(
         aux = commit(packed.layout, outcome.delta, leaves, packed.objects)
         tangents = Tangents.of_lanes(packed.layout, lane_of)
         found = tangents.fold_arguments(tangents.as_variables(grads), filters)
-        result = found[0] if isinstance(argnums, int | DiffState) else tuple(found)
+        result = found[0] if is_single(argnums) else tuple(found)
         return ((value, aux) if has_aux else value), result
 
     return wrapped

@@ -16,9 +16,10 @@ import jax
 from ..core.errors import OUTPUT, ArgumentError, place_of
 from ..core.rows import LEAF, Tree
 from ..core.variables import MISSING
+from .callables import by_position
 from .classes import lifts_classes
 from .signatures import as_operator
-from .tangents import PARAMS, Argnums, DiffState, Tangents, check_differentiable, choices
+from .tangents import PARAMS, Argnums, Tangents, check_differentiable, choices, is_single
 from .vjp import Derivation
 
 
@@ -106,10 +107,11 @@ def hessian(
 
 
 def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool, **options: bool) -> Callable:
-    single, chosen = isinstance(argnums, int | DiffState), choices(argnums)
+    single, chosen = is_single(argnums), choices(argnums)
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = by_position(f, args, kwargs)
         call = Derivation(f, args, has_aux, kwargs)
         numbers = call.choose(chosen, PARAMS)
         if not options.get("allow_int"):

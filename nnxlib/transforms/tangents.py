@@ -53,9 +53,14 @@ Argnums = int | DiffState | Sequence[int | DiffState]
 # --- which leaves ---------------------------------------------------------------------------------------------------
 
 
+def is_single(argnums: Argnums) -> bool:
+    """Whether a user has chosen one argument, rather than a sequence of them."""
+    return isinstance(argnums, int | np.integer | DiffState)
+
+
 def choices(argnums: Argnums) -> list[int | DiffState]:
     """The arguments that a user has chosen, one of them or several."""
-    return [argnums] if isinstance(argnums, int | DiffState) else list(argnums)
+    return [argnums] if is_single(argnums) else list(argnums)  # type: ignore[list-item,arg-type]
 
 
 def by_argument(

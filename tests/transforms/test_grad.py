@@ -86,6 +86,13 @@ def test_argnums(argnums, expected):
     assert (value.item(), shown(grads)) == (5.0, expected)
 
 
+def test_a_number_of_numpy_chooses_one_argument():
+    """It is no sequence, so the gradient is not in a tuple."""
+    f = lambda x, y: (x * y).sum()
+    for argnums in (np.int64(1), np.int32(-1)):
+        assert nnx.grad(f, argnums=argnums)(jnp.arange(3.0), jnp.ones(3)).tolist() == [0.0, 1.0, 2.0]
+
+
 def test_gradients_are_states_of_variables_of_the_same_type_and_metadata():
     """A gradient carries the type and metadata of its Variable, so that an optimizer and filters can use it."""
     grads = nnx.grad(loss)(Layer(), X)

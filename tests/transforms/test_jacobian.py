@@ -91,6 +91,15 @@ def test_keyword_arguments(transform):
     assert_close(found, getattr(jax, transform.__name__)(lambda x: f(x, scale=2.0, m=Net()))(X))
 
 
+@pytest.mark.parametrize("transform", [nnx.jacfwd, nnx.jacrev, nnx.hessian])
+def test_an_argument_passed_by_name_has_its_position(transform):
+    """As in JAX and :func:`nnxlib.grad`; and a number of NumPy counts as one."""
+    f = lambda x, y: (x**2 * y**3).sum()
+    expected = getattr(jax, transform.__name__)(f, argnums=1)(X, X)
+    assert_close(transform(f, argnums=1)(X, y=X), expected)
+    assert_close(transform(f, argnums=np.int64(1))(X, X), expected)
+
+
 def test_hessian():
     """A State with a State in each leaf, equal to that of JAX; state changes once."""
     m = Net()
