@@ -40,8 +40,9 @@ def vmap(
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
       in_axes: for each positional argument the axis to map over, None to pass it whole, or for a Module
-        :class:`StateAxes`. An argument passed by name has the axis of its position, or axis 0 if it has no position.
-        What changes in an argument comes back with the same axis.
+        :class:`StateAxes`. An argument passed by name has the entry of its position in a sequence; if there is none,
+        or ``in_axes`` is one axis for all, it has axis 0, as in JAX. What changes in an argument comes back with the
+        same axis.
       out_axes: the same for the output.
       axis_name: a name for the axis, for collectives inside.
       axis_size: the size of the axis, needed if no argument has one.
