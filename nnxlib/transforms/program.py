@@ -149,7 +149,8 @@ class WeakFunction:
 
     def __eq__(self, other: object) -> bool:
         function = self.__wrapped__
-        return isinstance(other, WeakFunction) and function is not None and function is other.__wrapped__
+        # not by the name of the class, which is gone when a program is forgotten as Python exits
+        return isinstance(other, type(self)) and function is not None and function is other.__wrapped__
 
 
 def weakly(f: Callable) -> Callable:
