@@ -342,7 +342,7 @@ def _shape_of_weights(query: Array, key: Array) -> tuple[int, ...]:
 
 
 def _check_rate(rate: Any) -> None:
-    if isinstance(rate, int | float) and not 0 <= rate < 1:
+    if isinstance(rate, int | float | np.number) and not 0 <= rate < 1:
         raise UsageError(f"dropout_rate must be in the range [0, 1), but got {rate}.")
 
 
@@ -863,10 +863,11 @@ class MultiHeadAttention(Module):
             is_causal=is_causal,
             **given(input_positions=input_positions),
         )
+        out = self.out(attended, **given(out_sharding=out_sharding))
         if cache is not None:  # written last: a call that fails leaves the cache as it was
             for variable, new in zip((self.cached_key, self.cached_value, self.cache_index), cache):
                 variable.set_value(new)  # type: ignore[union-attr]  # without a cache, extending it has raised
-        return self.out(attended, **given(out_sharding=out_sharding))
+        return out
 
     def _inputs_of_keys_and_values(self, inputs_q: Array, inputs_k: Any, inputs_v: Any) -> tuple[Array, Array]:
         """The inputs of keys and values, as given or by default; checked to fit the layer and each other."""
@@ -986,13 +987,13 @@ class MultiHeadAttention(Module):
                 "The cache of MultiHeadAttention needs both `batch_size` and `max_length`, but got "
                 f"{batch_size} and {max_length}."
             )
+        if batch_size is not None and max_length is not None:  # first, since it may refuse the sizes
+            dtype = self.param_dtype if self.dtype is None else self.dtype
+            self.init_cache((*as_tuple(batch_size), max_length, self.in_features), dtype)
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:
             self.decode = decode
-        if batch_size is not None and max_length is not None:
-            dtype = self.param_dtype if self.dtype is None else self.dtype
-            self.init_cache((*as_tuple(batch_size), max_length, self.in_features), dtype)
 
 
 @step()

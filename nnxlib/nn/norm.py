@@ -348,11 +348,15 @@ class BatchNorm(Module):
         axes = tuple([a for a in range(x.ndim) if a not in feature_axes])
         x, mean, var, scale, bias = self.promote_dtype((x, running_mean, running_var, scale, bias), dtype=self.dtype)
         valid = None
+        moved = []
         if not use_running:
             mean, var, valid = moments(x, mask, axes=axes, **_moments_settings(self))
             for statistic, running, batch in (self.mean, running_mean, mean), (self.var, running_var, var):
-                statistic.set_value(_moved(running, batch, self.momentum, 1 - self.momentum, valid))
-        return normalize(x, mean, var, valid, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+                moved.append((statistic, _moved(running, batch, self.momentum, 1 - self.momentum, valid)))
+        y = normalize(x, mean, var, valid, scale, bias, axes=axes, feature_axes=feature_axes, epsilon=self.epsilon)
+        for statistic, value in moved:  # written last: a call that fails leaves the statistics as they were
+            statistic.set_value(value)
+        return y
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Set what :func:`nnxlib.view` may set on this layer."""

@@ -495,6 +495,23 @@ def test_decoding_is_refused_where_it_cannot_work():
             layer(*args, decode=True)
 
 
+def test_a_call_that_fails_at_its_end_leaves_the_cache_as_it_was():
+    """So it can be made again: the tokens are not in the cache twice."""
+    layer = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache((1, 3, 4))
+    with pytest.raises(TypeError, match="what follows it is out_sharding"):
+        layer(jnp.ones((1, 1, 4)), out_sharding=True)
+    assert layer.cache_index.value == 0
+    assert not layer.cached_key.value.any()
+
+
+def test_a_view_that_is_refused_sets_nothing():
+    layer = nnx.MultiHeadAttention(2, 4, deterministic=False, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError):
+        layer.set_view(deterministic=True, decode=True, batch_size=3, max_length=2.5)
+    assert (layer.deterministic, layer.decode, layer.cached_key) == (False, False, None)
+
+
 def test_caches_in_low_precision_and_views():
     """A cache in bfloat16 serves a float32 layer; `view` makes a cache for the model it returns."""
     layer, x = make(), array(2, 4, 8)

@@ -302,6 +302,17 @@ def test_replaced_parameters_count_not_the_declared_features(name):
         layer(x)
 
 
+@pytest.mark.parametrize("name", ["bias", "var"])
+def test_batch_norm_that_fails_leaves_its_statistics_as_they_were(name):
+    """Here one parameter of a layer was pruned, and another one was forgotten."""
+    layer = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    setattr(layer, name, type(getattr(layer, name))(jnp.ones(3)))
+    with pytest.raises(TypeError):
+        layer(jnp.full((2, 4), 3.0))
+    assert not layer.mean.value.any()
+    assert (layer.var.value == 1).all()
+
+
 def test_groups_that_do_not_fit_are_refused():
     """Exactly one of number and size, dividing the features; reduction axes with the feature axis, not the batch."""
     for kwargs in ({"num_groups": None}, {"num_groups": 2, "group_size": 2}):
