@@ -470,8 +470,8 @@ class Embed(Module):
         return self._found(cast((table,))[0], indices, out_sharding)
 
     def _found(self, table: Array, indices: Array, out_sharding: Any) -> Array:
-        if self.num_embeddings == 1:  # there is nothing to look up, and a gather of one row is slow
-            found = jnp.broadcast_to(table[0], (*indices.shape, self.features))
+        if table.shape[0] == 1:  # there is nothing to look up, and a gather of one row is slow
+            found = jnp.broadcast_to(table[0], (*indices.shape, *table.shape[1:]))
             return found if out_sharding is None else jax.sharding.reshard(found, out_sharding)
         if out_sharding is None:
             return jnp.take(table, indices, axis=0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..core.errors import ArgumentError, UsageError
@@ -59,7 +60,7 @@ class Dropout(Module):
         rngs: Rngs | RngStream | None = None,
         axis_name: str | None = None,
     ):
-        if isinstance(rate, int | float) and not 0 <= rate <= 1:
+        if isinstance(rate, int | float | np.number) and not 0 <= rate <= 1:
             raise UsageError(f"The rate of Dropout is a probability, from 0 to 1, but got {rate}.")
         if isinstance(rate, str):
             raise ArgumentError(f"The rate of Dropout is a number from 0 to 1, but got {rate!r}.")

@@ -384,6 +384,13 @@ def test_attend_is_the_tied_output_layer():
     np.testing.assert_allclose(grads["embedding"].value, expected, rtol=1e-5)
 
 
+def test_embed_looks_up_in_the_table_that_it_has():
+    """A table of one vector that was replaced by one of two gave the first for all indices."""
+    layer = nnx.Embed(1, 2, rngs=nnx.Rngs(0))
+    layer.embedding = nnx.Param(jnp.arange(4.0).reshape(2, 2))
+    assert layer(jnp.array([0, 1])).tolist() == [[0, 1], [2, 3]]
+
+
 def test_embed_refuses_what_it_cannot_look_up():
     """Floating indices, and queries of another size."""
     layer = nnx.Embed(5, 3, rngs=nnx.Rngs(0))

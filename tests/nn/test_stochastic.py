@@ -174,6 +174,15 @@ def test_what_cannot_work_is_refused():
         nnx.Dropout(0.5, rngs=0)
 
 
+def test_a_rate_of_numpy_is_checked_too():
+    """As a float is: a rate of 1.5 dropped all, one of -1 halved all."""
+    for rate in (np.float32(1.5), np.float32(-1), np.int32(2)):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            nnx.Dropout(rate, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"in the range \[0, 1\)"):
+            nnx.MultiHeadAttention(2, 4, dropout_rate=rate, rngs=nnx.Rngs(0))
+
+
 def test_axes_and_keys_that_are_not_there_are_refused():
     with pytest.raises(LayerInputError, match=r"broadcast_dims=\(5,\), but got float32\[2, 3\]"):
         nnx.Dropout(0.5, broadcast_dims=(5,), rngs=nnx.Rngs(0))(jnp.ones((2, 3)))

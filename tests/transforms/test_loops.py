@@ -118,7 +118,7 @@ def test_a_bool_is_no_bound():
     """As in JAX, also where the bounds are known to a trace: the index was a bool there."""
     for loop in (nnx.fori_loop, jax.lax.fori_loop):
         with pytest.raises(TypeError, match="must have equal types"):
-            jax.jit(lambda: loop(True, 3, lambda i, x: x + i, jnp.int32(0)))()
+            jax.jit(lambda loop=loop: loop(True, 3, lambda i, x: x + i, jnp.int32(0)))()
 
 
 @pytest.mark.parametrize("start", [0, 0.0, jnp.asarray(0.0)], ids=["int", "float", "weak array"])
