@@ -66,7 +66,6 @@ _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex,
 _TRANSPARENT = (
     dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
 )  # fmt: skip
-_HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
 
 
