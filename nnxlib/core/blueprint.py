@@ -8,14 +8,14 @@ what fields hold besides objects.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from .cells import Cell
 from .objects import new_node
 from .rows import LEAF, NodeRow, Ref, Row, Spec, VariableRow, value_of
 from .stamps import Stamps
-from .static import Const
+from .static import Const, holds_same
 from .variables import MISSING, NO_METADATA, make_variables
 
 
@@ -103,17 +103,12 @@ class Blueprint:
             if tuple(held := objects[i]._nnx_contents()) == names
             and all(map(operator.is_, held.values(), map(pool.__getitem__, places)))
             and type(objects[i]) is rows[i].type
-            and _holds_same(objects[i]._nnx_marks or NO_METADATA, cast(NodeRow, rows[i]).marks.value)
+            and holds_same(objects[i]._nnx_marks or NO_METADATA, cast(NodeRow, rows[i]).marks.value)
         }
         for i, kind, metadata in zip(self._variables, self.variable_types, self.metadata, strict=True):
-            if type(objects[i]) is kind and _holds_same(objects[i]._metadata, metadata.value):
+            if type(objects[i]) is kind and holds_same(objects[i]._metadata, metadata.value):
                 found.add(i)
         return found
-
-
-def _holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
-    """Whether two mappings have the same keys in the same order, and the very same values."""
-    return a is b or (tuple(a) == tuple(b) and all(map(operator.is_, a.values(), b.values())))
 
 
 def fresh(constants: list[Const]) -> list[Any]:

@@ -34,7 +34,7 @@ from .tracing import Tracer, is_readable
 ATOMS = frozenset({int, str, bytes, bool, type(None), type, type(...), np.dtype})
 
 
-class _Identity:
+class Identity:
     """Compares by the identity of an object; keeps it alive, so that its id is not reused."""
 
     __slots__ = ("value",)
@@ -46,7 +46,7 @@ class _Identity:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.value is other.value
+        return isinstance(other, Identity) and self.value is other.value
 
 
 class Const:
@@ -123,11 +123,14 @@ def _copy(value: Any, parts: tuple[Any, ...]) -> Any:
     return copy.deepcopy(value, {id(part): part for part in parts})
 
 
+def holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
+    """Whether two mappings have the same keys in the same order, and the very same values."""
+    return a is b or (tuple(a) == tuple(b) and all(map(operator.is_, a.values(), b.values())))
+
+
 def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
     """Whether two mappings, such as metadata, are equal as static values; ``==`` would fail for arrays in them."""
-    if a is b or not (a or b) or ([*a] == [*b] and all(map(operator.is_, a.values(), b.values()))):
-        return True
-    return Const.of_items(a) == Const.of_items(b)
+    return holds_same(a, b) or Const.of_items(a) == Const.of_items(b)
 
 
 class _Freezer:
@@ -240,7 +243,7 @@ class _Freezer:
         content: Hashable = None
         if value.__defaults__ or value.__kwdefaults__:
             content = self.content(value, (*(value.__defaults__ or ()), ..., *(value.__kwdefaults__ or {}).items()))
-        return value.__code__, _Identity(value.__globals__), content
+        return value.__code__, Identity(value.__globals__), content
 
     def partial(self, value: functools.partial) -> Hashable:
         return self.content(value, (value.func, value.args, tuple(value.keywords.items())))
@@ -258,7 +261,7 @@ class _Freezer:
 
     def identity(self, value: Any) -> Hashable:
         self.parts.append(value)
-        return _Identity(value)
+        return Identity(value)
 
     def hashable(self, value: Any) -> Hashable:
         if hasattr(type(value), "_nnx_children"):  # a node or Variable in a container that is opaque to nnxlib

@@ -33,7 +33,7 @@ from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
 from ..core.references import search, used_unnoticed
-from ..core.static import Const, state_of
+from ..core.static import Const, Identity, state_of
 from ..core.tables import pack_call, table_of
 from ..core.tracing import at_top_level, evaluate
 from .callables import name_of
@@ -193,22 +193,7 @@ def _setting(x: Any, name: str) -> Hashable:
     if not is_data(x):
         return Const.of(x, (name,))
     leaves, treedef = jtu.tree_flatten(x, is_leaf=is_node)
-    return treedef, tuple([type(leaf) if is_node(leaf) else _Same(leaf) for leaf in leaves])
-
-
-class _Same:
-    """An object, equal to itself only."""
-
-    __slots__ = ("_object",)
-
-    def __init__(self, x: Any):
-        self._object = x
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._object is other._object
-
-    def __hash__(self) -> int:
-        return id(self._object)
+    return treedef, tuple([type(leaf) if is_node(leaf) else Identity(leaf) for leaf in leaves])
 
 
 class _Programs(dict):
