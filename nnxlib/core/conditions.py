@@ -21,13 +21,12 @@ from typing import Any
 
 from .graphdef import GraphDef
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
-from .objects import Node
 from .references import CONTAINERS, Found, Reference, Way, is_constant, is_left, same_attributes
-from .variables import Variable
+from .variables import Identified
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
-_NO_HOLDERS = Node, Variable, GraphDef, type, types.ModuleType, *_FUNCTIONS, threading.local
+_NO_HOLDERS = Identified, GraphDef, type, types.ModuleType, *_FUNCTIONS, threading.local
 
 _FIXED = ()  # stands for the attributes of a frozen dataclass
 

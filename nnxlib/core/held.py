@@ -14,16 +14,15 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .layout import Layout
 from .look_ups import has_attributes, is_jitted, is_of_library, look_ups_in
-from .objects import Node
 from .references import search, used_unnoticed
 from .rows import NodeRow
 from .state import State
-from .variables import Variable
+from .variables import Identified
 
 _HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict
 
@@ -45,7 +44,7 @@ def _held(stack: list[Any]) -> list[Any]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if issubclass(type(x), Node | Variable):
+        if issubclass(type(x), Identified):
             found.append(x)
         elif issubclass(type(x), State):
             stack.append(x.raw_mapping)
@@ -54,20 +53,22 @@ def _held(stack: list[Any]) -> list[Any]:
     return found
 
 
+def statics_and_classes(*layouts: Layout) -> list[Any]:
+    """What objects have besides data, and may hold other objects: static values, and their classes."""
+    statics = [const.value for layout in layouts for *_, const in layout.statics]
+    classes = {row.type: None for layout in layouts for row in layout.rows if isinstance(row, NodeRow)}
+    return [*statics, *[cls for cls in classes if not is_of_library(vars(cls))]]
+
+
 def used_by_arguments(functions: Sequence[Callable], layout: Layout) -> tuple[list[Any], list[types.FunctionType]]:
     """What else the arguments of functions lead to, and the methods of their classes that refer to some of it.
 
     It is in their classes, in plain objects in attributes, and in what their methods refer to.
     """
+    in_classes = [x for x in _in_classes(layout) if issubclass(type(x), Identified)]
     by_methods = _used_by_methods(layout)
-    found = [*_held_in_classes(layout), *_used_in_objects(functions, layout)]
-    return [*found, *(x for used in by_methods.values() for x in used)], [*by_methods]
-
-
-def _held_in_classes(layout: Layout) -> list[Any]:
-    """The Modules and Variables that the classes of objects hold."""
-    found = [x for cls in _classes(layout) for x in vars(cls).copy().values()]
-    return [x for x in found if issubclass(type(x), Node | Variable)]
+    used = [x for found in by_methods.values() for x in found]
+    return [*in_classes, *_used_in_objects(functions, layout), *used], [*by_methods]
 
 
 def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]:
@@ -75,18 +76,18 @@ def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]
 
     Their code names the attributes on the way.
     """
-    values = {id(const.value): const.value for *_, const in layout.statics}
-    plain = [x for x in values.values() if has_attributes(x) and not is_of_library(vars(type(x)))]
-    methods = [method for cls in _classes(layout) for method in _methods_of(cls)] if plain else ()
-    return search(functions[0], given=(*functions[1:], *methods, *plain)).read() if plain else []
+    statics = [const.value for *_, const in layout.statics]
+    plain = [x for x in statics if has_attributes(x) and not is_of_library(vars(type(x)))]
+    if not plain:
+        return []
+    return search(functions[0], given=(*functions[1:], *_methods(layout), *plain)).read()
 
 
 def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
     """Methods of the classes of objects that may use Modules without a trace noticing it, with these Modules."""
     by_file: dict[int, list[types.FunctionType]] = {}  # so that its globals are looked into once
-    for cls in _classes(layout):
-        for method in _methods_of(cls):
-            by_file.setdefault(id(method.__globals__), []).append(method)
+    for method in _methods(layout):
+        by_file.setdefault(id(method.__globals__), []).append(method)
     some = [methods for methods in by_file.values() if _used_by(methods)]
     return {method: used for methods in some for method in methods if (used := _used_by([method]))}
 
@@ -96,16 +97,18 @@ def _used_by(functions: Sequence[types.FunctionType]) -> list[Any]:
     return [x for function in functions for x in used_unnoticed(function, found)]
 
 
-def _methods_of(cls: type) -> Iterator[types.FunctionType]:
-    """The functions in a class, also in properties, and as static and class methods."""
-    for x in vars(cls).copy().values():
+def _methods(layout: Layout) -> list[types.FunctionType]:
+    """The functions in the classes of objects, also in properties, and as static and class methods."""
+    found = list[types.FunctionType]()
+    for x in _in_classes(layout):
         held: Any = getattr(x, "__func__", x) if isinstance(x, staticmethod | classmethod) else x
         methods: tuple[Any, ...] = (held.fget, held.fset) if isinstance(held, property) else (held,)
         functions = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType) or is_jitted(f)]
-        yield from [f for f in functions if isinstance(f, types.FunctionType)]
+        found += [f for f in functions if isinstance(f, types.FunctionType)]
+    return found
 
 
-def _classes(layout: Layout) -> list[type]:
-    """The classes of objects, and those that they inherit from, but for those of libraries."""
+def _in_classes(layout: Layout) -> list[Any]:
+    """What is in the classes of objects, and in those that they inherit from, but for those of libraries."""
     classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
-    return [cls for cls in classes if not is_of_library(vars(cls))]
+    return [x for cls in classes if not is_of_library(vars(cls)) for x in vars(cls).copy().values()]

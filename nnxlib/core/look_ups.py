@@ -27,8 +27,7 @@ import jax
 import numpy as np
 
 from .graphdef import GraphDef
-from .objects import Node
-from .variables import Variable
+from .variables import Identified
 
 
 class Jitted:
@@ -178,7 +177,7 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield from _attributes(x, "func", "args", "keywords")
     elif isinstance(x, staticmethod | classmethod):
         yield from _attributes(x, "__func__")
-    elif isinstance(x, Node | Variable | GraphDef | jax.Array | np.ndarray | types.ModuleType | str | float | None):
+    elif isinstance(x, _CLOSED):
         return
     elif isinstance(x, _CONTAINERS):
         yield from _in_container(x)
@@ -201,10 +200,12 @@ def _attributes(x: Any, *names: str) -> list[LookUp]:
     return [LookUp(attribute, x, name) for name in names]
 
 
-# Of these types, methods lead nowhere, or are looked into elsewhere.
+# Nothing is looked up in these: nodes and Variables are looked into elsewhere, and the others lead nowhere.
+_CLOSED = Identified, GraphDef, jax.Array, np.ndarray, types.ModuleType, str, float, type(None)
+# Of these, methods lead nowhere.
 _WITHOUT_METHODS = (
-    Node, Variable, GraphDef, jax.Array, np.ndarray, types.ModuleType, str, float, type(None), weakref.ref,
-    contextvars.ContextVar, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod,
+    *_CLOSED, weakref.ref, contextvars.ContextVar, types.FunctionType, types.MethodType, functools.partial,
+    staticmethod, classmethod,
 )  # fmt: skip
 _CONTAINERS = list, tuple, deque, dict, types.MappingProxyType, set, frozenset
 
@@ -223,7 +224,7 @@ def _in_container(x: Any) -> Iterator[LookUp]:
 def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
     """The look-ups of Modules and Variables among the members of a set, or the keys of a dict; also if held weakly."""
     for k, held in enumerate(members):
-        if issubclass(type(held), Node | Variable | weakref.ref):
+        if issubclass(type(held), (Identified, weakref.ref)):
             yield LookUp(member, x, k)
 
 
@@ -319,7 +320,7 @@ def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable
 
 def objects_in_globals(function: types.FunctionType) -> list[LookUp]:
     """The look-ups of those globals that a function reads and that are Modules, Variables or None now."""
-    code, namespace, kinds = function.__code__, function.__globals__, (Node, Variable, type(None))
+    code, namespace, kinds = function.__code__, function.__globals__, (Identified, type(None))
     named = [name for name in names_in(code) & namespace.keys() if issubclass(type(namespace[name]), kinds)]
     read = _loaded_in(code)[0].intersection(named) if named else ()
     return [LookUp(entry, namespace, name) for name in sorted(read)]

@@ -52,7 +52,7 @@ from .look_ups import (
 )
 from .objects import Node
 from .tracing import current_trace
-from .variables import Variable
+from .variables import Identified
 
 Reference = Callable[[], Any]  # to a value that a look-up has found before
 
@@ -139,7 +139,7 @@ class Found(NamedTuple):
 
     def objects(self) -> list[Way]:
         """The ways to Modules and Variables that the function may look at: it names each attribute on the way."""
-        found = [way for way in self.ways if issubclass(type(way.value), Node | Variable) and not is_left(way.value)]
+        found = [way for way in self.ways if issubclass(type(way.value), Identified) and not is_left(way.value)]
         return [way for way in found if way.is_looked_along(self.names)]
 
     def read(self) -> list[Any]:
@@ -155,32 +155,31 @@ def used_unnoticed(function: Callable, found: Found) -> list[Any]:
     return [x for x in (*named_in(function), *found.read()) if issubclass(type(x), Node)]
 
 
-def named_in(function: Callable | None) -> list[Any]:
+def named_in(function: Callable) -> list[Any]:
     """What a function, and those that it wraps, refer to directly: by closures, defaults, globals."""
     found: list[Any] = []
-    while function is not None:
-        if isinstance(function, types.FunctionType):
-            found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            found += [look_up.found() for look_up in (*closure_of(function), *globals_of(function))]
-        function = _function_in(function)
+    for f in _unwrapped(function):
+        if isinstance(f, types.FunctionType):
+            found += [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+            found += [look_up.found() for look_up in (*closure_of(f), *globals_of(f))]
     return found
 
 
-def _namespace_of(function: Callable | None) -> dict[str, Any] | None:
+def _namespace_of(function: Callable) -> dict[str, Any] | None:
     """The globals of a function, of the innermost one that it wraps, or of the method by which an object is called."""
-    namespace = None
-    while function is not None:
-        namespace = getattr(function, "__globals__", namespace)
-        function = _function_in(function)
-    return namespace
+    namespaces = [f.__globals__ for f in _unwrapped(function) if hasattr(f, "__globals__")]
+    return namespaces[-1] if namespaces else None
 
 
-def _function_in(x: Callable) -> Callable | None:
-    """The function that another one wraps; that of a method, or of an object with a method ``__call__``; or None."""
-    if isinstance(x, types.FunctionType) or hasattr(x, "__wrapped__"):
-        return getattr(x, "__wrapped__", None)
-    function = getattr(x, "__func__", None) or inspect.getattr_static(type(x), "__call__", None)
-    return function if isinstance(function, types.FunctionType) else None
+def _unwrapped(f: Any) -> Iterator[Any]:
+    """A function, then what it wraps; of a method its function, of another object its method ``__call__``."""
+    while f is not None:
+        yield f
+        if isinstance(f, types.FunctionType) or hasattr(f, "__wrapped__"):
+            f = getattr(f, "__wrapped__", None)
+        else:
+            f = getattr(f, "__func__", None) or inspect.getattr_static(type(f), "__call__", None)
+            f = f if isinstance(f, types.FunctionType) else None
 
 
 def ways_from(function: Callable) -> list[Way]:
@@ -261,7 +260,7 @@ class _Search:
         if is_constant(type(value)) and not _is_kept_by_library(way):
             self.ends.append(way)
         if id(value) in self.found:
-            if issubclass(type(value), Node | Variable):  # isinstance would ask a proxy, perhaps to what is gone
+            if issubclass(type(value), Identified):  # isinstance would ask a proxy, perhaps to what is gone
                 self.others.append(way)
         elif way.look_up.found() is value:  # a look-up that finds another value each time leads nowhere
             self.found[id(value)] = way
@@ -297,7 +296,7 @@ def is_constant(kind: type) -> bool:
 
 def is_left(x: Any) -> bool:
     """Whether this is a Module or Variable of a trace that has ended, of which no function can compute anything."""
-    if current_trace() is not None or not issubclass(type(x), Node | Variable):
+    if current_trace() is not None or not issubclass(type(x), Identified):
         return False
     return x._nnx_trace is not None and not is_lent_elsewhere(x._nnx_trace)
 

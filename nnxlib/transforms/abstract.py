@@ -19,13 +19,12 @@ from ..core.escapes import without_escapes
 from ..core.finding import reachable
 from ..core.graph import Delta, Packed, commit, diff, pack
 from ..core.inputs import lend
-from ..core.objects import Node
 from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
 from ..core.references import ways_from
 from ..core.rows import VariableRow
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from ..core.variables import Variable
+from ..core.variables import Identified, Variable
 from .axes import place_new
 from .callables import resolve
 from .leaf_checks import check_returned, check_traceable
@@ -123,7 +122,7 @@ def _placed(default: NamedSharding | None, x: Any) -> Any:
 def _live_below(roots: list[Any]) -> list[Any]:
     """The nodes and Variables among some values, and all below them."""
     seen = set[int]()
-    return [x for root in roots if issubclass(type(root), Node | Variable) for _, x in reachable(root, seen)]
+    return [x for root in roots if issubclass(type(root), Identified) for _, x in reachable(root, seen)]
 
 
 _NOTHING = pack(()).layout

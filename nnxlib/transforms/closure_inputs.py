@@ -18,6 +18,7 @@ are, and the dispatch compares these when it has no shortcut (a Variable that is
 
 from __future__ import annotations
 
+import copy
 import operator
 import threading
 import weakref
@@ -30,18 +31,17 @@ from ..core.conditions import Conditions
 from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import Packed, pack
-from ..core.held import held_in, used_by_arguments
+from ..core.held import held_in, statics_and_classes, used_by_arguments
 from ..core.layout import KEPT, Layout
-from ..core.look_ups import LookUp, is_of_library, referent
-from ..core.objects import Node
+from ..core.look_ups import LookUp, referent
 from ..core.references import Found, Way, search, used_unnoticed
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
-from ..core.variables import Variable
+from ..core.variables import Identified
 
-# The objects that a function captures at a call; and what stands for the places where they were found, and the
-# constants: equal whenever each was found at the same places.
+# The objects that a function captures at a call; and a token of the places where they were found, and of the constants:
+# equal whenever each was found at the same places.
 Captured = tuple[tuple[Any, ...], Hashable]
 
 NOTHING: Captured = (), None
@@ -64,7 +64,7 @@ NO_CONSTANTS = Constants((), ())
 
 
 class WithConstants(tuple):
-    """What stands for places, the positions of the constants, and their values; None for one that is no constant now.
+    """A token of places, the positions of the constants, and their values; None for one that is no constant now.
 
     Which Variables hold the ``constants`` is not compared.
     """
@@ -101,8 +101,14 @@ class Known:
         self.constants = constants
         self.holders = holders  # what the arguments held, and where ways to the objects begin, too
         self.steps, self.conditions = steps, conditions  # what is looked up at each call, and what must hold elsewhere
-        self.places = places  # what stands for the places, without the constants
+        self.places = places  # the token of the places, without the constants
         self.straight: Callable[[], Any] | None = None  # code for all of it, made once all was as before
+
+    def with_constants(self, constants: Constants) -> Known:
+        """The same with other constants, which change nothing of what is looked up."""
+        made = copy.copy(self)
+        made.constants = constants
+        return made
 
     def look_up(self) -> tuple[Any, ...] | None:
         """What the function captures; None if not all is as it was."""
@@ -121,12 +127,12 @@ class Known:
 
     def are_at_their_places(self) -> bool:
         """Whether no object is gone, or has made place for something else."""
-        objects = [x for x in self.steps if issubclass(type(x[1]()), Node | Variable)]
+        objects = [x for x in self.steps if issubclass(type(x[1]()), Identified)]
         is_gone = any(reference() is None for reference in self.roots)
         return not is_gone and all(look_up.found() is before() for look_up, before, _ in objects)
 
     def places_now(self) -> Hashable:
-        """What stands for the places and the present constants; None for one that is no constant now."""
+        """The token of the places and the present constants; None for one that is no constant now."""
         if not self.constants.positions:
             return self.places
         values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.constants.variables]
@@ -148,7 +154,7 @@ class Captures:
     def __init__(self, function: Callable, given: Sequence[Any] = ()):
         self._function, self._given = function, given
         self._adding = threading.Lock()
-        self._places: dict[Hashable, object] = {}  # what stands for the places that were met
+        self._places: dict[Hashable, object] = {}  # the tokens of the places that were met
         self.known: Known | None = None  # None if it has to be found out at each call
 
     def now(self) -> Captured:
@@ -181,23 +187,23 @@ class Captures:
                 holders, found = known.holders, self._search(sought, running, known.holders)
                 missing = {id(root) for root in roots} - _by_part(found).keys()
                 if missing:
-                    holders = *holders, *self._leading_to(missing, _holders_in(packed, pack(sought)), sought, running)
+                    others = statics_and_classes(packed.layout, pack(sought).layout)
+                    holders = *holders, *self._leading_to(missing, others, sought, running)
                     found = self._search(sought, running, holders)
                 more = _with_more(known.roots, roots, found)
                 self.known = self._to_look_up(found, more, running, known.constants, holders)
 
     def note_constants(self, packed: Packed, places: Any) -> Hashable:
-        """What stands for the places and the constants in what was packed, which are known from now on."""
+        """The token of the places and of the constants in what was packed, which are known from now on."""
         values, known = constants_in(packed.layout, packed.leaves), self.known
         variables = [packed.objects[packed.layout.variables[k]] for k in values]
         constants = Constants(tuple(values), list(map(weakref.ref, variables)))
         if known is not None and not constants.are(known.constants):
-            others = known.holders, known.steps, known.conditions, known.places
-            self.known = Known(known.roots, known.running, constants, *others)
+            self.known = known.with_constants(constants)
         without = places.places if isinstance(places, WithConstants) else places
         if not values:
             return without
-        self._stands_for(here := WithConstants.of(without, constants, values.values()))  # so it is counted
+        self._token_of(here := WithConstants.of(without, constants, values.values()))  # so it is counted
         return here
 
     def have_many_places(self) -> bool:
@@ -246,7 +252,7 @@ class Captures:
         known = self._to_look_up(found, _with_more((), here, found))
         if len(here) < len(used):  # another trace may take those that this one cannot; no program serves both
             self.known = None
-            return Known(known.roots, places=self._stands_for(object()))
+            return Known(known.roots, places=self._token_of(object()))
         self.known = known
         return known
 
@@ -294,16 +300,16 @@ class Captures:
         return Known(roots, running, constants, holders, steps, conditions or None, places)
 
     def _places_of(self, to_roots: list[list[Way]], others: list[Way]) -> object:
-        """What stands for the places of each root, and of other objects."""
+        """The token of the places of each root, and of other objects."""
         widths = dict[int, int]()
         try:
             places = tuple([frozenset([way.places(widths) for way in ways]) for ways in to_roots])
             of_others = frozenset([(way.places(widths), type(way.value)) for way in others])
-            return self._stands_for((places, of_others) if all(places) else object())
+            return self._token_of((places, of_others) if all(places) else object())
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
-            return self._stands_for(object())
+            return self._token_of(object())
 
-    def _stands_for(self, where: Hashable) -> object:
+    def _token_of(self, where: Hashable) -> object:
         """The very same object whenever it is for the same places."""
         return self._places.setdefault(where, object())
 
@@ -330,14 +336,6 @@ def capture_held(function: Callable, packed: Packed) -> None:
         raise CapturedObjects(found, running_in(methods))
 
 
-def _holders_in(*packed: Packed) -> list[Any]:
-    """What objects have besides data, and may hold other objects: static values, and their classes."""
-    layouts = [each.layout for each in packed]
-    statics = [const.value for layout in layouts for *_, const in layout.statics]
-    classes = {row.type: None for layout in layouts for row in layout.rows if isinstance(row, NodeRow)}
-    return [*statics, *[cls for cls in classes if not is_of_library(vars(cls))]]
-
-
 def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:
     """The constants among the leaves of packed :class:`Arguments`, by position."""
     positions = [k for k in range(len(layout.variables)) if type(leaves[k]) in _CONSTANT]
@@ -345,7 +343,7 @@ def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:
 
 
 def constants_of(places: Any) -> dict[int, Any]:
-    """The constants that stand with some places, by position."""
+    """The constants in a token of places, by position."""
     return dict(zip(*places[1:], strict=True)) if isinstance(places, WithConstants) else {}
 
 
@@ -355,7 +353,7 @@ def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
 
 def _objects_on(ways: Iterable[Way]) -> list[Any]:
     """The objects to which some ways lead, and that can be captured, each once."""
-    objects = {id(way.value): way.value for way in ways if issubclass(type(way.value), Node | Variable)}
+    objects = {id(way.value): way.value for way in ways if issubclass(type(way.value), Identified)}
     return [x for x in objects.values() if x._nnx_is_captured]
 
 
