@@ -124,7 +124,7 @@ class _Carried(PrefixMapping):
 
     def __init__(self, prefix: Any, kept: tuple[type, ...]):
         super().__init__({})
-        self._prefix, self._kept = prefix, kept
+        self._prefix, self._kept = self._key = prefix, kept
 
     @property
     def labels(self) -> tuple:
@@ -134,12 +134,6 @@ class _Carried(PrefixMapping):
         label = self._prefix.map_prefix(path, leaf) if isinstance(self._prefix, PrefixMapping) else self._prefix
         carried = label is None and isinstance(leaf, nnxlib.Variable) and not isinstance(leaf, self._kept)
         return nnxlib.Carry if carried else label
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Carried) and (self._prefix, self._kept) == (other._prefix, other._kept)
-
-    def __hash__(self) -> int:
-        return hash((self._prefix, self._kept))
 
     def __repr__(self) -> str:
         return repr(self._prefix)

@@ -56,6 +56,7 @@ class PrefixMapping(Mapping):
             ) from None
         predicates = filters_to_predicates([key for key, _ in self._items])
         self._predicates = tuple([(p, label) for p, (_, label) in zip(predicates, self._items, strict=True)])
+        self._key: Hashable = self._predicates  # what two mappings of one type are compared by
 
     @property
     def filters(self) -> tuple[Filter, ...]:
@@ -89,10 +90,10 @@ class PrefixMapping(Mapping):
         return len(self._items)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._predicates == other._predicates  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._key == other._key  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
-        return hash((type(self), self._predicates))
+        return hash((type(self), self._key))
 
     def __repr__(self) -> str:
         entries = ", ".join(f"{shown(key)}: {label!r}" for key, label in self._items)
@@ -135,6 +136,7 @@ class TreeState(PrefixMapping):
     def __init__(self, function: Callable[[tuple, Any], Label], state: State, start: tuple, filters: Iterable[Filter]):
         super().__init__([(x, None) for x in filters])  # what the function asks; itself, if it may look at values
         self._function, self.state, self._start = function, state, start
+        self._key = function, start
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -147,12 +149,6 @@ class TreeState(PrefixMapping):
 
     def __repr__(self) -> str:
         return f"TreeState({self.state!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TreeState) and (self._function, self._start) == (other._function, other._start)
-
-    def __hash__(self) -> int:
-        return hash((self._function, self._start))
 
     def map_prefix(self, path: tuple, leaf: Any) -> Label:
         return self._function((*self._start, *path), leaf)
@@ -167,7 +163,7 @@ class _Below(PrefixMapping):
 
     def __init__(self, mapping: PrefixMapping, depth: int):
         super().__init__({})
-        self._mapping, self._depth = mapping, depth
+        self._mapping, self._depth = self._key = mapping, depth
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -178,12 +174,6 @@ class _Below(PrefixMapping):
 
     def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
         return _Below(self._mapping.relabelled(function), self._depth)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Below) and (self._mapping, self._depth) == (other._mapping, other._depth)
-
-    def __hash__(self) -> int:
-        return hash((self._mapping, self._depth))
 
     def __repr__(self) -> str:
         return repr(self._mapping)
