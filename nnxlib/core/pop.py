@@ -55,15 +55,12 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
     warn_of_node_classes(filters)
     first_to_take = first_of([to_predicate(f) for f in filters])
     *taken, left = groups = [[] for _ in (*filters, None)]
-    chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each Variable by id, of each array by path
+    chosen: dict[Any, list[tuple[Path, Any]]] = {}  # the group of each leaf, by its identity
     found, removable = [], set()
     for path, x, holder in places(node):
-        if isinstance(x, Variable):
-            identity = id(x)
-        elif isinstance(x, Node):
+        if isinstance(x, Node):
             continue
-        else:
-            identity = path
+        identity = _identity(path, x)
         group = chosen.get(identity)
         if group is None:
             group = chosen[identity] = groups[first_to_take(path, x)]
@@ -72,12 +69,17 @@ def _taken(node: Any, filters: Sequence[Filter]) -> tuple[list[list[tuple[Path, 
             found.append((holder, path[-1]))
             removable.add(identity)
     for path, x in (item for group in taken for item in group):
-        if (id(x) if isinstance(x, Variable) else path) not in removable:
+        if _identity(path, x) not in removable:
             raise UsageError(
                 f"Cannot pop {format_path(path)}: it is inside a tuple or another pytree, which cannot lose an item. "
                 "Keep it in an attribute, a list or a dict."
             )
     return taken, found
+
+
+def _identity(path: Path, x: Any) -> Any:
+    """What tells a leaf from others: a Variable is the same one at each of its paths, an array is not."""
+    return id(x) if isinstance(x, Variable) else path
 
 
 def _with_copies(items: list[tuple[Path, Any]]) -> list[tuple[Path, Any]]:

@@ -297,7 +297,7 @@ def add_lora(
     if not chosen:
         known = ", ".join(f"{format_path(path)} ({type(x).__name__})" for path, x in layers) or "none"
         raise EmptySelectionError(
-            f"filter={to_predicate(filter)!r} selects no layer that can have a LoRA; Linear and LinearGeneral layers "
+            f"filter={takes!r} selects no layer that can have a LoRA; Linear and LinearGeneral layers "
             f"of this {type(model).__name__}: {known}."
         )
     for path, layer in chosen:

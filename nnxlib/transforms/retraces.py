@@ -67,12 +67,16 @@ class Traces:
         self._in_a_row = self._in_a_row + 1 if follows and reason and reason == self._reason else 1
         self._reason = reason
         if self._in_a_row == _IN_A_ROW and previous is not None:
-            grown = [x for x in found if x.kind == "added" or _is_longer(previous, self._notes[-1], x.path)]
-            arrays = [x for x in found if x.path in types and x not in grown]
-            others = len(found) - len(grown) - len(arrays)
-            remedy = " ".join([_GROWS] * bool(grown) + [_PAD] * bool(arrays) + [_KEEP] * bool(others))
-            message = listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), remedy)
-            warnings.warn(message, RetraceWarning, stacklevel=level_of_user())
+            warnings.warn(self._each_call(found, previous), RetraceWarning, stacklevel=level_of_user())
+
+    def _each_call(self, found: Sequence[Difference], previous: _Note) -> str:
+        """The warning of differences that make each call trace anew, with a remedy for each kind."""
+        last = self._notes[-1]
+        grown = [x for x in found if x.kind == "added" or _is_longer(previous, last, x.path)]
+        arrays = [x for x in found if x.path in last.types and x not in grown]
+        others = len(found) - len(grown) - len(arrays)
+        remedy = " ".join([_GROWS] * bool(grown) + [_PAD] * bool(arrays) + [_KEEP] * bool(others))
+        return listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), remedy)
 
     def explain(self) -> str:
         """Say how often the function was traced, and what made the last trace necessary."""
