@@ -11,9 +11,9 @@ further inputs:
    and belong to the trace, so the function may read and write them through any reference it has. Afterwards, also
    when the trace fails, they are exactly as before. What changed is in the Delta, and is committed as for an argument.
 
-Modules that the function names directly, or another one to which it refers, and those of which it names an attribute,
-count as captured before the first trace; for the methods of its arguments the same holds. Each call checks that the
-function still refers to the same objects (references.py), and that there are none where there were none
+Reading a plain attribute is not noticed. So Modules of which code may read one count as captured before the first
+trace: those that the function refers to (references.py), and those that its arguments hold besides data (held.py). Each
+call checks that the function still refers to the same objects, and that there are none where there were none
 (conditions.py). A function without closures pays one test of :attr:`Watch.all` per read, and only while something is
 being traced.
 
