@@ -91,6 +91,12 @@ def pack(tree: Any) -> Packed:
     return Packed(layout, walk.leaves(), walk.objects)
 
 
+def by_path(layout: Layout, leaves: list[Any], objects: Sequence[Any]) -> Iterator[tuple[errors.Path, Any]]:
+    """What was packed: the Variables themselves, and the arrays, each with its first path."""
+    variables = [objects[i] for i in layout.variables]
+    return zip(layout.leaf_paths, variables + leaves[len(variables) :], strict=True)
+
+
 # --- build ----------------------------------------------------------------------------------------------------------
 
 

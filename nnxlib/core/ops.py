@@ -33,7 +33,7 @@ from .fitting import (
     values_to_write,
 )
 from .formulas import copied
-from .graph import Delta, build, commit, even_if_interrupted, pack
+from .graph import Delta, build, by_path, commit, even_if_interrupted, pack
 from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
 from .iteration import holder_of
@@ -139,9 +139,7 @@ def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> li
 
 def live_states(node: Any, filters: Sequence[Filter], *, exhaustive: bool) -> tuple[Any, ...]:
     """The leaves of a node as a State, or one for each filter, with its very Variables."""
-    layout, leaves, objects = _packed(node)
-    own = [objects[i] for i in layout.variables] + leaves[len(layout.variables) :]
-    flat = FlatState(zip(layout.leaf_paths, own, strict=True))
+    flat = FlatState(by_path(*_packed(node)))
     return tuple([state_of_items(group) for group in _divided(flat, filters, exhaustive)])
 
 
@@ -445,9 +443,8 @@ def map(f: Callable[[Path, Any], Any], node: A, /, *, recreate_variables: bool =
     Param(2.0)
     """
     layout, leaves, objects = _packed(node)
-    own = [*[objects[i] for i in layout.variables], *leaves[len(layout.variables) :]]
     result = _result if recreate_variables else lambda leaf, new: new
-    new = [result(leaf, f(path, leaf)) for path, leaf in zip(layout.leaf_paths, own, strict=True)]
+    new = [result(leaf, f(path, leaf)) for path, leaf in by_path(layout, leaves, objects)]
     return build(layout, new, dict(zip(layout.variables, new, strict=False)))[0]
 
 

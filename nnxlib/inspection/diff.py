@@ -21,7 +21,7 @@ import numpy as np
 from ..core.data import is_node
 from ..core.differences import Difference, array_differences, aval_of, leaf_differences
 from ..core.errors import ArgumentError, Path, describe, format_path
-from ..core.graph import pack
+from ..core.graph import by_path, pack
 from ..core.graphdef import GraphDef, structural_differences
 from ..core.graphstate import GraphState
 from ..core.objects import Node
@@ -128,7 +128,7 @@ def diff(a: Any, b: Any, /, *, rtol: float = 0.0, atol: float = 0.0) -> Diff:
         return _sorted(_metadata_differences(before, after), leaf_differences(before, after, compare))
     else:
         (layout, leaves, _), (other, others, _) = _packed(a), _packed(b)
-    before, after = _by_path(layout.leaf_paths, leaves), _by_path(other.leaf_paths, others)
+    before, after = dict(zip(layout.leaf_paths, leaves)), dict(zip(other.leaf_paths, others))
     found = leaf_differences(_common(before, after), _common(after, before), compare)
     return _sorted(structural_differences(layout, other), found)
 
@@ -179,14 +179,8 @@ def _leaves(x: Any) -> dict[Path, Any]:
     if isinstance(x, State):
         return dict(x.flat_state())
     if not _is_state(x):
-        packed = _packed(x)
-        variables = [packed.objects[i] for i in packed.layout.variables]
-        return _by_path(packed.layout.leaf_paths, [*variables, *packed.leaves[len(variables) :]])
+        return dict(by_path(*_packed(x)))
     return flatten_mapping(x)
-
-
-def _by_path(paths: Sequence[Path], leaves: Sequence[Any]) -> dict[Path, Any]:
-    return dict(zip(paths, leaves, strict=True))
 
 
 def _common(these: dict[Path, Any], those: Collection[Path]) -> dict[Path, Any]:

@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 from ..core.data import is_node
 from ..core.errors import ArgumentError, PrefixError, counted, describe_nested, format_path
 from ..core.filters import Filter, FilterObject, PathIn, filters_to_predicates, shown
-from ..core.graph import pack
+from ..core.graph import by_path, pack
 from ..core.state import State, from_flat_state, map_state, to_flat_state
 from ..core.tracing import boundary
 from ..core.traversals import path_key
@@ -205,12 +205,8 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
 
     def label(keys: tuple, x: Any) -> Any:
         start = tuple([path_key(key) for key in keys])
-        layout, leaves, objects = pack(x)
-        values = [objects[i] for i in layout.variables] + leaves[len(layout.variables) :]
-        found = [resolve((*start, *path), value) for path, value in zip(layout.leaf_paths, values, strict=True)]
-        if layout.leaf_paths == ((),):
-            return found[0]
-        return TreeState(resolve, from_flat_state(list(zip(layout.leaf_paths, found, strict=True))), start, filters)
+        found = {path: resolve((*start, *path), value) for path, value in by_path(*pack(x))}
+        return found[()] if [*found] == [()] else TreeState(resolve, from_flat_state(found.items()), start, filters)
 
     return jtu.tree_map_with_path(label, node, is_leaf=is_node)
 
