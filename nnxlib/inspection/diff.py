@@ -235,6 +235,24 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
         return None
     if p.dtype == object or q.dtype == object or p.dtype.kind in "OSU" or q.dtype.kind in "OSU":
         return None if _equal(x, y) else repr(y)
+    at_hand = has_p & has_q
+    distance = np.where(at_hand, _distances(p, q, rtol, atol), 0.0)
+    is_apart = distance > 0
+    if not is_apart.any():
+        return None
+    if not p.ndim:
+        return _short(y)
+    worst = np.unravel_index(np.argmax(distance), distance.shape)
+    where = ", ".join(map(str, map(int, worst)))
+    here = "" if at_hand.all() else " in this process"
+    count = f"{int(is_apart.sum()):,} of {int(at_hand.sum()):,}{here} differ"
+    if not np.isfinite(distance[worst]):
+        return f"{count}, {_wide(p)[worst]:.3g} and {_wide(q)[worst]:.3g} at [{where}]"
+    return f"{count}, by {distance[worst]:.3g} at [{where}] at most"
+
+
+def _distances(p: np.ndarray, q: np.ndarray, rtol: float, atol: float) -> np.ndarray:
+    """How far the elements of two arrays are apart: 0 for those that are close, infinite if only one is NaN."""
     with np.errstate(all="ignore"):
         if p.dtype == q.dtype and p.dtype.kind in "iu":  # in their own type: no float tells large integers apart
             distance = np.where(p > q, p - q, q - p).view(f"u{p.itemsize}").astype(np.float64)
@@ -243,20 +261,7 @@ def _change(x: Any, y: Any, rtol: float, atol: float) -> str | None:
             distance = np.abs(p - q)
         near = np.isfinite(distance) & (distance <= atol + rtol * np.abs(_wide(q)))  # no number is near infinity
         close = (p == q) | near | (np.isnan(p) & np.isnan(q))
-    at_hand = has_p & has_q
-    close |= ~at_hand
-    if close.all():
-        return None
-    if not p.ndim:
-        return _short(y)
-    distance = np.where(close, 0.0, np.where(np.isnan(distance), np.inf, distance))
-    worst = np.unravel_index(np.argmax(distance), distance.shape)
-    where = ", ".join(map(str, map(int, worst)))
-    here = "" if at_hand.all() else " in this process"
-    count = f"{int((~close).sum()):,} of {int(at_hand.sum()):,}{here} differ"
-    if not np.isfinite(distance[worst]):
-        return f"{count}, {p[worst]:.3g} and {q[worst]:.3g} at [{where}]"
-    return f"{count}, by {distance[worst]:.3g} at [{where}] at most"
+        return np.where(close, 0.0, np.where(np.isnan(distance), np.inf, distance))
 
 
 def _is_key(x: Any) -> bool:
