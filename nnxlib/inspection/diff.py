@@ -142,11 +142,9 @@ _NO_ARRAY = type("no array", (), {"__doc__": "What a GraphDef has instead, in a 
 def _is_state(x: Any) -> bool:
     if isinstance(x, State | FlatState | GraphState):
         return True
-    return isinstance(x, Mapping) and not isinstance(x, Node) and not any(isinstance(y, Node) for y in _inside(x))
-
-
-def _inside(x: Any) -> list[Any]:
-    return jax.tree.leaves(x, is_leaf=is_node)
+    if not isinstance(x, Mapping) or isinstance(x, Node):
+        return False
+    return not any(isinstance(y, Node) for y in jax.tree.leaves(x, is_leaf=is_node))
 
 
 def _packed(x: Any) -> Any:

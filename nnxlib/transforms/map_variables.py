@@ -118,10 +118,6 @@ def _called(trans: Trans, name: str, paths: Any, rows: Rows, variables: Mapping[
     return {i: values[paths[i]] for i in rows if paths[i] in values}
 
 
-def _names(paths: Any, rows: Any) -> str:
-    return ", ".join(format_path(paths[i]) for i in sorted(rows))
-
-
 def _commit(
     packed: Packed,
     predicate: Predicate,
@@ -141,7 +137,8 @@ def _commit(
         values |= {i: stored[i] for i in rows if i in values and i in seen and values[i] is seen[i]}  # other metadata
         changed = {i: objects[i] for i in rows if i in values and (i not in seen or values[i] is not stored[i])}
         if changed and trans_out is None:
-            raise ReadOnlyError(_READ_ONLY.format(paths=_names(paths, changed)))
+            names = ", ".join(format_path(paths[i]) for i in sorted(changed))
+            raise ReadOnlyError(_READ_ONLY.format(paths=names))
         if changed and trans_out is not None:
             values |= _called(trans_out, "trans_out", paths, rows, changed)
     leaves |= {(i, 0): value for i, value in values.items()}
