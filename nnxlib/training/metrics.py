@@ -150,7 +150,7 @@ class Accuracy(Average):
 
         Args:
           logits: ``[..., classes]``, or ``[...]`` with a threshold.
-          labels: integers ``[...]``; with a threshold also bools.
+          labels: integers ``[...]``; with a threshold those above 0 stand for yes, and bools are taken too.
           mask: which predictions count: true or not zero where they do; broadcasts against ``labels``.
           **_: ignored.
 
@@ -374,7 +374,7 @@ def _is_right_class(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 @step()
 def _is_right_side(logits: jax.Array, labels: jax.Array, threshold: Any) -> jax.Array:
-    return (logits >= threshold) == labels
+    return (logits >= threshold) == (labels > 0)
 
 
 @step()

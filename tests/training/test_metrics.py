@@ -139,8 +139,8 @@ def test_labels_of_every_integer_type(dtype):
 
 
 def test_a_threshold_decides_yes_or_no():
-    """At the threshold it is yes; labels are integers or bools."""
-    for labels in jnp.array([1, 1, 0]), jnp.array([True, True, False]):
+    """At the threshold it is yes; labels are bools, or integers that are positive for yes, as in {0, 1} and {-1, 1}."""
+    for labels in jnp.array([1, 1, 0]), jnp.array([True, True, False]), jnp.array([1, 2, -1], jnp.int8):
         metric = Accuracy(threshold=0.5)
         metric.update(logits=jnp.array([0.5, 0.4, 0.6]), labels=labels)
         np.testing.assert_allclose(metric.compute(), 1 / 3, rtol=1e-6)
