@@ -313,6 +313,30 @@ def test_device_put_by_named_shardings():
     assert is_placed(placed.bias, PartitionSpec())
 
 
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "x", [np.zeros((8, 8)), jnp.zeros((8, 8)), 0.0, jnp.zeros(8, "bfloat16")], ids=["numpy", "jax", "number", "row"]
+)
+def test_a_whole_write_by_index_stays_where_the_array_is(mesh, x):
+    """As a write of a part; weights are loaded in this way. A value that is assigned takes its own place with it."""
+    v = nnx.Param(jax.device_put(ONES, NamedSharding(mesh, BOTH)))
+    before = v.sharding
+    v[...] = x
+    assert (v.sharding, v.dtype, v.shape) == (before, jnp.float32, (8, 8))
+    assert not v.any()
+    v[...] = jax.device_put(ONES, jax.devices()[3])
+    assert v.sharding == before
+    v.value = jax.device_put(ONES, jax.devices()[3])
+    assert v.sharding.device_set == {jax.devices()[3]}
+
+
+def test_a_whole_write_by_index_takes_an_array_without_a_place_along():
+    """One that JAX was free to put anywhere."""
+    v = nnx.Param(ONES)
+    v[...] = jax.device_put(ONES, NamedSharding(AUTO, BOTH))
+    assert is_placed(v, BOTH)
+
+
 def test_the_optimizer_follows():
     """Moments are sharded as the parameters are."""
     optax = pytest.importorskip("optax")

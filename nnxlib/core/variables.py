@@ -45,7 +45,7 @@ from .registration import register_pytree
 from .stamps import Stamps, invalidate
 from .static import Const, same_items
 from .trace_state import TraceState
-from .tracing import Tracer, TraceRef, current_trace
+from .tracing import Tracer, TraceRef, at_top_level, current_trace
 
 A = TypeVar("A")
 V = TypeVar("V", bound="Variable")
@@ -152,7 +152,8 @@ class Variable(ArrayOperators[A], VariableSlots):
     def set_value(self, value: A | Variable[A], *, index: Any = MISSING) -> None:
         """Replace the value, through the ``on_set_value`` hooks; with ``index``, only ``value[index]``.
 
-        With an index the array keeps its shape and dtype, as in NumPy, and the hooks see only what is assigned.
+        With an index the array keeps its shape and dtype, as in NumPy, and its sharding; the hooks see only what is
+        assigned.
 
         Raises:
           TraceContextError: under another trace than the one that made this Variable.
@@ -638,12 +639,19 @@ def _with_item(value: Any, index: Any, item: Any) -> Any:
         return item
     if index is ... and isinstance(value, jax.Array):
         fits = isinstance(item, jax.Array) and jax.typeof(item) == jax.typeof(value)
-        return item if fits else jnp.broadcast_to(jnp.asarray(item, value.dtype), value.shape)
+        return _moved(item if fits else jnp.broadcast_to(jnp.asarray(item, value.dtype), value.shape), value)
     if isinstance(value, jax.Array):
         return value.at[unwrapped(index)].set(item)
     new = copy_lib.copy(value)
     new[unwrapped(index)] = item
     return new
+
+
+def _moved(new: jax.Array, old: jax.Array) -> jax.Array:
+    """An array, where the one is that it replaces; JAX itself may have put that anywhere if it is not committed."""
+    if isinstance(old, Tracer) or isinstance(new, Tracer) or not old.committed or new.sharding == old.sharding:
+        return new
+    return jax.device_put(new, old.sharding) if at_top_level() else new
 
 
 def variable_repr(variable: Variable) -> str:
