@@ -313,15 +313,20 @@ class Variable(ArrayOperators[A], VariableSlots):
 
         Raises:
           TraceContextError: under another trace than the one that made this Variable.
-          TypeError: for a single argument that is not a mapping.
+          TypeError: for a single argument that is not a mapping, or more than two.
+          ValueError: for another ``ref``.
         """
         if len(args) == 2:
             metadata = {args[0]: args[1], **metadata}
         replace = len(args) == 1
-        if replace and not isinstance(args[0], Mapping):
-            raise errors.ArgumentError(f"set_metadata takes set_metadata(name=value) or a dict, not {args[0]!r:.80}.")
+        if len(args) > 2 or (replace and not isinstance(args[0], Mapping)):
+            given = ", ".join(f"{x!r:.80}" for x in args)
+            raise errors.ArgumentError(f"set_metadata takes set_metadata(name=value) or a dict, not {given}.")
+        new = canonical({**(args[0] if replace else self._metadata), **metadata})
+        if bool(new.get("ref", self.ref)) != self.ref:
+            raise errors.UsageError(_PLACE_IS_FIXED.format(kind=type(self).__name__, ref=bool(new["ref"])))
         self.check_writable()
-        self._replace_metadata(canonical({**(args[0] if replace else self._metadata), **metadata}))
+        self._replace_metadata(new)
 
     # The name that flax.nnx uses inside.
     _var_metadata = property(lambda self: MetadataView(self), lambda self, metadata: self.set_metadata({**metadata}))
@@ -346,6 +351,8 @@ class Variable(ArrayOperators[A], VariableSlots):
         self._replace_metadata({k: v for k, v in self._metadata.items() if k != key})
 
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
+        if self.ref or "ref" in metadata:  # which tells where the value is kept, and that stays
+            metadata = {**metadata, "ref": self.ref}
         self._change("_metadata", metadata or NO_METADATA)
 
     def _change(self, name: str, value: Any) -> None:
@@ -408,9 +415,9 @@ class Variable(ArrayOperators[A], VariableSlots):
         self.update_from_state(other)
 
     def update_from_state(self, variable_state: Variable[A]) -> None:
-        """Take over the value and metadata of ``variable_state``, without hooks."""
+        """Take over the value and metadata of ``variable_state``, without hooks; ``ref`` stays as it is."""
         self.check_writable()
-        self._store(unshared(variable_state.get_raw_value()))
+        self._store(unshared(plain_value(variable_state)))
         if not same_items(variable_state._metadata, self._metadata):
             self._replace_metadata(dict(variable_state._metadata))
 
@@ -437,7 +444,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def __setstate__(self, state: tuple) -> None:
         value, metadata = state
         self._cell.value = as_stored(value, metadata) if "ref" in metadata else value
-        self._replace_metadata(metadata)
+        self._change("_metadata", metadata or NO_METADATA)
 
     # --- attributes: metadata first, then those of the value ---
 
@@ -663,6 +670,10 @@ def variable_repr(variable: Variable) -> str:
     metadata = "".join(f", {k}={v!r}" for k, v in variable._metadata.items())
     return f"{type(variable).__name__}({shown}{metadata})"
 
+
+_PLACE_IS_FIXED = """\
+Whether a Variable keeps its value in a jax.Ref is decided when it is made; for one that does otherwise write \
+{kind}(value, ref={ref}) or variable.copy(ref={ref})."""
 
 _CROSS_TRACE = """\
 Cannot write to {where} from inside a JAX transformation that it was not passed to: the new value would outlive its \

@@ -890,6 +890,23 @@ def test_a_copy_has_a_ref_of_its_own():
     assert (out.ref, isinstance(out.get_raw_value(), jax.Array), out.tolist()) == (False, True, [0, 1, 2])
 
 
+def test_where_the_value_is_kept_does_not_change_with_the_metadata():
+    """What replaces all metadata leaves ``ref`` alone; to set it is an error, and changes nothing."""
+    v, ref = kept_in_a_ref(layer="first")
+    plain = nnx.Param(jnp.zeros(3), layer="last")
+    v.set_metadata({"layer": "second"})
+    assert (v.get_raw_value() is ref, v.tolist(), v.layer) == (True, [0, 1, 2], "second")
+    plain.copy_from(v)
+    assert (plain.ref, plain.tolist(), plain.layer, plain.get_raw_value() is ref) == (False, [0, 1, 2], "second", False)
+    v.copy_from(nnx.Param(jnp.ones(3), layer="third"))
+    assert (v.get_raw_value() is ref, v.tolist(), v.layer) == (True, [1, 1, 1], "third")
+    for variable in (v, plain):
+        before = variable.get_metadata()
+        with pytest.raises(ValueError, match=rf"Param\(value, ref={not variable.ref}\) or variable.copy"):
+            variable.set_metadata(ref=not variable.ref, layer="fourth")
+        assert variable.get_metadata() == before
+
+
 def test_hooks_of_a_ref_see_arrays():
     """On reading and on writing."""
     hooks = {"on_get_value": lambda v, x: x + 1, "on_set_value": lambda v, x: x * 2}
@@ -948,6 +965,8 @@ def test_wrong_metadata_and_hooks_are_errors_that_say_what_is_asked_for():
     assert v.get_metadata("other", None) is None
     with pytest.raises(ArgumentError, match=r"set_metadata takes set_metadata\(name=value\) or a dict, not 3"):
         v.set_metadata(3)
+    with pytest.raises(ArgumentError, match=r"or a dict, not 'a', 2, 'b'\."):
+        v.set_metadata("a", 2, "b")
     hooked = nnx.Variable(jnp.ones(2), on_set_value=3)
     before = hooked.value
     with pytest.raises(ArgumentError, match=r"A hook, such as on_set_value, is a function .*, but got 3"):
