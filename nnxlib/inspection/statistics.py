@@ -100,7 +100,8 @@ def statistics(tree: Any, /) -> Statistics:
     """Return how the arrays in a model, a State or another pytree are distributed.
 
     A notebook shows it as a picture, with a histogram for each array, all on one axis; ``nnx.draw`` makes a file of it.
-    Zeros are counted, and left out of the histograms. Random streams, and the gradients of integers, have no entry.
+    Zeros are counted, and left out of the histograms. Random streams, the gradients of integers, and NumPy's arrays of
+    text or objects have no entry.
     Arrays that are traced, abstract or deleted, or have parts in other processes only, have one without numbers.
 
     Args:
@@ -150,7 +151,7 @@ def _arrays_in(tree: Any) -> Iterator[tuple[tuple, str, Any]]:
 
 def _is_numeric(x: Any) -> bool:
     aval = aval_of(x)
-    return aval is not None and aval[1] != jax.dtypes.float0 and not jnp.issubdtype(aval[1], jax.dtypes.extended)
+    return aval is not None and any(jnp.issubdtype(aval[1], kind) for kind in (np.number, np.bool_))
 
 
 def _entry(path: tuple, kind: str, array: Any) -> ValueStatistics:
