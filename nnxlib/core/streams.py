@@ -322,8 +322,8 @@ def _rule_for(path: Path, stream: RngStream, rules: Mapping[str, _Rules]) -> Cal
 
 
 @boundary
-def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngValue) -> None:
-    """Start the streams of a node anew from given seeds or keys.
+def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngValue | RngStream) -> None:
+    """Start the streams of a node anew from given seeds, keys or streams.
 
     All streams with the tag ``name`` get keys drawn from the seed given as ``name=seed``, one after the other in the
     order of their paths, so that the Dropouts of a model differ as before. A seed, or a raw key, gives each stream a
@@ -334,7 +334,7 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
       policy: what to do with streams that are split into lanes: ``'scalars_only'`` refuses them, ``'match_shape'``
         splits the new key alike; or a function ``(path, key, shape) -> key`` that makes the key (or seed, or raw key)
         of every stream.
-      **stream_keys: seed or key by the tag of the streams.
+      **stream_keys: seed or key by the tag of the streams; or a stream to draw their keys from.
 
     >>> import nnxlib as nnx
     >>> model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0)))
@@ -356,7 +356,10 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
             f"{known}. A stream that was looked up in an Rngs without one of that name has the tag 'default'."
         )
     kinds = [(stream.tag, implementation_of(stream.key.get_value())) for _, stream in chosen]
-    sources = {kind: RngStream(as_key(stream_keys[kind[0]], kind[1]), tag=kind[0]) for kind in dict.fromkeys(kinds)}
+    sources = {
+        (tag, impl): x if isinstance(x := stream_keys[tag], RngStream) else RngStream(as_key(x, impl), tag=tag)
+        for tag, impl in dict.fromkeys(kinds)
+    }
     roots = [sources[kind].fork().key.get_value() for kind in kinds]
     keys = [
         as_key(_new_key(path, root, stream.key.shape, policy), impl)

@@ -161,6 +161,15 @@ def test_reseeding_makes_a_model_repeatable():
     assert [count for _, _, count in facts(m)[:2]] == [0, 0]
 
 
+def test_reseeding_from_a_stream():
+    """Each gets the next key of it."""
+    streams = nnx.List([nnx.RngStream(k, tag="dropout") for k in range(2)])
+    source, same = nnx.RngStream(5, tag="other"), nnx.RngStream(5, tag="other")
+    reseed(streams, dropout=source)
+    assert [bits(stream.key.value) for stream in streams] == [bits(same()) for _ in range(2)]
+    assert source.count == 2
+
+
 def test_reseeding_keeps_the_implementation_of_each_stream():
     """A seed becomes a key of the stream's implementation; a typed key brings its own; a raw one must fit."""
     kinds = [str(jax.random.key_impl(jax.random.key(0, impl=impl))) for impl in ("rbg", "threefry2x32")]
