@@ -32,7 +32,7 @@ from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
 from ..core.variables import Cache, Intermediate, Variable
 from . import initializers
-from .dtypes import Array, Dtype, at_least_float32, broadcast_together, broadcasts, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, broadcast_together, broadcasts, convert, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import LinearGeneral
 from .norm import LayerNorm
@@ -110,14 +110,15 @@ def _weights(
     is_causal: bool,
     broadcast_dropout: bool,
     precision: Any,
-) -> Array:
+) -> tuple[Array, Array]:
+    """The weights before and after dropout; those before are in the dtype of the scores if there is dropout."""
     scores = _scores(query, key, precision)
     if bias is not None:
         scores = _biased(scores, bias)
+    weights = _softmax(scores, mask, is_causal, query.dtype if dropout_rng is None else scores.dtype)
     if dropout_rng is None:
-        return _softmax(scores, mask, is_causal, query.dtype)
-    weights = _softmax(scores, mask, is_causal, scores.dtype)
-    return _dropped(weights, dropout_rng, keep, broadcast_dropout, query.dtype)
+        return weights, weights
+    return weights, _dropped(weights, dropout_rng, keep, broadcast_dropout, query.dtype)
 
 
 @product("precision")
@@ -182,7 +183,7 @@ def dot_product_attention_weights(
                 "dropout_rng=rngs.dropout(), or deterministic=True, to drop nothing."
             )
         keep = 1.0 - dropout_rate
-    weights = _weights(
+    before_dropout, weights = _weights(
         query,
         key,
         bias,
@@ -194,7 +195,7 @@ def dot_product_attention_weights(
         precision=frozen(precision),
     )
     if module is not None:
-        module.sow(Intermediate, "attention_weights", weights)
+        module.sow(Intermediate, "attention_weights", convert(before_dropout, query.dtype))
     return weights
 
 
@@ -232,7 +233,8 @@ def dot_product_attention(
       deterministic: whether to drop nothing.
       dtype: what to compute in (default: inferred from query, key and value); scores and softmax are float32 at least.
       precision: as in :func:`jax.lax.dot_general`.
-      module: a Module that records the weights: ``module.sow(nnx.Intermediate, 'attention_weights', weights)``.
+      module: a Module that records the weights, before dropout:
+        ``module.sow(nnx.Intermediate, 'attention_weights', weights)``.
       promote_dtype: what brings ``(query, key, value)`` to one dtype.
       is_causal: whether query ``i`` may only look at keys up to ``i``, in addition to the mask.
 
@@ -814,7 +816,7 @@ class MultiHeadAttention(Module):
           deterministic: overrides the attribute.
           decode: overrides the attribute.
           rngs: Rngs, stream or key to drop with instead of the layer's own stream.
-          sow_weights: whether to record the weights as the Intermediate ``attention_weights``.
+          sow_weights: whether to record the weights, before dropout, as the Intermediate ``attention_weights``.
           is_causal: whether each position looks only at itself and those before it; while decoding always so.
           out_sharding: sharding of the output.
           qkv_sharding: sharding of queries, keys and values.

@@ -332,6 +332,19 @@ def test_weights_are_recorded_on_demand():
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
+def test_recorded_weights_are_those_before_dropout():
+    """So they sum to 1 over the keys, in the dtype of the computation, as under flax.nnx and Linen."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        layer, x = make(dropout_rate=0.5, dtype=dtype), array(2, 3, 8)
+        dropped = layer(x, sow_weights=True, deterministic=False)
+        (weights,) = nnx.pop(layer, nnx.Intermediate)["attention_weights"].value
+        plain = layer(x, sow_weights=True, deterministic=True)
+        (expected,) = nnx.pop(layer, nnx.Intermediate)["attention_weights"].value
+        assert (dropped != plain).any()
+        assert weights.dtype == dtype
+        np.testing.assert_array_equal(weights, expected)
+
+
 def test_wrong_inputs_name_the_layer_its_sizes_and_the_input():
     """With the path in the caller's model, also when it is one of the linear maps that refuses."""
     model = nnx.List([make(num_kv_heads=1, in_kv_features=3)])
