@@ -168,6 +168,8 @@ def describe(value: Any) -> str:
     """
     if isinstance(value, type):
         return f"class {value.__name__}"
+    if isinstance(value, dict):  # it may have any attributes
+        return type(value).__name__
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}[{', '.join(map(str, shape))}]"

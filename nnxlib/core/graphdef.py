@@ -261,11 +261,12 @@ def _describe(spec: Spec, layout: Layout | None) -> str:
         row, first = layout.rows[spec.index], format_path(layout.paths[spec.index])
         return f"{row.type.__name__} ({first})"
     if isinstance(spec, Const):
-        name = getattr(spec.value, "__qualname__", "<")
-        if callable(spec.value) and "<" not in name:
-            return name
-        code = getattr(spec.value, "__code__", None)
-        where = type(spec.value).__name__ if code is None else f"{basename(code.co_filename)}:{code.co_firstlineno}"
+        where = type(spec.value).__name__
+        if callable(spec.value):
+            name, code = getattr(spec.value, "__qualname__", "<"), getattr(spec.value, "__code__", None)
+            if "<" not in name:
+                return name
+            where = where if code is None else f"{basename(code.co_filename)}:{code.co_firstlineno}"
         return f"{static_repr(spec.value)} ({where})"
     return _head(spec)
 

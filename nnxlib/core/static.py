@@ -52,11 +52,19 @@ class Identity:
 class Const:
     """A static value and its key; equal to another one if JAX would trace the same program for both."""
 
-    __slots__ = ("__weakref__", "_hash", "_remake", "key", "parts", "value")
+    __slots__ = ("__weakref__", "_hash", "_records", "_remake", "key", "parts", "value")
 
-    def __init__(self, value: Any, key: Hashable, parts: tuple[Any, ...] | None = None, remake: Callable | None = None):
+    def __init__(
+        self,
+        value: Any,
+        key: Hashable,
+        parts: tuple[Any, ...] | None = None,
+        remake: Callable | None = None,
+        records: Sequence[dict] = (),
+    ):
         self.value, self.key, self._hash = value, key, hash(key)
         self.parts = parts  # of a mutable value: what its copies have in common; None of an immutable one
+        self._records = records  # the dicts in it whose attributes are their items
         self._remake = remake  # how to make the same Const from the value, when unpickled
 
     @property
@@ -89,7 +97,7 @@ class Const:
 
     def fresh(self) -> Any:
         """Return the value; of a mutable one, a copy."""
-        return self.value if self.parts is None else _copy(self.value, self.parts)
+        return self.value if self.parts is None else _copy(self.value, self.parts, self._records)[0]
 
     def __hash__(self) -> int:
         return self._hash
@@ -119,8 +127,35 @@ class StaticArgument:
 _MUTABLE: weakref.WeakValueDictionary[Hashable, Const] = weakref.WeakValueDictionary()  # the mutable Consts, by key
 
 
-def _copy(value: Any, parts: tuple[Any, ...]) -> Any:
-    return copy.deepcopy(value, {id(part): part for part in parts})
+def _copy(value: Any, parts: Sequence[Any], records: Sequence[dict]) -> tuple[Any, list[dict]]:
+    """A copy with the same ``parts``; and the copies in it of the ``records``, which deepcopy would fail to make."""
+    memo = {id(part): part for part in parts}
+    copies = [type(record).__new__(type(record)) for record in records]
+    memo |= zip(map(id, records), copies)
+    for record, new in zip(records, copies, strict=True):
+        if _is_its_own_dict(record):
+            object.__setattr__(new, "__dict__", new)
+        else:
+            for name, x in state_of(record).items():
+                object.__setattr__(new, name, copy.deepcopy(x, memo))
+        for key, item in dict(record).items():
+            new[copy.deepcopy(key, memo)] = copy.deepcopy(item, memo)
+    return copy.deepcopy(value, memo), copies
+
+
+def _is_record(value: dict) -> bool:
+    """Whether the attributes of a dict are its items, by ``self.__dict__ = self`` or ``__getattr__ = __getitem__``."""
+    if _is_its_own_dict(value):
+        return True
+    try:
+        getattr(value, "__deepcopy__", None)
+    except Exception:  # of the search among its items, such as a KeyError
+        return True
+    return False
+
+
+def _is_its_own_dict(value: dict) -> bool:
+    return type(value).__dictoffset__ != 0 and vars(value) is value
 
 
 def holds_same(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
@@ -134,11 +169,12 @@ def same_items(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
 
 
 class _Freezer:
-    """One walk over a static value, which also notes whether anything in it is mutable, and its hashable parts."""
+    """One walk over a static value, which also notes whether anything in it is mutable, and what its copies need."""
 
     def __init__(self, path: tuple):
         self.path, self.mutable = path, False
         self.parts: list[Any] = []
+        self.records: list[dict] = []
         self.within: type | None = None  # the innermost object around what is frozen that JAX does not look into
 
     def const(self, value: Any, freeze: Callable[[Any], Hashable], remake: Callable) -> Const:
@@ -151,7 +187,8 @@ class _Freezer:
         const = _MUTABLE.get(key)
         if const is None:
             parts = tuple(self.parts)
-            const = _MUTABLE[key] = Const(_copy(value, parts), key, parts, remake)
+            copied, records = _copy(value, parts, self.records)
+            const = _MUTABLE[key] = Const(copied, key, parts, remake, records)
         return const
 
     def freeze(self, value: Any) -> Hashable:
@@ -175,7 +212,10 @@ class _Freezer:
             if isinstance(value, base):
                 return kind, (_RULES[base](self, value), self.mapping(getattr(value, "__dict__", {})))
         if isinstance(value, dict):
-            if not hasattr(kind, "_nnx_children"):  # attributes are not compared; what has a hash is not copied
+            if _is_record(value):
+                self.records.append(value)
+                value = dict(value)  # which has a method `items`, not the item of that name
+            elif not hasattr(kind, "_nnx_children"):  # attributes are not compared; what has a hash is not copied
                 self.parts += filter(_has_hash, getattr(value, "__dict__", {}).values())
             return kind, self.mapping(value)
         if isinstance(value, Mapping) and kind.__hash__ is None:
@@ -257,6 +297,7 @@ class _Freezer:
             return self.identity(value)
         self.mutable = self.mutable or inner.mutable
         self.parts += inner.parts
+        self.records += inner.records
         return key
 
     def identity(self, value: Any) -> Hashable:

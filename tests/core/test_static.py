@@ -566,3 +566,63 @@ def test_what_the_attributes_of_a_dict_refer_to_is_not_copied():
     assert copied.owner is owner
     copied["sizes"].append(3)
     assert value == {"sizes": [1, 2]}
+
+
+class OwnDict(dict):
+    """A configuration whose attributes are its items; ``copy.deepcopy`` makes one without the attributes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class LookedUp(dict):
+    """Another; ``copy.deepcopy`` looks its methods up among the items, and fails."""
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Slotted(LookedUp):
+    __slots__ = ()
+
+
+class Ordered(OrderedDict):
+    __getattr__ = OrderedDict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [OwnDict, LookedUp, Slotted, Ordered])
+def test_a_dict_whose_attributes_are_its_items_is_copied(kind):
+    """Nested, shared, and beside anything else; a copy is independent, and a copy of a copy is one, too."""
+    inner = kind(rate=1.0, sizes=[1], items=2)
+    value = [kind(second=inner, first=inner, shape=(2, 3), dtype="f4"), types.SimpleNamespace(inner=inner)]
+    const = Const.of(value)
+    inner["sizes"].append(2)
+    assert const != Const.of(value)
+    for fresh in (const.fresh(), const.fresh()):
+        outer, namespace = fresh
+        assert type(outer) is type(outer.first) is kind
+        assert outer.first is outer.second is outer["first"] is namespace.inner
+        assert list(outer) == ["second", "first", "shape", "dtype"]
+        assert (outer.first.rate, outer.first.sizes) == (1.0, [1])
+        assert Const.of(fresh) == const
+        outer.first["rate"] = 2.0
+        assert outer.first.rate == 2.0
+
+
+@pytest.mark.parametrize("kind", [OwnDict, LookedUp, Slotted, Ordered])
+def test_changes_of_a_dict_whose_attributes_are_its_items_are_seen(kind):
+    class Net(nnx.Module):
+        def __init__(self, config):
+            self.config, self.w = config, nnx.Param(jnp.float32(1))
+
+        def __call__(self):
+            return self.config.inner.rate * self.w
+
+    net = Net(kind(inner=kind(rate=1.0), items=[], keys=1))
+    jitted = nnx.jit(net)
+    for rate in (2.0, 3.0, 2.0):
+        net.config["inner"]["rate"] = rate
+        assert jitted() == net() == nnx.clone(net)() == nnx.merge(*nnx.split(net))() == rate
+        assert nnx.grad(lambda net: net())(net).w.value == rate
+    assert "config" in jitted.explain()
+    assert "config" in repr(nnx.graphdef(net))
