@@ -253,13 +253,14 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
     changes = structural_changes(layout, body, replaced)
     refuse_structural([x for x in changes if not x.added and not _is_stacked(labels, x.row)], "body of scan")
     kept = {*range(ROOT, len(layout.rows)), *replaced}.difference(change.row for change in changes)
-    problems, whole = [], False
+    problems, whole = [], []
     for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):
         what = place_of(path)
         if label is Carry and owner[0] not in kept:
             problems.append(f"{what}: attached inside, but Carry needs a value to start from")
         elif not (_is_axis(label) or label is Carry or _is_count(layout, owner[0])):
-            whole = True
+            is_variable = owner[0] in layout.variables
+            whole.append(layout.rows[owner[0]].type.__name__ if is_variable else "nnx.BatchStat")
             problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
         elif isinstance(label, int):
             axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
@@ -267,11 +268,11 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
                 problems.append(f"{what}: stacked it has {axes} axes, so there is no axis {label}")
     if problems:
         head = "The body of scan changes values in a way that their axes do not allow:"
-        raise PrefixError(listed(head, problems, _PLACES if whole else _ATTACH))
+        carried = ", ".join(f"{kind}: nnx.Carry" for kind in dict.fromkeys(whole))
+        raise PrefixError(listed(head, problems, _PLACES.format(carried=carried) if whole else _ATTACH))
 
 
-_PLACES = """\
-Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: None})."""
+_PLACES = "Give it an axis (0 stacks the values), or carry it: nnx.StateAxes({{{carried}, ...: None}})."
 _ATTACH = "Attach the Variable before the loop, or give it an axis that the stacked values have."
 
 

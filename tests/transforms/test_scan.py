@@ -246,6 +246,25 @@ def test_statistics_in_a_stack_are_kept_for_each_layer_and_carried_ones_go_throu
     assert one.count.value == 3
 
 
+class Seen(nnx.Variable):
+    """A kind of Variable that only this file knows."""
+
+
+def test_what_is_passed_whole_and_changed_is_to_be_carried_by_the_types_that_it_has():
+    """What the error says can be copied."""
+
+    def body(m, x):
+        m.seen.value, m.norm.mean.value = m.seen + x, m.norm.mean + x
+        return x
+
+    m = nnx.Dict(seen=Seen(0.0), norm=nnx.Dict(mean=nnx.BatchStat(0.0)), w=nnx.Param(1.0))
+    with pytest.raises(errors.PrefixError, match=r"StateAxes\(\{BatchStat: nnx.Carry, Seen: nnx.Carry, ...: None\}\)"):
+        nnx.scan(body, in_axes=(None, 0), out_axes=0)(m, jnp.arange(3.0))
+    axes = nnx.StateAxes({nnx.BatchStat: nnx.Carry, Seen: nnx.Carry, ...: None})
+    nnx.scan(body, in_axes=(axes, 0), out_axes=0)(m, jnp.arange(3.0))
+    assert m.seen.value == m.norm.mean.value == 3
+
+
 def test_a_change_in_what_is_passed_whole_is_an_error_that_names_it_and_changes_nothing():
     m = Norm()
     before = Snapshot(m)
