@@ -52,7 +52,7 @@ class Identity:
 class Const:
     """A static value and its key; equal to another one if JAX would trace the same program for both."""
 
-    __slots__ = ("__weakref__", "_hash", "_records", "_remake", "key", "parts", "value")
+    __slots__ = ("__weakref__", "_by_items", "_hash", "_remake", "key", "parts", "value")
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Const:
         key: Hashable,
         parts: tuple[Any, ...] | None = None,
         remake: Callable | None = None,
-        records: Sequence[dict] = (),
+        by_items: Sequence[Mapping] = (),
     ):
         self.value, self.key, self._hash = value, key, hash(key)
         self.parts = parts  # of a mutable value: what its copies have in common; None of an immutable one
-        self._records = records  # the dicts in it whose attributes are their items
+        self._by_items = by_items  # what in it is copied item by item
         self._remake = remake  # how to make the same Const from the value, when unpickled
 
     @property
@@ -97,7 +97,7 @@ class Const:
 
     def fresh(self) -> Any:
         """Return the value; of a mutable one, a copy."""
-        return self.value if self.parts is None else _copy(self.value, self.parts, self._records)[0]
+        return self.value if self.parts is None else _copy(self.value, self.parts, self._by_items)[0]
 
     def __hash__(self) -> int:
         return self._hash
@@ -127,20 +127,30 @@ class StaticArgument:
 _MUTABLE: weakref.WeakValueDictionary[Hashable, Const] = weakref.WeakValueDictionary()  # the mutable Consts, by key
 
 
-def _copy(value: Any, parts: Sequence[Any], records: Sequence[dict]) -> tuple[Any, list[dict]]:
-    """A copy with the same ``parts``; and the copies in it of the ``records``, which deepcopy would fail to make."""
-    memo = {id(part): part for part in parts}
-    copies = [type(record).__new__(type(record)) for record in records]
-    memo |= zip(map(id, records), copies)
-    for record, new in zip(records, copies, strict=True):
-        if _is_its_own_dict(record):
+def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Mapping]) -> tuple[Any, list[Mapping]]:
+    """A copy with the same ``parts``; and the copies in it of what deepcopy would fail to copy, ``by_items``.
+
+    These are views of dicts (``MappingProxyType``), and dicts whose attributes are their items.
+    """
+    made = list(map(_emptied, by_items))
+    copies = [new for new, _ in made]
+    memo = {id(part): part for part in parts} | dict(zip(map(id, by_items), copies, strict=True))
+    for old, (new, items) in zip(by_items, made, strict=True):
+        if isinstance(old, dict) and _is_its_own_dict(old):
             object.__setattr__(new, "__dict__", new)
-        else:
-            for name, x in state_of(record).items():
+        elif isinstance(old, dict):
+            for name, x in state_of(old).items():
                 object.__setattr__(new, name, copy.deepcopy(x, memo))
-        for key, item in dict(record).items():
-            new[copy.deepcopy(key, memo)] = copy.deepcopy(item, memo)
+        items |= {copy.deepcopy(key, memo): copy.deepcopy(item, memo) for key, item in dict(old).items()}
     return copy.deepcopy(value, memo), copies
+
+
+def _emptied(x: Mapping) -> tuple[Any, dict]:
+    """An empty view or dict of the same type, and the dict that its items are in."""
+    if type(x) is types.MappingProxyType:
+        return types.MappingProxyType(items := {}), items
+    new = type(x).__new__(type(x))
+    return new, new
 
 
 def _is_record(value: dict) -> bool:
@@ -174,7 +184,7 @@ class _Freezer:
     def __init__(self, path: tuple):
         self.path, self.mutable = path, False
         self.parts: list[Any] = []
-        self.records: list[dict] = []
+        self.by_items: list[Mapping] = []
         self.within: type | None = None  # the innermost object around what is frozen that JAX does not look into
 
     def const(self, value: Any, freeze: Callable[[Any], Hashable], remake: Callable) -> Const:
@@ -187,8 +197,8 @@ class _Freezer:
         const = _MUTABLE.get(key)
         if const is None:
             parts = tuple(self.parts)
-            copied, records = _copy(value, parts, self.records)
-            const = _MUTABLE[key] = Const(copied, key, parts, remake, records)
+            copied, by_items = _copy(value, parts, self.by_items)
+            const = _MUTABLE[key] = Const(copied, key, parts, remake, by_items)
         return const
 
     def freeze(self, value: Any) -> Hashable:
@@ -213,7 +223,7 @@ class _Freezer:
                 return kind, (_RULES[base](self, value), self.mapping(getattr(value, "__dict__", {})))
         if isinstance(value, dict):
             if _is_record(value):
-                self.records.append(value)
+                self.by_items.append(value)
                 value = dict(value)  # which has a method `items`, not the item of that name
             elif not hasattr(kind, "_nnx_children"):  # attributes are not compared; what has a hash is not copied
                 self.parts += filter(_has_hash, getattr(value, "__dict__", {}).values())
@@ -245,7 +255,7 @@ class _Freezer:
         return tuple([(self.freeze(k), self.freeze(v)) for k, v in values.items()])
 
     def view(self, values: Mapping) -> Hashable:
-        self.parts.append(values)  # it cannot be copied
+        self.by_items.append(values)
         return self.mapping(values)
 
     def set(self, values: Any) -> Hashable:
@@ -297,7 +307,7 @@ class _Freezer:
             return self.identity(value)
         self.mutable = self.mutable or inner.mutable
         self.parts += inner.parts
-        self.records += inner.records
+        self.by_items += inner.by_items
         return key
 
     def identity(self, value: Any) -> Hashable:

@@ -626,3 +626,26 @@ def test_changes_of_a_dict_whose_attributes_are_its_items_are_seen(kind):
         assert nnx.grad(lambda net: net())(net).w.value == rate
     assert "config" in jitted.explain()
     assert "config" in repr(nnx.graphdef(net))
+
+
+def test_a_view_of_a_dict_is_copied_with_its_items():
+    """Else a second model with an equal view would be given that of the first, whose dict may have changed since."""
+
+    class Net(nnx.Module):
+        def __init__(self, rates):
+            self.w, self.config = nnx.Param(jnp.float32(1)), types.MappingProxyType(rates)
+
+        def __call__(self):
+            return self.config["rate"] * self.w * self.config["all"][0]
+
+    rates = {"rate": 1.0, "all": [2.0]}
+    first = Net(rates)
+    taken_apart = nnx.split(first)
+    jitted = nnx.jit(first)
+    assert jitted() == 2.0
+    rates["rate"] = 4.0
+    rates["all"][0] = 3.0
+    assert jitted() == first() == 12.0
+    second = Net({"rate": 1.0, "all": [2.0]})
+    assert nnx.jit(second)() == nnx.merge(*taken_apart)() == nnx.clone(second)() == second() == 2.0
+    assert first.config["rate"] == 4.0
