@@ -91,7 +91,8 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     """Apply ``body_fun(i, value)`` for ``i`` from ``lower`` to ``upper``; ``jax.lax.fori_loop`` with state.
 
     Args:
-      lower: the first index; its integer type is that of all indices, unless ``upper`` needs a wider one.
+      lower: the first index. If both bounds are known, indices are weakly typed, like Python numbers, as in JAX; else
+        its integer type is that of all indices, unless ``upper`` needs a wider one.
       upper: the first index that is not used.
       body_fun: from the index and the value to a value of the same structure; as in :func:`while_loop`.
       init_val: a pytree of arrays and Modules.
@@ -107,25 +108,26 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
     step, *bound = resolve(body_fun)
     step = weakly(step)
     first, last = _known(lower), _known(upper)
-    start = as_scalar(lower, "The lower bound of nnx.fori_loop")
-    start, end = _in_one_type(start, as_scalar(upper, "The upper bound of nnx.fori_loop"), last)
+    is_known = first is not None and last is not None
+    start = as_scalar(first if is_known else lower, "The lower bound of nnx.fori_loop")
+    end = as_scalar(last if is_known else upper, "The upper bound of nnx.fori_loop")
+    start, end = _in_one_type(start, end, last)
     arguments = Arguments((init_val, tuple(bound), start), {})
     # Only a loop with known bounds can be differentiated in reverse. At top level nothing differentiates it, so there
     # one program serves all bounds.
-    static = first is not None and last is not None and (unroll is not None or not at_top_level())
+    static = is_known and (unroll is not None or not at_top_level())
 
     def apply(value: Any, bound: Any, i: Any) -> Arguments:
         return Arguments((step(*bound[0], i, value, **bound[1]), as_bound(*bound), i), {})
 
     def run(layout: Layout, leaves: list[Any]) -> Any:
         *leaves, stop = leaves
-        index_type = jnp.result_type(leaves[-1])
         loop = _loop(layout, named(apply, step), leaves, "body of fori_loop")
         start, stop = (first, last) if static else (leaves[-1], stop)
         carry = jax.lax.fori_loop(
             start,
             stop,
-            lambda i, carry: loop.body.run([*loop.leaves(carry)[:-1], jax.lax.convert_element_type(i, index_type)]),
+            lambda i, carry: loop.body.run([*loop.leaves(carry)[:-1], i]),
             loop.carry,
             unroll=unroll,
         )

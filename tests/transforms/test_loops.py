@@ -114,6 +114,15 @@ def test_an_index_reaches_an_upper_bound_of_another_type(bounds, how):
     assert run(*bounds) == sum(range(*map(int, bounds)))
 
 
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "in jit"])
+def test_the_index_between_known_bounds_is_like_a_number_of_python(how):
+    """Weakly typed, as in JAX: it yields to what it meets, and does not wrap around where a bound is unsigned."""
+    bounds, start = (np.uint8(0), jnp.uint8(3)), jnp.int8(0)
+    for loop in nnx.fori_loop, jax.lax.fori_loop:
+        assert how(lambda loop=loop: loop(*bounds, lambda i, x: x + (i - 2), start))() == -3
+        assert how(lambda loop=loop: loop(*bounds, lambda i, x: x + i, 0))().weak_type
+
+
 def test_a_bool_is_no_bound():
     """As in JAX, also where the bounds are known to a trace: the index was a bool there."""
     for loop in (nnx.fori_loop, jax.lax.fori_loop):
