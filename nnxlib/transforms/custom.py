@@ -131,7 +131,11 @@ class _Custom:
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; under differentiation, its rule."""
-        call, packed = _prepare(self._function, self._positional(args, kwargs), self._chosen)
+        return self._call(self._positional(args, kwargs))
+
+    def _call(self, args: tuple) -> Any:
+        """Call the function on all of its arguments, the bound ones among them."""
+        call, packed = _prepare(self._function, args, self._chosen)
         leaves, outcome, _ = self._transformed(call)(packed.leaves)
         return finish(packed, ((leaves,), outcome))
 
@@ -210,7 +214,7 @@ class CustomJvp(_Custom):
             raise ArgumentError("defjvps gives a rule to each argument; with nondiff_argnums, use defjvp.")
 
         def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-            out = self(*primals)
+            out = self._call(primals)
             pairs = zip(jvps, tangents, strict=True)
             parts = [jvp(tangent, out, *primals) for jvp, tangent in pairs if jvp is not None]
             return out, functools.reduce(functools.partial(jax.tree.map, jnp.add), parts) if parts else None

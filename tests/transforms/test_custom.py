@@ -1,5 +1,7 @@
 """nnx.custom_vjp and nnx.custom_jvp: rules that see Modules and States, state that changes, errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -311,6 +313,14 @@ def test_jvps():
     np.testing.assert_allclose(nnx.grad(f, argnums=1)(Net(), A), np.sin(1.0) * 6, rtol=1e-6)
     f.defjvps(None, None)
     assert nnx.grad(f, argnums=1)(Net(), A) == 0.0
+
+
+def test_jvps_of_a_bound_module():
+    """It is the first of the arguments, and has a rule, too."""
+    m = Net()
+    f = nnx.custom_jvp(functools.partial(lambda m, a: m.x * a, m))
+    f.defjvps(None, lambda tangent, out, m, a: 10 * m.x * tangent)
+    assert nnx.grad(f)(A) == 10 * m.x
 
 
 def test_jvp_of_an_output_with_a_module():
