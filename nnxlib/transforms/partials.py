@@ -9,6 +9,7 @@ Bound Modules are seen as they are at each call: their structure may change, ins
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,10 @@ class JitPartial(functools.partial):
     @property
     def __wrapped__(self) -> Callable:
         return self.func.__wrapped__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(functools.partial(self.func, *self.args, **self.keywords))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace and lower for these further arguments; what is compiled takes further arguments, too."""

@@ -1,5 +1,7 @@
 """Partials: bound Modules are seen as they are at each call, and changes come back to them."""
 
+import inspect
+
 import jax.numpy as jnp
 import pytest
 
@@ -146,3 +148,12 @@ def test_a_partial_can_be_transformed_and_need_not_be_of_a_jitted_function():
     assert nnx.jit(nnx.cached_partial(step, model))(1.0) == 5.0
     assert nnx.jit(nnx.jit_partial(step, model))(1.0) == 6.0
     assert model.by == 6.0
+
+
+def test_what_is_left_to_pass_may_be_passed_by_name(bind):
+    """The signature is that of the further arguments, so a transform finds the place of each."""
+    model = Scale(3.0)
+    call = bind(lambda model, x: (model.by.value * x).sum(), model)
+    assert str(inspect.signature(call)) == "(x)"
+    assert nnx.grad(call)(x=2.0) == 3.0
+    assert nnx.vmap(call, in_axes=(0,))(x=jnp.arange(2.0)).tolist() == [0.0, 3.0]
