@@ -110,8 +110,7 @@ def value_and_grad(
         packed = pack_call(Arguments(args, {**bound_kwargs, **kwargs}))
         filters = by_argument(chosen, len(args) - len(bound), len(bound))
         lane_of = differentiated(packed, args, filters, PARAMS)
-        if not allow_int:
-            check_differentiable(packed, lane_of, holomorphic)
+        check_differentiable(packed, lane_of, holomorphic, allow_int)
 
         def pure(differentiated: list[Any], rest: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
             leaves = join_lanes((differentiated, rest), lane_of)

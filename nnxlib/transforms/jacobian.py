@@ -114,8 +114,7 @@ def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool,
         args, kwargs = by_position(f, args, kwargs)
         call = Derivation(f, args, has_aux, kwargs)
         numbers = call.choose(chosen, PARAMS)
-        if not options.get("allow_int"):
-            check_differentiable(call.packed, call.lane_of, options["holomorphic"])
+        check_differentiable(call.packed, call.lane_of, options["holomorphic"], options.get("allow_int"))
 
         def pure(leaves: list[Any]) -> Any:
             out, rest = call.pure(leaves)

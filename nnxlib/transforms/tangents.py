@@ -151,19 +151,25 @@ def _dtype(leaf: Any) -> Any:
         return None
 
 
-def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool) -> None:
+def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool, allow_int: bool | None) -> None:
     """Check that what is to be differentiated is of floating type, or of complex type if ``holomorphic``.
+
+    Nothing is checked if the user allows integers; ``allow_int`` is None if the transform has no such option.
 
     Raises:
       ArgumentError: if not; names its path.
     """
+    if allow_int:
+        return
     kind = jnp.complexfloating if holomorphic else jnp.inexact
+    needed = ", and holomorphic=True is for complex numbers" if holomorphic else ""
+    advice = "" if holomorphic or allow_int is None else ", or pass allow_int=True"
     for path, leaf, lane in zip(packed.layout.leaf_paths, packed.leaves, lane_of, strict=True):
         dtype = _dtype(leaf)
         if lane == 0 and dtype is not None and not jnp.issubdtype(dtype, kind):
             raise ArgumentError(
-                f"Cannot differentiate {format_path(path)}: its dtype is {dtype}. Choose the "
-                "leaves with argnums=nnx.DiffState(argnum, filter), or pass allow_int=True."
+                f"Cannot differentiate {format_path(path)}: its dtype is {dtype}{needed}. Choose the "
+                f"leaves with argnums=nnx.DiffState(argnum, filter){advice}."
             )
 
 

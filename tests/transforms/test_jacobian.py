@@ -1,5 +1,7 @@
 """nnx.jacfwd, nnx.jacrev and nnx.hessian: the trees within trees that JAX gives, with States for Modules."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +169,9 @@ def test_messages(name):
     ours, _ = BOTH[name]
     with pytest.raises(errors.ArgumentError, match=r"args\[0\].calls: its dtype is int32"):
         ours(apply, argnums=nnx.DiffState(0, ...))(Net(), X)
+    with pytest.raises(errors.ArgumentError) as caught:
+        ours(lambda n: 2.0 * n)(3)
+    assert ("allow_int" in str(caught.value)) == ("allow_int" in inspect.signature(ours).parameters)
     with pytest.raises(errors.ArgumentError, match=r"<output>\[1\]: it is not of floating"):
         ours(lambda m: (m.w.sum(), m.calls.value))(Net())
     with pytest.raises(errors.ArgumentError, match=r"<output>: it is not of floating"):
