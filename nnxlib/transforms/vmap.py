@@ -20,7 +20,7 @@ from .callables import by_position, explained, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import join_lanes, mapped_size, split_lanes
 from .lift import Arguments, Crossing, Outcome, lift_lanes
-from .prefixes import argument_entries, check_axes, prefix_key, same_entries
+from .prefixes import argument_entries, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, program_of, watched, weakly
 
 
@@ -96,8 +96,8 @@ def pmap(
     Args:
       f: a function, method, callable Module or partial; may be left out, to be used as a decorator.
       axis_name: a name for the axis, for collectives inside.
-      in_axes: as in :func:`vmap`.
-      out_axes: as in :func:`vmap`.
+      in_axes: as in :func:`vmap`, but not negative.
+      out_axes: the same for the output. What has the axis None is that of one device, as in JAX, also if it differs.
       devices: the devices to run on.
       backend: as in ``jax.pmap``.
       axis_size: the size of the axis, needed if no argument has one.
@@ -136,6 +136,8 @@ def pmap(
         return found
 
     call = mapped(f, over, in_axes, out_axes, "pmap", axis, size)
+    if any(isinstance(axis, int) and axis < 0 for axis in labels_in((in_axes, out_axes))):  # JAX returns other shapes
+        raise PrefixError(f"pmap takes no negative axes, but got in_axes={in_axes!r} and out_axes={out_axes!r}.")
     return static_arguments(call, static_broadcasted_argnums)
 
 
