@@ -423,7 +423,10 @@ def _slice_type(leaf: Any, label: Any) -> Any:
 
 
 def _length(layout: Layout, leaves: list[Any], labels: Sequence[Any], length: int | None) -> int:
-    size = mapped_size(layout, leaves, labels, "scan", "length", length)
+    given: Any = length  # it may be an array
+    if length is not None and not export.is_symbolic_dim(length):
+        given = int(length)
+    size = mapped_size(layout, leaves, labels, "scan", "length", given)
     if size is None:
         raise PrefixError("scan does not know how often to run: nothing has an axis. Pass length=...")
     return size

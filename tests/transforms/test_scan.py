@@ -164,6 +164,7 @@ def test_reverse_unroll_and_length_reach_jax():
     np.testing.assert_array_equal(seen[-1], jnp.zeros(3))
     count = nnx.scan(lambda c: c + 1, length=5, in_axes=nnx.Carry, out_axes=nnx.Carry)
     assert count(jnp.array(0)) == 5
+    assert nnx.scan(lambda c: c + 1, length=jnp.array(5), in_axes=nnx.Carry, out_axes=nnx.Carry)(jnp.array(0)) == 5
     text = str(jax.make_jaxpr(lambda xs: nnx.scan(lambda c, x: (c + x, x), unroll=3)(X, xs))(XS))
     assert "unroll=3" in text
 
