@@ -290,11 +290,21 @@ def check_axes(axes: Any, name: str, what: str, *others: Label) -> None:
     Raises:
       PrefixError: naming the label that is none of these.
     """
-    refuse_nodes(axes, name)
-    for axis in labels_in(axes):
-        if not (axis is None or isinstance(axis, int) or any(axis is label for label in others)):
-            takes = ", ".join(["an int", "None", *map(repr, others)])
-            raise PrefixError(f"{name}={axes!r} has {axis!r}; {what} takes {takes} or nnx.StateAxes of these.")
+    takes = ", ".join(["an int", "None", *map(repr, others)])
+    is_axis = lambda x: isinstance(x, int) or any(x is label for label in others)
+    check_labels(axes, name, is_axis, f"{what} takes {takes} or nnx.StateAxes of these")
+
+
+def check_labels(prefix: Any, name: str, is_label: Callable[[Label], bool], takes: str) -> None:
+    """Check that each label of a prefix is None or one for which ``is_label`` is true; ``takes`` says which these are.
+
+    Raises:
+      PrefixError: naming the label that is not.
+    """
+    refuse_nodes(prefix, name)
+    for label in labels_in(prefix):
+        if label is not None and not is_label(label):
+            raise PrefixError(f"{name}={prefix!r} has {label!r}; {takes}.")
 
 
 def prefix_key(prefix: Any) -> tuple:
@@ -312,7 +322,7 @@ def refuse_nodes(prefix: Any, name: str) -> None:
     for x in jtu.tree_leaves(prefix, is_leaf=lambda x: is_node(x) or _has_filters(x)):
         if _has_filters(x):
             entries = ", ".join(f"{shown(key)}: {label!r}" for key, label in x.items())
-            mapping = "StateSharding" if name.endswith("shardings") else "StateAxes"
+            mapping = "StateSharding" if name.endswith(("shardings", "specs")) else "StateAxes"
             raise PrefixError(f"{name} has a dict of filters in it. Write nnx.{mapping}({{{entries}}}).")
         if is_node(x):
             kind = "Variables" if isinstance(x, Variable) else "Graph nodes"

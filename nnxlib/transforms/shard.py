@@ -15,10 +15,10 @@ from ..core.graph import Packed
 from ..core.placement import settle
 from ..core.tracing import at_top_level, current_mesh
 from ..core.variables import MISSING
-from .callables import explained, resolve
+from .callables import by_position, explained, resolve
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift_lanes
-from .prefixes import argument_entries, same_entries
+from .prefixes import argument_entries, check_labels, same_entries
 
 
 @lifts_classes()
@@ -38,7 +38,8 @@ def shard_map(
         is replicated.
       mesh: the mesh; that of the context if None.
       in_specs: a pytree prefix of the positional arguments with a ``PartitionSpec`` at each leaf, or
-        :class:`StateSharding` for a Module. The Variables of an argument are left sharded as they went in.
+        :class:`StateSharding` for a Module. The Variables of an argument are left sharded as they went in. Keyword
+        arguments that have no position are replicated.
       out_specs: the same for the output.
       axis_names: the axes of the mesh that are mapped over by hand; all by default.
       check_vma: whether to check that what is replicated does not vary over devices.
@@ -58,12 +59,17 @@ def shard_map(
     options: dict[str, Any] = {"mesh": mesh, "axis_names": set(axis_names), "check_vma": check_vma}
     function, bound, bound_kwargs = resolve(f)
 
+    for name, specs in ("in_specs", in_specs), ("out_specs", out_specs):
+        check_labels(specs, name, lambda spec: isinstance(spec, jax.sharding.PartitionSpec), _TAKES)
+
     @functools.wraps(f, updated=())
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = by_position(f, args, kwargs)
+        kwargs = {**bound_kwargs, **kwargs}
         entries = same_entries(_REPLICATED, bound)
         entries += argument_entries(in_specs, args, "in_specs")
-        entries += same_entries(_REPLICATED, bound_kwargs)
-        arguments = Arguments((*bound, *args), bound_kwargs)
+        entries += same_entries(_REPLICATED, kwargs)
+        arguments = Arguments((*bound, *args), kwargs)
 
         def over(pure: Callable, crossing: Crossing) -> Callable:
             specs = tuple([_REPLICATED if spec is None else spec for spec in crossing.lanes])
@@ -78,7 +84,7 @@ def shard_map(
             where.update(zip([packed.objects[i]._cell for i in packed.layout.variables], specs, strict=False))
 
         out = lift_lanes(over, function, arguments, entries, out_specs, note)
-        if at_top_level() and _names_all(mesh or current_mesh(), axis_names):
+        if at_top_level() and _names_devices(mesh, axis_names):
             settle(where, where.values(), mesh)
         return out
 
@@ -87,9 +93,18 @@ def shard_map(
 
 _REPLICATED = jax.sharding.PartitionSpec()
 
+_TAKES = "shard_map takes a jax.sharding.PartitionSpec, None or nnx.StateSharding of these"
 
-def _names_all(mesh: Any, axis_names: Collection[Hashable]) -> bool:
-    """Whether all axes of the mesh are mapped over by hand: otherwise a spec says nothing of the others."""
+
+def _names_devices(mesh: Any, axis_names: Collection[Hashable]) -> bool:
+    """Whether a spec says on which devices an array is.
+
+    Not if the mesh was given without devices, or if it has axes that are not mapped over by hand, of which specs say
+    nothing.
+    """
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return False
+    mesh = mesh or current_mesh()
     return not axis_names or mesh is None or set(axis_names).issuperset(mesh.axis_names)
 
 

@@ -126,6 +126,25 @@ def test_what_is_bound_is_replicated(form):
     assert m.total == X.sum()
 
 
+def test_arguments_passed_by_name():
+    """One that has a position has the spec of that position; another is replicated."""
+    m = Net()
+    np.testing.assert_array_equal(sharded(apply)(m, x=X), X * X * 2)
+    scaled = sharded(lambda x, *, m: x * m.array + m.w.sum() * 0, in_specs=P("d"))
+    np.testing.assert_array_equal(scaled(X, m=m), X * 2)
+    assert m.calls == 1
+
+
+def test_a_mesh_without_devices():
+    """The arrays say on which devices they are; one that does not is left where it is."""
+    m = nnx.Dict(w=nnx.Param(jnp.array(2.0)))
+    x = jax.device_put(X, jax.sharding.NamedSharding(MESH, P("d")))
+    before = m["w"].value
+    y = sharded(lambda m, x: m["w"] * x, in_specs=(P(), P("d")), mesh=MESH.abstract_mesh)(m, x)
+    np.testing.assert_array_equal(y, 2 * X)
+    assert m["w"].value is before
+
+
 def test_structure():
     """What is attached inherits the spec of what holds it; new Modules come out by the prefix of the output."""
 
@@ -175,6 +194,11 @@ def test_messages():
         sharded(varies)(m, X)
     with pytest.raises(errors.PrefixError, match="in_specs"):
         sharded(apply, in_specs=(SPEC, P("d"), P()))(m, X)
+    for wrong, said in ("d", "has 'd'; shard_map takes a"), (m, "has a Net in it"), (0, "has 0; shard_map takes a"):
+        with pytest.raises(errors.PrefixError, match=f"in_specs.* {said}"):
+            sharded(apply, in_specs=(wrong, P("d")))
+    with pytest.raises(errors.PrefixError, match=r"out_specs has a dict of filters in it. Write nnx.StateSharding"):
+        sharded(apply, out_specs={nnx.Param: P("d"), ...: P()})
     with pytest.raises(errors.PrefixError, match="No filter matched"):
         sharded(apply, in_specs=(nnx.StateSharding({nnx.Param: P("d")}), P("d")))(m, X)
     with pytest.raises(errors.AliasingError, match=r"args\[0\].*args\[1\]"):
