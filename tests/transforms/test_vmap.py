@@ -463,7 +463,7 @@ def test_what_is_passed_whole_is_named_attribute_by_attribute():
 def test_pmap_refuses_negative_axes():
     """JAX returns arrays of another shape for them, in silence, or fails."""
     for axes in {"in_axes": -1}, {"in_axes": (None, nnx.StateAxes({...: -1}))}, {"out_axes": (0, -2)}:
-        with pytest.raises(errors.PrefixError, match="pmap takes no negative axes, but got in_axes=.*-"):
+        with pytest.raises(errors.PrefixError, match=r"pmap takes no negative axes, but got in_axes=.*-"):
             nnx.pmap(lambda x: x, **axes)
 
 
