@@ -37,8 +37,9 @@ from jax._src.interpreters.batching import BatchTrace
 # `with mesh:` block; JAX deprecates the block, but offers no other way to see its mesh.
 from jax._src.mesh import get_concrete_mesh as _get_concrete_mesh
 from jax._src.mesh import thread_resources as _thread_resources
+from jax.core import AbstractValue as AbstractValue
 from jax.core import Tracer as Tracer
-from jax.interpreters import partial_eval
+from jax.interpreters import ad, partial_eval
 
 from .errors import note_signature, note_switches
 
@@ -138,6 +139,13 @@ def varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
         return x
     lax: Any = jax.lax
     return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
+
+
+def zeros_of(type_: Any) -> jax.Array:
+    """Zeros of a type that ``jax.typeof`` has returned: with its sharding, and varying over the same devices."""
+    if jax.numpy.issubdtype(type_.dtype, jax.dtypes.prng_key):  # of which JAX would make zero tangents
+        return jax.numpy.zeros(type_.shape, type_.dtype)
+    return ad.zeros_like_aval(type_)
 
 
 def _varying(x: jax.Array) -> frozenset[str]:

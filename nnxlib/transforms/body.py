@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.data import is_node
@@ -19,7 +18,7 @@ from ..core.graph import After, Delta
 from ..core.layout import Layout
 from ..core.rows import Owner, Row, only_arrays_change
 from ..core.state import State
-from ..core.tracing import jaxpr_as_fun
+from ..core.tracing import jaxpr_as_fun, zeros_of
 from .leaf_checks import check_returned
 from .lift import cross
 from .naming import named
@@ -33,21 +32,12 @@ class Body(NamedTuple):
     owners: tuple[Owner, ...]  # of each leaf
     paths: tuple[tuple, ...]  # of each leaf
     labels: tuple[Any, ...]  # of each leaf; empty if there are none
-    types: list[Any]  # of each leaf: its jax.ShapeDtypeStruct, or a pytree of them
-
-
-def type_of(value: Any) -> Any:
-    """The ``jax.ShapeDtypeStruct`` of an array, or a pytree of them."""
-    return jax.tree.map(lambda x: _struct(jax.typeof(x)), value)
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    types: list[Any]  # of each leaf, see `type_of` in leaf_checks.py
 
 
 def zeros(type_: Any) -> Any:
-    """Zeros of a ``jax.ShapeDtypeStruct``, or a pytree of them."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), type_)
+    """Zeros of a type, or a pytree of them."""
+    return jax.tree.map(zeros_of, type_)
 
 
 @jtu.register_static
@@ -97,7 +87,7 @@ def trace_body(
         return structure.unflatten(evaluate(*jtu.tree_leaves(list(leaves))))
 
     delta, owners, paths, labels = traced.found
-    return Body(run, delta, owners, paths, labels, structure.unflatten(map(_struct, closed.out_avals)))
+    return Body(run, delta, owners, paths, labels, structure.unflatten(closed.out_avals))
 
 
 def own_states(out: Any) -> Any:

@@ -20,10 +20,10 @@ from ..core.recordings import fill_up
 from ..core.rows import ROOT, NodeRow, Owner, count_leaves, touched_rows
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from .body import Body, own_states, structural_rows, trace_body, type_of, zeros
+from .body import Body, own_states, structural_rows, trace_body, zeros
 from .body_checks import check_same_output, recordings_taken_out, structural_changes
 from .callables import resolve
-from .leaf_checks import as_scalar, type_changes
+from .leaf_checks import as_scalar, type_changes, type_of
 from .lift import Arguments, Outcome
 from .naming import named
 from .program import call_program, weakly

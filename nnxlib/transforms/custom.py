@@ -29,7 +29,7 @@ from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
 from .callables import as_pair, resolve
-from .leaf_checks import check_returned, check_traceable
+from .leaf_checks import check_returned, check_traceable, type_of
 from .lift import Arguments, Outcome, cross, finish
 from .tangents import (
     INEXACT,
@@ -42,7 +42,6 @@ from .tangents import (
     differentiated,
     is_float0,
     is_inexact,
-    shape_of,
     zeros_like,
 )
 
@@ -256,7 +255,7 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
     lane_of = differentiated(packed, args, taken, INEXACT)
     positions = [k for k in Tangents.of_lanes(packed.layout, lane_of).positions if is_inexact(packed.leaves[k])]
     static = frozenset(i for i in nondiff if isinstance(args[i], StaticArgument))
-    shapes = tuple(map(shape_of, packed.leaves))
+    shapes = tuple(map(type_of, packed.leaves))
     tangents = Tangents(packed.layout, tuple(positions))
     return _Call(function, tangents, tuple(diff), tuple(nondiff), static, shapes), packed
 

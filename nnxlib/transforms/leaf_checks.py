@@ -18,7 +18,7 @@ from ..core.errors import ArgumentError, OutputError, describe, format_path, lis
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.reprs import static_repr
-from ..core.tracing import Tracer
+from ..core.tracing import AbstractValue, Tracer
 
 
 def check_returned(after: After) -> None:
@@ -113,6 +113,11 @@ def as_scalar(value: Any, what: str) -> jax.Array:
     return array
 
 
+def type_of(leaf: Any) -> Any:
+    """The ``jax.typeof`` a leaf, or a pytree of them: its shape, dtype, and sharding. A type is its own type."""
+    return jax.tree.map(lambda x: x if isinstance(x, AbstractValue) else jax.typeof(x), leaf)
+
+
 BECAME = "{} became {}"
 
 
@@ -126,8 +131,8 @@ def type_changes(values: Sequence[Any], types: Sequence[Any], paths: Sequence[tu
 
 
 def _signature(value: Any) -> tuple[Any, Any]:
-    leaves, structure = jax.tree.flatten(value)
-    return structure, [(jnp.shape(x), jax.typeof(x).dtype) for x in leaves]
+    types_, structure = jax.tree.flatten(type_of(value))
+    return structure, [(x.shape, x.dtype) for x in types_]
 
 
 def _types(value: Any) -> str:

@@ -23,8 +23,10 @@ from ..core.layout import Layout
 from ..core.objects import Node
 from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, same_node
 from ..core.state import State, from_flat_state, to_flat_state
+from ..core.tracing import zeros_of
 from ..core.variables import MISSING, Param, stored_value
 from .labels import label_arguments
+from .leaf_checks import type_of
 from .prefixes import PrefixMapping
 
 _LANES = ("differentiated", "rest")
@@ -356,23 +358,15 @@ def _like(leaf: Any, value: Any, what: str) -> Any:
     if isinstance(value, int | float | complex):
         value = jnp.asarray(value, dtype)
     if getattr(value, "shape", None) != jnp.shape(leaf) or value.dtype != dtype:
-        expected = describe(shape_of(leaf))
+        expected = describe(type_of(leaf))
         raise ArgumentError(f"{what} must be {expected}, like the value itself, but is {describe(value)}.")
     return value
 
 
-def shape_of(leaf: Any) -> Any:
-    """The shapes and dtypes of a leaf, in its place where only these are needed."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), _dtype(x)), leaf)
-
-
 def zeros_like(leaf: Any) -> Any:
-    """A zero tangent of a leaf, or of what :func:`shape_of` returns for it."""
-    return jax.tree.map(_zeros, leaf)
+    """A zero tangent of a leaf, or of its type."""
+    return jax.tree.map(_zeros, type_of(leaf))
 
 
-def _zeros(leaf: Any) -> Any:
-    """A zero tangent of an array, or of what has its shape and dtype."""
-    if is_inexact(leaf):
-        return jnp.zeros(jnp.shape(leaf), _dtype(leaf))
-    return np.zeros(jnp.shape(leaf), jax.dtypes.float0)
+def _zeros(type_: Any) -> Any:
+    return zeros_of(type_) if is_inexact(type_) else np.zeros(type_.shape, jax.dtypes.float0)

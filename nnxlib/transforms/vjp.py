@@ -21,10 +21,10 @@ from ..core.variables import MISSING
 from .callables import resolve
 from .grad import split_aux
 from .labels import join_lanes, split_lanes
-from .leaf_checks import check_traceable, note_abstract
+from .leaf_checks import check_traceable, note_abstract, type_of
 from .lift import Arguments, Outcome, cross
 from .prefixes import PrefixMapping
-from .tangents import INEXACT, Argnums, DiffState, Tangents, by_argument, choices, differentiated, shape_of
+from .tangents import INEXACT, Argnums, DiffState, Tangents, by_argument, choices, differentiated
 
 
 class Derivation:
@@ -120,7 +120,7 @@ def vjp(
     values, pull, rest = jax.vjp(call.pure, call.leaves, has_aux=True, reduce_axes=reduce_axes)
     leaves, outcome, outputs = rest
     out, aux = call.finish(leaves, outcome)
-    tangents, shapes = call.tangents, dict(zip(outputs.positions, map(shape_of, values), strict=True))
+    tangents, shapes = call.tangents, dict(zip(outputs.positions, map(type_of, values), strict=True))
 
     def pull_back(pull: Callable, gradient: Any) -> tuple:  # refers to no array
         found = outputs.unfold({OUTPUT: gradient}, shapes, "gradient")
@@ -214,7 +214,7 @@ def linearize(
     numbers = call.choose(_chosen(argnums, len(primals)))
     _, push, (leaves, outcome, outputs) = jax.linearize(call.pure, call.leaves, has_aux=True)
     out, aux = call.finish(leaves, outcome)
-    inputs, shapes = call.tangents, tuple(map(shape_of, call.packed.leaves))
+    inputs, shapes = call.tangents, tuple(map(type_of, call.packed.leaves))
 
     def push_forward(push: Callable, *tangents: Any) -> Any:  # refers to no array
         _check_count(numbers, tangents)

@@ -181,6 +181,46 @@ def test_gradients():
     assert m.calls == 1
 
 
+class Recorder(nnx.Module):
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "seen", x)
+        return x
+
+
+def recorded(branch):
+    return lambda m, x: jax.tree.leaves(nnx.capture(branch, nnx.Intermediate)(Recorder(), x)[1])[0]
+
+
+def unchanged_gradients(m, x):
+    """A rule returns the gradients that it is given, those of what has not changed among them, which are zero."""
+    f = nnx.custom_vjp(lambda m, x: m.w * x)
+    f.defvjp(lambda m, x: (m.w * x, None), lambda residuals, gradients: (gradients[0][0], gradients[1]))
+    return nnx.grad(lambda m: f(m, x).sum())(m).w.value
+
+
+ZEROS = {
+    "linearize": lambda m, x: nnx.linearize(lambda m, x: m.w * x, m, x)[1](None, x),
+    "vjp": lambda m, x: nnx.vjp(lambda m, x: {"a": m.w * x, "b": x}, m, x)[1]({"a": None, "b": x})[0].w.value,
+    "custom_vjp": unchanged_gradients,
+    "cond": recorded(lambda m, x: nnx.cond(False, lambda m, x: m(x), lambda m, x: x, m, x)),
+    "fori_loop": recorded(lambda m, x: nnx.fori_loop(0, 2, lambda i, c: (c[0], c[0](c[1])), (m, x))[1]),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_have_the_type_of_what_they_stand_for(name):
+    """They differ between the devices of a shard_map, or have a sharding that is part of their type."""
+    f = ZEROS[name]
+    expected = f(Net(), X)
+    np.testing.assert_array_equal(sharded(f)(Net(), X), expected)
+    m = Net()
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        m.w.value = jax.device_put(m.w.value, P("d"))
+        found = nnx.jit(f)(m, jax.device_put(X, P("d")))
+    np.testing.assert_array_equal(found, expected)
+    assert jax.typeof(found).sharding.spec[0] == "d"
+
+
 def test_messages():
     """A spec that does not fit names the leaf, as does a replicated value that varies; nothing is changed."""
     m = Net()

@@ -13,8 +13,9 @@ import pytest
 import nnxlib as nnx
 from nnxlib.core import errors
 from nnxlib.core.graph import commit, pack
-from nnxlib.transforms.body import structural_rows, trace_body, type_of
+from nnxlib.transforms.body import structural_rows, trace_body
 from nnxlib.transforms.body_checks import BodyError, check_types, retyped, structural_changes
+from nnxlib.transforms.leaf_checks import type_of
 from nnxlib.transforms.lift import Arguments
 from nnxlib.transforms.program import Program, program_of, weakly
 
@@ -48,7 +49,7 @@ def test_a_body_can_be_traced_on_shapes_and_leaves_live_objects_alone():
     m = Layer()
     packed = pack(Arguments((m, X), {}))
     value = m.calls.value
-    body = trace_body(lambda m, x: m(x), packed.layout, [type_of(x) for x in packed.leaves])
+    body = trace_body(lambda m, x: m(x), packed.layout, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in packed.leaves])
     assert body.types[-1].shape == (3,)
     assert m.calls.value is value
 

@@ -489,6 +489,19 @@ def test_a_module_called_outside_of_a_loop_and_in_it(loop):
     assert set(vars(model.one)) == {"w"}
 
 
+def test_zeros_in_place_of_a_recorded_key():
+    """They are a key as well."""
+
+    def record(m, x):
+        m.sow(nnx.Intermediate, "key", jax.random.key(7))
+        return x
+
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    branch = lambda m, x: nnx.cond(False, record, lambda m, x: x, m, x)
+    (found,) = nnx.capture(branch, nnx.Intermediate)(layer, 1.0)[1].key.value
+    assert (jax.random.key_data(found) == 0).all()
+
+
 def test_branches_that_record_in_another_order():
     """And different things of different modules; a condition of a loop records nothing."""
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import nnxlib as nnx
 from nnxlib.core import errors
 from nnxlib.core.graph import pack
-from nnxlib.transforms.tangents import Tangents, by_argument, is_inexact, shape_of, zeros_like
+from nnxlib.transforms.leaf_checks import type_of
+from nnxlib.transforms.tangents import Tangents, by_argument, is_inexact, zeros_like
 
 X = jnp.array([5.0, 6.0])
 
@@ -106,9 +107,9 @@ def test_is_inexact(leaf, expected):
 
 
 def test_zeros_like():
-    """Of a leaf, or of its shape; those of integers are float0."""
+    """Of a leaf, or of its type; those of integers are float0."""
     leaf = {"a": jnp.ones(2), "b": jnp.ones(3, int)}
-    for x in (leaf, shape_of(leaf)):
+    for x in (leaf, type_of(leaf)):
         zeros = zeros_like(x)
         assert zeros["a"].tolist() == [0.0, 0.0]
         assert zeros["b"].dtype == jax.dtypes.float0
