@@ -22,7 +22,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -145,11 +145,11 @@ def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Mapping]) -> tupl
     return copy.deepcopy(value, memo), copies
 
 
-def _emptied(x: Mapping) -> tuple[Any, dict]:
+def _emptied(x: Any) -> tuple[Any, dict]:
     """An empty view or dict of the same type, and the dict that its items are in."""
     if type(x) is types.MappingProxyType:
         return types.MappingProxyType(items := {}), items
-    new = type(x).__new__(type(x))
+    new = cast(Any, type(x)).__new__(type(x))
     return new, new
 
 
