@@ -3,6 +3,8 @@
 import gc
 import os
 import pathlib
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 
@@ -37,6 +39,19 @@ def small_heap() -> None:
     """Spare the garbage collector what earlier modules left in JAX's caches: some tests collect at every example."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def run_on_eight_devices() -> Callable[[pathlib.Path], None]:
+    """Return `run(path)`: the tests in that file pass on eight CPU devices, in a process of its own."""
+
+    def run(path: pathlib.Path) -> None:
+        environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,6 @@
 """Names of axes, PartitionSpecs and shardings; what needs several devices is in eight_devices_sharding.py."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +13,9 @@ import nnxlib as nnx
 from nnxlib.core import errors
 
 
-def test_on_eight_devices():
+def test_on_eight_devices(run_on_eight_devices):
     """The tests in eight_devices_sharding.py pass where there are eight devices."""
-    path = pathlib.Path(__file__).with_name("eight_devices_sharding.py")
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_eight_devices(pathlib.Path(__file__).with_name("eight_devices_sharding.py"))
 
 
 def spec(names, rules=None, **metadata):

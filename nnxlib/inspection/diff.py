@@ -128,7 +128,8 @@ def diff(a: Any, b: Any, /, *, rtol: float = 0.0, atol: float = 0.0) -> Diff:
         return _sorted(_metadata_differences(before, after), leaf_differences(before, after, compare))
     else:
         (layout, leaves, _), (other, others, _) = _packed(a), _packed(b)
-    before, after = dict(zip(layout.leaf_paths, leaves)), dict(zip(other.leaf_paths, others))
+    before = dict(zip(layout.leaf_paths, leaves, strict=True))
+    after = dict(zip(other.leaf_paths, others, strict=True))
     found = leaf_differences(_common(before, after), _common(after, before), compare)
     return _sorted(structural_differences(layout, other), found)
 

@@ -6,13 +6,10 @@ import dataclasses
 import functools
 import gc
 import inspect
-import os
 import pathlib
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from typing import Any, NamedTuple
@@ -988,13 +985,9 @@ def test_an_option_that_jax_jit_does_not_have():
         nnx.jit(lambda m: m, static_argnum=1)(Net())
 
 
-def test_shardings_on_eight_devices():
+def test_shardings_on_eight_devices(run_on_eight_devices):
     """The tests in eight_devices.py, in a process of their own that has eight."""
-    path = pathlib.Path(__file__).with_name("eight_devices.py")
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_eight_devices(pathlib.Path(__file__).with_name("eight_devices.py"))
 
 
 def test_eval_shape_of_a_jitted_function():
