@@ -260,7 +260,7 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
             problems.append(f"{what}: attached inside, but Carry needs a value to start from")
         elif not (_is_axis(label) or label is Carry or _is_count(layout, owner[0])):
             is_variable = owner[0] in layout.variables
-            whole.append(layout.rows[owner[0]].type.__name__ if is_variable else "nnx.BatchStat")
+            whole.append(layout.rows[owner[0]].type.__name__ if is_variable else f"nnx.PathContains({path[-1]!r})")
             problems.append(f"{what}: every iteration would leave a value, and None keeps none of them")
         elif isinstance(label, int):
             axes = 1 + min((x.ndim for x in jtu.tree_leaves(type_)), default=abs(label))
@@ -268,7 +268,7 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
                 problems.append(f"{what}: stacked it has {axes} axes, so there is no axis {label}")
     if problems:
         head = "The body of scan changes values in a way that their axes do not allow:"
-        carried = ", ".join(f"{kind}: nnx.Carry" for kind in dict.fromkeys(whole))
+        carried = ", ".join(f"{which}: nnx.Carry" for which in dict.fromkeys(whole))
         raise PrefixError(listed(head, problems, _PLACES.format(carried=carried) if whole else _ATTACH))
 
 

@@ -266,6 +266,21 @@ def test_what_is_passed_whole_and_changed_is_to_be_carried_by_the_types_that_it_
     assert m.seen.value == m.norm.mean.value == 3
 
 
+def test_an_array_that_is_no_variable_is_to_be_carried_by_its_name():
+    def body(m, x):
+        m.total, m.both["last"] = m.total + x, (x,)
+        return x
+
+    m = nnx.Dict(total=jnp.zeros(()), both=nnx.data({"last": (jnp.zeros(()),)}))
+    advice = r"StateAxes\(\{nnx.PathContains\('total'\): nnx.Carry, nnx.PathContains\(0\): nnx.Carry, ...: None\}\)"
+    with pytest.raises(errors.PrefixError, match=advice):
+        nnx.scan(body, in_axes=(None, 0), out_axes=0)(m, jnp.arange(3.0))
+    axes = nnx.StateAxes({nnx.PathContains("total"): nnx.Carry, nnx.PathContains(0): nnx.Carry, ...: None})
+    nnx.scan(body, in_axes=(axes, 0), out_axes=0)(m, jnp.arange(3.0))
+    assert m.total == 3
+    assert m.both["last"] == (2,)
+
+
 def test_a_change_in_what_is_passed_whole_is_an_error_that_names_it_and_changes_nothing():
     m = Norm()
     before = Snapshot(m)
