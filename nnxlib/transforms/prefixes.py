@@ -319,16 +319,17 @@ def refuse_nodes(prefix: Any, name: str) -> None:
     Raises:
       PrefixError: if there is one.
     """
+    mapping = "StateSharding" if name.endswith(("shardings", "specs")) else "StateAxes"
     for x in jtu.tree_leaves(prefix, is_leaf=lambda x: is_node(x) or _has_filters(x)):
         if _has_filters(x):
             entries = ", ".join(f"{shown(key)}: {label!r}" for key, label in x.items())
-            mapping = "StateSharding" if name.endswith(("shardings", "specs")) else "StateAxes"
             raise PrefixError(f"{name} has a dict of filters in it. Write nnx.{mapping}({{{entries}}}).")
         if is_node(x):
             kind = "Variables" if isinstance(x, Variable) else "Graph nodes"
             raise PrefixError(
                 f"{name} has a {type(x).__name__} in it. {kind} are not allowed as prefixes: give one label for all of "
-                "an object, or one for each filter (nnx.StateAxes, nnx.prefix)."
+                f"an object, one for each filter (nnx.{mapping}({{...: label}}), nnx.prefix), or a State with a label "
+                f"at each path: nnx.{mapping}(state)."
             )
 
 

@@ -107,6 +107,16 @@ def test_objects_are_no_prefixes(transform):
         transform(lambda m: None, in_axes=0, out_axes=nnx.Param(0))
 
 
+def test_a_state_of_shardings_is_no_prefix_by_itself():
+    """Such as `get_named_sharding` returns; the error says what to put it in, and that fits a Module and its State."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    shardings = nnx.get_named_sharding(nnx.state(model), jax.make_mesh((1,), ("data",)))
+    with pytest.raises(PrefixError, match=r"in_shardings has a Param in it.*nnx\.StateSharding\(state\)\.$"):
+        nnx.jit(lambda m: m, in_shardings=(shardings,))
+    total = nnx.jit(lambda m: m.kernel.sum(), in_shardings=(nnx.StateSharding(shardings),))
+    assert total(model) == total(nnx.state(model))
+
+
 FILTERS = {nnx.Param: 0, ...: None}
 
 
