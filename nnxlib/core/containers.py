@@ -289,24 +289,26 @@ class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
     def copy(self) -> Dict[A]:
         return type(self)({key: _declared_again(self[key], mark) for key, mark in item_marks(self).items()})
 
+    # Attributes do not go through the methods for items: a subclass may define these by ``getattr`` and ``setattr``.
+
     def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
+        if dict.__contains__(self, name):
+            return dict.__getitem__(self, name)
         if name in MODULE_METHODS:
             return types.MethodType(MODULE_METHODS[name], self)
-        raise AttributeError(f"{type(self).__name__} has no attribute or key {name!r}; keys: {list(self)}")
+        raise AttributeError(f"{type(self).__name__} has no attribute or key {name!r}; keys: {[*dict.keys(self)]}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "__class__":
-            self[name] = value
+            Dict.__setitem__(self, name, value)
             return
         check_writable(self, "set the class")
         change(self, object.__setattr__, self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name not in self:
-            raise AttributeError(f"{type(self).__name__} has no key {name!r}; keys: {list(self)}")
-        del self[name]
+        if not dict.__contains__(self, name):
+            raise AttributeError(f"{type(self).__name__} has no key {name!r}; keys: {[*dict.keys(self)]}")
+        Dict.__delitem__(self, name)
 
     def __getstate__(self) -> Any:
         return self._nnx_marks

@@ -729,6 +729,40 @@ def test_a_declared_list_that_contains_itself():
     assert m.items[1] is m.items
 
 
+def test_items_that_a_subclass_of_dict_reads_as_attributes():
+    """A subclass may define the methods for items by attributes, since attributes do not go through these methods."""
+
+    class Table(nnx.Dict):
+        def __contains__(self, key):
+            return hasattr(self, str(key))
+
+        def __getitem__(self, key):
+            return getattr(self, str(key))
+
+        def __setitem__(self, key, value):
+            setattr(self, str(key), value)
+
+        def __delitem__(self, key):
+            delattr(self, str(key))
+
+    table = Table()
+    table[3], table.head, table["gone"] = jnp.zeros(1), param(1), 5
+    del table["gone"]
+    assert [key in table for key in (3, "head", "gone")] == [True, True, False]
+    with pytest.raises(AttributeError, match="no attribute or key 'gone'"):
+        table["gone"]
+    with pytest.raises(AttributeError, match="no key 'gone'"):
+        del table["gone"]
+
+    @nnx.jit
+    def write(table):
+        table["head"].value += 1
+        table[4] = jnp.ones(3)
+
+    write(table)
+    assert table["head"].value == 2 and table["4"].shape == (3,)
+
+
 def test_vars_in_a_subclass_of_dict():
     """A subclass may say what is in it by what its attributes are."""
 
