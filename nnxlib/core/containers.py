@@ -2,8 +2,8 @@
 
 They behave like the built-in types. In addition they note every change, refuse a change under another trace, and turn
 plain lists and dicts that are put into them into List and Dict. A plain list or dict that is assigned to an attribute
-of a Module becomes one, unless it is declared data and holds arrays alone: then it stays a pytree. A List may have
-attributes besides its items; the attributes of a Dict are its items.
+of a Module becomes one, unless it is declared data and holds arrays alone: then it stays a pytree. The attributes of a
+Dict are its items. So are those of a List that are named by digits, as in flax.nnx; it may have other attributes, too.
 """
 
 from __future__ import annotations
@@ -136,6 +136,30 @@ class _Container:
         return copied
 
 
+def _index(items: List, name: str) -> int | None:
+    """The index that a name of digits stands for, as in flax.nnx; None for other names, and beyond the end."""
+    return int(name) if name.isdecimal() and int(name) < list.__len__(items) else None
+
+
+class IndexView(AttributeView):
+    """What ``vars()`` of a List returns: the items, under names of digits, and then the attributes."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> Any:
+        index = _index(self._node, name)
+        return super().__getitem__(name) if index is None else list.__getitem__(self._node, index)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        List.__setattr__(self._node, name, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(map(str, range(list.__len__(self._node))), super().__iter__())
+
+    def __len__(self) -> int:
+        return list.__len__(self._node) + super().__len__()
+
+
 class ListSlots(list, HasDict):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
     __slots__ = SLOTS
 
@@ -152,6 +176,7 @@ class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
 
     __slots__ = ()
     _nnx_slots = ListSlots
+    _nnx_view = IndexView
     __dict__ = vars(HasAttributes)["__dict__"]  # else Python gives a subclass of list with attributes one of its own
 
     def __init__(self, it: Iterable[A] | None = None, /):
@@ -159,9 +184,17 @@ class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
             fill_adopted(self, dict(enumerate(declared_items(it))))
 
     def __getattr__(self, name: str) -> Any:
+        if (index := _index(self, name)) is not None:
+            return list.__getitem__(self, index)
         if name in MODULE_METHODS:
             return types.MethodType(MODULE_METHODS[name], self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (index := _index(self, name)) is None:
+            super().__setattr__(name, value)
+        else:
+            List.__setitem__(self, index, value)
 
     def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
         return chain(enumerate(list.__iter__(self)), attributes_of(self).items())

@@ -448,6 +448,7 @@ class HasAttributes(Node, HasDict):
     """A node that checks writes to its attributes, and notes them: the base class of Pytree and List."""
 
     __slots__ = ()
+    _nnx_view = AttributeView  # what `vars()` of an instance returns
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -463,14 +464,14 @@ class HasAttributes(Node, HasDict):
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping
-        return AttributeView(self)
+        return self._nnx_view(self)
 
     @__dict__.setter
     def __dict__(self, attributes: Mapping[str, Any]) -> None:  # as a user's __setstate__ may do
         view, new = AttributeView(self), dict(attributes)
         for name in view.keys() - new.keys():
             del view[name]
-        view.update(new)
+        self._nnx_view(self).update(new)
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:

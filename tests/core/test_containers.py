@@ -729,6 +729,46 @@ def test_a_declared_list_that_contains_itself():
     assert m.items[1] is m.items
 
 
+def test_names_of_digits_are_the_items_of_a_list():
+    """Code that replaces layers by `vars` and `setattr` of whatever `iter_modules` yields replaces those in Lists."""
+
+    class Doubled(nnx.Module):
+        def __init__(self, layer):
+            self.layer = layer
+
+        def __call__(self, x):
+            return 2 * self.layer(x)
+
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
+    model.layers.scale = param(3)
+    before = jax.jit(lambda m, x: m(x))(model, jnp.ones((1, 2)))
+    assert getattr(model.layers, "1") is model.layers[1]
+    assert not hasattr(model.layers, "2")
+    assert vars(model.layers) == {"0": model.layers[0], "1": model.layers[1], "scale": model.layers.scale}
+    for _, module in list(nnx.iter_modules(model)):
+        for name, child in vars(module).items():
+            if isinstance(child, nnx.Linear):
+                setattr(module, name, Doubled(child))
+    assert [type(layer) for layer in model.layers] == [Doubled, Doubled]
+    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(model, jnp.ones((1, 2))), 4 * before, rtol=1e-6)
+    vars(model.layers)["0"] = nnx.identity
+    assert model.layers[0] is nnx.identity
+    assert [key for key, _ in model.layers._nnx_children()] == [0, 1, "scale"]
+
+    class Table(nnx.List):  # attributes do not go through the methods for items
+        def __getitem__(self, index):
+            return getattr(self, str(index))
+
+        def __setitem__(self, index, value):
+            setattr(self, str(index), value)
+
+    table = Table([1, 2])
+    table[1] = 5
+    assert (table[0], table[1], list(table)) == (1, 5, [1, 5])
+    table.__dict__ = {"1": 7, "name": "a"}
+    assert (list(table), table.name) == ([1, 7], "a")
+
+
 def test_items_that_a_subclass_of_dict_reads_as_attributes():
     """A subclass may define the methods for items by attributes, since attributes do not go through these methods."""
 
@@ -760,7 +800,8 @@ def test_items_that_a_subclass_of_dict_reads_as_attributes():
         table[4] = jnp.ones(3)
 
     write(table)
-    assert table["head"].value == 2 and table["4"].shape == (3,)
+    assert table["head"].value == 2
+    assert table["4"].shape == (3,)
 
 
 def test_vars_in_a_subclass_of_dict():
