@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
-from .errors import ArgumentError, Path, UsageError, accepts, describe, did_you_mean
+from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
 from .filters import Filter, to_predicate
 from .iteration import iter_children, iter_objects
 from .objects import HasAttributes, Node, Pytree, set_marked
@@ -42,6 +42,16 @@ def _append(old: tuple, new: Any) -> tuple:
             "or pass reduce_fn and init_fn."
         )
     return *old, new
+
+
+def _keeps_shapes(value: Any, added: Any) -> bool:
+    """Whether a sum of two pytrees of arrays has the shapes of the first."""
+    (xs, structure), (ys, other) = jax.tree.flatten(value), jax.tree.flatten(added)
+    return structure == other and all(_broadcasts(jnp.shape(y), jnp.shape(x)) for x, y in zip(xs, ys))
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, size) for n, size in zip(reversed(shape), reversed(to)))
 
 
 if TYPE_CHECKING:
@@ -212,7 +222,7 @@ class Module(Pytree, metaclass=ModuleMeta):
           The sum.
 
         Raises:
-          ValueError: when the attribute exists and is something else.
+          ValueError: when the attribute exists and is something else, or was made for other shapes.
         """
         kind, name = _variable_type(variable_type), attribute_for(self, name)
         found = self._recorded(name, kind)
@@ -221,7 +231,13 @@ class Module(Pytree, metaclass=ModuleMeta):
         if found is None:
             found = kind(jax.tree.map(jnp.zeros_like, value))
             record(self, name, found)
-        return jax.tree.map(jnp.add, value, found.get_value())
+        zeros = found.get_value()
+        if not _keeps_shapes(value, zeros):
+            raise UsageError(
+                f"The {kind.__name__} {name!r} of {type(self).__name__} was made for {describe_nested(zeros)}, but the "
+                f"value is {describe_nested(value)}. Take it out, and it is made anew: nnx.pop(model, {kind.__name__})."
+            )
+        return jax.tree.map(jnp.add, value, zeros)
 
     def _recorded(self, name: str, kind: type[Variable]) -> Variable | None:
         found = self._nnx_contents().get(name)
@@ -367,6 +383,8 @@ class Sequential(Module):
             return args[0] if len(args) == 1 else args or kwargs or None
         output: Any = args
         for i, layer in enumerate(self.layers):
+            if isinstance(layer, ModuleMeta):
+                raise ArgumentError(f"Sequential.layers[{i}] is the class {layer.__name__}; make a layer of it first.")
             if not callable(layer):
                 hint = " Unpack it: nnx.Sequential(*layers)." if isinstance(layer, list | tuple) else ""
                 raise ArgumentError(

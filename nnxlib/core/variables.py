@@ -416,6 +416,11 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     def update_from_state(self, variable_state: Variable[A]) -> None:
         """Take over the value and metadata of ``variable_state``, without hooks; ``ref`` stays as it is."""
+        if not isinstance(variable_state, Variable):
+            raise errors.ArgumentError(
+                f"update_from_state takes a Variable, but got {errors.describe(variable_state)}. To set the value "
+                "alone, write variable.value = ..."
+            )
         self.check_writable()
         self._store(unshared(plain_value(variable_state)))
         if not same_items(variable_state._metadata, self._metadata):

@@ -120,7 +120,13 @@ def _as_array(x: Any, dtype: np.dtype | None = None) -> Array:
     try:
         return jnp.asarray(x, dtype)
     except (TypeError, ValueError) as error:
-        raise LayerInputError(f"Layers compute with arrays and numbers, but got {describe_nested(x)}.") from error
+        hint = _NO_VALUES if isinstance(x, jax.ShapeDtypeStruct) else ""
+        raise LayerInputError(f"Layers compute with arrays and numbers, but got {describe_nested(x)}{hint}.") from error
+
+
+_NO_VALUES = """\
+ without a value (a jax.ShapeDtypeStruct, as nnx.eval_shape returns it): give the model values with nnx.update, or \
+call it in nnx.eval_shape"""
 
 
 _convert_array = step("new_dtype")(lax.convert_element_type)

@@ -133,8 +133,8 @@ class LoRA(Module):
         out = _product(inputs, a, b)
         if self.base_module is None:
             return out
-        if not callable(self.base_module):
-            raise UsageError(f"`self.base_module` must be callable, but is a {type(self.base_module).__name__}.")
+        if not callable(self.base_module) or isinstance(self.base_module, type):
+            raise UsageError(f"`self.base_module` must be a layer or function, but is a {describe(self.base_module)}.")
         base = self.base_module(inputs, **kwargs)
         if base.shape != out.shape:
             raise UsageError(

@@ -22,6 +22,7 @@ from ..core.registration import register_pytree
 from ..core.rows import LEAF, Tree, value_of
 from ..core.static import StaticArgument
 from ..core.traversals import path_key
+from .selection import numbers_of
 
 
 def name_of(f: Callable) -> str:
@@ -191,9 +192,10 @@ def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
     One that is left out, since it has a default, is part of the program anyway.
 
     Raises:
+      ArgumentError: for what is not a number.
       PrefixError: when called with fewer arguments, if the function does not have one of that number.
     """
-    static = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    static = numbers_of(argnums, "static_argnums")
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

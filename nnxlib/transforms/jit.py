@@ -53,7 +53,7 @@ from .lift import Arguments, cross
 from .plan import Compiled, Plan, WithOutcome
 from .prefixes import PrefixMapping, argument_entries, refuse_nodes, same_entries
 from .retraces import Traces
-from .selection import Selection, as_static, holders_in
+from .selection import Selection, as_static, holders_in, numbers_of
 from .signatures import as_jit
 from .stages import Stage
 
@@ -116,9 +116,9 @@ def jit(
         fun,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
-        static_argnums=_as_tuple(static_argnums),
+        static_argnums=numbers_of(static_argnums, "static_argnums"),
         static_argnames=_as_tuple(static_argnames),
-        donate_argnums=_as_tuple(donate_argnums),
+        donate_argnums=numbers_of(donate_argnums, "donate_argnums"),
         donate_argnames=_as_tuple(donate_argnames),
         options=options,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from ..core.errors import ArgumentError
 from ..core.formulas import as_array
 from ..core.static import StaticArgument
 from ..core.tables import pack_call
@@ -45,7 +46,11 @@ def remat(
     >>> loss = nnx.remat(lambda layer, x: jnp.sin(layer(x)).sum())
     >>> nnx.grad(loss)(layer, jnp.ones((1, 2))).kernel.shape
     (2, 3)
+
+    Raises:
+      ArgumentError: for a policy that is not a function, and static numbers that are not numbers.
     """
+    check_policy(policy)
     function, bound, bound_kwargs = resolve(f)
     function = weakly(function)
 
@@ -75,6 +80,12 @@ def _unless_array(argument: Any) -> Any:
     """An argument; if it is an array that was declared static, the array."""
     static = type(argument) is StaticArgument and isinstance(argument.value, jax.Array)
     return argument.value if static else argument
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse what is not a policy, where it is given: JAX would call it in the middle of a derivative."""
+    if policy is not None and not callable(policy):
+        raise ArgumentError(f"A policy is a function, as in jax.checkpoint_policies, but got {policy!r}.")
 
 
 checkpoint = remat

@@ -23,6 +23,7 @@ from ..core.variables import MISSING
 from .axes import NO_AXIS_NAMES
 from .classes import lifts_classes
 from .data_transform import DataTransform
+from .remat import check_policy
 from .scan import Carry, looped
 
 
@@ -69,9 +70,10 @@ def remat_scan(
     (2, 4)
 
     Raises:
-      ArgumentError: if a length is not a positive number.
+      ArgumentError: if a length is not a positive number, or the policy not a function.
       PrefixError: if an axis does not have ``prod(lengths)`` slices; and as in :func:`scan`.
     """
+    check_policy(policy)
     lengths = check_lengths(lengths)
     return looped(
         f,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from ..core.containers import List
-from ..core.errors import PrefixError, did_you_mean
+from ..core.errors import ArgumentError, PrefixError, did_you_mean
 from ..core.objects import Pytree
 from ..core.static import StaticArgument
 from ..core.variables import Variable
@@ -40,6 +41,19 @@ def _holds_others(x: Any) -> bool:
     if type(x) is types.FunctionType:
         return bool(x.__closure__ or x.__defaults__ or x.__kwdefaults__)
     return not isinstance(x, type | functools.partial)
+
+
+def numbers_of(argnums: int | Iterable[int] | None, option: str) -> tuple[int, ...]:
+    """The numbers of arguments that a user has chosen, one of them or several.
+
+    Raises:
+      ArgumentError: for what is not a number.
+    """
+    given = argnums if isinstance(argnums, Iterable) else () if argnums is None else (argnums,)
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise ArgumentError(f"{option} takes numbers of arguments, such as 0 or (0, 1), not {argnums!r}.") from None
 
 
 class Selection:

@@ -62,7 +62,8 @@ def is_single(argnums: Argnums) -> bool:
 
 def choices(argnums: Argnums) -> list[int | DiffState]:
     """The arguments that a user has chosen, one of them or several."""
-    return [argnums] if is_single(argnums) else list(argnums)  # type: ignore[list-item,arg-type]
+    several = isinstance(argnums, Iterable) and not is_single(argnums)
+    return list(argnums) if several else [argnums]  # type: ignore[list-item,arg-type]
 
 
 def by_argument(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.errors import ArgumentError, UsageError
 
 
 class Drop(nnx.Module):
@@ -268,6 +269,17 @@ def test_perturb_gives_the_gradient_of_an_intermediate():
     assert grads.p.value.tolist() == [2, 4]
 
 
+@pytest.mark.parametrize("value", [jnp.ones((5, 2)), jnp.ones((1, 2)), jnp.ones(2), {"a": jnp.ones((3, 2))}])
+def test_a_perturbation_of_another_shape_is_refused(value):
+    """The sum would have another shape than the value, or fail in jnp.add; one that broadcasts to the value may."""
+    m = nnx.Module()
+    m.perturb("p", jnp.ones((3, 2)))
+    with pytest.raises(UsageError, match=r"'p' of Module was made for float32\[3, 2\], but the value is .*nnx.pop"):
+        m.perturb("p", value)
+    m.p = nnx.Perturbation(jnp.zeros((1, 2)))
+    assert m.perturb("p", jnp.ones((5, 2))).shape == (5, 2)
+
+
 # --- submodules ---
 
 
@@ -408,6 +420,8 @@ def test_sequential_passes_tuples_and_dicts_on():
     assert (model(3), nnx.Sequential()(3), nnx.Sequential()(3, 4)) == (61, 3, (3, 4))
     assert nnx.Sequential(lambda *, x: x + 1)(x=3) == 4
     assert (nnx.Sequential()(), nnx.Sequential()(x=3)) == (None, {"x": 3})
+    with pytest.raises(ArgumentError, match=r"layers\[1\] is the class Dropout; make a layer of it first"):
+        nnx.Sequential(jnp.float32, nnx.Dropout)(0.5)  # a class that converts is a function; a Module has no input yet
 
 
 def test_an_unpacked_tuple_is_explained():

@@ -579,12 +579,15 @@ def test_copies_do_not_share_later_changes():
 
 
 def test_copy_from_and_update_from_state():
-    """They take over value and metadata; copy_from refuses another class."""
+    """They take over value and metadata; copy_from refuses another class, both what is no Variable."""
     v, other = nnx.Param(0.0, a=1), nnx.Param(1.0, b=2)
     v.copy_from(other)
     assert (v.value, v.get_metadata()) == (1.0, {"b": 2})
     with pytest.raises(ValueError, match="Cannot copy a BatchStat into a Param"):
         v.copy_from(nnx.BatchStat(3.0))
+    with pytest.raises(TypeError, match=r"takes a Variable, but got float32\[2\].*variable.value = "):
+        v.update_from_state(jnp.ones(2))
+    assert (v.value, v.get_metadata()) == (1.0, {"b": 2}), "nothing was written"
     v.update_from_state(nnx.Param(4.0))
     assert (v.value, v.get_metadata()) == (4.0, {})
 

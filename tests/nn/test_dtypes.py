@@ -102,6 +102,7 @@ NO_ARRAYS = {
     "{'a': float": {"a": jnp.ones(2)},
     "class Linear": nnx.Linear,
     "object": np.ones((1, 2), object),
+    "float32.* without a value .a jax.ShapeDtypeStruct.*nnx.update": jax.ShapeDtypeStruct((1, 2), jnp.float32),
 }
 
 

@@ -60,8 +60,10 @@ def test_wrong_inputs_and_bases_are_refused():
         model[0](jnp.ones((2, 5)))
     with pytest.raises(LayerInputError, match=r"LoRALinear 3->4.*float32\[2, 5\]"):
         nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))(jnp.ones((2, 5)))
-    with pytest.raises(ValueError, match="must be callable, but is a int"):
+    with pytest.raises(ValueError, match="must be a layer or function, but is a int"):
         nnx.LoRA(3, 2, 4, base_module=3, rngs=nnx.Rngs(0))(jnp.ones(3))
+    with pytest.raises(ValueError, match="must be a layer or function, but is a class Linear"):
+        nnx.LoRA(3, 2, 4, base_module=nnx.Linear, rngs=nnx.Rngs(0))(jnp.ones(3))
     with pytest.raises(ValueError, match=r"adds float32\[4\] to the output of its base, which is float32\[3\]"):
         nnx.LoRA(3, 2, 4, base_module=lambda x: x, rngs=nnx.Rngs(0))(jnp.ones(3))
 

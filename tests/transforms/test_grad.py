@@ -427,10 +427,13 @@ def test_wrong_argnums(argnums, message):
     assert_same(layer, Layer())
 
 
-def test_argnums_are_numbers():
-    """A name is refused in words."""
-    with pytest.raises(errors.ArgumentError, match=r"argnums takes numbers of arguments.* not 'x'"):
-        nnx.grad(loss, argnums="x")(Layer(), X)
+@pytest.mark.parametrize(
+    ("argnums", "shown"), [("x", "'x'"), (nnx.Param, ".*Param"), (None, "None"), ((0, "x"), "'x'")]
+)
+def test_argnums_are_numbers(argnums, shown):
+    """A name, or a filter without its argument, is refused in words."""
+    with pytest.raises(errors.ArgumentError, match=f"argnums takes numbers of arguments, or DiffState.* not {shown}"):
+        nnx.grad(loss, argnums=argnums)(Layer(), X)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,12 @@ def test_the_policy_decides_what_is_computed_again():
     assert again == sines(jax.checkpoint_policies.nothing_saveable).count(" sin ")
 
 
+@pytest.mark.parametrize("make", [nnx.remat, functools.partial(nnx.remat_scan, lengths=(2, 3))])
+def test_a_policy_that_is_not_a_function_is_refused_at_once(make):
+    with pytest.raises(errors.ArgumentError, match=r"A policy is a function.* got 'dots_saveable'"):
+        make(lambda x: x, policy="dots_saveable")
+
+
 def test_prevent_cse_reaches_jax():
     assert "prevent_cse=False" in sines(None, prevent_cse=False)
     assert "prevent_cse=True" in sines(None)

@@ -42,6 +42,22 @@ def test_static_arguments(options):
     assert int(model.layers[0].calls) == 4
 
 
+@pytest.mark.parametrize("given", ["m", (0, "m"), nnx.Param, 1.5])
+@pytest.mark.parametrize(
+    ("transform", "option"),
+    [
+        (nnx.jit, "static_argnums"),
+        (nnx.jit, "donate_argnums"),
+        (nnx.remat, "static_argnums"),
+        (nnx.make_jaxpr, "static_argnums"),
+    ],
+)
+def test_numbers_of_arguments_are_numbers(transform, option, given):
+    with pytest.raises(errors.ArgumentError, match=f"{option} takes numbers of arguments, such as 0 or .*, not "):
+        transform(lambda m: m, **{option: given})
+    assert transform(lambda m, n: m, **{option: np.int64(0)})(1, 2) is not None
+
+
 def test_static_arguments_of_a_bound_method():
     """Numbers count the arguments of the call, as with jax.jit of a bound method."""
     model = Net()
