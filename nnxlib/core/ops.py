@@ -41,7 +41,7 @@ from .layout import Layout
 from .nesting import Nesting
 from .objects import Node, check_writable, set_child, structure_changed
 from .rows import Row, VariableRow, count_leaves, touched_rows
-from .state import FlatState, State, from_flat_state, grouped, one_or_all, state_of_items
+from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, boundary, current_trace
@@ -123,7 +123,7 @@ def _states(
     # The groups follow from the layout, unless there are arrays, whose types it does not know, or a filter looks at
     # values.
     if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
-        return tuple([from_flat_state(group) for group in groups_of(copies_of(layout, leaves))])
+        return tuple([state_of_items(group) for group in groups_of(copies_of(layout, leaves))])
     paths_of_groups = lambda: [[path for path, _ in group] for group in groups_of(variables)]
     groups = layout.grouped((predicates, exhaustive), paths_of_groups)
     return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])

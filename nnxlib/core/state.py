@@ -39,7 +39,17 @@ from .filters import Filter, PathIn, filters_to_predicates, group_by_filters
 from .registration import register_pytree
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
 from .stamps import States
-from .traversals import empty_node, flatten_mapping, flattened, insert, nested, sorted_by_path, sorted_keys, with_ints
+from .traversals import (
+    empty_node,
+    flatten_mapping,
+    flattened,
+    insert,
+    nested,
+    sorted_by_path,
+    sorted_keys,
+    tuples_of_keys,
+    with_ints,
+)
 from .variables import Variable, plain_value
 
 K = TypeVar("K")
@@ -410,9 +420,9 @@ def from_flat_state(flat_state: Flat, *, cls: type = State) -> Any:
     State({'a': {0: 1, 1: 2}})
 
     Raises:
-      PathError: when a path is empty, or is the beginning of another.
+      PathError: when a path is empty, is text, or is the beginning of another.
     """
-    mapping = nested(_as_pairs(flat_state))
+    mapping = nested(tuples_of_keys(_as_pairs(flat_state)))
     return cls._view(mapping) if issubclass(cls, State) else cls(mapping)
 
 
@@ -420,7 +430,7 @@ def state_of_items(items: list[tuple[Path, Any]]) -> Any:
     """A State of pairs of path and leaf; a Variable or array that was split by itself is its own State."""
     if len(items) == 1 and items[0][0] == ():
         return items[0][1]
-    return from_flat_state(items)
+    return State._view(nested(items))
 
 
 def to_pure_dict(state: Mapping[Any, Any], extract_fn: Callable[[Any], Any] | None = None) -> dict[Any, Any]:

@@ -27,7 +27,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from .errors import StaticValueError, describe, format_path, place_of
+from .errors import StaticValueError, describe, place_of
 from .tracing import Tracer, is_readable
 
 # The types of values that are their own key and refer to nothing else.
@@ -191,7 +191,7 @@ class _Freezer:
         try:
             key = freeze(value)
         except RecursionError:
-            raise StaticValueError(f"The static value at {format_path(self.path)} contains itself.") from None
+            raise StaticValueError(f"The static value at {place_of(self.path)} contains itself.") from None
         if not self.mutable:
             return Const(value, key, None, remake)
         const = _MUTABLE.get(key)
@@ -282,7 +282,7 @@ class _Freezer:
         if self.within is not None:
             return self.identity(value)
         raise StaticValueError(
-            f"The array {describe(value)} at {format_path(self.path)} is declared static, but a static value must be "
+            f"The array {describe(value)} at {place_of(self.path)} is declared static, but a static value must be "
             "known while compiling. Remove nnx.static / nnx.Static / static_argnums (which counts `self`), or pass a "
             "NumPy array."
         )
@@ -335,7 +335,7 @@ class _Freezer:
         self.mutable = True
         if _keeps_more_than_attributes(type(value)):
             raise StaticValueError(
-                f"The static value at {format_path(self.path)} of type {type(value).__name__} has no hash, and "
+                f"The static value at {place_of(self.path)} of type {type(value).__name__} has no hash, and "
                 "attributes do not show all that it holds. Give its class __eq__ and __hash__, or mark the attribute "
                 "with nnx.data(...) if it holds arrays."
             )
@@ -387,7 +387,7 @@ class _MetadataFreezer(_Freezer):
     def jax_array(self, value: jax.Array) -> Hashable:
         if isinstance(value, Tracer):
             raise StaticValueError(
-                f"{format_path(self.path)} holds {describe(value)}, which is computed while tracing, but metadata are "
+                f"{place_of(self.path)} holds {describe(value)}, which is computed while tracing, but metadata are "
                 "part of the program. Make a NumPy array of it, or keep it in an attribute of a Module."
             )
         if not is_readable(value):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -188,6 +189,18 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
     return root
 
 
+def tuples_of_keys(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Path, Any]]:
+    """The pairs as a user gives them: text would be taken for a path of its letters.
+
+    Raises:
+      PathError: for text of more than one letter in place of a path.
+    """
+    for path, leaf in items:
+        if isinstance(path, str) and len(path) > 1:
+            raise PathError(f"A path is a tuple of keys, not text: write {(path,)} or {tuple(re.split('[./]', path))}.")
+        yield path, leaf
+
+
 def _at(root: dict, path: Path) -> Any:
     """What nested dicts have at a path."""
     return functools.reduce(operator.getitem, path, root)
@@ -269,7 +282,7 @@ def unflatten_mapping(xs: Any, /, *, sep: str | None = None) -> dict[Any, Any]:
     {'a': {'b': 1}, 'd': 2}
 
     Raises:
-      PathError: when one path is the beginning of another.
+      PathError: when one path is the beginning of another, or is text and there is no ``sep``.
     """
     items = xs.items() if isinstance(xs, Mapping) else xs
-    return nested(items if sep is None else [(tuple(path.split(sep)), leaf) for path, leaf in items])
+    return nested(tuples_of_keys(items) if sep is None else [(tuple(path.split(sep)), leaf) for path, leaf in items])

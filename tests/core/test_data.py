@@ -255,6 +255,15 @@ def test_a_static_array_is_refused_with_its_path():
         nnx.graphdef(m)
 
 
+def test_an_array_declared_static_in_an_output_is_named_by_its_path_there():
+    class Table(nnx.Module):
+        def __init__(self):
+            self.rows = nnx.static(jnp.ones(2))
+
+    with pytest.raises(StaticValueError, match=r"float32\[2\] at <output>\.rows is declared static"):
+        nnx.jit(Table)()
+
+
 def test_static_values_are_compared_by_value():
     """Two models with equal unhashable settings share their compiled function; a changed one is traced again."""
     traces = []

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnxlib.core.errors import PathError
+from nnxlib.core.state import from_flat_state
 from nnxlib.core.traversals import (
     IntKey,
     empty_node,
@@ -84,6 +85,16 @@ def test_a_path_below_a_leaf_is_an_error(paths):
     """A leaf and a level at one path is an error in either order, which names the path."""
     with pytest.raises(PathError, match=r"^a is given a value, but also values below it"):
         unflatten_mapping([(path, 1) for path in paths])
+
+
+@pytest.mark.parametrize("make", [unflatten_mapping, from_flat_state])
+def test_text_is_no_path(make):
+    """It would be taken for a path of its letters."""
+    with pytest.raises(PathError, match=r"not text: write \('a\.b/c',\) or \('a', 'b', 'c'\)\.$"):
+        make({"a.b/c": 1})
+    with pytest.raises(PathError, match="not text"):
+        make([(("a",), 1), ("bias", 2)])
+    assert make({"a": 1}) == {"a": 1}
 
 
 def test_a_leaf_that_is_a_dict_is_never_written_into():
