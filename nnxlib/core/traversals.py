@@ -189,7 +189,7 @@ def nested(items: Iterable[tuple[Path, Any]]) -> dict:
     return root
 
 
-def tuples_of_keys(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Path, Any]]:
+def tuples_of_keys(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
     """The pairs as a user gives them: text would be taken for a path of its letters.
 
     Raises:
