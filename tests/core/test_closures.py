@@ -997,12 +997,14 @@ def test_a_borrowed_variable_in_a_model_of_another_thread(holder):
 
     def f(x):
         y = layer(x)
-        thread = threading.Thread(target=describe)
         thread.start()
-        thread.join(30)
+        thread.join(1)  # a thread that changes an object waits until the trace has ended
         return y
 
+    thread = threading.Thread(target=describe)
     nnx.jit(f)(X)
+    thread.join(30)
+    assert len(models) == 1
     for model in models:
         assert model._nnx_table is None or not isinstance(model._nnx_table.leaves()[0], jax.core.Tracer)
         for _ in range(3):
