@@ -167,11 +167,13 @@ class ListSlots(list, HasDict):  # type: ignore[misc]  # a slot for __dict__ alo
 class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
     """A list of Modules, Variables, arrays or static values, whose changes are noticed; it may have attributes too.
 
+    For code that goes over ``vars()`` of whatever is in a model, the items are attributes that are named by digits.
+
     >>> import nnxlib as nnx
     >>> layers = nnx.List([nnx.Param(1.0)])
     >>> layers.append(nnx.Param(2.0))
-    >>> nnx.to_pure_dict(nnx.state(layers))
-    {0: 1.0, 1: 2.0}
+    >>> nnx.to_pure_dict(nnx.state(layers)), vars(layers)['1']
+    ({0: 1.0, 1: 2.0}, Param(2.0))
     """
 
     __slots__ = ()
