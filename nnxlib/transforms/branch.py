@@ -55,8 +55,7 @@ def cond(pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *op
     number = as_scalar(pred, "The predicate of nnx.cond")
     if jnp.iscomplexobj(number):  # the cast would look at its real part alone
         raise ArgumentError(f"The predicate of nnx.cond must be a boolean or a real number, got {describe(number)}.")
-    chosen = jnp.asarray(number, bool)
-    return switch(chosen.astype(jnp.int32), (false_fun, true_fun), *operands)
+    return _apply_one(jnp.asarray(number, bool), (false_fun, true_fun), operands)
 
 
 @boundary
@@ -81,9 +80,18 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         raise ArgumentError(
             f"nnx.switch takes a list of functions, nnx.switch(index, [f, g], *operands), but got {describe(branches)}."
         )
-    resolved = [resolve(f) for f in branches]
-    if not resolved:
+    branches = tuple(branches)
+    if not branches:
         raise UsageError("nnx.switch needs at least one branch.")
+    number = as_scalar(index, "The index of nnx.switch")
+    if not jnp.issubdtype(number.dtype, jnp.integer):
+        raise ArgumentError(f"The index of nnx.switch must be an integer, got {describe(number)}.")
+    return _apply_one(number, branches, operands)
+
+
+def _apply_one(number: jax.Array, branches: Sequence[Callable[..., R]], operands: Sequence[Any]) -> R:
+    """Apply the branch of a number to the operands; of two branches, a boolean chooses the second if it is true."""
+    resolved = [resolve(f) for f in branches]
     count = len(operands)
     arguments = Arguments((*operands, *((args, kwargs) for _, args, kwargs in resolved)), {})
     functions = tuple([weakly(f) for f, _, _ in resolved])
@@ -100,11 +108,10 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
         if recorded:
             bodies = _once_each(lambda call: traced(_recording_all(call, recorded)), calls)
         runs, delta = _aligned(layout, leaves, bodies)
+        if chosen.dtype == bool:  # without the clamp of a switch, which is a kernel of its own
+            return jax.lax.cond(chosen, *reversed(runs), leaves), Outcome(delta)
         return jax.lax.switch(chosen, runs, leaves), Outcome(delta)
 
-    number = as_scalar(index, "The index of nnx.switch")
-    if not jnp.issubdtype(number.dtype, jnp.integer):
-        raise ArgumentError(f"The index of nnx.switch must be an integer, got {describe(number)}.")
     return call_program(functions, ("switch",), run, arguments, number)
 
 

@@ -68,6 +68,15 @@ def test_an_index_out_of_range_is_clamped_and_a_variable_may_choose():
     assert nnx.switch(0, [lambda x: x + 1], jnp.array(1)) == 2
 
 
+def test_the_operations_are_those_of_jax():
+    def primitives(function):
+        return [e.primitive.name for e in jax.make_jaxpr(function)(True, 1.0).eqns]
+
+    assert primitives(lambda p, x: nnx.cond(p, jnp.sin, jnp.cos, x)) == primitives(
+        lambda p, x: jax.lax.cond(p, jnp.sin, jnp.cos, x)
+    )
+
+
 def test_a_number_is_taken_as_a_truth_value_as_in_jax():
     for pred in (0, 1, 2, 0.0, 0.5, np.bool_(True)):
         assert nnx.cond(pred, lambda: 1, lambda: 2) == jax.lax.cond(pred, lambda: 1, lambda: 2)
