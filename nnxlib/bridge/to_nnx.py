@@ -29,14 +29,7 @@ from ..core.rngs import Rngs
 from ..core.static import same_items
 from ..core.traversals import unflatten_mapping
 from ..core.variables import Variable
-from .variables import (
-    collection_of,
-    from_collections,
-    linen_vars_to_nnx_attrs,
-    to_linen_var,
-    to_nnx_var,
-    unboxed,
-)
+from .variables import collection_of, from_collections, linen_vars_to_nnx_attrs, to_linen_var, to_nnx_var, unboxed
 
 _OWN = ("to_nnx__module", "to_nnx__rngs", "to_nnx__initializing", "to_nnx__scope")
 

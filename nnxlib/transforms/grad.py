@@ -25,16 +25,7 @@ from .lift import Arguments, Outcome, cross
 from .naming import named
 from .prefixes import refuse_nodes
 from .signatures import as_operator, as_value_and_grad
-from .tangents import (
-    PARAMS,
-    Argnums,
-    Tangents,
-    by_argument,
-    check_differentiable,
-    choices,
-    differentiated,
-    is_single,
-)
+from .tangents import PARAMS, Argnums, Tangents, by_argument, check_differentiable, choices, differentiated, is_single
 
 
 @as_operator

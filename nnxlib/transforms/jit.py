@@ -21,15 +21,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from ..core.calls import followed, following, observed
-from ..core.closures import (
-    CapturedObjects,
-    Occupied,
-    Watch,
-    all_borrowed,
-    call_lending,
-    is_watched,
-    wait_for_loans,
-)
+from ..core.closures import CapturedObjects, Occupied, Watch, all_borrowed, call_lending, is_watched, wait_for_loans
 from ..core.errors import ArgumentError
 from ..core.filters import looks_at_values
 from ..core.graph import Packed, commit, pack
