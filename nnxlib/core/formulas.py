@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -115,6 +115,16 @@ def add(x: Any, y: Any) -> jax.Array:
 @step()
 def multiply(x: Any, y: Any) -> jax.Array:
     return x * y
+
+
+@step("shape")
+def reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.reshape(x, shape)
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether an array of one shape broadcasts to another shape."""
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to)))
 
 
 @step()

@@ -20,6 +20,7 @@ from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
 from .filters import Filter, to_predicate
+from .formulas import broadcasts
 from .iteration import iter_children, iter_objects
 from .objects import HasAttributes, Node, Pytree, set_marked
 from .ops import clone
@@ -47,11 +48,7 @@ def _append(old: tuple, new: Any) -> tuple:
 def _keeps_shapes(value: Any, added: Any) -> bool:
     """Whether a sum of two pytrees of arrays has the shapes of the first."""
     (xs, structure), (ys, other) = jax.tree.flatten(value), jax.tree.flatten(added)
-    return structure == other and all(_broadcasts(jnp.shape(y), jnp.shape(x)) for x, y in zip(xs, ys))
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) <= len(to) and all(n in (1, size) for n, size in zip(reversed(shape), reversed(to)))
+    return structure == other and all(broadcasts(jnp.shape(y), jnp.shape(x)) for x, y in zip(xs, ys))
 
 
 if TYPE_CHECKING:

@@ -35,10 +35,10 @@ from jax.nn import standardize as standardize
 from jax.nn import swish as swish
 from jax.numpy import tanh as tanh
 
-from ..core.formulas import step
+from ..core.formulas import broadcasts, step
 from ..core.module import Module
 from ..core.variables import Param
-from .dtypes import Array, Dtype, broadcasts, input_error, promote_dtype
+from .dtypes import Array, Dtype, input_error, promote_dtype
 from .settings import NO_METADATA, Metadata
 
 

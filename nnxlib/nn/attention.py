@@ -26,13 +26,13 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import ArgumentError, UsageError, describe
-from ..core.formulas import as_array, formula, product, step
+from ..core.formulas import as_array, broadcasts, formula, product, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
 from ..core.variables import Cache, Intermediate, Variable
 from . import initializers
-from .dtypes import Array, Dtype, at_least_float32, broadcast_together, broadcasts, convert, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, broadcast_together, convert, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import LinearGeneral
 from .norm import LayerNorm

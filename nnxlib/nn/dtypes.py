@@ -47,11 +47,6 @@ def misfit(name: str, parameter: Array, *declared: int) -> str:
     return f" (its {name} is {describe(parameter)}, not {list(declared)} as declared{hint})"
 
 
-def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether an array of one shape broadcasts to another shape."""
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to)))
-
-
 def broadcast_together(a: Sequence[int], b: Sequence[int]) -> bool:
     """Whether arrays of two shapes broadcast to one another."""
     return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b)))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from ..core.errors import ArgumentError, UsageError, describe
-from ..core.formulas import formula, product, products_are_replaced, step
+from ..core.formulas import formula, product, products_are_replaced, reshape, step
 from ..core.metadata import VariableMetadata
 from ..core.module import Module
 from ..core.rngs import Rngs
@@ -279,12 +279,7 @@ def reshaped(value: Any, shape: tuple[int, ...], metadata: Metadata) -> Param:
     """A Param with an initializer's value in this shape; its metadata, which may come with the value, is about that."""
     if isinstance(value, VariableMetadata):
         value, metadata = value.raw_value, {**value.all_metadata(), **metadata}
-    return Param(_in_shape(value, shape=shape), **metadata)
-
-
-@step("shape")
-def _in_shape(value: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.reshape(value, shape)
+    return Param(reshape(value, shape=shape), **metadata)
 
 
 class Einsum(Module):

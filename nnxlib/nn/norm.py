@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import LayerInputError, UsageError, describe
-from ..core.formulas import formula, step
+from ..core.formulas import broadcasts, formula, reshape, step
 from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.variables import BatchStat, Param
 from . import initializers
-from .dtypes import Array, Dtype, at_least_float32, broadcasts, convert, input_error, misfit, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, convert, input_error, misfit, promote_dtype
 from .initializers import Initializer
 from .settings import NO_METADATA, NO_MODE, Metadata, as_tuple, drawn, frozen, value_or_none
 
@@ -654,14 +654,9 @@ def _group_moments(
     grouped = (*x.shape[:-1], groups, size)
     mask = _checked(mask, x)
     if mask is not None:
-        mask = _reshape(jnp.broadcast_to(mask, x.shape), grouped)
-    mean, var, valid = moments(_reshape(x, grouped), mask, axes=(*axes, x.ndim), **options)
+        mask = reshape(jnp.broadcast_to(mask, x.shape), grouped)
+    mean, var, valid = moments(reshape(x, grouped), mask, axes=(*axes, x.ndim), **options)
     return _repeat(mean, size), _repeat(var, size), None if valid is None else _repeat(valid, size)
-
-
-@step("shape")
-def _reshape(x: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.reshape(x, shape)
 
 
 @step("times")
