@@ -21,7 +21,7 @@ from typing import Any
 
 from .graphdef import GraphDef
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
-from .references import CONTAINERS, Found, Reference, Way, is_constant, is_left, same_attributes
+from .references import CONTAINERS, Reached, Reference, Way, is_constant, is_left, same_attributes
 from .variables import Identified
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
@@ -47,7 +47,7 @@ class Conditions:
     ends: list[tuple[LookUp, types.CellType]]  # a look-up, and the type of what that has found
     members: list[Members]
 
-    def __init__(self, found: Found, others: Iterable[Way], known: set[int], functions: Collection[Any] = ()):
+    def __init__(self, found: Reached, others: Iterable[Way], known: set[int], functions: Collection[Any] = ()):
         containers = _containers(found)
         alone = [way for way in [*found.ends, *others] if _is_alone(way) and way.is_looked_along(found.names)]
         known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
@@ -125,7 +125,7 @@ class Members:
         return True
 
 
-def _containers(found: Found) -> list[tuple[Way, Any]]:
+def _containers(found: Reached) -> list[tuple[Way, Any]]:
     """The ways to containers and plain objects that the function may look at, with what holds the members of each."""
     held = [(way, members) for way in found.ways for members in _held_by(way.value)]
     return [(way, members) for way, members in held if way.is_looked_along(found.names)]

@@ -36,7 +36,7 @@ from .reprs import node_repr
 A = TypeVar("A")
 
 
-def _reporting(name: str, method: Any, adopted: slice) -> Any:
+def _tracking(name: str, method: Any, adopted: slice) -> Any:
     """A method of the built-in type that also checks the trace, adopts the values it is given, and notes the change.
 
     ``adopted`` says which of its positional arguments are values (or, for ``extend``, an iterable of values).
@@ -60,10 +60,10 @@ def _reporting(name: str, method: Any, adopted: slice) -> Any:
     return wrapper
 
 
-def _let_report(kind: type, base: type, names: Iterable[str], adopted: slice = slice(0, 0)) -> None:
+def _track(kind: type, base: type, names: Iterable[str], adopted: slice = slice(0, 0)) -> None:
     """Give a class such methods in place of these of the built-in type."""
     for name in names:
-        setattr(kind, name, _reporting(name, getattr(base, name), adopted))
+        setattr(kind, name, _tracking(name, getattr(base, name), adopted))
 
 
 def item_marks(container: Any) -> Any:
@@ -249,11 +249,11 @@ class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
         change(self, refill, self, {**self._nnx_contents(), **attributes}, marks)
 
 
-_set_item = _reporting("__setitem__", list.__setitem__, slice(1, 2))
-_append = _reporting("append", list.append, slice(0, 1))
-_insert = _reporting("insert", list.insert, slice(1, 2))
-_extend = _reporting("extend", list.extend, slice(0, 1))
-_let_report(List, list, ("pop", "clear", "reverse", "__delitem__", "__imul__"))
+_set_item = _tracking("__setitem__", list.__setitem__, slice(1, 2))
+_append = _tracking("append", list.append, slice(0, 1))
+_insert = _tracking("insert", list.insert, slice(1, 2))
+_extend = _tracking("extend", list.extend, slice(0, 1))
+_track(List, list, ("pop", "clear", "reverse", "__delitem__", "__imul__"))
 
 
 class ItemView(AttributeView):
@@ -352,8 +352,8 @@ class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
         change(self, object.__setattr__, self, "_nnx_marks", state)
 
 
-_let_report(Dict, dict, ("__setitem__", "setdefault"), slice(1, 2))
-_let_report(Dict, dict, ("__delitem__", "pop", "popitem", "clear"))
+_track(Dict, dict, ("__setitem__", "setdefault"), slice(1, 2))
+_track(Dict, dict, ("__delitem__", "pop", "popitem", "clear"))
 
 CONTAINERS[list], CONTAINERS[dict] = List, Dict
 

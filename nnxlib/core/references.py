@@ -130,7 +130,7 @@ def _may_be_made(look_up: LookUp, holder: Any, names: Collection[str]) -> bool:
     return not is_named or look_up.key in _WRAPPED or look_up.key in BY_SYNTAX or look_up.key in names
 
 
-class Found(NamedTuple):
+class Reached(NamedTuple):
     """What can be reached from a function."""
 
     ways: list[Way]  # the shortest one to each value, then all others to Modules and Variables
@@ -147,7 +147,7 @@ class Found(NamedTuple):
         return [way.value for way in self.objects() if way.is_named or _is_read(way.value, self.names)]
 
 
-def used_unnoticed(function: Callable, found: Found) -> list[Any]:
+def used_unnoticed(function: Callable, found: Reached) -> list[Any]:
     """The Modules that a function may use without a trace noticing it: a trace does not notice that a flag is read.
 
     They are those that it names directly, and those of which it names an attribute; ``found`` is what it refers to.
@@ -189,7 +189,7 @@ def ways_from(function: Callable) -> list[Way]:
 
 def search(
     function: Callable, sought: Collection[Any] = (), running: Iterable[RunningCode] = (), given: Sequence[Any] = ()
-) -> Found:
+) -> Reached:
     """Search for all that can be reached from a function.
 
     Of a program with very many values it finds the nearest ones. It goes on if some that are sought are not among them,
@@ -224,7 +224,7 @@ class _Search:
         self.elsewhere = list[Way]()  # to functions of other files
         self.found, self.others, self.ends = dict[int, Way](), list[Way](), list[Way]()
 
-    def run(self) -> Found:
+    def run(self) -> Reached:
         self.visit_all()
         for code, namespace in reversed(self.running):
             if id(code) not in self.visited:
@@ -234,7 +234,7 @@ class _Search:
             if self.missing:
                 self.go_on(way, globals_of(way.value))
                 self.visit_all()
-        return Found([*self.found.values(), *self.others], self.ends, self.names)
+        return Reached([*self.found.values(), *self.others], self.ends, self.names)
 
     def visit_all(self) -> None:
         while self.queue and (self.missing or len(self.found) < _MOST):

@@ -34,7 +34,7 @@ from ..core.graph import Packed, pack
 from ..core.held import held_in, statics_and_classes, used_by_arguments
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, referent
-from ..core.references import Found, Way, search, used_unnoticed
+from ..core.references import Reached, Way, search, used_unnoticed
 from ..core.rows import NodeRow, Ref, Tree
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
@@ -256,7 +256,7 @@ class Captures:
         self.known = known
         return known
 
-    def _search(self, sought: Sequence[Any], running: Running, holders: Sequence[Any]) -> Found:
+    def _search(self, sought: Sequence[Any], running: Running, holders: Sequence[Any]) -> Reached:
         return search(self._function, sought, running.values(), (*self._given, *holders))
 
     def _leading_to(
@@ -274,7 +274,7 @@ class Captures:
 
     def _to_look_up(
         self,
-        found: Found,
+        found: Reached,
         roots: Sequence[weakref.ref],
         running: Running = EMPTY.running,
         constants: Constants = NO_CONSTANTS,
@@ -357,7 +357,7 @@ def _objects_on(ways: Iterable[Way]) -> list[Any]:
     return [x for x in objects.values() if x._nnx_is_captured]
 
 
-def _by_part(found: Found) -> dict[int, list[Any]]:
+def _by_part(found: Reached) -> dict[int, list[Any]]:
     """For each object that is below some on the ways, by id, these; an object holds itself."""
     holders: dict[int, list[Any]] = {}
     for x in _objects_on(found.ways):
@@ -366,7 +366,7 @@ def _by_part(found: Found) -> dict[int, list[Any]]:
     return holders
 
 
-def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Found) -> list[weakref.ref]:
+def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Reached) -> list[weakref.ref]:
     """References to roots and to more of them; in place of one that objects hold which the function names, to these.
 
     It may be replaced in them.

@@ -50,7 +50,7 @@ from .plan import Compiled, Plan, Stopped, WithOutcome, leaves_of
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
 
 
-class Found(NamedTuple):
+class KnownCall(NamedTuple):
     """What was found out about a call."""
 
     key: Hashable  # of its entry: the signature, the layout of each object, what they share
@@ -64,7 +64,7 @@ class Found(NamedTuple):
 class Miss(Exception):
     """Raised for a call that has to be packed; ``found`` is for :meth:`Dispatch.add`, None if that is of no use."""
 
-    def __init__(self, found: Found | None):
+    def __init__(self, found: KnownCall | None):
         self.found = found
 
 
@@ -175,7 +175,7 @@ class Dispatch:
             raise Miss(None)
         if Loans.now[1] and any(is_lent_elsewhere(x._nnx_trace) for x in captured):
             wait_for_loans()
-        found = _find(leaves, signature)
+        found = _describe(leaves, signature)
         if found is None:  # a leaf is a container, or an object has to be walked at each call
             self._flatten = _flatten_containers if self._flatten is None else _flatten_pytrees
             raise Miss(None)
@@ -186,13 +186,13 @@ class Dispatch:
             raise Miss(None)
         return entry.call(found, self._sites)
 
-    def add(self, found: Found, arguments: Arguments, plan: Plan) -> None:
+    def add(self, found: KnownCall, arguments: Arguments, plan: Plan) -> None:
         """Add an entry for calls like one that was packed in the meantime, and has this plan."""
         packed = [x for x in _flatten_pytrees(arguments)[0] if type(x) is not StaticArgument]
         if len(packed) != len(found.leaves) or not all(map(operator.is_, packed, found.leaves)):
             self._flatten = _flatten_pytrees  # a class registered with JAX has an order of its own
             return
-        again = _find(found.leaves, found.signature)
+        again = _describe(found.leaves, found.signature)
         if again is not None and again.key == found.key:  # no other thread has changed anything in between
             self._entries[found.key] = CacheEntry(plan, found)
 
@@ -229,8 +229,8 @@ def _unfolded(leaves: Sequence[Any], key: Hashable, flatten: Callable, has_stati
     return [x for x in found if type(x) is not StaticArgument], (key, treedef, *static)
 
 
-def _find(leaves: Sequence[Any], signature: Hashable) -> Found | None:
-    """Find the tables of the objects among the leaves; None if one is not reliable, or if a leaf is a container."""
+def _describe(leaves: Sequence[Any], signature: Hashable) -> KnownCall | None:
+    """Describe a call by its leaves; None if the table of an object is not reliable, or if a leaf is a container."""
     layouts, tables, plain = [], [], []
     for x in leaves:
         if type(x) in _LEAF_TYPES:
@@ -248,7 +248,7 @@ def _find(leaves: Sequence[Any], signature: Hashable) -> Found | None:
         else:
             return None
     sharing = sharing_of([x for x in leaves if is_node(x)], tables) if len(tables) > 1 else ()
-    return Found((signature, tuple(layouts), sharing), signature, sharing, leaves, tables, plain)
+    return KnownCall((signature, tuple(layouts), sharing), signature, sharing, leaves, tables, plain)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -267,7 +267,7 @@ def _by_table(pairs: Iterable[tuple[int, int]]) -> Numbers:
     return [(k, [j for _, j in group]) for k, group in itertools.groupby(pairs, operator.itemgetter(0))]
 
 
-def _cells(numbers: Numbers, tables: Sequence[LiveTable]) -> list[Cell]:
+def _cells_at(numbers: Numbers, tables: Sequence[LiveTable]) -> list[Cell]:
     return [cells[j] for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
 
 
@@ -278,7 +278,7 @@ class _Reads(NamedTuple):
     cells: Numbers
     arrays: Numbers
 
-    def inputs(self, found: Found) -> list[Any]:
+    def inputs(self, found: KnownCall) -> list[Any]:
         tables = found.tables
         inputs = [cells[j].value for k, chosen in self.cells for cells in (tables[k].cells,) for j in chosen]
         inputs += [values[j] for k, chosen in self.arrays for values in (tables[k].array_values(),) for j in chosen]
@@ -297,7 +297,7 @@ class CacheEntry:
 
     __slots__ = ("__weakref__", "_arrays", "_cells", "_reads", "_writes", "plan")
 
-    def __init__(self, plan: Plan, found: Found):
+    def __init__(self, plan: Plan, found: KnownCall):
         whole = [Sharing((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
         self.plan = plan
         # In which table, and where in it, each Variable of the plan's layout has its cell; and each array of a node.
@@ -312,7 +312,7 @@ class CacheEntry:
         present = [getattr(reference(), "_cell", None) for reference in constants.variables]
         return all(map(operator.is_, cells, present))
 
-    def call(self, found: Found, sites: dict[Hashable, CallSite]) -> Any:
+    def call(self, found: KnownCall, sites: dict[Hashable, CallSite]) -> Any:
         """Call the compiled function with what was found, and write what it changed; keep a shortcut for next time.
 
         Raises:
@@ -348,10 +348,10 @@ class CacheEntry:
         else:
             out = writes.output(values)
         if writes.cells:  # last, after everything that can fail
-            write_cells(_cells(writes.cells, tables), values)
+            write_cells(_cells_at(writes.cells, tables), values)
         return out
 
-    def _keep_shortcut(self, found: Found, sites: dict[Hashable, CallSite], reads: _Reads, writes: _Writes) -> None:
+    def _keep_shortcut(self, found: KnownCall, sites: dict[Hashable, CallSite], reads: _Reads, writes: _Writes) -> None:
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k in range(len(found.leaves)) if k not in objects]
         places = objects[0], objects[1:], plain, len(found.leaves) == 1
@@ -359,7 +359,7 @@ class CacheEntry:
         site.places = places
         shortcut = Shortcut(self, reads.compiled, writes.output)
         for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):
-            inputs, outputs = (_cells([x for x in one.cells if x[0] == k], found.tables) for one in (reads, writes))
+            inputs, outputs = (_cells_at([x for x in one.cells if x[0] == k], found.tables) for one in (reads, writes))
             arrays = [table.arrays[j][:2] for i, chosen in reads.arrays if i == k for j in chosen]
             keep(table.shortcuts, site, Part(shortcut, place, inputs, arrays, outputs))
 

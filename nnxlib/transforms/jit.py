@@ -37,7 +37,7 @@ from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
 from .closure_inputs import EMPTY, NOTHING, Captures, WithConstants, capture_held, constants_in
-from .dispatch import Dispatch, Found, Miss
+from .dispatch import Dispatch, KnownCall, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
 from .leaf_checks import check_traceable
@@ -201,7 +201,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         kwargs: dict[str, Any],
         captured: tuple,
         places: object,
-        found: Found | None = None,
+        found: KnownCall | None = None,
     ) -> Any:
         """Call the function on packed arguments; ``found`` is for the dispatch of the next call."""
         if followed():

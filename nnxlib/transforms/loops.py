@@ -73,11 +73,11 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
 
     def run(layout: Layout, leaves: list[Any]) -> Any:
         loop = _loop(layout, named(apply, step), leaves, "body of while_loop")
-        check = trace_body(named(is_on, test), layout, loop.constant)
-        _refuse_changes(layout, check)
-        found = _found(check)
+        condition = trace_body(named(is_on, test), layout, loop.constant)
+        _refuse_changes(layout, condition)
+        answer = _position_of_answer(condition)
         carry = jax.lax.while_loop(
-            lambda carry: check.run(loop.leaves(carry))[found],
+            lambda carry: condition.run(loop.leaves(carry))[answer],
             lambda carry: loop.body.run(loop.leaves(carry)),
             loop.carry,
         )
@@ -210,10 +210,10 @@ class _Loop:
         return leaves
 
 
-def _found(test: Body) -> int:
-    """Which of the leaves that a test returns is its output."""
-    numbers = [k for k, (row, _) in enumerate(test.owners) if row == ROOT]
-    types = [test.types[k] for k in numbers]
+def _position_of_answer(condition: Body) -> int:
+    """Which of the leaves that the condition of a loop returns is its output."""
+    numbers = [k for k, (row, _) in enumerate(condition.owners) if row == ROOT]
+    types = [condition.types[k] for k in numbers]
     if len(types) != 1 or types[0].shape or types[0].dtype != bool:
         raise BodyError(
             "cond_fun of while_loop must return a boolean scalar, but it returned "
@@ -222,11 +222,11 @@ def _found(test: Body) -> int:
     return numbers[0]
 
 
-def _refuse_changes(layout: Layout, check: Body) -> None:
+def _refuse_changes(layout: Layout, condition: Body) -> None:
     """Raise :class:`BodyError` if the condition of a loop has changed something, recordings apart."""
-    changes, structural = structural_changes(layout, check), structural_rows(layout, check)
-    changed = [layout.paths[i] for i in check.delta.values]
-    changed += [layout.paths[i] for i, _ in check.delta.rows if i < len(layout.paths) and i not in structural]
+    changes, structural = structural_changes(layout, condition), structural_rows(layout, condition)
+    changed = [layout.paths[i] for i in condition.delta.values]
+    changed += [layout.paths[i] for i, _ in condition.delta.rows if i < len(layout.paths) and i not in structural]
     changed += [change.path for change in changes if not change.is_taken_out]
     if changed:
         raise BodyError(
