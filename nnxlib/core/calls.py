@@ -147,7 +147,7 @@ def _add_note_eagerly(error: Exception, module: Any, name: str, args: tuple, kwa
 
 
 def call_listening(listener: Listener | None, f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
-    """Call ``f`` while ``listener`` is the active one of this thread. (No context manager; see ``call_watched``.)"""
+    """Call ``f`` while ``listener`` is the active one of this thread. (Why no context manager: see closures.py.)"""
     outer = _active.listener
     if listener is not None and outer is not None and listener.recorded is None:
         listener.on_call, listener.recorded = outer.on_call, outer.recorded

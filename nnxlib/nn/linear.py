@@ -483,9 +483,7 @@ class Embed(Module):
         x, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         if x.shape[-1:] != table.shape[-1:]:
             raise input_error(self, f"queries of shape [..., {self.features}]", query)
-        if out_sharding is None:
-            return jnp.dot(x, table.T)
-        return jnp.dot(x, table.T, out_sharding=out_sharding)
+        return jnp.dot(x, table.T, **given(out_sharding=out_sharding))
 
 
 def _is_narrower(dtype: Dtype | None, other: np.dtype) -> bool:

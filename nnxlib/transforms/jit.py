@@ -451,6 +451,8 @@ Lower and compile it again."""
 
 
 class _Label:  # no dataclass, which takes a hundredth of the time to import nnxlib; no tuple, which JAX would flatten
+    """How a leaf is passed: its sharding, and whether it is donated."""
+
     __slots__ = ("donated", "sharding")
 
     def __init__(self, sharding: Any = None, donated: bool = False):
