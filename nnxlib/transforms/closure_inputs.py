@@ -35,7 +35,7 @@ from ..core.held import held_in, statics_and_classes, used_by_arguments
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, referent
 from ..core.references import Reached, Way, search, used_unnoticed
-from ..core.rows import NodeRow, Ref, Tree
+from ..core.rows import Ref, children, parts
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
 from ..core.variables import Identified
@@ -380,19 +380,13 @@ def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Reache
 
 def captured_rows(layout: Layout) -> list[int]:
     """The rows of the captured objects in packed :class:`Arguments`, and of those below them."""
-    root = layout.root
-    assert isinstance(root, Tree)
-    stack: list[Any] = [child for path, child in root.at(()) if path[0] == "captured"]
-    found: dict[int, None] = {}
+    stack: list[Any] = [child for path, child in children(layout.root) if path[0] == "captured"]
+    found = set[int]()
     while stack:
-        spec = stack.pop()
-        if isinstance(spec, Tree):
-            stack.extend(spec.children)
-        elif isinstance(spec, Ref) and spec.index not in found:
-            found[spec.index] = None
-            row = layout.rows[spec.index]
-            if isinstance(row, NodeRow):
-                stack.extend(child for _, child in row.fields)
+        for _, spec in parts(stack.pop()):
+            if isinstance(spec, Ref) and spec.index not in found:
+                found.add(spec.index)
+                stack.append(layout.rows[spec.index])
     return sorted(found)
 
 

@@ -23,7 +23,7 @@ from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Nothing, to_predicate
 from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
-from ..core.rows import ROOT, Tree, count_leaves
+from ..core.rows import ROOT, Tree, children, count_leaves
 from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
@@ -352,9 +352,7 @@ class _Call:
             if after is not None and after not in found and is_inexact(shape):
                 found[after] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
-        assert isinstance(changed.layout.root, Tree)
-        (_, arguments), output = changed.layout.root.at(())
-        assert isinstance(arguments, Tree)
+        (_, arguments), output = children(changed.layout.root)
         parts = [*(((), argument_of(arguments, i)) for i in self.diff), output]
         *of_arguments, of_output = table.fold_parts(table.as_variables(list(found.values())), parts)
         return tuple(of_arguments), of_output, changed.layout.positions.keys()

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from ..core.errors import OUTPUT, ArgumentError, place_of
-from ..core.rows import LEAF, Tree
+from ..core.rows import LEAF, children
 from ..core.variables import MISSING
 from .callables import by_position
 from .classes import lifts_classes
@@ -134,8 +134,7 @@ def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool,
 def _check_outputs(outputs: Tangents) -> None:
     """Check that the arrays and Variables that are returned, Modules apart, can be differentiated."""
     layout = outputs.layout
-    assert isinstance(layout.root, Tree)
-    own = {path for path, child in layout.root.at(()) if child is LEAF}
+    own = {path for path, child in children(layout.root) if child is LEAF}
     own |= {layout.paths[i] for i in layout.variables if len(layout.paths[i]) == 1}
     for path in own - {layout.leaf_paths[k] for k in outputs.positions}:
         raise ArgumentError(_NOT_DIFFERENTIABLE.format(path=place_of(path)))

@@ -25,7 +25,7 @@ from ..core.errors import Path, RetraceWarning, format_path, listed
 from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
 from ..core.layout import Layout
-from ..core.rows import Tree
+from ..core.rows import children
 from ..core.tracing import Tracer, level_of_user
 
 _KEPT = 32  # how many notes
@@ -140,5 +140,4 @@ def _differences(a: _Note, b: _Note) -> list[Difference]:
 
 def _given(layout: Layout) -> str:
     """The leaves and objects that were passed, by the names of the arguments."""
-    assert isinstance(layout.root, Tree)
-    return ", ".join(format_path(path) for path in layout.root.paths) or "none"
+    return ", ".join(format_path(path) for path, _ in children(layout.root)) or "none"

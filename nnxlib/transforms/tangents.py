@@ -21,7 +21,7 @@ from ..core.filters import Filter, shown
 from ..core.graph import Packed, pack, variable_of
 from ..core.layout import Layout
 from ..core.objects import Node
-from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, same_node
+from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, children, same_node
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import zeros_of
 from ..core.variables import MISSING, Param, stored_value
@@ -116,9 +116,7 @@ def differentiated(
     for i, arg in enumerate(args):
         for x in jtu.tree_leaves(arg, is_leaf=is_node):
             entries.append(_entry(x, filters[i], default) if i in filters else _REST)
-    root = packed.layout.root
-    assert isinstance(root, Tree)
-    entries += [_REST] * (len(root.children) - len(entries))
+    entries += [_REST] * (len(children(packed.layout.root)) - len(entries))
     _, labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
     lane_of = tuple(map(_LANES.index, labels))
     taken = {path[1] for path, lane in zip(packed.layout.leaf_paths, lane_of, strict=True) if lane == 0}
@@ -216,7 +214,6 @@ class Tangents(NamedTuple):
 
         As in JAX, the others are not made: their classes may refuse a None in place of an array.
         """
-        assert isinstance(self.layout.root, Tree)
         return self.fold_parts(values, [((), argument_of(self.layout.root, i)) for i in numbers])
 
     def fold_parts(self, values: Sequence[Any], parts: Sequence[tuple[tuple, Spec]]) -> list[Any]:
@@ -279,8 +276,9 @@ class Tangents(NamedTuple):
 _NO_TANGENT = "A {name} was given for {path}, but {why}"
 
 
-def argument_of(arguments: Tree, number: int) -> Tree:
+def argument_of(arguments: Spec, number: int) -> Tree:
     """The spec of one positional argument, out of that of packed ``Arguments``."""
+    assert isinstance(arguments, Tree)
     treedefs = arguments.treedef.children()[0].children()
     start = sum(treedef.num_leaves for treedef in treedefs[:number])
     own = slice(start, start + treedefs[number].num_leaves)
