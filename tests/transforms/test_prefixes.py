@@ -98,6 +98,21 @@ def test_labels_may_be_exchanged():
         assert other.labels == ("0", "None")
 
 
+def test_filters_of_a_mapping_within_a_dict_see_paths_from_there():
+    """Also where the labels become others: those of jit say what is donated, too."""
+    sharding, seen = jax.sharding.SingleDeviceSharding(jax.devices()[0]), set()
+
+    def takes(path, x):
+        seen.add(path)
+        return path == ("kernel",)
+
+    mapping = nnx.StateSharding([(takes, sharding), (..., None)])
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    call = nnx.jit(lambda held: held["layer"](jnp.ones(2)), in_shardings=({"layer": mapping},))
+    assert call({"layer": layer}).shape == (3,)
+    assert seen == {("bias",), ("kernel",)}
+
+
 @pytest.mark.parametrize("transform", [nnx.vmap, nnx.scan, nnx.transform_metadata])
 def test_objects_are_no_prefixes(transform):
     """Found where the transform is made, and not where it is called."""
