@@ -41,7 +41,14 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Spare the garbage collector what earlier modules left in JAX's caches: some tests collect at every example."""
+    """Forget what earlier modules compiled, a megabyte for each program: with gigabytes of these, JAX is half as fast.
+
+    And spare the garbage collector what is left: some tests collect at every example.
+    """
+    import jax  # once its settings are made
+
+    gc.unfreeze()
+    jax.clear_caches()
     gc.collect()
     gc.freeze()
 
