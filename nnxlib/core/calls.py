@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -103,6 +104,11 @@ _NOTHING = nullcontext()
 # --- calls in eager code ---------------------------------------------------------------------------------------------
 
 _CODE: Any = observed(lambda self: None, "").__code__  # type: ignore[attr-defined]  # all wrappers have this code
+
+
+def is_observed(method: Any) -> bool:
+    """Whether this is a method whose calls are noticed."""
+    return isinstance(method, types.FunctionType) and method.__code__ is _CODE
 
 
 def _from_frames() -> Listener | None:

@@ -156,7 +156,8 @@ PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program
 # The methods that run without being named, by the syntax of Python; not those that make, compare, copy or print.
 BY_SYNTAX = frozenset([f"__{name}__" for name in (
     "call getattr getattribute getitem contains iter next len bool enter get missing "
-    "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv pow rpow neg or ror and rand"
+    "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow "
+    "lshift rlshift rshift rrshift or ror and rand xor rxor neg pos invert abs round reversed int float complex index"
 ).split()])  # fmt: skip
 # The types of most of what a class holds; to ask more of it would take a tenth of a search.
 _METHODS = {types.FunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType}
@@ -275,7 +276,8 @@ def _is_read_from(x: Any, name: str, held: Any) -> bool:
 
 # --- what there is to look up for a function ------------------------------------------------------------------------
 
-_LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0]  # no Modules are in their globals
+# No Modules are in their globals; signatures, which all of our transforms have, lead to the last two.
+_LIBRARIES = "jax", "jaxlib", "numpy", __name__.partition(".")[0], "inspect", "enum"
 _BUILTINS = frozenset(vars(builtins))
 _GLOBAL = ("_GLOBAL", "_NAME", "_GLOBALS")  # endings of the instructions that read globals; a class body has _NAME
 

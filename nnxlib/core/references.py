@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .calls import is_observed
 from .closures import RunningCode, is_lent_elsewhere
 from .look_ups import (
     BY_NAME,
@@ -66,6 +67,7 @@ _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex,
 _TRANSPARENT = (
     dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
 )  # fmt: skip
+_BY_ANY_NAME = "getattr", "hasattr", "vars", "dir", "__dict__"  # code with one of these names may read any attribute
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
 
 
@@ -272,12 +274,15 @@ class _Search:
                 self.unnamed.append(way)
 
     def enter(self, way: Way, function: types.FunctionType) -> None:
-        """Go on to the globals of a function."""
+        """Go on to the globals of a function; to none of a library, which is noticed where it uses a Module."""
+        is_own = function.__globals__ is self.namespace
+        if not is_own and is_of_library(function.__globals__):
+            return
         self.names |= names_in(function.__code__)
-        if function.__globals__ is self.namespace:
+        if is_own:
             self.visited.add(id(function.__code__))
             self.go_on(way, globals_of(function))
-        elif not is_of_library(function.__globals__):
+        else:
             self.elsewhere.append(way)
             self.go_on(way, objects_in_globals(function))
 
@@ -308,12 +313,14 @@ def _is_kept_by_library(way: Way) -> bool:
 
 
 def _is_read(x: Any, names: set[str]) -> bool:
-    """Whether code with these names may read an attribute or property of a Module, or an item of a List or Dict."""
+    """Whether code with these names may use more of a Module than what a trace notices: calls of its methods."""
     if not isinstance(x, Node):
         return False
-    if isinstance(x, list | dict) or not names.isdisjoint(x._nnx_contents()):
+    if isinstance(x, list | dict) or not (names.isdisjoint(x._nnx_contents()) and names.isdisjoint(_BY_ANY_NAME)):
         return True
-    return any(isinstance(getattr(type(x), name, None), property) for name in names)
+    named = {*names, *BY_SYNTAX}
+    in_classes = [vars(cls)[name] for cls in type(x).__mro__[:-1] for name in vars(cls).keys() & named]
+    return not all(map(is_observed, in_classes))
 
 
 def _width(container: Any) -> int:

@@ -226,6 +226,18 @@ def test_a_module_beside_a_captured_module_is_seen():
     np.testing.assert_array_equal(f(X), 2 * one + second(X))
 
 
+def test_a_change_of_a_module_beside_a_captured_module_costs_no_trace():
+    """The function does not read it; that a transform can do anything to a Module does not count."""
+    grad, traces = nnx.grad, []
+    held = {"read": Layer(), "beside": Layer()}
+    f = nnx.jit(lambda x: (traces.append(1), held["read"](x), grad(jnp.sum)(x))[1])
+    f(X)
+    before = len(traces)
+    held["beside"].setting = 1
+    f(X)
+    assert len(traces) == before
+
+
 def test_a_module_that_becomes_a_key_beside_another():
     """The values of the dict are numbers."""
     first, second = Layer(1.0), Layer(2.0)

@@ -942,7 +942,41 @@ READ_ATTRIBUTES = {  # what is read of a Module in a dict without calling it, an
     "number of parts": (lambda m: len(m.parts), lambda m: m.parts.append(Layer())),
     "part gone": (lambda m: 1 if m.inner is None else 2, lambda m: setattr(m, "inner", None)),
     "Variable gone": (lambda m: 1 if m.w is None else 2, lambda m: setattr(m, "w", None)),
+    "a name that no code spells": (lambda m: getattr(m, f"rate_{0}"), lambda m: setattr(m, "rate_0", 2)),
+    "no attribute yet": (lambda m: 1 if hasattr(m, "special") else 2, lambda m: setattr(m, "special", 1)),
+    "a default in place of one": (lambda m: getattr(m, "special", 1), lambda m: setattr(m, "special", 2)),
+    "all attributes": (lambda m: len(vars(m)), lambda m: setattr(m, "special", 1)),
+    "of its class": (lambda m: m.default, lambda m: setattr(m, "default", 2)),
+    "by a descriptor": (lambda m: m.described, lambda m: setattr(m, "rate_0", 2)),
+    "by a private method": (lambda m: m._rate(), lambda m: setattr(m, "rate_0", 2)),
+    "by a static method": (lambda m: m.rate_of(m), lambda m: setattr(m, "rate_0", 2)),
+    "by an index": (lambda m: m[0], lambda m: setattr(m, "rate_0", 2)),
 }
+
+
+class Described:
+    def __get__(self, x, cls=None):
+        return self if x is None else x.rate_0
+
+
+class Readable(Layer):
+    """Can be read in many ways; code that does so need not name the attribute."""
+
+    default, described = 1, Described()
+
+    def __init__(self):
+        super().__init__()
+        self.rate_0 = 1
+
+    def _rate(self):
+        return self.rate_0
+
+    @staticmethod
+    def rate_of(m):
+        return m.rate_0
+
+    def __getitem__(self, index):
+        return self.rate_0
 
 
 @pytest.mark.parametrize(("read", "change"), READ_ATTRIBUTES.values(), ids=READ_ATTRIBUTES)
@@ -950,7 +984,7 @@ READ_ATTRIBUTES = {  # what is read of a Module in a dict without calling it, an
 @pytest.mark.parametrize("by", [nnx.jit, lambda f: lambda: nnx.cond(True, f, f)], ids=["jit", "cond"])
 def test_an_attribute_of_a_module_that_is_held_elsewhere(read, change, hold, by):
     """A trace does not notice that it is read."""
-    model, inner = Layer(), Layer()
+    model, inner = Readable(), Layer()
     inner.setting, model.mask, model.masks, model.parts, model.inner = 1, jnp.zeros(2), [jnp.zeros(2)], [Layer()], inner
     model.parts[0].setting = 1
     held = hold(model)
