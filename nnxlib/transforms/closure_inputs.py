@@ -125,12 +125,6 @@ class Known:
             self.straight = straight_line(self.steps, self.conditions)
         return tuple(found)
 
-    def are_at_their_places(self) -> bool:
-        """Whether no object is gone, or has made place for something else."""
-        objects = [x for x in self.steps if issubclass(type(x[1]()), Identified)]
-        is_gone = any(reference() is None for reference in self.roots)
-        return not is_gone and all(look_up.found() is before() for look_up, before, _ in objects)
-
     def places_now(self) -> Hashable:
         """The token of the places and the present constants; None for one that is no constant now."""
         if not self.constants.positions:
@@ -235,26 +229,46 @@ class Captures:
             raise CapturedObjects(found)
 
     def _found_again(self, before: Known) -> Known:
-        """What is known after something has changed: perhaps only the ways, as when a dict has grown."""
-        if before.are_at_their_places():
-            found = self._search((), before.running, before.holders)
-            known = self._to_look_up(found, before.roots, before.running, before.constants, before.holders)
-            if known.places is before.places:
+        """What is known after something has changed: what is now at places where objects were captured before.
+
+        Then a dict has only grown, say, or another model has taken the place of one.
+        """
+        found = self._search((), before.running, before.holders)
+        used = self._used(found)
+        for roots, token in self._met_before(found):
+            known = self._to_look_up(found, roots, before.running, before.constants, before.holders)
+            if known.places is token and _hold_all(roots, used):
                 self.known = known
                 return known
         return self._start_anew()
 
+    def _met_before(self, found: Reached) -> list[tuple[list[weakref.ref], object]]:
+        """The objects at places that were met before, and the tokens of these, the newest first."""
+        widths = dict[int, int]()
+        try:
+            objects = [way for way in found.ways if issubclass(type(way.value), Identified)]
+            at: dict[Hashable, Any] = {way.places(widths): way.value for way in objects}
+            met = [(where[0], token) for where, token in self._places.items() if type(where) is tuple]
+            at_places = [(_objects_at(places, at), token) for places, token in reversed(met)]
+        except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
+            return []
+        return [(roots, token) for roots, token in at_places if roots is not None]
+
     def _start_anew(self) -> Known:
         """Start anew, with nothing captured but the Modules that the function may use without a trace noticing it."""
         found = self._search((), EMPTY.running, ())
-        used = [x for x in used_unnoticed(self._function, found) if x._nnx_is_captured]
-        here = [x for x in used if x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)]
+        used = self._used(found)
+        here = [*filter(_is_of_this_trace, used)]
         known = self._to_look_up(found, _with_more((), here, found))
         if len(here) < len(used):  # another trace may take those that this one cannot; no program serves both
             self.known = None
             return Known(known.roots, places=self._token_of(object()))
         self.known = known
         return known
+
+    def _used(self, found: Reached) -> list[Any]:
+        """The Modules that the function may use without a trace noticing it."""
+        return [x for x in used_unnoticed(self._function, found) if x._nnx_is_captured]
 
     def _search(self, sought: Sequence[Any], running: Running, holders: Sequence[Any]) -> Reached:
         return search(self._function, sought, running.values(), (*self._given, *holders))
@@ -312,6 +326,24 @@ class Captures:
     def _token_of(self, where: Hashable) -> object:
         """The very same object whenever it is for the same places."""
         return self._places.setdefault(where, object())
+
+
+def _objects_at(places: Iterable[Iterable[Hashable]], at: dict[Hashable, Any]) -> list[weakref.ref] | None:
+    """The object at all places of each root; None if there is not one, or it belongs to another trace."""
+    found = [[at.get(place) for place in of_one] for of_one in places]
+    are_whole = all(x is not None and _is_of_this_trace(x) and all(y is x for y in more) for x, *more in found)
+    return [weakref.ref(x) for x, *_ in found] if are_whole else None
+
+
+def _hold_all(roots: Iterable[weakref.ref], objects: Sequence[Any]) -> bool:
+    """Whether all of these objects are roots, or below some."""
+    seen = set[int]()
+    parts = {id(part) for root in roots for _, part in reachable(root(), seen)} if objects else ()
+    return all(id(x) in parts for x in objects)
+
+
+def _is_of_this_trace(x: Any) -> bool:
+    return x._nnx_trace is current_trace() or is_lent_elsewhere(x._nnx_trace)
 
 
 def _captured(known: Known) -> Captured:

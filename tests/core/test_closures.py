@@ -226,6 +226,48 @@ def test_a_module_beside_a_captured_module_is_seen():
     np.testing.assert_array_equal(f(X), 2 * one + second(X))
 
 
+SWAPS = {
+    "in a dict": lambda held, layer: held["layers"].update(first=layer),
+    "in an object": lambda held, layer: setattr(held["object"], "layer", layer),
+    "with the dict": lambda held, layer: held.update(layers={"first": layer}),
+    "with the object": lambda held, layer: held.update(object=types.SimpleNamespace(layer=layer)),
+}
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+def test_another_module_at_the_same_place_costs_no_trace(kind):
+    """The function is not traced to find out that it captures this one, too."""
+    held, traces = {"layers": {"first": Layer(1.0)}, "object": types.SimpleNamespace(layer=Layer(1.0))}, []
+    in_dict = lambda x: (traces.append(1), held["layers"]["first"](x))[1]
+    in_object = lambda x: (traces.append(1), held["object"].layer(x))[1]
+    f = nnx.jit(in_dict if "dict" in kind else in_object)
+    f(X)
+    before = len(traces)
+    for value in (2.0, 3.0, 1.0):
+        other = Layer(value)
+        SWAPS[kind](held, other)
+        np.testing.assert_array_equal(f(X), expected(other))
+        assert other.calls == 1
+    assert len(traces) == before
+
+
+def test_a_module_that_comes_and_goes_costs_one_trace():
+    layer, traces = Layer(), []
+    held = {"layer": layer}
+    f = nnx.jit(lambda x: (traces.append(1), held["layer"](x))[1])
+    f(X)
+    held["another"] = Layer()
+    f(X)
+    before = len(traces)
+    for _ in range(3):
+        del held["another"]
+        f(X)
+        held["another"] = Layer()
+        f(X)
+    assert len(traces) == before
+    assert layer.calls == 8
+
+
 def test_a_change_of_a_module_beside_a_captured_module_costs_no_trace():
     """The function does not read it; that a transform can do anything to a Module does not count."""
     grad, traces = nnx.grad, []
