@@ -104,9 +104,11 @@ class Way(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether a function names the value itself, in its closure or its globals."""
+        """Whether code names the value itself: a function, in its closure or its globals, or as an attribute."""
         holder = self.before and self.before.value
-        return type(holder) is types.FunctionType and self.look_up.kind in (in_closure, entry, absent)
+        if type(holder) is types.FunctionType:
+            return self.look_up.kind in (in_closure, entry, absent)
+        return _is_by_name(self.look_up, holder)
 
     def is_looked_along(self, names: Collection[str]) -> bool:
         """Whether code with these names may go along the way: it leads over no attribute of another name."""
@@ -128,8 +130,12 @@ class Way(NamedTuple):
 
 def _may_be_made(look_up: LookUp, holder: Any, names: Collection[str]) -> bool:
     """Whether code with these names may make a look-up in a value, the holder: of an attribute, if it has the name."""
-    is_named = look_up.kind in BY_NAME and not issubclass(type(holder), _TRANSPARENT)
-    return not is_named or look_up.key in _WRAPPED or look_up.key in BY_SYNTAX or look_up.key in names
+    return not _is_by_name(look_up, holder) or look_up.key in BY_SYNTAX or look_up.key in names
+
+
+def _is_by_name(look_up: LookUp, holder: Any) -> bool:
+    """Whether code that makes a look-up in a value, the holder, has to name its key."""
+    return look_up.kind in BY_NAME and not issubclass(type(holder), _TRANSPARENT) and look_up.key not in _WRAPPED
 
 
 class Reached(NamedTuple):
@@ -145,14 +151,14 @@ class Reached(NamedTuple):
         return [way for way in found if way.is_looked_along(self.names)]
 
     def read(self) -> list[Any]:
-        """The Modules among these objects of which the function may read an attribute, which no trace notices."""
+        """The Modules among these objects that it names, or of which it may read what no trace notices."""
         return [way.value for way in self.objects() if way.is_named or _is_read(way.value, self.names)]
 
 
 def used_unnoticed(function: Callable, found: Reached) -> list[Any]:
     """The Modules that a function may use without a trace noticing it: a trace does not notice that a flag is read.
 
-    They are those that it names directly, and those of which it names an attribute; ``found`` is what it refers to.
+    They are those that it names, and those of which it may read an attribute; ``found`` is what it refers to.
     """
     return [x for x in (*named_in(function), *found.read()) if issubclass(type(x), Node)]
 

@@ -83,17 +83,21 @@ def test_every_change_of_a_captured_module_is_seen(form):
     check(f, layer)
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "held in a list"])
-def test_how_often_a_closure_is_traced(named):
+@pytest.mark.parametrize(("kind", "count"), [("named", 1), ("an attribute", 1), ("held in a list", 2)])
+def test_how_often_a_closure_is_traced(kind, count):
     """Once if it names what it captures; a trace that finds out is made again; and never again after that."""
     layer, traces = Layer(), []
-    held = [layer]
-    naming, holding = (lambda x: (traces.append(1), layer(x))[1]), (lambda x: (traces.append(1), held[0](x))[1])
-    f = nnx.jit(naming if named else holding)
+    held, trainer = [layer], types.SimpleNamespace(layer=layer)
+    f = {
+        "named": lambda x: (traces.append(1), layer(x))[1],
+        "an attribute": lambda x: (traces.append(1), trainer.layer(x))[1],
+        "held in a list": lambda x: (traces.append(1), held[0](x))[1],
+    }[kind]
+    f = nnx.jit(f)
     for _ in range(4):
         f(X)
         layer.w.value += 1
-    assert len(traces) == (1 if named else 2)
+    assert len(traces) == count
 
 
 HOLDERS = {
@@ -206,7 +210,7 @@ def test_data_beside_a_captured_module_costs_no_trace(kind, named):
         grow(loss)
         layer.w.value += 1
     np.testing.assert_array_equal(f(X), layer(X))
-    assert len(traces) == (1 if named else 2)
+    assert len(traces) == (1 if named or kind == "object in a dict" else 2)
 
 
 def test_a_module_beside_a_captured_module_is_seen():
