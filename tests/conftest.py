@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import subprocess
@@ -39,16 +40,21 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nnxlib.core.tables.CHECK_ALWAYS", False)
 
 
+_modules = itertools.count(1)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Forget what earlier modules compiled, a megabyte for each program: with gigabytes of these, JAX is half as fast.
+    """Spare the garbage collector what earlier modules left in JAX's caches: some tests collect at every example.
 
-    And spare the garbage collector what is left: some tests collect at every example.
+    A compiled program takes a megabyte, and with gigabytes of them JAX needs twice as long for the next one. So they
+    are forgotten now and then; after each module would take longer again.
     """
-    import jax  # once its settings are made
+    if next(_modules) % 10 == 0:
+        import jax  # once its settings are made
 
-    gc.unfreeze()
-    jax.clear_caches()
+        jax.clear_caches()
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 
