@@ -338,8 +338,8 @@ def _objects_at(places: Iterable[Iterable[Hashable]], at: dict[Hashable, Any]) -
 def _hold_all(roots: Iterable[weakref.ref], objects: Sequence[Any]) -> bool:
     """Whether all of these objects are roots, or below some."""
     seen = set[int]()
-    parts = {id(part) for root in roots for _, part in reachable(root(), seen)} if objects else ()
-    return all(id(x) in parts for x in objects)
+    held = {id(x) for root in roots for _, x in reachable(root(), seen)} if objects else ()
+    return all(id(x) in held for x in objects)
 
 
 def _is_of_this_trace(x: Any) -> bool:
