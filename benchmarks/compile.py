@@ -126,7 +126,7 @@ def raw_forward(p: Mapping, x: Tokens, how: str) -> jax.Array:
 
 def raw(layers: int, how: str) -> Callable[[], object]:
     parameters = raw_parameters(layers, how == SCANNED)
-    moments = ADAM.init(parameters)
+    moments, x = ADAM.init(parameters), tokens()
 
     def lower() -> object:
         def step(parameters: Any, moments: Any, x: Tokens) -> tuple:
@@ -137,7 +137,7 @@ def raw(layers: int, how: str) -> Callable[[], object]:
             updates, moments = ADAM.update(gradients, moments)
             return value, optax.apply_updates(parameters, updates), moments
 
-        return jax.jit(step).lower(parameters, moments, tokens())
+        return jax.jit(step).lower(parameters, moments, x)
 
     return lower
 
@@ -187,6 +187,7 @@ def by_modules(library: str, layers: int, how: str) -> Callable[[], object]:
 
     model = Transformer(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    x = tokens()
 
     def lower() -> object:
         def step(model: Any, optimizer: Any, x: Tokens) -> jax.Array:
@@ -194,7 +195,7 @@ def by_modules(library: str, layers: int, how: str) -> Callable[[], object]:
             optimizer.update(model, gradients)
             return value
 
-        return nnx.jit(step).lower(model, optimizer, tokens())
+        return nnx.jit(step).lower(model, optimizer, x)
 
     return lower
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from .finding import reachable
-from .tracing import TraceRef, abandon_trace, current_trace
+from .tracing import TraceRef, abandon_trace, current_trace, with_room
 
 R = TypeVar("R")
 
@@ -199,7 +199,7 @@ def call_lending(lender: object, objects: Callable[[], Sequence[Any]], f: Callab
     outer = _thread.loan, _thread.caller
     try:
         _thread.loan, _thread.caller = (lender, objects), current_trace()
-        return f(*args)
+        return with_room(f, *args)
     finally:
         _thread.loan, _thread.caller = outer
 

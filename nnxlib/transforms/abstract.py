@@ -23,7 +23,7 @@ from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
 from ..core.references import ways_from
 from ..core.rows import VariableRow
 from ..core.tables import pack_call
-from ..core.tracing import boundary
+from ..core.tracing import boundary, with_room
 from ..core.variables import Identified, Variable
 from .axes import place_new
 from .callables import resolve
@@ -85,7 +85,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
 
     pure = named(pure, f, layout.leaf_paths, ())
     try:
-        leaves, outcome = jax.eval_shape(pure, packed.leaves)
+        leaves, outcome = with_room(jax.eval_shape, pure, packed.leaves)
     except TypeError:
         check_traceable(layout, packed.leaves)
         raise
@@ -93,7 +93,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         referred += _live_below([way.value for way in ways_from(f)])
         if not referred:
             raise
-        leaves, outcome = jax.eval_shape(pure, packed.leaves)
+        leaves, outcome = with_room(jax.eval_shape, pure, packed.leaves)
     shapes = place_new(outcome.delta, leaves, 0)  # JAX forgets the shardings that values were constrained to
     return commit(_NOTHING, outcome.delta, _on_devices(outcome.delta, shapes), ())
 

@@ -35,7 +35,7 @@ from ..core.recordings import recorded_anew
 from ..core.references import search, used_unnoticed
 from ..core.static import Const, Identity, state_of
 from ..core.tables import pack_call, table_of
-from ..core.tracing import at_top_level, evaluate
+from ..core.tracing import at_top_level, evaluate, with_room
 from .callables import name_of
 from .checkify import note_nan
 from .leaf_checks import explain_untraced
@@ -113,7 +113,7 @@ def watched(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
-        return call_watched(function, *args)
+        return with_room(call_watched, function, *args)
 
     return wrapper
 
