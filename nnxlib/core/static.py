@@ -226,13 +226,13 @@ class _Freezer:
                 self.by_items.append(value)
                 value = dict(value)  # which has a method `items`, not the item of that name
             elif not hasattr(kind, "_nnx_children"):  # attributes are not compared; what has a hash is not copied
-                self.parts += filter(_has_hash, getattr(value, "__dict__", {}).values())
+                self.parts += filter(has_hash, getattr(value, "__dict__", {}).values())
             return kind, self.mapping(value)
         if isinstance(value, Mapping) and kind.__hash__ is None:
             return kind, self.mapping(value)
         if isinstance(value, Sequence) and kind.__hash__ is None:  # not by attributes: it may refer to its parent
             return kind, self.mutable_items(value)
-        return kind, self.hashable(value) if _has_hash(value) else self.attributes(value)
+        return kind, self.hashable(value) if has_hash(value) else self.attributes(value)
 
     def items(self, values: Any) -> Hashable:
         return tuple([(type(v), v) if type(v) in ATOMS else self.freeze(v) for v in values])
@@ -351,7 +351,7 @@ class _Freezer:
         return tuple(found)
 
 
-def _has_hash(value: Any) -> bool:
+def has_hash(value: Any) -> bool:
     try:
         hash(value)
     except (TypeError, ValueError):  # the latter of a memoryview that can be written

@@ -318,7 +318,8 @@ class ModelAndOptimizer(Optimizer[M]):
 
 _LABELS = """\
 If labels or a mask were given: the transformation works on a State of what it trains, and labels for it are a State, \
-too, or a function of it. Make them by nnx.map_state(lambda path, variable: ..., nnx.state(model, wrt))."""
+too, or a function of it. Make them by nnx.map_state(lambda path, variable: ..., nnx.state(model, wrt)), or put a dict \
+that you have into one: nnx.State(labels)."""
 
 _EXTRA = """\
 If the transformation takes more than gradients, as those with a line search do, pass it by name: \

@@ -10,10 +10,11 @@ places at which they were found are part of its key.
 
 What is :class:`Known` of all that is one record. :class:`Captures` replaces it by another when something has changed.
 
-A captured Variable that holds a bool or text is no input. Such a value says what to do (``if first.value:``, the labels
-of a mask), and cannot be traced. It is a *constant*: part of the key, and seen as it is. Another Variable may take the
-place of one that holds a constant, which changes no structure; so :class:`WithConstants` also says which Variables they
-are, and the dispatch compares these when it has no shortcut (a Variable that is replaced ends all shortcuts).
+A captured Variable that holds a bool, or what JAX cannot trace, is no input. Such a value says what to do (``if
+first.value:``, the labels of a mask, the shardings of a State). It is a *constant*: part of the key, and seen as it is.
+Another Variable may take the place of one that holds a constant, which changes no structure; so :class:`WithConstants`
+also says which Variables they are, and the dispatch compares these when it has no shortcut (a Variable that is replaced
+ends all shortcuts).
 """
 
 from __future__ import annotations
@@ -39,14 +40,13 @@ from ..core.rows import Ref, children, parts
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
 from ..core.variables import Identified
+from .leaf_checks import is_constant
 
 # The objects that a function captures at a call; and a token of the places where they were found, and of the constants:
 # equal whenever each was found at the same places.
 Captured = tuple[tuple[Any, ...], Hashable]
 
 NOTHING: Captured = (), None
-
-_CONSTANT = frozenset((bool, str))  # the types of values that are constants
 
 
 class Constants(NamedTuple):
@@ -130,7 +130,7 @@ class Known:
         if not self.constants.positions:
             return self.places
         values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.constants.variables]
-        constants = [value if type(value) in _CONSTANT else None for value in values]
+        constants = [value if is_constant(value) else None for value in values]
         return WithConstants.of(self.places, self.constants, constants)
 
 
@@ -370,8 +370,8 @@ def capture_held(function: Callable, packed: Packed) -> None:
 
 def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:
     """The constants among the leaves of packed :class:`Arguments`, by position."""
-    positions = [k for k in range(len(layout.variables)) if type(leaves[k]) in _CONSTANT]
-    return {k: leaves[k] for k in positions if layout.leaf_paths[k][0] == "captured"}
+    captured = [k for k in range(len(layout.variables)) if layout.leaf_paths[k][0] == "captured"]
+    return {k: leaves[k] for k in captured if is_constant(leaves[k])}
 
 
 def constants_of(places: Any) -> dict[int, Any]:

@@ -18,6 +18,7 @@ from ..core.errors import ArgumentError, OutputError, describe, format_path, lis
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.reprs import static_repr
+from ..core.static import has_hash
 from ..core.tracing import AbstractValue, Tracer
 
 
@@ -39,8 +40,24 @@ def check_returned(after: After) -> None:
             ) from None
 
 
+def is_traceable(leaf: Any) -> bool:
+    """Whether JAX can trace a leaf, or it is a pytree."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):  # as nearly all are
+        return True
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return not all_leaves([leaf])
+    return True
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a value says what to do: a bool, or what cannot be traced, such as text, a sharding or a dtype."""
+    return type(leaf) is bool or (not is_traceable(leaf) and has_hash(leaf))
+
+
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments, except text in what is captured (closure_inputs.py).
+    """Check that JAX can trace each leaf of the arguments, except constants in what is captured (closure_inputs.py).
 
     Raises:
       ArgumentError: naming the argument, and what to do.
@@ -49,15 +66,10 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
         return
     places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
     for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
-        if isinstance(leaf, jax.ShapeDtypeStruct) or (path[:1] == ("captured",) and type(leaf) is str):
-            continue
-        try:
-            jax.typeof(leaf)
-        except TypeError:
-            if all_leaves([leaf]):
-                name, kind = format_path(path), type(leaf).__name__
-                arrays = _OF_ARRAYS if dataclasses.is_dataclass(leaf) else ""
-                raise ArgumentError(message.format(name=name, kind=kind, value=leaf) + arrays) from None
+        if not is_traceable(leaf) and not (path[:1] == ("captured",) and is_constant(leaf)):
+            name, kind = format_path(path), type(leaf).__name__
+            arrays = _OF_ARRAYS if dataclasses.is_dataclass(leaf) else ""
+            raise ArgumentError(message.format(name=name, kind=kind, value=leaf) + arrays)
 
 
 def explain_untraced(error: TypeError, layout: Layout, leaves: Sequence[Any]) -> None:

@@ -25,8 +25,9 @@ from ..core.errors import Path, RetraceWarning, format_path, listed
 from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
 from ..core.layout import Layout
+from ..core.reprs import static_repr
 from ..core.rows import children
-from ..core.tracing import Tracer, level_of_user
+from ..core.tracing import AbstractValue, Tracer, level_of_user
 
 _KEPT = 32  # how many notes
 _SHOWN = 4  # how many arrays of one Variable are listed
@@ -110,7 +111,7 @@ _PAD = "Give inputs a common shape (pad them) and dtype."
 
 
 def _text(types: Sequence[Any]) -> str:
-    texts = [repr(t) if isinstance(t, bool | str) else _text_of(t) for t in types]
+    texts = [_text_of(t) if isinstance(t, AbstractValue) else static_repr(t) for t in types]  # others are constants
     return ", ".join(texts) if len(texts) <= _SHOWN else f"{len(texts)} arrays"
 
 

@@ -414,6 +414,41 @@ def test_a_captured_bool_of_a_trace_beside_a_module_from_outside():
     assert outer(1.0) == 4
 
 
+PROGRAM = {
+    "sharding": lambda x, i: [jax.sharding.SingleDeviceSharding(jax.devices()[0]), jax.typeof(x).sharding][i],
+    "dtype": lambda x, i: [jnp.dtype("int32"), jnp.dtype("float32")][i],
+    "type": lambda x, i: [jnp.int32, jnp.float32][i],
+    "function": lambda x, i: [jnp.sin, jnp.cos][i],
+}
+
+
+@pytest.mark.parametrize("make", PROGRAM.values(), ids=PROGRAM)
+def test_what_cannot_be_traced_is_a_constant(make):
+    """``jax.tree.map`` and ``get_named_sharding`` make States of such values, for a function to apply leaf by leaf."""
+    params = nnx.state(nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2))))
+    settings, seen = params.map(lambda path, v: v.replace(make(v.value, 0))), []
+    f = nnx.jit(lambda params: jax.tree.map(lambda p, setting: seen.append(setting) or p, params, settings))
+    for i in (0, 0, 1, 1, 0):
+        settings["b"].value = make(params["b"].value, i)
+        assert f(params)["a"].value.tolist() == [1, 1]
+    assert seen[-4:] == [make(params["b"].value, i) for i in (0, 0, 0, 1)]  # a and b, in each of two traces
+
+
+def test_a_captured_state_of_shardings_constrains():
+    mesh = jax.make_mesh((1,), ("x",))
+    with jax.set_mesh(mesh):
+        params = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("x", None)}))
+        shardings = nnx.get_named_sharding(params, mesh)
+        constrained = nnx.jit(lambda params: jax.lax.with_sharding_constraint(params, shardings))(params)
+    assert constrained["kernel"].sharding.spec == jax.sharding.PartitionSpec("x", None)
+
+
+def test_what_cannot_be_compared_is_no_constant():
+    setting = nnx.Variable({1, 2})
+    with pytest.raises(ArgumentError, match=r"The Variable captured\[0\] holds a set"):
+        nnx.jit(lambda x: x * len(setting.value))(1.0)
+
+
 def test_a_trace_for_another_captured_bool_is_explained():
     module = Switched(True)
     f = nnx.jit(lambda x: module(x))

@@ -274,9 +274,12 @@ def test_arguments_that_a_transformation_lacks_are_an_error_with_the_remedy():
 
 def test_labels_of_another_structure_are_an_error_with_the_remedy():
     labels = nnx.to_pure_dict(ranks(nnx.state(Net(), nnx.Param)))
+    txs = {"matrix": optax.adam(0.1), "vector": optax.sgd(0.1)}
     with pytest.raises(ValueError) as error:
-        nnx.Optimizer(Net(), optax.multi_transform({"matrix": optax.adam(0.1), "vector": optax.sgd(0.1)}, labels))
-    assert "labels for it are a State" in "".join(error.value.__notes__)
+        nnx.Optimizer(Net(), optax.multi_transform(txs, labels))
+    assert "put a dict that you have into one: nnx.State(labels)" in "".join(error.value.__notes__)
+    model = Net()
+    nnx.Optimizer(model, optax.multi_transform(txs, nnx.State(labels))).update(model, nnx.state(model, nnx.Param))
 
 
 def test_an_injected_learning_rate_is_a_variable():
