@@ -14,7 +14,7 @@ A captured Variable that holds a bool, or what JAX cannot trace, is no input. Su
 first.value:``, the labels of a mask, the shardings of a State). It is a *constant*: part of the key, and seen as it is.
 Another Variable may take the place of one that holds a constant, which changes no structure; so :class:`WithConstants`
 also says which Variables they are, and the dispatch compares these when it has no shortcut (a Variable that is replaced
-ends all shortcuts).
+ends all shortcuts). Integers are inputs, since they may count something, until a trace fails for want of their values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..core.rows import Ref, children, parts
 from ..core.straight import Step, straight_line
 from ..core.tracing import current_trace
 from ..core.variables import Identified
-from .leaf_checks import is_constant
+from .leaf_checks import is_constant, is_integer
 
 # The objects that a function captures at a call; and a token of the places where they were found, and of the constants:
 # equal whenever each was found at the same places.
@@ -64,7 +64,7 @@ NO_CONSTANTS = Constants((), ())
 
 
 class WithConstants(tuple):
-    """A token of places, the positions of the constants, and their values; None for one that is no constant now.
+    """A token of places, the positions of the constants, their values and types; None for one that is no constant now.
 
     Which Variables hold the ``constants`` is not compared.
     """
@@ -73,7 +73,8 @@ class WithConstants(tuple):
 
     @classmethod
     def of(cls, places: object, constants: Constants, values: Iterable[Any]) -> WithConstants:
-        self = cls((places, constants.positions, tuple(values)))
+        values = tuple(values)
+        self = cls((places, constants.positions, values, tuple(map(type, values))))
         self.constants = constants
         return self
 
@@ -130,7 +131,7 @@ class Known:
         if not self.constants.positions:
             return self.places
         values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.constants.variables]
-        constants = [value if is_constant(value) else None for value in values]
+        constants = [value if is_constant(value) or is_integer(value) else None for value in values]
         return WithConstants.of(self.places, self.constants, constants)
 
 
@@ -149,6 +150,7 @@ class Captures:
         self._function, self._given = function, given
         self._adding = threading.Lock()
         self._places: dict[Hashable, object] = {}  # the tokens of the places that were met
+        self._integers = False  # whether these are constants
         self.known: Known | None = None  # None if it has to be found out at each call
 
     def now(self) -> Captured:
@@ -189,7 +191,7 @@ class Captures:
 
     def note_constants(self, packed: Packed, places: Any) -> Hashable:
         """The token of the places and of the constants in what was packed, which are known from now on."""
-        values, known = constants_in(packed.layout, packed.leaves), self.known
+        values, known = constants_in(packed.layout, packed.leaves, self._integers), self.known
         variables = [packed.objects[packed.layout.variables[k]] for k in values]
         constants = Constants(tuple(values), list(map(weakref.ref, variables)))
         if known is not None and not constants.are(known.constants):
@@ -199,6 +201,13 @@ class Captures:
             return without
         self._token_of(here := WithConstants.of(without, constants, values.values()))  # so it is counted
         return here
+
+    def needs_integers(self, packed: Packed) -> bool:
+        """Whether integers that were inputs of a trace, which failed, are constants from now on."""
+        before, self._integers = self._integers, True
+        return not before and any(
+            is_integer(leaf) and path[0] == "captured" for path, leaf in zip(packed.layout.leaf_paths, packed.leaves)
+        )
 
     def have_many_places(self) -> bool:
         """Whether there have been so many places that programs for them should be dropped; if so, forgets everything.
@@ -368,15 +377,15 @@ def capture_held(function: Callable, packed: Packed) -> None:
         raise CapturedObjects(found, running_in(methods))
 
 
-def constants_in(layout: Layout, leaves: Sequence[Any]) -> dict[int, Any]:
-    """The constants among the leaves of packed :class:`Arguments`, by position."""
+def constants_in(layout: Layout, leaves: Sequence[Any], integers: bool = False) -> dict[int, Any]:
+    """The constants among the leaves of packed :class:`Arguments`, by position; with or without integers."""
     captured = [k for k in range(len(layout.variables)) if layout.leaf_paths[k][0] == "captured"]
-    return {k: leaves[k] for k in captured if is_constant(leaves[k])}
+    return {k: leaves[k] for k in captured if is_constant(leaves[k]) or (integers and is_integer(leaves[k]))}
 
 
 def constants_of(places: Any) -> dict[int, Any]:
     """The constants in a token of places, by position."""
-    return dict(zip(*places[1:], strict=True)) if isinstance(places, WithConstants) else {}
+    return dict(zip(*places[1:3], strict=True)) if isinstance(places, WithConstants) else {}
 
 
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:

@@ -36,7 +36,7 @@ from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captures, WithConstants, capture_held, constants_in
+from .closure_inputs import EMPTY, NOTHING, Captures, WithConstants, capture_held, constants_of
 from .dispatch import Dispatch, KnownCall, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
@@ -219,7 +219,10 @@ class JitWrapped(Jitted, Generic[P, R]):
                 return plan.call(packed)
             except CapturedObjects as outside:
                 self._prepare(captures, outside, captured, packed)
-                (captured, places), found = captures.now(), None
+            except TypeError:  # an `if` on a traced value, say
+                if not (captured and captures.needs_integers(packed)):
+                    raise
+            (captured, places), found = captures.now(), None
 
     def _captures_of(self, args: tuple, kwargs: dict[str, Any]) -> Captures:
         """What the function captures if it is called with these arguments, of which some may be static."""
@@ -320,6 +323,10 @@ class JitWrapped(Jitted, Generic[P, R]):
         except CapturedObjects as outside:
             self._prepare(captures, outside, captured, packed)
             return self._stage(name, args, kwargs, count)
+        except TypeError:
+            if not (captured and captures.needs_integers(packed)):
+                raise
+            return self._stage(name, args, kwargs, count)
         first = len(self._args) + count
         left_out = [(i, x) for i, x in enumerate(bound[0]) if i < first or type(x) is StaticArgument]
         named = {k: x for k, x in bound[1].items() if k not in kwargs or type(x) is StaticArgument}
@@ -402,8 +409,7 @@ class JitWrapped(Jitted, Generic[P, R]):
             if captures.have_many_places():
                 self.clear_cache()
             check_traceable(layout, packed.leaves)
-            constants = constants_in(layout, packed.leaves) if arguments.captured else {}
-            plan = self._plans[key] = self._new_plan(layout, constants, entries, labels, leaf_labels)
+            plan = self._plans[key] = self._new_plan(layout, constants_of(places), entries, labels, leaf_labels)
         return plan
 
     def _new_plan(

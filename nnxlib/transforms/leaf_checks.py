@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import all_leaves
 
 from ..core.errors import ArgumentError, OutputError, describe, format_path, listed, place_of
@@ -52,8 +53,16 @@ def is_traceable(leaf: Any) -> bool:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a value says what to do: a bool, or what cannot be traced, such as text, a sharding or a dtype."""
-    return type(leaf) is bool or (not is_traceable(leaf) and has_hash(leaf))
+    """Whether a value says what to do: a bool, integers in a tuple, or what cannot be traced (text, a sharding)."""
+    kind = type(leaf)
+    return kind is bool or (issubclass(kind, tuple) and is_integer(leaf)) or (not is_traceable(leaf) and has_hash(leaf))
+
+
+def is_integer(leaf: Any) -> bool:
+    """Whether a value is an integer, or a tuple of integers, such as a shape."""
+    if isinstance(leaf, tuple):
+        return bool(leaf) and all(map(is_integer, leaf))
+    return isinstance(leaf, int | np.integer | np.bool_)
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:

@@ -443,6 +443,64 @@ def test_a_captured_state_of_shardings_constrains():
     assert constrained["kernel"].sharding.spec == jax.sharding.PartitionSpec("x", None)
 
 
+NEEDED = {
+    "if": lambda n: 1.0 if n > 2 else 0.0,
+    "range": lambda n: float(len(range(n))),
+    "shape": lambda n: jnp.ones(n).sum(),
+}
+
+
+@pytest.mark.parametrize("needs", NEEDED.values(), ids=NEEDED)
+@pytest.mark.parametrize("kind", [int, np.int32])
+def test_an_integer_is_a_constant_if_its_value_is_needed(needs, kind):
+    """As in eager code, and in flax.nnx, where it stays what it was in the first trace."""
+    count = nnx.Variable(kind(3))
+    f = nnx.jit(lambda x: x * needs(count.get_value()))
+    compiled = f.lower(1.0).compile()
+    for n in (3, 3, 2, 3):
+        count.value = kind(n)
+        assert f(1.0) == needs(n)
+        assert n != 3 or compiled(1.0) == needs(n)
+
+
+def test_an_integer_is_an_input_if_its_value_is_not_needed():
+    count, traces = nnx.Variable(0), []
+    f = nnx.jit(lambda x: traces.append(1) or x * count)
+    for n in range(4):
+        count.value = n
+        assert f(2.0) == 2 * n
+    assert len(traces) == 2  # abandoned, kept
+
+
+def test_integers_in_a_tuple_are_constants():
+    """``jax.tree.map`` makes States of shapes and axes."""
+    params = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    shapes, traces = jax.tree.map(jnp.shape, params), []
+
+    @nnx.jit
+    def restored(flat):
+        traces.append(1)
+        return jax.tree.map(
+            lambda x, v: x.reshape(v.get_value()), flat, shapes, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+
+    flat = nnx.pure(jax.tree.map(jnp.ravel, params))
+    for _ in range(2):
+        assert restored(flat)["kernel"].shape == (2, 3)
+    shapes["kernel"].value = 3, 2
+    assert restored(flat)["kernel"].shape == (3, 2)
+    assert len(traces) == 3
+
+
+def test_an_error_that_no_integer_is_the_cause_of():
+    count = nnx.Variable(3)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        nnx.jit(lambda x: (x * count) + "text")(1.0)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"args\[0\]"):
+        nnx.jit(lambda x: x * count if x > 0 else x)(1.0)
+    assert count.value == 3
+
+
 def test_what_cannot_be_compared_is_no_constant():
     setting = nnx.Variable({1, 2})
     with pytest.raises(ArgumentError, match=r"The Variable captured\[0\] holds a set"):
