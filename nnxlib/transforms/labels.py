@@ -230,7 +230,7 @@ def mapped_size(
             shape = np.shape(x)
             if not -len(shape) <= axis < len(shape):
                 head = f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
-                raise PrefixError(head + _on_stream(layout, path))
+                raise PrefixError(head + (_on_stream(layout, path) or _STACK))
             sizes.setdefault(shape[axis], format_path(path))
     if len(sizes) > 1:
         found = ", ".join(f"{size} ({where})" for size, where in sizes.items())
@@ -246,6 +246,10 @@ def _on_stream(layout: Layout, path: tuple) -> str:
 
 
 _WHOLE = "in_axes says which axis of each argument it is; None is for one that is passed whole: in_axes=(0, None)."
+
+_STACK = """
+None is for what is passed whole; what is to differ between the slices is stacked beforehand, such as a cache for each \
+row of a batch: nnx.update(model, jax.tree.map(lambda x: jnp.stack([x] * size), nnx.state(model, nnx.Cache)))."""
 
 _STREAM = """
 It belongs to the random stream {tag!r}. Split the stream, which gives each slice keys of its own: \

@@ -232,7 +232,7 @@ WRONG = {
         lambda: nnx.vmap(jnp.sin, axis_size=5)(XS),
         r"different sizes: 5 \(axis_size\), 2 \(args\[0\]\)",
     ),
-    "a number": (lambda: nnx.vmap(jnp.sin)(1.0), r"args\[0\] has shape \(\), so there is no axis 0"),
+    "a number": (lambda: nnx.vmap(jnp.sin)(1.0), r"args\[0\] has shape \(\), so there is no axis 0 .*\nNone is for"),
     "a stream that is not split": (
         lambda: nnx.vmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs), axis_size=5)(nnx.Rngs(0)),
         r"args\[0\]\.default\.count has shape \(\), so there is no axis 0 .*\n.*@nnx.split_rngs\(splits=5\)",
