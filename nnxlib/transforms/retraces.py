@@ -74,9 +74,11 @@ class Traces:
         """The warning of differences that make each call trace anew, with a remedy for each kind."""
         last = self._notes[-1]
         grown = [x for x in found if x.kind == "added" or _is_longer(previous, last, x.path)]
-        arrays = [x for x in found if x.path in last.types and x not in grown]
-        others = len(found) - len(grown) - len(arrays)
-        remedy = " ".join([_GROWS] * bool(grown) + [_PAD] * bool(arrays) + [_KEEP] * bool(others))
+        values = [x for x in found if any(not isinstance(t, AbstractValue) for t in last.types.get(x.path, ()))]
+        arrays = [x for x in found if x.path in last.types and x not in grown + values]
+        others = len(found) - len(grown) - len(arrays) - len(values)
+        needed = [(_GROWS, grown), (_COMPUTE, values), (_PAD, arrays), (_KEEP, others)]
+        remedy = " ".join([text for text, of in needed if of])
         return listed(_EACH_CALL.format(name=self.name, count=_IN_A_ROW), list(map(_line, found)), remedy)
 
     def explain(self) -> str:
@@ -107,6 +109,9 @@ _KEEP = "Keep what changes from call to call in an array or a Variable, which ar
 _GROWS = """\
 What grows is another program each time: take it out after each call (nnx.pop(model, nnx.Intermediate) for what sow \
 has recorded), keep it outside of the call, or write into an array of a fixed size."""
+_COMPUTE = """\
+A bool, text, or a number in an `if` or a shape is part of the program, also in a Variable. To compute with it \
+instead, keep an array, and write jnp.where or nnx.cond in place of `if`."""
 _PAD = "Give inputs a common shape (pad them) and dtype."
 
 

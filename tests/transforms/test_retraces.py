@@ -115,6 +115,18 @@ def test_a_trace_at_each_call_is_warned_of(cause):
     assert pathlib.Path(caught[0].filename).name == "test_retraces.py"
 
 
+@pytest.mark.parametrize("values", ["abcdefghi", range(9)], ids=["text", "int"])
+def test_a_captured_value_that_changes_at_each_call_is_warned_of(values):
+    setting = nnx.Variable(values[0])
+    f = nnx.jit(lambda x: x if setting.get_value() in values[5:] else -x)
+    for value in values[:8]:
+        setting.value = value
+        f(1.0)
+    setting.value = values[8]
+    with pytest.warns(RetraceWarning, match=rf"captured\[0\]: {values[7]!r} became .*\nA bool, .* in place of `if`\.$"):
+        f(1.0)
+
+
 @pytest.mark.parametrize("how", ["sow", "list", "dict"])
 def test_a_record_that_grows_at_each_call_is_warned_of(how):
     """Each time it is another item; the remedy is not to pad inputs."""
