@@ -203,11 +203,13 @@ class Captures:
         return here
 
     def needs_integers(self, packed: Packed) -> bool:
-        """Whether integers that were inputs of a trace, which failed, are constants from now on."""
-        before, self._integers = self._integers, True
-        return not before and any(
-            is_integer(leaf) and path[0] == "captured" for path, leaf in zip(packed.layout.leaf_paths, packed.leaves)
-        )
+        """Whether captured integers, which were inputs of a trace that failed, are constants from now on.
+
+        They are inputs again if a trace fails where they are constants: then it was for another reason.
+        """
+        integers = [is_integer(x) and path[0] == "captured" for path, x in zip(packed.layout.leaf_paths, packed.leaves)]
+        self._integers = not self._integers and any(integers)
+        return self._integers
 
     def have_many_places(self) -> bool:
         """Whether there have been so many places that programs for them should be dropped; if so, forgets everything.

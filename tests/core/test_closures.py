@@ -501,6 +501,19 @@ def test_an_error_that_no_integer_is_the_cause_of():
     assert count.value == 3
 
 
+def test_an_integer_is_still_an_input_after_a_call_that_fails_for_another_reason():
+    count, traces = nnx.Variable(0), []
+    f = nnx.jit(lambda x: traces.append(1) or x @ jnp.ones(2) * count)
+    assert f(jnp.ones(2)) == 0
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        f(jnp.ones(3))
+    traces.clear()
+    for n in range(4):
+        count.value = n
+        assert f(jnp.ones(2)) == 2 * n
+    assert not traces
+
+
 def test_what_cannot_be_compared_is_no_constant():
     setting = nnx.Variable({1, 2})
     with pytest.raises(ArgumentError, match=r"The Variable captured\[0\] holds a set"):
