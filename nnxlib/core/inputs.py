@@ -16,17 +16,7 @@ from .closures import absent_input
 from .tracing import TraceRef, current_trace
 from .variables import Variable
 
-
-class _Absent:
-    """What stands for a leaf that was not passed."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "<absent>"
-
-
-ABSENT: Any = _Absent()
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>", "__slots__": ()})()  # a leaf that was not passed
 
 
 class Input(TracedCell):
@@ -67,7 +57,7 @@ class LentInput(Input):
 
     @property
     def value(self) -> Any:  # type: ignore[override]
-        return _value_of(self) if get_ident() == self.thread else self.outside.value
+        return super().value if get_ident() == self.thread else self.outside.value
 
     @value.setter
     def value(self, value: Any) -> None:
@@ -79,9 +69,6 @@ class LentInput(Input):
     @property
     def trace(self) -> TraceRef:  # type: ignore[override]
         return self.within if get_ident() == self.thread else self.outside.trace
-
-
-_value_of: Any = Input.value.fget  # type: ignore[attr-defined]
 
 
 def lend(variable: Variable, value: Any) -> None:

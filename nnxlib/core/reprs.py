@@ -26,7 +26,7 @@ from jax.tree_util import all_leaves, tree_flatten_with_path, tree_leaves
 from .data import is_node
 from .errors import describe, format_path
 from .traversals import path_key
-from .variables import RngState, Variable
+from .variables import MISSING, RngState, Variable
 
 MOST_LINES = 300  # of one repr; beyond, deep levels are folded
 DEEPEST = 24  # levels that are written out
@@ -361,7 +361,7 @@ def expand_object(value: Any) -> Leaf | Group:
         if not is_made(value):
             return Leaf(f"{name}(<not initialised>)")
         defaults = _defaults(type(value))
-        items = [(key, x) for key, x in value._nnx_children() if not _is_default(x, defaults.get(key, _NO_DEFAULT))]
+        items = [(key, x) for key, x in value._nnx_children() if not _is_default(x, defaults.get(key, MISSING))]
         return node_group(type(value), items, id(value))
     if _is_array(value):
         return Leaf(array_text(value), "Array", size_of(value))
@@ -369,7 +369,6 @@ def expand_object(value: Any) -> Leaf | Group:
 
 
 _SIMPLE = {bool, float, int, str, type(None)}  # most attributes
-_NO_DEFAULT: Any = object()
 
 
 def _defaults(kind: type) -> Mapping[str, Any]:

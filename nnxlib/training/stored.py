@@ -16,7 +16,7 @@ from ..core.ops import state
 from ..core.state import FlatState, from_flat_state
 from ..core.tracing import Tracer
 from ..core.traversals import path_key
-from ..core.variables import Variable, plain_value
+from ..core.variables import MISSING, Variable, plain_value
 
 
 def check_transformation(tx: Any, call: str) -> None:
@@ -85,7 +85,7 @@ def matched(
         from_flat_state(given) if isinstance(given, FlatState) else state(given) if isinstance(given, Node) else given
     )
     there = {path: _at(given, path) for path in expected}
-    found = {path: plain_value(value) for path, value in there.items() if value is not _NOTHING}
+    found = {path: plain_value(value) for path, value in there.items() if value is not MISSING}
     others = {}
     for keys, leaf in jtu.tree_flatten_with_path(given, is_leaf=is_variable)[0]:
         path = tuple(map(path_key, keys))
@@ -103,13 +103,10 @@ def _is_within(path: Path, others: Collection[Path]) -> bool:
     return any(path[:n] in others for n in range(len(path) + 1))
 
 
-_NOTHING = object()
-
-
 def _at(tree: Any, path: Path) -> Any:
     for key in path:
         try:
             tree = tree[key]
         except (KeyError, IndexError, TypeError):
-            return _NOTHING
+            return MISSING
     return tree
