@@ -46,7 +46,7 @@ from .finding import how_to_pass, locate
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps, invalidate
-from .trace_state import PytreeState, TraceState
+from .trace_state import PytreeState
 from .tracing import Tracer, TraceRef, boundary, current_trace, is_own
 from .variables import MISSING, Identified, deep_copy
 
@@ -77,7 +77,7 @@ class Node(Identified):
 
     __slots__ = ()
 
-    _nnx_stamps: Stamps
+    _nnx_saved = SLOTS
     _nnx_marks: dict[Any, Any] | None
     _nnx_table: Any
     _nnx_trace: Any
@@ -97,18 +97,6 @@ class Node(Identified):
         for register in PYTREE_REGISTRARS if pytree else ():
             register(cls)
 
-    def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each (key, value) that this node holds, static ones too, in insertion order."""
-        raise TypeError(f"{type(self).__name__} does not say what it holds.")
-
-    def _nnx_contents(self) -> dict[Any, Any]:
-        """A new dict of what :meth:`_nnx_children` yields."""
-        return dict(self._nnx_children())
-
-    def _nnx_fill(self, items: dict[Any, Any]) -> None:
-        """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
-        raise TypeError(f"{type(self).__name__} does not say how to fill it.")
-
     @staticmethod
     def _nnx_fill_new(node: Any, items: dict[Any, Any]) -> None:
         """Give an empty node its contents; it may keep the dict. For most classes it is a C function."""
@@ -119,8 +107,6 @@ class Node(Identified):
     def _nnx_give(self, trace: TraceRef) -> None:
         _set(self, "_nnx_trace", trace)
 
-    _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
-
     def _check_valid_context(self, error_msg: Callable[[], str]) -> None:
         """Refuse a write under another trace than this node's: raise :class:`TraceContextError`.
 
@@ -129,26 +115,11 @@ class Node(Identified):
         """
         raise errors.TraceContextError(error_msg())
 
-    # --- borrowed by a trace that captured it: see closures.py ---
-
-    def _nnx_save(self) -> tuple:
-        return type(self), self._nnx_contents(), {name: getattr(self, name) for name in SLOTS}
-
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
         _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
         _set(self, "_nnx_table", None)
         _set(self, "_nnx_tree", None)
-
-    def _nnx_restore(self, state: tuple) -> None:
-        kind, items, slots = state
-        if type(self) is not kind:
-            _set(self, "__class__", kind)
-        self._nnx_fill(items)
-        seen_inside = self._nnx_stamps  # from other threads that described the object as the trace had changed it
-        for name, value in slots.items():
-            _set(self, name, value)
-        invalidate(seen_inside, self)
 
     def __repr__(self) -> str:
         return node_repr(self)

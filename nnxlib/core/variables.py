@@ -57,9 +57,42 @@ DEFAULTS: dict[str, Any] = {}  # metadata that every new Variable gets unless it
 
 
 class Identified:
-    """Base class of what has an identity in the object graph: Variables and nodes."""
+    """Base class of what has an identity in the object graph: Variables and nodes.
+
+    It belongs to the trace under which it was made. A trace that has captured it may borrow it (closures.py): what it
+    is and holds is saved before that, and restored afterwards.
+    """
 
     __slots__ = ()
+
+    _nnx_stamps: Stamps  # of the cached layouts that describe it
+    _nnx_saved: tuple[str, ...]  # its slots
+
+    _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
+
+    def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each (key, value) that it holds, static ones too, in insertion order; nothing for a Variable."""
+        return iter(())
+
+    def _nnx_contents(self) -> dict[Any, Any]:
+        """A new dict of what :meth:`_nnx_children` yields."""
+        return dict(self._nnx_children())
+
+    def _nnx_fill(self, items: dict[Any, Any]) -> None:
+        """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
+
+    def _nnx_save(self) -> tuple:
+        return type(self), self._nnx_contents(), {name: getattr(self, name) for name in self._nnx_saved}
+
+    def _nnx_restore(self, state: tuple) -> None:
+        kind, items, slots = state
+        if type(self) is not kind:
+            _set(self, "__class__", kind)
+        self._nnx_fill(items)
+        seen_inside = self._nnx_stamps  # from other threads that described the object as the trace had changed it
+        for name, value in slots.items():
+            _set(self, name, value)
+        invalidate(seen_inside, self)
 
 
 class VariableSlots(Identified):
@@ -72,7 +105,6 @@ class VariableSlots(Identified):
     __slots__ = ("__dict__", "__weakref__", "_cell", "_metadata", "_nnx_stamps")
 
     _cell: Cell
-    _nnx_stamps: Stamps  # of the cached layouts that describe this Variable
     _metadata: dict[str, Any]
 
 
@@ -99,6 +131,7 @@ class Variable(ArrayOperators[A], VariableSlots):
 
     __slots__ = ()
     _nnx_is_captured: bool = True  # see Node in objects.py
+    _nnx_saved = ("_cell", "_metadata", "_nnx_stamps")
 
     def __init__(self, value: A | VariableMetadata[A], **metadata: Any):
         if isinstance(value, VariableMetadata):
@@ -243,25 +276,9 @@ class Variable(ArrayOperators[A], VariableSlots):
     def _nnx_give(self, trace: TraceRef) -> None:
         self._change("_cell", cell_of(self._cell.value, trace))
 
-    _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
-
-    # --- borrowed by a trace that captured it: see closures.py ---
-
-    def _nnx_save(self) -> tuple:
-        return type(self), {name: getattr(self, name) for name in _SAVED}
-
     def _nnx_join(self, trace: TraceRef) -> None:
         # The borrower gives it a cell of the trace; until then other threads read the present one.
         _set(self, "_nnx_stamps", ())  # changes inside the trace must not invalidate what describes the object outside
-
-    def _nnx_restore(self, state: tuple) -> None:
-        kind, before = state
-        if type(self) is not kind:
-            _set(self, "__class__", kind)
-        seen_inside = self._nnx_stamps  # from other threads that described the object as the trace had changed it
-        for name, value in before.items():
-            _set(self, name, value)
-        invalidate(seen_inside, self)
 
     def _where(self) -> str:
         path = locate(self, skip=3)
@@ -493,9 +510,6 @@ class Variable(ArrayOperators[A], VariableSlots):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._metadata, *dir(self._nnx_value)})
 
-    def _nnx_children(self):
-        return ()
-
     def __hash__(self) -> int:
         return id(self) >> 4
 
@@ -554,7 +568,6 @@ class _StampsOfRoot(tuple):
 
 
 _set = object.__setattr__
-_SAVED = ("_cell", "_metadata", "_nnx_stamps")
 _set_cell_slot = VariableSlots._cell.__set__  # type: ignore[attr-defined]
 _set_stamps_slot = VariableSlots._nnx_stamps.__set__  # type: ignore[attr-defined]
 _set_metadata_slot = VariableSlots._metadata.__set__  # type: ignore[attr-defined]
@@ -601,7 +614,7 @@ def make_variables(
 def _with_slots(kind: type[V], variable: Any) -> V:
     """A Variable like another one, of a class with slots of its own, which no other object can take on."""
     made = object.__new__(kind)
-    for name in _SAVED:
+    for name in kind._nnx_saved:
         _set(made, name, getattr(variable, name))
     return made
 
