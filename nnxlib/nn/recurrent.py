@@ -151,14 +151,12 @@ class _VectorCell(RNNCellBase):
             )
         return tuple([init(stream(), shape, self.param_dtype) for _ in range(count)])
 
-    def _linear_maps(
-        self, of_input: dict[str, Any], of_carry: dict[str, Any], of_both: dict[str, Any]
-    ) -> tuple[Callable[..., Linear], Callable[..., Linear]]:
-        """Functions that make linear maps of an input, and of a carry, with these options of :class:`Linear`."""
-        settings = {"dtype": self.dtype, "param_dtype": self.param_dtype, "promote_dtype": self.promote_dtype}
-        dense = functools.partial(Linear, **settings, **of_both)
-        make_of_input = functools.partial(dense, self.in_features, **of_input)
-        return make_of_input, functools.partial(dense, self.hidden_features, **of_carry)
+    def _linear_maps(self, *kernels: tuple[Initializer, Metadata], **options: Any) -> list[Callable[..., Linear]]:
+        """Functions that make linear maps of an input, and of a carry, given the initializer and metadata of each."""
+        options |= {"dtype": self.dtype, "param_dtype": self.param_dtype, "promote_dtype": self.promote_dtype}
+        sizes = zip((self.in_features, self.hidden_features), kernels, strict=True)
+        partial = functools.partial
+        return [partial(Linear, n, kernel_init=init, kernel_metadata=x, **options) for n, (init, x) in sizes]
 
     def _check(self, inputs: Array, *vectors: Array) -> None:
         """Check an input, and the vectors of a carry, whose batch axes may also be 1 or missing."""
@@ -273,11 +271,8 @@ class SimpleCell(_VectorCell):
         self.activation_fn = activation_fn
         self.promote_dtype = promote_dtype
         self.rngs = rngs.carry.fork() if keep_rngs else None
-        of_input, of_carry = self._linear_maps(
-            {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata},
-            {"kernel_init": recurrent_kernel_init, "kernel_metadata": recurrent_kernel_metadata},
-            {"bias_init": bias_init, "bias_metadata": bias_metadata, "rngs": rngs},
-        )
+        kernels = (kernel_init, kernel_metadata), (recurrent_kernel_init, recurrent_kernel_metadata)
+        of_input, of_carry = self._linear_maps(*kernels, bias_init=bias_init, bias_metadata=bias_metadata, rngs=rngs)
         self.dense_h = of_carry(hidden_features, use_bias=False)
         self.dense_i = of_input(hidden_features)
 
@@ -325,11 +320,8 @@ class _GatedCell(_VectorCell):
         self.carry_init = carry_init
         self.promote_dtype = promote_dtype
         self.rngs = rngs.carry.fork() if keep_rngs else None
-        of_input, of_carry = self._linear_maps(
-            {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata},
-            {"kernel_init": recurrent_kernel_init, "kernel_metadata": recurrent_kernel_metadata},
-            {"bias_init": bias_init, "bias_metadata": bias_metadata, "rngs": rngs},
-        )
+        kernels = (kernel_init, kernel_metadata), (recurrent_kernel_init, recurrent_kernel_metadata)
+        of_input, of_carry = self._linear_maps(*kernels, bias_init=bias_init, bias_metadata=bias_metadata, rngs=rngs)
         self._make_maps(of_input, of_carry)
 
     def _make_maps(self, of_input: Callable[..., Linear], of_carry: Callable[..., Linear]) -> None:
