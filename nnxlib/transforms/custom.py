@@ -28,7 +28,7 @@ from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from ..core.variables import MISSING
-from .callables import as_pair, resolve
+from .callables import as_bound, as_pair, resolve
 from .leaf_checks import check_returned, check_traceable, type_of
 from .lift import Arguments, Outcome, cross, finish
 from .tangents import (
@@ -177,7 +177,8 @@ class CustomVjp(_Custom):
         def fwd(leaves: list[Any]) -> tuple[Any, tuple]:
             def run(*args: Any) -> Any:
                 out, residuals = as_pair(forward(*args), _FORWARD)
-                return pack((call.kept(args), residuals)), out
+                nondiff, _ = as_bound([args[i] for i in call.nondiff], {})
+                return pack((nondiff, residuals)), out
 
             (packed, _), after = cross(run, call.layout, leaves, part=operator.itemgetter(1))
             return call.outputs(after), (packed.leaves, Tangents(packed.layout, ()))
@@ -228,10 +229,12 @@ class CustomJvp(_Custom):
 
         @custom.defjvp
         def jvp(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[Any, Any]:
-            along = call.tangents_of(tangents[0])
+            values = call.tangents.as_variables(call.tangents.take(tangents[0]))
+            along = tuple(call.tangents.fold_arguments(values, call.diff))
 
             def run(*args: Any) -> Any:
-                return as_pair(rule(*call.nondiff_of(args), call.diff_of(args), along), _RULE)
+                nondiff, diff = ([args[i] for i in numbers] for numbers in (call.nondiff, call.diff))
+                return as_pair(rule(*nondiff, tuple(diff), along), _RULE)
 
             (_, tangent), after = cross(run, call.layout, primals[0], part=operator.itemgetter(0))
             out = leaves, outcome, changed = call.outputs(after)
@@ -254,10 +257,9 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
     taken = {i: f for i, f in diff.items() if f is None or not isinstance(to_predicate(f), Nothing)}
     lane_of = differentiated(packed, args, taken, INEXACT)
     positions = [k for k in Tangents.of_lanes(packed.layout, lane_of).positions if is_inexact(packed.leaves[k])]
-    static = frozenset(i for i in nondiff if isinstance(args[i], StaticArgument))
     shapes = tuple(map(type_of, packed.leaves))
     tangents = Tangents(packed.layout, tuple(positions))
-    return _Call(function, tangents, tuple(diff), tuple(nondiff), static, shapes), packed
+    return _Call(function, tangents, tuple(diff), tuple(nondiff), shapes), packed
 
 
 class _Call:
@@ -268,21 +270,14 @@ class _Call:
       tangents: the leaves of the arguments that are differentiated.
       diff: the numbers of the arguments that are differentiated.
       nondiff: the numbers of the others.
-      static: the numbers of those among them that are part of the program.
       shapes: of the leaves.
     """
 
     def __init__(
-        self,
-        function: Callable,
-        tangents: Tangents,
-        diff: tuple[int, ...],
-        nondiff: tuple[int, ...],
-        static: frozenset[int],
-        shapes: tuple,
+        self, function: Callable, tangents: Tangents, diff: tuple[int, ...], nondiff: tuple[int, ...], shapes: tuple
     ):
         self.function, self.tangents, self.layout = function, tangents, tangents.layout
-        self.diff, self.nondiff, self._static, self._shapes = diff, nondiff, static, shapes
+        self.diff, self.nondiff, self._shapes = diff, nondiff, shapes
         self._delta: Delta | None = None
 
     def pure(self, leaves: list[Any]) -> tuple[list[Any], Outcome, Tangents]:
@@ -316,25 +311,6 @@ class _Call:
         paths = [format_path(self.layout.paths[i]) for i in sorted(changed) if i < len(self.layout.rows)]
         return ", ".join(paths) or ("the structure of the output" if a.root != b.root else "the structure of a Module")
 
-    # --- what rules are given ---
-
-    def nondiff_of(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments that are not differentiated, which a rule takes first."""
-        return [args[i] for i in self.nondiff]
-
-    def kept(self, args: Sequence[Any]) -> list[Any]:
-        """The same arguments for the backward rule, to be packed with the residuals."""
-        return [StaticArgument(args[i]) if i in self._static else args[i] for i in self.nondiff]
-
-    def diff_of(self, args: Sequence[Any]) -> tuple:
-        """The arguments that are differentiated."""
-        return tuple([args[i] for i in self.diff])
-
-    def tangents_of(self, leaves: Sequence[Any]) -> tuple:
-        """The tangents of the arguments that are differentiated."""
-        values = self.tangents.as_variables(self.tangents.take(leaves))
-        return tuple(self.tangents.fold_arguments(values, self.diff))
-
     def gradients(self, gradients: Sequence[Any], changed: Tangents) -> tuple[tuple, Any, Collection[tuple]]:
         """The gradients of the arguments as the function left them, that of the output, and the paths of all leaves.
 
@@ -356,8 +332,6 @@ class _Call:
         parts = [*(((), argument_of(arguments, i)) for i in self.diff), output]
         *of_arguments, of_output = table.fold_parts(table.as_variables(list(found.values())), parts)
         return tuple(of_arguments), of_output, changed.layout.positions.keys()
-
-    # --- what rules return ---
 
     def unfold(self, returned: Any, ignored: Collection[tuple]) -> list[Any]:
         """A gradient for each leaf, None for zero."""
