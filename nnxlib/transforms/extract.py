@@ -168,12 +168,9 @@ def to_tree(
       PrefixError: if ``prefix`` does not fit.
     """
     keyed, structure = jtu.tree_flatten_with_path(tree, is_leaf=is_node)
-    if prefix is MISSING:
-        prefixes = [MISSING] * len(keyed)
-    else:
-        prefixes = broadcast_prefix(prefix, tree, "prefix")
-        if check_aliasing:
-            check_consistent_aliasing(tree, prefixes)
+    prefixes = broadcast_prefix(prefix, tree, "prefix")
+    if prefix is not MISSING and check_aliasing:
+        check_consistent_aliasing(tree, prefixes)
     with split_context(ctxtag) as ctx:
         leaves = [
             split_fn(ctx, path, label, leaf) if map_non_graph_nodes or is_node(leaf) else leaf
@@ -215,9 +212,8 @@ def from_tree(
       PrefixError: if ``prefix`` does not fit.
     """
     keyed, structure = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    if prefix is MISSING:
-        prefixes = [MISSING] * len(keyed)
-    else:
+    prefixes = [MISSING] * len(keyed)
+    if prefix is not MISSING:
         prefixes = broadcast_prefix(prefix, structure.unflatten(range(len(keyed))), "prefix")
     with merge_context(ctxtag, is_inner) as ctx:
         leaves = [
