@@ -48,7 +48,7 @@ from .reprs import node_repr
 from .stamps import Stamps, invalidate
 from .trace_state import PytreeState
 from .tracing import Tracer, TraceRef, boundary, current_trace, is_own
-from .variables import MISSING, Identified, deep_copy
+from .variables import MISSING, Identified, deep_copy, with_slots_of
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)
@@ -183,16 +183,7 @@ def new_node(kind: Any, marks: dict[Any, Any] | None = None, tree: Any = None, s
         self.__class__ = kind
         return self
     except TypeError:  # a class with slots of its own
-        made = slots.__new__(kind)
-        init_slots(made, self)
-        return made
-
-
-def init_slots(node: Any, other: Any = None) -> None:
-    """Give the slots of a node their first values: those of another one, or of a new node."""
-    other = new_node(Pytree) if other is None else other
-    for name in SLOTS:
-        _set(node, name, getattr(other, name))
+        return with_slots_of(self, slots.__new__(kind))
 
 
 def structure_changed(node: Any) -> None:
@@ -235,7 +226,7 @@ def check_writable(node: Any, what: str) -> None:
     try:
         foreign = node._nnx_trace is not current_trace()
     except AttributeError:  # the `__new__` of a base class that comes after Pytree is still running
-        init_slots(node)
+        with_slots_of(new_node(Pytree), node)
         return
     if foreign:
         if current_trace() is None and is_lent_elsewhere(node._nnx_trace):
@@ -583,7 +574,7 @@ class Pytree(HasAttributes, PytreeSlots):
         if new is not object.__new__:  # that of a user's base class that comes after Pytree
             self = new(cls, *args, **kwargs)
             if not hasattr(self, "_nnx_trace"):  # it has set no attributes
-                init_slots(self)
+                with_slots_of(new_node(Pytree), self)
             return self
         self: Any = new(cls) if inspect.isabstract(cls) else new_node(cls)  # Python refuses an abstract class
         _set_attributes(self, {})  # reads are faster from a dict that shares no keys with those of other objects

@@ -580,8 +580,8 @@ def make_variable(kind: type[V], value: Any, metadata: dict[str, Any]) -> V:
     try:
         self.__class__ = kind
         return self
-    except TypeError:
-        return _with_slots(kind, self)
+    except TypeError:  # a class with slots of its own, which no other object can take on
+        return with_slots_of(self, object.__new__(kind))
 
 
 def make_variables(
@@ -607,16 +607,15 @@ def make_variables(
         try:
             self.__class__ = kind
         except TypeError:
-            made[k] = _with_slots(kind, self)
+            made[k] = with_slots_of(self, object.__new__(kind))
     return made
 
 
-def _with_slots(kind: type[V], variable: Any) -> V:
-    """A Variable like another one, of a class with slots of its own, which no other object can take on."""
-    made = object.__new__(kind)
-    for name in kind._nnx_saved:
-        _set(made, name, getattr(variable, name))
-    return made
+def with_slots_of(other: Any, new: V) -> V:
+    """A new Variable or node, with the slots of another one."""
+    for name in new._nnx_saved:
+        _set(new, name, getattr(other, name))
+    return new
 
 
 def all_unshared(values: list[Any]) -> list[Any]:
