@@ -21,7 +21,7 @@ from typing import Any
 
 from .graphdef import GraphDef
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
-from .references import CONTAINERS, Reached, Reference, Way, is_constant, is_left, same_attributes
+from .references import CONTAINERS, Reached, Step, Way, is_constant, is_left, same_attributes
 from .variables import Identified
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
@@ -43,7 +43,7 @@ class Conditions:
 
     __slots__ = ("ends", "members", "steps")
 
-    steps: list[tuple[LookUp, Reference]]  # a look-up, and a reference to what that has found
+    steps: list[Step]
     ends: list[tuple[LookUp, types.CellType]]  # a look-up, and the type of what that has found
     members: list[Members]
 
@@ -56,7 +56,7 @@ class Conditions:
         objects = [way.value for way, held in containers if held is not _FIXED and held is not way.value]
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [way for way in alone if not way.look_up.refers_to(functions)]
-        self.steps = [step for step in steps if not step[0].refers_to(functions)]
+        self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
         self.ends = [(way.look_up, types.CellType(type(way.value))) for way in ends]
         self.members = [Members(container) for _, container in containers if container is not _FIXED]
 
@@ -66,10 +66,8 @@ class Conditions:
     def hold(self) -> bool:
         """Whether each holder is at its place, and holds what is of the same type as before, or another constant."""
         try:
-            for look_up, before in self.steps:
-                x = look_up.find()
-                if x is None or x is not before():
-                    return False
+            if any(step.find() is None for step in self.steps):
+                return False
             for look_up, cell in self.ends:
                 now, kind = type(look_up.find()), cell.cell_contents
                 if now is not kind:

@@ -71,6 +71,19 @@ _BY_ANY_NAME = "getattr", "hasattr", "vars", "dir", "__dict__"  # code with one 
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
 
 
+class Step(NamedTuple):
+    """One step of a way."""
+
+    look_up: LookUp
+    before: Reference  # to what the look-up has found
+    is_root: bool = False  # whether that is what the function captures
+
+    def find(self) -> Any:
+        """What the look-up finds now; None unless that is the same as before."""
+        x = self.look_up.found()
+        return x if x is self.before() else None
+
+
 class Way(NamedTuple):
     """A way from a function to a value: how the value is looked up, and the way to what it is looked up in."""
 
@@ -85,8 +98,8 @@ class Way(NamedTuple):
             yield way, way.before.value
             way = way.before
 
-    def steps(self, known: set[int]) -> Iterator[tuple[LookUp, Reference]]:
-        """For each step its look-up, and a reference to what that has found.
+    def steps(self, known: set[int]) -> Iterator[Step]:
+        """Its steps, the last first.
 
         A container must also keep its length, and an object the dict of its attributes. ``known`` are the ids of the
         ways, containers and such dicts whose steps are known already, from other ways.
@@ -95,10 +108,10 @@ class Way(NamedTuple):
             if id(way) in known:
                 return
             known.add(id(way))
-            yield way.look_up, _reference(way.value)
+            yield Step(way.look_up, _reference(way.value))
             if isinstance(holder, CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
-                yield LookUp(has_length, holder, len(holder)), _true
+                yield Step(LookUp(has_length, holder, len(holder)), lambda: True)
             if way.look_up.kind is own:
                 yield from same_attributes(holder, known)
 
@@ -335,12 +348,12 @@ def _width(container: Any) -> int:
     return sum(not all(is_constant(type(x)) for x in member) for member in members)
 
 
-def same_attributes(x: Any, known: set[int]) -> Iterator[tuple[LookUp, Reference]]:
+def same_attributes(x: Any, known: set[int]) -> Iterator[Step]:
     """The step that finds the dict of the attributes of an object, unless it is ``known``: there may be another one."""
     attributes = x.__dict__
     if id(attributes) not in known:
         known.add(id(attributes))
-        yield LookUp(attribute, x, "__dict__"), lambda: attributes
+        yield Step(LookUp(attribute, x, "__dict__"), lambda: attributes)
 
 
 def _reference(value: Any) -> Reference:
@@ -349,7 +362,3 @@ def _reference(value: Any) -> Reference:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
-
-
-def _true() -> bool:
-    return True

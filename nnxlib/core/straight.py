@@ -36,9 +36,7 @@ from .look_ups import (
     own,
     referent,
 )
-from .references import Reference
-
-Step = tuple[LookUp, Reference, bool]  # a look-up, a reference to what that has found before, whether this is a root
+from .references import Reference, Step
 
 
 def straight_line(steps: Sequence[Step], conditions: Conditions | None) -> Callable[[], Any]:
@@ -51,8 +49,7 @@ def straight_line(steps: Sequence[Step], conditions: Conditions | None) -> Calla
     more, ends, members = (conditions.steps, conditions.ends, conditions.members) if conditions else ([], [], [])
     look_ups = [look_up for look_up, *_ in (*steps, *more, *ends)]
     code = _Code(_most_common_namespace(look_ups))
-    code.terms += [code.finds(look_up, before, is_root) for look_up, before, is_root in steps]
-    code.terms += [code.finds(look_up, before) for look_up, before in more]
+    code.terms += [code.finds(*step) for step in (*steps, *more)]
     kind_of, each = code.held(type), code.held(map)
     code.terms += [f"{kind_of}({code.found_by(look_up)}) is {code.name(kind)}" for look_up, kind in ends]
     for held in map(code.held, members):
@@ -81,7 +78,7 @@ class _Code:
         """A new name for a value."""
         return self.name(types.CellType(value))
 
-    def finds(self, look_up: LookUp, before: Reference, is_root: bool = False) -> str:
+    def finds(self, look_up: LookUp, before: Reference, is_root: bool) -> str:
         """An expression for whether a look-up finds the same as before."""
         if look_up.kind is has_length:
             return f"{self.held(len)}({self.held(look_up.holder)}) == {look_up.key}"

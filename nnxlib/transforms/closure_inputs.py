@@ -35,9 +35,9 @@ from ..core.graph import Packed, pack
 from ..core.held import held_in, statics_and_classes, used_by_arguments
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, referent
-from ..core.references import Reached, Way, search, used_unnoticed
+from ..core.references import Reached, Step, Way, search, used_unnoticed
 from ..core.rows import Ref, children, parts
-from ..core.straight import Step, straight_line
+from ..core.straight import straight_line
 from ..core.tracing import current_trace
 from ..core.variables import Identified
 from .leaf_checks import is_constant, is_integer
@@ -113,18 +113,12 @@ class Known:
 
     def look_up(self) -> tuple[Any, ...] | None:
         """What the function captures; None if not all is as it was."""
-        found = []
-        for look_up, before, is_root in self.steps:
-            x = look_up.found()
-            if x is None or x is not before():
-                return None
-            if is_root:
-                found.append(x)
-        if self.conditions is not None and not self.conditions.hold():
+        found = [(step.find(), step.is_root) for step in self.steps]
+        if any(x is None for x, _ in found) or (self.conditions is not None and not self.conditions.hold()):
             return None
         if self.straight is None:
             self.straight = straight_line(self.steps, self.conditions)
-        return tuple(found)
+        return tuple([x for x, is_root in found if is_root])
 
     def places_now(self) -> Hashable:
         """The token of the places and the present constants; None for one that is no constant now."""
@@ -316,9 +310,9 @@ class Captures:
         conditions = Conditions(found, others, known)
         steps: list[Step] = []
         for reference, to_root in zip(roots, to_roots, strict=True):
-            directly = LookUp(referent, reference), reference
+            directly = Step(LookUp(referent, reference), reference)
             last, *further = [step for way in to_root for step in way.steps(known)] or [directly]
-            steps += [(*last, True), *[(*step, False) for step in further]]
+            steps += [last._replace(is_root=True), *further]
         if not (steps or conditions):
             return EMPTY
         places = self._places_of(to_roots, others) if to_roots or others else None

@@ -31,7 +31,7 @@ def steps_to(f, *roots):
     found = []
     for root in roots:
         last, *further = ways[id(root)].steps(set())
-        found += [(*last, True), *[(*step, False) for step in further]]
+        found += [last._replace(is_root=True), *further]
     return found
 
 
