@@ -36,7 +36,7 @@ from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captures, WithConstants, capture_held, constants_of
+from .closure_inputs import EMPTY, NOTHING, Captured, Captures, WithConstants, capture_held, constants_of
 from .dispatch import Dispatch, KnownCall, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
@@ -180,12 +180,12 @@ class JitWrapped(Jitted, Generic[P, R]):
                     captures = self._captures_of(args, kwargs)
             captured, places = NOTHING if captures.known is EMPTY else captures.now()
             if running_trace() is not EAGER or following or (Watch.all and all_borrowed()):
-                return self._call_packed(captures, args, kwargs, captured, places)
+                return self._call_packed(captures, args, kwargs, (captured, places))
             try:
                 return self._dispatch.call(args, kwargs, captured, places)
             except Miss as miss:
                 found = miss.found
-            return self._call_packed(captures, args, kwargs, captured, places, found)
+            return self._call_packed(captures, args, kwargs, (captured, places), found)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 note_nan_in_call(error, self._function, Arguments(args, kwargs))
@@ -195,34 +195,45 @@ class JitWrapped(Jitted, Generic[P, R]):
             raise
 
     def _call_packed(
-        self,
-        captures: Captures,
-        args: tuple,
-        kwargs: dict[str, Any],
-        captured: tuple,
-        places: object,
-        found: KnownCall | None = None,
+        self, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, found: KnownCall | None = None
     ) -> Any:
         """Call the function on packed arguments; ``found`` is for the dispatch of the next call."""
         if followed():
             return self._call_followed(Arguments(args, kwargs))
+
+        def call(plan: Plan, packed: Packed, arguments: Arguments, places: object) -> Any:
+            if found is not None and places == now[1]:
+                self._dispatch.add(found, arguments, plan)
+            return plan.call(packed)
+
+        return self._with_plan(call, captures, args, kwargs, now, at_top_level())
+
+    def _with_plan(
+        self, use: Callable, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, donate: bool
+    ) -> Any:
+        """``use(plan, packed, arguments, places)``; again, after each trace that was abandoned or needs integers.
+
+        What the trace has captured is a further input then, or it waits until this can be borrowed.
+        """
         while True:
+            captured, places = now
             arguments = Arguments(args, kwargs, captured)
             packed = pack(arguments)
             try:
                 if captured:
-                    assumed, places = places, captures.note_constants(packed, places)
-                    found = found if places == assumed else None
-                plan = self._plan(captures, packed, arguments, places, at_top_level())
-                if found is not None:
-                    self._dispatch.add(found, arguments, plan)
-                return plan.call(packed)
+                    places = captures.note_constants(packed, places)
+                return use(self._plan(captures, packed, arguments, places, donate), packed, arguments, places)
             except CapturedObjects as outside:
-                self._prepare(captures, outside, captured, packed)
+                if not isinstance(outside, Occupied):
+                    captures.add(outside, captured, packed)
+                elif is_watched():  # the enclosing trace is abandoned as well
+                    raise
+                else:
+                    wait_for_loans()
             except TypeError:  # an `if` on a traced value, say
                 if not (captured and captures.needs_integers(packed)):
                     raise
-            (captured, places), found = captures.now(), None
+            now = captures.now()
 
     def _captures_of(self, args: tuple, kwargs: dict[str, Any]) -> Captures:
         """What the function captures if it is called with these arguments, of which some may be static."""
@@ -234,15 +245,6 @@ class JitWrapped(Jitted, Generic[P, R]):
         if found is None:
             found = self._captures_given[key] = Captures(self._function, given)  # so none of the ids is reused
         return found
-
-    def _prepare(self, captures: Captures, outside: CapturedObjects, captured: tuple, packed: Packed) -> None:
-        """After a trace was abandoned: take what it captured as further inputs, or wait until it can be borrowed."""
-        if not isinstance(outside, Occupied):
-            captures.add(outside, captured, packed)
-        elif is_watched():  # the enclosing trace is abandoned as well
-            raise outside
-        else:
-            wait_for_loans()
 
     def _call_followed(self, arguments: Arguments) -> Any:
         """Call the function as a part of the enclosing trace: a cached trace would hide the calls in it."""
@@ -307,31 +309,20 @@ class JitWrapped(Jitted, Generic[P, R]):
         """A stage whose calls leave out the first ``count`` arguments, and the static ones."""
         bound = self._bind(args, kwargs)
         captures = self._captures_of(*bound)
-        captured, places = captures.now()
-        arguments = Arguments(*bound, captured)
-        packed = pack(arguments)
-        try:
-            if captured:
-                places = captures.note_constants(packed, places)
-            plan = self._plan(captures, packed, arguments, places, True)
-
-            def make() -> tuple[Compiled, Any]:
-                compiled = plan.staged(packed.leaves)
-                return compiled, getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
-
-            compiled, stage = call_lending(self._traces, lambda: packed.objects, make)
-        except CapturedObjects as outside:
-            self._prepare(captures, outside, captured, packed)
-            return self._stage(name, args, kwargs, count)
-        except TypeError:
-            if not (captured and captures.needs_integers(packed)):
-                raise
-            return self._stage(name, args, kwargs, count)
         first = len(self._args) + count
         left_out = [(i, x) for i, x in enumerate(bound[0]) if i < first or type(x) is StaticArgument]
         named = {k: x for k, x in bound[1].items() if k not in kwargs or type(x) is StaticArgument}
-        call = functools.partial(self._arguments, places, left_out, named)
-        return Stage(stage, call, plan, compiled, self._has_static)
+
+        def make(plan: Plan, packed: Packed, arguments: Arguments, places: object) -> Stage:
+            def trace() -> tuple[Compiled, Any]:
+                compiled = plan.staged(packed.leaves)
+                return compiled, getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
+
+            compiled, stage = call_lending(self._traces, lambda: packed.objects, trace)
+            call = functools.partial(self._arguments, places, left_out, named)
+            return Stage(stage, call, plan, compiled, self._has_static)
+
+        return self._with_plan(make, captures, *bound, captures.now(), True)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> R:
         """Return the output with abstract arrays; changes nothing."""
