@@ -7,10 +7,10 @@ they only serve to refuse a State that does not fit.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import textwrap
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os.path import basename
 from typing import Any, Generic, TypeVar
 
@@ -103,23 +103,19 @@ class Avals(list[Aval]):
     each time, which is slow; so keys are compared by shape and dtype.
     """
 
-    __slots__ = ("_keys", "_types")
+    __slots__ = ("_is_other", "_keys", "_types")
 
     def __init__(self, leaves: Sequence[Any]):
         super().__init__(avals_of(leaves))
-        self._keys = [k for k, aval in enumerate(self) if aval is not None and not isinstance(aval[1], np.dtype)]
+        self._is_other = [aval is None or isinstance(aval[1], np.dtype) for aval in self]
+        self._keys = [k for k, is_other in enumerate(self._is_other) if not is_other]
         try:
             self._types = list(map(_type_of, self._without_keys(leaves)))
         except AttributeError:  # not all are arrays of JAX
             self._types = None
 
-    def _without_keys(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        if not self._keys:
-            return leaves
-        leaves = list(leaves)
-        for k in self._keys:
-            leaves[k] = _NO_KEY
-        return leaves
+    def _without_keys(self, leaves: Sequence[Any]) -> Iterable[Any]:
+        return itertools.compress(leaves, self._is_other) if self._keys else leaves
 
     def fit(self, leaves: Sequence[Any]) -> bool:
         """Whether these leaves certainly have the same avals; if not, they may still be equal."""
@@ -144,7 +140,6 @@ def graphdef_of(layout: Layout, leaves: list[Any]) -> GraphDef:
     return GraphDef(layout, avals)
 
 
-_NO_KEY = types.SimpleNamespace(aval=None)  # in place of a key
 _type_of = operator.attrgetter("aval")
 _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
