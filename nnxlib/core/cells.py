@@ -34,18 +34,14 @@ class TracedCell(Cell):
 def new_cell(value: Any) -> Cell:
     """Make a cell of the running trace."""
     trace = current_trace()
-    if trace is not None:
-        return TracedCell(value, trace)
-    cell = Cell()
+    cell = Cell() if trace is None else TracedCell(value, trace)
     cell.value = value
     return cell
 
 
 def cell_of(value: Any, trace: TraceRef) -> Cell:
     """Make a cell of a trace; of the top level, if that is None."""
-    if trace is not None:
-        return TracedCell(value, trace)
-    cell = Cell()
+    cell = Cell() if trace is None else TracedCell(value, trace)
     cell.value = value
     return cell
 

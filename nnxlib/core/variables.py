@@ -263,7 +263,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             raise errors.TraceContextError(_CROSS_TRACE.format(where=self._where(), remedy=remedy))
 
     # The value as stored, without hooks or checks, for the library itself.
-    _nnx_value = property(lambda self: self._cell.value, lambda self, value: setattr(self._cell, "value", value))
+    _nnx_value = property(operator.attrgetter("_cell.value"))
     _nnx_trace = property(operator.attrgetter("_cell.trace"))  # the trace under which it was made, as for a node
     # The table of a Variable that was packed as a root. That is rare, so there is no slot for it.
     _nnx_table = property(
