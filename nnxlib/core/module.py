@@ -306,10 +306,7 @@ def _has_attribute(module: Any, name: str) -> bool:
 
 
 def _set_where_found(
-    node: Any,
-    filters: Iterable[Filter],
-    attributes: dict[str, Any],
-    refusal: Callable[[set[str]], str] | None = None,
+    node: Any, filters: Iterable[Filter], attributes: dict[str, Any], refusal: Callable[[set[str]], str] | None = None
 ) -> set[str]:
     """Set the attributes where they exist; returns those that exist nowhere.
 

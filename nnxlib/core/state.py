@@ -447,9 +447,7 @@ def to_pure_dict(state: Mapping[Any, Any], extract_fn: Callable[[Any], Any] | No
 
 
 def replace_by_pure_dict(
-    state: MutableMapping[Any, Any],
-    pure_dict: Mapping[Any, Any],
-    replace_fn: Callable[[Any, Any], Any] | None = None,
+    state: MutableMapping[Any, Any], pure_dict: Mapping[Any, Any], replace_fn: Callable[[Any, Any], Any] | None = None
 ) -> None:
     """Replace leaves of ``state`` by those of ``pure_dict``; its keys may be the string forms of int keys.
 

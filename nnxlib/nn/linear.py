@@ -65,13 +65,7 @@ def _affine(x: Array, kernel: Array, bias: Array, dimension_numbers: Any, **kwar
 
 
 def contract(
-    layer: Any,
-    dot_general: Any,
-    x: Array,
-    kernel: Array,
-    bias: Array | None,
-    dimension_numbers: Any,
-    out_sharding: Any,
+    layer: Any, dot_general: Any, x: Array, kernel: Array, bias: Array | None, dimension_numbers: Any, out_sharding: Any
 ) -> Array:
     """``dot_general`` with the layer's precision and accumulator, and a bias added to the last axes.
 

@@ -58,10 +58,7 @@ def pool(
 
 
 def _window(
-    shape: tuple[int, ...],
-    window_shape: Sequence[int],
-    strides: int | Sequence[int] | None,
-    padding: Padding,
+    shape: tuple[int, ...], window_shape: Sequence[int], strides: int | Sequence[int] | None, padding: Padding
 ) -> tuple[tuple[int, ...], tuple[int, ...], str | tuple[tuple[int, int], ...]]:
     """Spell window, strides and padding out for all axes."""
     if isinstance(window_shape, str) or not isinstance(window_shape, Iterable):

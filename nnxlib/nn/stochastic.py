@@ -82,11 +82,7 @@ class Dropout(Module):
         return str(self.rate)
 
     def __call__(
-        self,
-        inputs: Array,
-        *,
-        deterministic: bool | None = None,
-        rngs: Rngs | RngStream | Array | None = None,
+        self, inputs: Array, *, deterministic: bool | None = None, rngs: Rngs | RngStream | Array | None = None
     ) -> Array:
         """Return ``inputs`` with elements dropped, or as they are if deterministic.
 

@@ -134,10 +134,7 @@ def _with_old(row: NodeRow, replaced: Mapping[int, int]) -> NodeRow:
 
 
 def successors(
-    layout: Layout,
-    body: Body,
-    pairs: Sequence[tuple[Spec, Spec]],
-    is_free: Callable[[int], bool] = lambda row: False,
+    layout: Layout, body: Body, pairs: Sequence[tuple[Spec, Spec]], is_free: Callable[[int], bool] = lambda row: False
 ) -> dict[int, int] | None:
     """The new objects that a body leaves in place of those it was given: row of the new one -> row of the old one.
 

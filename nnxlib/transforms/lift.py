@@ -70,11 +70,7 @@ class Outcome:
     __slots__ = ("_hash", "delta", "lane_of", "paths", "read", "returns_objects")
 
     def __init__(
-        self,
-        delta: Delta,
-        lane_of: tuple[int, ...] = (),
-        paths: tuple[tuple, ...] = (),
-        read: Sequence[int] = (),
+        self, delta: Delta, lane_of: tuple[int, ...] = (), paths: tuple[tuple, ...] = (), read: Sequence[int] = ()
     ):
         self.delta = delta
         self.lane_of = lane_of  # of each leaf that comes back; empty if there is only one lane

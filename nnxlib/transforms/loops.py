@@ -125,11 +125,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         loop = _loop(layout, named(apply, step), leaves, "body of fori_loop")
         start, stop = (first, last) if static else (leaves[-1], stop)
         carry = jax.lax.fori_loop(
-            start,
-            stop,
-            lambda i, carry: loop.body.run([*loop.leaves(carry)[:-1], i]),
-            loop.carry,
-            unroll=unroll,
+            start, stop, lambda i, carry: loop.body.run([*loop.leaves(carry)[:-1], i]), loop.carry, unroll=unroll
         )
         return carry, Outcome(loop.body.delta)
 

@@ -30,10 +30,7 @@ Trans = Callable[[Any], Any]
 
 @lifts_classes("__call__")
 def map_variables(
-    f: Callable = MISSING,
-    filter: Filter = Param,
-    trans_in: Trans = MISSING,
-    trans_out: Trans | None = None,
+    f: Callable = MISSING, filter: Filter = Param, trans_in: Trans = MISSING, trans_out: Trans | None = None
 ) -> Callable:
     """Return ``f`` run on transformed values of the Variables that a filter takes.
 

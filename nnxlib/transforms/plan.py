@@ -190,10 +190,7 @@ class Plan:
         self.compiled: Compiled | None = None
 
     def _compiled(
-        self,
-        inputs: Sequence[int],
-        donated: frozenset[int] = frozenset(),
-        replay: Callable[..., Traced] | None = None,
+        self, inputs: Sequence[int], donated: frozenset[int] = frozenset(), replay: Callable[..., Traced] | None = None
     ) -> Compiled:
         options = dict(self._options)
         if self._in_shardings is not None:

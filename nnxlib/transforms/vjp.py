@@ -132,10 +132,7 @@ def vjp(
 
 @boundary
 def jvp(
-    f: Callable = MISSING,
-    primals: Sequence[Any] = MISSING,
-    tangents: Sequence[Any] = MISSING,
-    has_aux: bool = False,
+    f: Callable = MISSING, primals: Sequence[Any] = MISSING, tangents: Sequence[Any] = MISSING, has_aux: bool = False
 ) -> Any:
     """Compute ``f(*primals)`` and how it changes along tangents; ``jax.jvp`` with state.
 
@@ -186,12 +183,7 @@ def _check_count(primals: Sequence[Any], tangents: Sequence[Any]) -> None:
 
 
 @boundary
-def linearize(
-    f: Callable,
-    *primals: Any,
-    has_aux: bool = False,
-    argnums: Argnums | None = None,
-) -> Any:
+def linearize(f: Callable, *primals: Any, has_aux: bool = False, argnums: Argnums | None = None) -> Any:
     """Compute ``f(*primals)`` and a function that maps tangents forward, many times; ``jax.linearize`` with state.
 
     Args:
