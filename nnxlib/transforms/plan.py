@@ -21,7 +21,6 @@ If not, or with shardings, which go by lane, the function returns a :class:`With
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, starmap
@@ -140,12 +139,6 @@ class Compiled:
                     finish(returned)
             raise
 
-    def ahead_of_time(self, stage: Any) -> Compiled:
-        """A copy with what JAX has compiled ahead of time in place of the jitted function."""
-        made = copy.copy(self)
-        made.jitted = stage
-        return made
-
     def outcome_of(self, returned: tuple[Any, ...]) -> Outcome:
         """The outcome of what the jitted function returned; the same object for the same trace."""
         return returned.outcome if type(returned) is WithOutcome else self._outcomes[0]
@@ -253,12 +246,6 @@ class Plan:
     def staged(self, leaves: Sequence[Any]) -> Compiled:
         """The function of all leaves, for ``lower`` and ``trace``."""
         return self._compile(leaves, self._all) if self._donated else self.everything
-
-    def ahead_of_time(self, compiled: Compiled) -> Plan:
-        """A copy with a function that is compiled already."""
-        made = copy.copy(self)
-        made.compiled = compiled
-        return made
 
     def finish(self, packed: Packed, compiled: Compiled, returned: tuple[Any, ...]) -> Any:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""

@@ -5,6 +5,7 @@ As in JAX, a compiled function is called without static arguments: these are par
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +38,8 @@ class Stage:
         has_static: bool,
     ):
         self._stage, self._arguments, self._has_static = stage, arguments, has_static
-        self._compiled = traced.ahead_of_time(stage)
-        self._plan = plan.ahead_of_time(self._compiled)
+        self._compiled, self._plan = copy.copy(traced), copy.copy(plan)  # with what was compiled ahead of time
+        self._compiled.jitted, self._plan.compiled = stage, self._compiled
         self._dispatch = Dispatch(has_static, enabled=True)
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
