@@ -246,7 +246,7 @@ class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
 
     def __setstate__(self, state: Any) -> None:
         attributes, marks = state
-        change(self, refill, self, {**self._nnx_contents(), **attributes}, marks)
+        refill(self, {**self._nnx_contents(), **attributes}, marks)
 
 
 _set_item = _tracking("__setitem__", list.__setitem__, slice(1, 2))

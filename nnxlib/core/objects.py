@@ -310,9 +310,13 @@ def holds_only_arrays(value: Any) -> bool:
 
 
 def refill(node: Any, items: dict[Any, Any], marks: dict[Any, Any] | None) -> None:
-    """Replace the whole contents and the marks of a node, without checks or a note of the change."""
-    node._nnx_fill(items)
-    _set(node, "_nnx_marks", marks or None)
+    """Replace the whole contents and the marks of a node, without checks."""
+
+    def write() -> None:
+        node._nnx_fill(items)
+        _set(node, "_nnx_marks", marks or None)
+
+    change(node, write)
 
 
 def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | None = None) -> None:
@@ -622,7 +626,7 @@ class Pytree(HasAttributes, PytreeSlots):
 
     def __setstate__(self, state: Any) -> None:
         items, marks = state if type(state) is tuple else (state, None)  # a subclass may have its own __getstate__
-        change(self, refill, self, items, dict(marks) if marks else None)
+        refill(self, items, dict(marks) if marks else None)
 
 
 Object = Pytree

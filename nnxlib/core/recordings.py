@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .calls import recorded_types
 from .errors import UsageError
 from .finding import reachable
-from .objects import Node, change, check_writable, class_attribute, refill, set_marked
+from .objects import Node, check_writable, class_attribute, refill, set_marked
 from .tracing import current_trace
 from .variables import Variable
 
@@ -90,13 +90,8 @@ def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[A
                 marks = x._nnx_marks or {}
                 found.append(Aside(x, items, marks))
                 marked = {(name, _RECORDED) for name in gone}
-                change(
-                    x,
-                    refill,
-                    x,
-                    {name: value for name, value in items.items() if name not in gone},
-                    {key: mark for key, mark in marks.items() if key not in marked},
-                )
+                kept = {name: value for name, value in items.items() if name not in gone}
+                refill(x, kept, {key: mark for key, mark in marks.items() if key not in marked})
     return found
 
 
@@ -108,7 +103,7 @@ def put_back(aside: list[Aside]) -> None:
             if now[name] is not before[name] and appends(node._nnx_marks, name):
                 now[name].set_raw_value((*before[name].get_raw_value(), *now[name].get_raw_value()))
         items = {name: now.get(name, value) for name, value in before.items()} | now
-        change(node, refill, node, items, {**marks, **(node._nnx_marks or {})})
+        refill(node, items, {**marks, **(node._nnx_marks or {})})
 
 
 def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: bool) -> None:
