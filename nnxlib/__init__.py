@@ -324,11 +324,8 @@ else:
         "draw": ".inspection.picture",
         "tabulate": ".inspection.tabulate",
     }
-    _MODULES = {
-        "bridge",
-        "sharding",
-        *compat.ALIASES,
-    }  # the bridge needs flax, and takes as long to import as flax does
+    # The bridge needs flax, and takes as long to import as flax does.
+    _MODULES = {"bridge", "sharding", *compat.ALIASES}
     __all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER, "metrics"]
     _OF_MODES = ("set_graph_mode", "set_graph_updates", "var_defaults", "vars_as", "with_vars")
     _LIFTED = {name.title(): name for name in ("cond", "grad", "jit", "pmap", "remat", "scan", "vmap")}
