@@ -24,7 +24,6 @@ from .objects import (
     Node,
     adopt,
     attributes_of,
-    change,
     check_writable,
     fill_adopted,
     in_one_step,
@@ -32,6 +31,7 @@ from .objects import (
     refill,
 )
 from .reprs import node_repr
+from .variables import change
 
 A = TypeVar("A")
 

@@ -50,7 +50,7 @@ from .closures import is_lent_elsewhere, notice_all, wait_for_loans
 from .finding import locate
 from .inputs import is_read, peek
 from .layout import Layout
-from .objects import Node, new_node, structure_changed
+from .objects import Node, new_node
 from .rows import (
     ROOT,
     SAME,
@@ -372,7 +372,7 @@ def _restructure_node(node: Any, row: NodeRow, contents: dict[Any, Any], structu
     node._nnx_fill(contents)
     if structural:
         object.__setattr__(node, "_nnx_marks", dict(row.marks.value) or None)
-        structure_changed(node)
+        node._nnx_changed()
 
 
 def _restructure_variable(variable: Variable, row: VariableRow) -> None:
@@ -380,4 +380,4 @@ def _restructure_variable(variable: Variable, row: VariableRow) -> None:
     if type(variable) is not row.type:
         object.__setattr__(variable, "__class__", row.type)
     object.__setattr__(variable, "_metadata", row.metadata.fresh())
-    variable._structure_changed()
+    variable._nnx_changed()

@@ -24,7 +24,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain, starmap
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import jax
 
@@ -45,13 +45,10 @@ from .data import (
 from .finding import how_to_pass, locate
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
-from .stamps import Stamps, invalidate
+from .stamps import Stamps
 from .trace_state import PytreeState
 from .tracing import Tracer, TraceRef, boundary, current_trace, is_own
-from .variables import MISSING, Identified, deep_copy, with_slots_of
-
-A = TypeVar("A")
-T = TypeVar("T", bound=type)
+from .variables import MISSING, Identified, change, deep_copy, with_slots_of
 
 SLOTS = ("_nnx_trace", "_nnx_stamps", "_nnx_table", "_nnx_marks", "_nnx_tree")
 
@@ -114,6 +111,12 @@ class Node(Identified):
         Module of such a class captures only the Variables that it reads.
         """
         raise errors.TraceContextError(error_msg())
+
+    def _nnx_changed(self) -> None:  # an array in place of another array is no change
+        if self._nnx_stamps:
+            Identified._nnx_changed(self)
+        if self._nnx_tree is not None:
+            _set(self, "_nnx_tree", None)
 
     def _nnx_join(self, trace: Any) -> None:
         _set(self, "_nnx_trace", trace)
@@ -184,32 +187,6 @@ def new_node(kind: Any, marks: dict[Any, Any] | None = None, tree: Any = None, s
         return self
     except TypeError:  # a class with slots of its own
         return with_slots_of(self, slots.__new__(kind))
-
-
-def structure_changed(node: Any) -> None:
-    """Note that a node has changed; an array in place of another array is no change."""
-    stamps = node._nnx_stamps
-    if stamps:
-        invalidate(stamps, node)
-        if node._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
-            _set(node, "_nnx_stamps", ())
-    if node._nnx_tree is not None:
-        _set(node, "_nnx_tree", None)
-
-
-def change(node: Any, write: Callable[..., A], *args: Any) -> A:
-    """``write(*args)``, which changes a node; notes that, whatever happens.
-
-    The note comes after the write, since another thread may describe the node before. But Python may handle an
-    interrupt in between, or within the note.
-    """
-    try:
-        found = write(*args)
-        structure_changed(node)
-        return found
-    except BaseException:  # it may also have written before it failed
-        structure_changed(node)
-        raise
 
 
 def in_one_step(*calls: tuple) -> Any:
@@ -465,9 +442,9 @@ class HasAttributes(Node, HasDict):
         else:
             try:  # as `change`, which takes a tenth longer
                 _set(self, name, value)
-                structure_changed(self)
+                self._nnx_changed()
             except BaseException:
-                structure_changed(self)
+                self._nnx_changed()
                 raise
 
     def __delattr__(self, name: str) -> None:

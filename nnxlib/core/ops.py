@@ -39,7 +39,7 @@ from .graphstate import GraphState
 from .iteration import holder_of
 from .layout import Layout
 from .nesting import Nesting
-from .objects import Node, check_writable, set_child, structure_changed
+from .objects import Node, check_writable, set_child
 from .rows import Row, VariableRow, count_leaves, touched_rows
 from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
@@ -392,7 +392,7 @@ def _write(
     commit(layout, delta, [new[k] for k in plain] + values, objects)
     for k, value in zip(in_rows, values, strict=True):
         if k >= n and not is_data_leaf(value):  # such as an array with named axes, which the row does not describe
-            structure_changed(objects[layout.owners[k][0]])
+            objects[layout.owners[k][0]]._nnx_changed()
 
 
 @boundary

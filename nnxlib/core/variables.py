@@ -81,6 +81,13 @@ class Identified:
     def _nnx_fill(self, items: dict[Any, Any]) -> None:
         """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
 
+    def _nnx_changed(self) -> None:
+        """Note that its structure has changed: the stamps are told, and it loses them."""
+        stamps = self._nnx_stamps
+        invalidate(stamps, self)
+        if self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
+            _set(self, "_nnx_stamps", ())
+
     def _nnx_save(self) -> tuple:
         return type(self), self._nnx_contents(), {name: getattr(self, name) for name in self._nnx_saved}
 
@@ -274,7 +281,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     )
 
     def _nnx_give(self, trace: TraceRef) -> None:
-        self._change("_cell", cell_of(self._cell.value, trace))
+        change(self, _set, self, "_cell", cell_of(self._cell.value, trace))
 
     def _nnx_join(self, trace: TraceRef) -> None:
         # The borrower gives it a cell of the trace; until then other threads read the present one.
@@ -370,22 +377,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
         if self.ref or "ref" in metadata:  # which tells where the value is kept, and that stays
             metadata = {**metadata, "ref": self.ref}
-        self._change("_metadata", metadata or NO_METADATA)
-
-    def _change(self, name: str, value: Any) -> None:
-        """Set the class, the metadata or the cell; note that, as ``change`` does for a node (objects.py)."""
-        try:
-            _set(self, name, value)
-            self._structure_changed()
-        except BaseException:
-            self._structure_changed()
-            raise
-
-    def _structure_changed(self) -> None:
-        stamps = self._nnx_stamps
-        invalidate(stamps, self)
-        if self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
-            _set(self, "_nnx_stamps", ())
+        change(self, _set, self, "_metadata", metadata or NO_METADATA)
 
     @property
     def sharding_names(self) -> Any:
@@ -466,7 +458,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def __setstate__(self, state: tuple) -> None:
         value, metadata = state
         self._cell.value = as_stored(value, metadata) if "ref" in metadata else value
-        self._change("_metadata", metadata or NO_METADATA)
+        change(self, _set, self, "_metadata", metadata or NO_METADATA)
 
     # --- attributes: metadata first, then those of the value ---
 
@@ -493,7 +485,7 @@ class Variable(ArrayOperators[A], VariableSlots):
             self.set_raw_value(value)
         elif name == "__class__":
             self.check_writable()
-            self._change(name, value)
+            change(self, _set, self, name, value)
         elif isinstance(getattr(type(self), name, None), property):
             _set(self, name, value)
         else:
@@ -571,6 +563,21 @@ _set = object.__setattr__
 _set_cell_slot = VariableSlots._cell.__set__  # type: ignore[attr-defined]
 _set_stamps_slot = VariableSlots._nnx_stamps.__set__  # type: ignore[attr-defined]
 _set_metadata_slot = VariableSlots._metadata.__set__  # type: ignore[attr-defined]
+
+
+def change(x: Any, write: Callable[..., A], *args: Any) -> A:
+    """``write(*args)``, which changes the structure of a node or Variable; notes that, whatever happens.
+
+    The note comes after the write, since another thread may describe the object before. But Python may handle an
+    interrupt in between, or within the note.
+    """
+    try:
+        found = write(*args)
+        x._nnx_changed()
+        return found
+    except BaseException:  # it may also have written before it failed
+        x._nnx_changed()
+        raise
 
 
 def make_variable(kind: type[V], value: Any, metadata: dict[str, Any]) -> V:

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core import objects, stamps
+from nnxlib.core import stamps, variables
 from nnxlib.core.errors import ArgumentError, StaleLayoutError
 from nnxlib.core.tables import table_of
 from nnxlib.transforms import closure_inputs, jit
@@ -439,7 +439,7 @@ def test_a_call_by_another_thread_in_the_middle_of_a_write(monkeypatch, unchecke
         stamps.invalidate(held, x)
         in_another_thread(lambda: jitted(m))
 
-    monkeypatch.setattr(objects, "invalidate", ended)
+    monkeypatch.setattr(variables, "invalidate", ended)
     m.scale = 3
     monkeypatch.undo()
     m.scale = 1
@@ -501,7 +501,7 @@ def interrupted(f, at, names):
     return False
 
 
-COMMITTING = {"write", "write_cells", "_restructure_node", "_restructure_variable", "_nnx_fill", "structure_changed"}
+COMMITTING = {"write", "write_cells", "_restructure_node", "_restructure_variable", "_nnx_fill", "_nnx_changed"}
 RESTORING = {"_restore", "_nnx_restore", "_nnx_fill", "invalidate"}
 
 
