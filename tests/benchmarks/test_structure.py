@@ -71,11 +71,11 @@ def test_operations_are_linear_and_take_few_calls(ours, name: str, unchecked) ->
 def test_taking_apart_and_putting_together_holds_little(unchecked) -> None:
     """So many bytes for each Variable at a time: itself, its part of the dict of a node, and a few lists of values.
 
-    They are 279 in Python 3.13, 348 in 3.14, and 384 in 3.11.
+    They are 279 in Python 3.13, 348 in 3.14, 384 in 3.11, and 417 in 3.15.
     """
     nnx = structure.load()[structure.OURS]
     act = structure.round_trips({structure.OURS: nnx}, LARGE)[structure.OURS]
-    assert structure.peak(act) <= 400 * LARGE
+    assert structure.peak(act) <= 430 * LARGE
 
 
 @pytest.fixture(scope="module")
