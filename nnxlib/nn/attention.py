@@ -36,7 +36,18 @@ from .dtypes import Array, Dtype, at_least_float32, broadcast_together, convert,
 from .initializers import Initializer
 from .linear import LinearGeneral
 from .norm import LayerNorm
-from .settings import NO_METADATA, NO_MODE, Metadata, aligned, as_tuple, default_kernel_init, frozen, given, next_key
+from .settings import (
+    NO_METADATA,
+    NO_MODE,
+    Metadata,
+    aligned,
+    as_tuple,
+    check_sizes,
+    default_kernel_init,
+    frozen,
+    given,
+    next_key,
+)
 
 _NOTHING_TO_DROP_WITH = """\
 `deterministic` is False, but MultiHeadAttention has no stream to draw from. Pass `rngs` to the call:
@@ -732,6 +743,7 @@ class MultiHeadAttention(Module):
         self.out_dot_general = out_dot_general
         self.qkv_dot_general_cls = qkv_dot_general_cls
         self.out_dot_general_cls = out_dot_general_cls
+        check_sizes(num_heads=num_heads, num_kv_heads=self.num_kv_heads, qkv_features=self.qkv_features)
         if num_heads < 1 or self.num_kv_heads < 1:
             raise UsageError(f"num_heads and num_kv_heads have to be positive, got {num_heads}, {self.num_kv_heads}.")
         if self.qkv_features % num_heads:

@@ -29,6 +29,7 @@ from .settings import (
     Metadata,
     add_bias,
     as_tuple,
+    check_sizes,
     default_bias_init,
     default_kernel_init,
     drawn,
@@ -211,6 +212,7 @@ class Conv(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        check_sizes(in_features=in_features, out_features=out_features, feature_group_count=feature_group_count)
         kernel_size = as_tuple(kernel_size)
         if in_features % feature_group_count or out_features % feature_group_count:
             raise UsageError(

@@ -27,7 +27,7 @@ from ..core.variables import BatchStat, Param
 from . import initializers
 from .dtypes import Array, Dtype, at_least_float32, convert, input_error, misfit, promote_dtype
 from .initializers import Initializer
-from .settings import NO_METADATA, NO_MODE, Metadata, as_tuple, drawn, frozen, value_or_none
+from .settings import NO_METADATA, NO_MODE, Metadata, as_tuple, check_sizes, drawn, frozen, value_or_none
 
 Axes = int | Sequence[int]
 
@@ -304,6 +304,7 @@ class BatchNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        check_sizes(num_features=num_features)
         shape = (num_features,)
         is_complex = any(jnp.issubdtype(d, jnp.complexfloating) for d in (dtype, param_dtype) if d is not None)
         self.mean = BatchStat(initializers.zeros(None, shape, jnp.complex64 if is_complex else jnp.float32))
@@ -591,6 +592,7 @@ class GroupNorm(Module):
                 "Either `num_groups` or `group_size` should be specified. If `group_size` is to be specified, pass "
                 "`num_groups=None` as argument to override the default `num_groups` value of 32."
             )
+        check_sizes(num_features=num_features, num_groups=num_groups or 0, group_size=group_size or 0)
         if group_size is not None:
             if num_features % group_size:
                 raise UsageError(

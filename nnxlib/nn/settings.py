@@ -102,6 +102,17 @@ def _problem(init: Any, shape: Sequence[int], dtype: Any) -> Exception | None:
     return None
 
 
+def check_sizes(**sizes: Any) -> None:
+    """Check the sizes with which a layer computes before it draws parameters; fractions are left to what follows.
+
+    Raises:
+      TypeError: naming the one that is no number.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int | float | np.number) and not hasattr(size, "dtype"):
+            raise ArgumentError(f"{name} is an integer, but got {size!r}, which is a {type(size).__name__}.")
+
+
 _NO_SIZE = """\
 A parameter cannot have the shape {shape}: sizes are integers, but {size} is a {kind}. A quotient of sizes is an \
 integer if it is written d // 2."""

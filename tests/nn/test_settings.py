@@ -81,6 +81,27 @@ def test_a_size_that_is_a_tuple():
         nnx.Linear((2,), 3, rngs=nnx.Rngs(0))
 
 
+TUPLES = {
+    "in_features": lambda x: nnx.Conv(x, 4, (3,), rngs=nnx.Rngs(0)),
+    "out_features": lambda x: nnx.Conv(4, x, (3,), rngs=nnx.Rngs(0)),
+    "feature_group_count": lambda x: nnx.Conv(4, 4, (3,), feature_group_count=x, rngs=nnx.Rngs(0)),
+    "num_features": lambda x: nnx.GroupNorm(x, rngs=nnx.Rngs(0)),
+    "num_groups": lambda x: nnx.GroupNorm(4, x, rngs=nnx.Rngs(0)),
+    "group_size": lambda x: nnx.GroupNorm(4, None, x, rngs=nnx.Rngs(0)),
+    "num_features ": lambda x: nnx.BatchNorm(x, rngs=nnx.Rngs(0)),
+    "num_heads": lambda x: nnx.MultiHeadAttention(x, 4, rngs=nnx.Rngs(0)),
+    "num_kv_heads": lambda x: nnx.MultiHeadAttention(2, 4, num_kv_heads=x, rngs=nnx.Rngs(0)),
+    "qkv_features": lambda x: nnx.MultiHeadAttention(2, x, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_a_size_with_which_a_layer_computes(name):
+    """Such as a shape in place of its last size: Python's error named neither (a question asked of flax, 4295)."""
+    with pytest.raises(TypeError, match=rf"^{name.strip()} is an integer, but got \(3,\), which is a tuple\.$"):
+        TUPLES[name]((3,))
+
+
 NEGATIVE = {
     "Linear": lambda: nnx.Linear(-2, 3, rngs=nnx.Rngs(0)),
     "a bias": lambda: nnx.Linear(2, -3, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0)),
