@@ -15,6 +15,7 @@ import jax
 from ..core.graph import commit
 from ..core.operators import unwrapped
 from ..core.tables import pack_call
+from ..core.tracing import with_room
 from ..core.variables import MISSING
 from .callables import as_pair, by_position, resolve
 from .checkify import note_nan
@@ -111,7 +112,8 @@ def value_and_grad(
 
         def differentiate(leaves: list[Any]) -> tuple[Any, Any]:
             pure_loss = named(pure, function, packed.layout.leaf_paths, lane_of)
-            return jax.value_and_grad(pure_loss, has_aux=True, **options)(*split_lanes(leaves, lane_of, 2))
+            transformed = jax.value_and_grad(pure_loss, has_aux=True, **options)
+            return with_room(transformed, *split_lanes(leaves, lane_of, 2))
 
         try:
             (value, (leaves, outcome)), grads = differentiate(packed.leaves)

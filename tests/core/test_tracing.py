@@ -374,8 +374,9 @@ MOST: list[int] = []
         lambda f: nnx.scan(lambda c, x: (c, f(x)))(0.0, jnp.ones(2)),
         lambda f: nnx.cond(True, f, lambda x: x, 1.0),
         lambda f: nnx.fori_loop(0, 3, lambda i, x: f(x), 1.0),
+        lambda f: nnx.grad(f)(1.0),
     ],
-    ids=["jit", "lower", "eval_shape", "eval_shape of a Module", "scan", "cond", "fori_loop"],
+    ids=["jit", "lower", "eval_shape", "eval_shape of a Module", "scan", "cond", "fori_loop", "grad"],
 )
 def test_a_trace_takes_no_memory_for_frames_again_and_again(run):
     """Up to Python 3.13 it did where a piece of the memory for frames ends: 1,000 faults for as many calls."""
