@@ -279,7 +279,7 @@ def _at_hand(x: Any) -> tuple[np.ndarray | None, np.ndarray]:
     """The values of an array, and which of them this process has; if others have parts of it, only its own parts."""
     values = values_of(x)
     if values is not None or not _is_concrete(x):
-        return values, np.ones(np.shape(values), bool)
+        return values, np.ones(() if values is None else values.shape, bool)
     values, known = np.zeros(x.shape, x.dtype), np.zeros(x.shape, bool)
     for shard in x.addressable_shards:
         values[shard.index], known[shard.index] = shard.data, True

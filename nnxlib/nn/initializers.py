@@ -109,7 +109,7 @@ def _arithmetic() -> ModuleType:
     """
     if _platform() == "cpu" or not runs_eagerly():
         return np
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return np if getattr(device, "platform", device) == "cpu" else jnp
 
 
