@@ -59,7 +59,7 @@ class Listener:
     """The calls of Modules in one trace: the paths of the objects, and the stack of running calls.
 
     A transform inside of a transform has a listener of its own. Its objects keep the paths that they have outside: what
-    is packed while a listener is active is noted in ``entered``, where :func:`inside` finds it.
+    is packed while a listener is active is noted in ``entered``, where ``listener_for`` (calls.py) finds it.
 
     Args:
       objects: the objects of the trace, which outlive the listener.

@@ -126,7 +126,7 @@ def _from_frames() -> Listener | None:
     return listener
 
 
-def running() -> Listener | None:
+def current_listener() -> Listener | None:
     """The listener that knows which method of which Module is running, if any is."""
     return _active.listener or _from_frames()
 
@@ -203,7 +203,7 @@ def recorded_types() -> tuple[type, ...] | None:
 # --- what transforms tell of themselves ------------------------------------------------------------------------------
 
 
-def entering(layout: Any, objects: Sequence[Any]) -> None:
+def note_paths(layout: Any, objects: Sequence[Any]) -> None:
     """Note the paths of objects that have been packed: they may be about to enter a transform."""
     listener = _active.listener
     if listener is not None:
@@ -212,12 +212,12 @@ def entering(layout: Any, objects: Sequence[Any]) -> None:
         _active.packed[layout] = objects
 
 
-def inside(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listener:
+def listener_for(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listener:
     """A listener for the objects that a transform built from a layout, with the paths that they have outside.
 
     An object that has none there has its path in the layout, less the first ``depth`` keys (``args[0]``).
     """
-    outer, in_a_trace = running(), _active.listener is not None
+    outer, in_a_trace = current_listener(), _active.listener is not None
     packed = None if outer is None or in_a_trace else _active.packed.get(layout)
     live = None if packed is None else weakref.ref(packed)
 
@@ -236,7 +236,7 @@ def inside(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listener:
 
 
 def repeated(f: Callable, times: int | None) -> Callable:
-    """``f``, for a transform that traces it once and runs it ``times`` times."""
+    """``f``, for a transform that traces it once and runs it ``times`` times; None if that is not known."""
 
     @functools.wraps(f, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from . import errors
-from .calls import entering
+from .calls import note_paths
 from .cells import Cell, new_cell, write_cells
 from .closures import is_lent_elsewhere, notice_all, wait_for_loans
 from .finding import locate
@@ -87,7 +87,7 @@ def pack(tree: Any) -> Packed:
     root = walk.run(tree)
     notice_all(walk.objects)  # for a trace that watches which objects from outside of it are used (closures.py)
     layout = Layout(walk.all_rows(), root)
-    entering(layout, walk.objects)  # a transform packs its arguments; so the calls inside it know their paths
+    note_paths(layout, walk.objects)  # a transform packs its arguments, and the calls inside it look their paths up
     return Packed(layout, walk.leaves(), walk.objects)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .calls import running
+from .calls import current_listener
 from .data import is_node
 from .errors import ArgumentError, Path, PathError
 from .graph import pack
@@ -36,7 +36,7 @@ def current_path() -> Path | None:
     ('layers', 0)
     ('layers', 1)
     """
-    listener = running()
+    listener = current_listener()
     return None if listener is None else listener.current()
 
 

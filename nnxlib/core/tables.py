@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, cast
 import jax.tree_util as jtu
 
 from . import errors
-from .calls import entering
+from .calls import note_paths
 from .cells import Cell
 from .closures import Watch, notice
 from .data import is_bound_method, is_node
@@ -420,7 +420,7 @@ def pack_call(arguments: tuple) -> Packed:
     layout = table.layout.with_root(walk.run(arguments))
     if Watch.all:
         notice(root)
-    entering(layout, walk.objects)
+    note_paths(layout, walk.objects)
     return Packed(layout, [*table.leaves(), *walk.arrays[ROOT]], walk.objects)
 
 

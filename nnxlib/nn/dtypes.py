@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core.calls import running
+from ..core.calls import current_listener
 from ..core.errors import LayerInputError, UsageError, describe, describe_nested, format_path
 from ..core.finding import locate
 from ..core.formulas import step
@@ -30,7 +30,7 @@ def input_error(layer: Any, takes: str, inputs: Any) -> LayerInputError:
     The path is the one of the call, as in the notes on errors; it begins with a variable of the user's code if one
     leads to the layer.
     """
-    listener = running()
+    listener = current_listener()
     called = format_path(path) if listener is not None and (path := listener.path_of(layer)) else ""
     reached = locate(layer, skip=3)
     where = reached if reached and reached.endswith(called) else called

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import all_leaves
 
-from ..core.calls import call_listening, entering, inside, listened
+from ..core.calls import call_listening, listened, listener_for, note_paths
 from ..core.containers import Dict
 from ..core.data import is_bound_method, is_node
 from ..core.errors import EmptySelectionError, Path, UsageError, describe, format_path
@@ -79,10 +79,10 @@ def _call_eagerly(call: Callable, wrapper: Module, table: LiveTable, leaves: lis
     one of them has changed, or the output may hold one; else only values of Variables can have changed.
     """
     layout, live = table.layout, ObjectList(table.objects_with(wrapper))
-    entering(layout, live)
+    note_paths(layout, live)
     stamp = Stamp()
     objects = build(layout, leaves, stamp=stamp)[1]  # no local variable: an error would name the copy by it
-    out = call_listening(inside(layout, objects, depth=0), call, objects[0], *args, **kwargs)
+    out = call_listening(listener_for(layout, objects, depth=0), call, objects[0], *args, **kwargs)
     if not stamp.valid or _holds_objects(out):
         after = without_escapes(diff(layout, leaves, objects, out), layout, ())
         return commit(layout, after.delta, after.leaves, live)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from ..core.calls import call_recording, running
+from ..core.calls import call_recording, current_listener
 from ..core.closures import Loans
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed
 from ..core.filters import Filter, to_predicate
@@ -109,7 +109,7 @@ def capture(
             inner = Arguments(args, kwargs, arguments.captured)
             module: Any = _first_module(inner)
             earlier = take_out(inner, is_asked)
-            listener: Any = running()  # of this crossing
+            listener: Any = current_listener()  # of this crossing
             follower = None if method_outputs is None else _Recorder(method_outputs, only, listener.path_of(module))
 
             def call() -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import all_leaves, register_static
 
-from ..core.calls import call_listening, inside, recorded_types, repeated
+from ..core.calls import call_listening, listener_for, recorded_types, repeated
 from ..core.cells import Cell, new_cell
 from ..core.closures import all_borrowed, call_borrowing
 from ..core.errors import place_of
@@ -126,7 +126,7 @@ def cross(
             lend(variable, leaf)  # the live Variable holds the tracer, for this trace alone
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
         # So Modules that are called know their paths (core/calls.py).
-        out = call_listening(inside(layout, objects), f, *args, **kwargs)
+        out = call_listening(listener_for(layout, objects), f, *args, **kwargs)
         after = diff(layout, leaves, objects, part(out), {*forced, *edited()})
         return out, without_escapes(after, layout, all_borrowed())
 
