@@ -21,7 +21,7 @@ from typing import Any
 
 from .graphdef import GraphDef
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
-from .references import CONTAINERS, Reached, Step, Way, is_constant, is_left, same_attributes
+from .references import MUTABLE_CONTAINERS, Reached, Step, Way, is_constant_type, is_left_over, same_attributes
 from .variables import Identified
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
@@ -71,7 +71,7 @@ class Conditions:
             for look_up, cell in self.ends:
                 now, kind = type(look_up.find()), cell.cell_contents
                 if now is not kind:
-                    if not (is_constant(now) and is_constant(kind)):
+                    if not (is_constant_type(now) and is_constant_type(kind)):
                         return False
                     cell.cell_contents = now
             for members in self.members:
@@ -110,7 +110,7 @@ class Members:
         """The types of the members that are no constants, nor left there by a trace."""
         held = self._container
         members = [*held, *held.values()] if isinstance(held, dict) else [*held]
-        return [type(x) for x in members if not (is_constant(type(x)) or is_left(x))]
+        return [type(x) for x in members if not (is_constant_type(type(x)) or is_left_over(x))]
 
     def are_as_before(self) -> bool:
         """Whether only constants have come or gone, where ``types`` are no longer those of what is ``held``."""
@@ -134,8 +134,8 @@ def _held_by(x: Any) -> list[Any]:
 
     It is ``_FIXED`` for an object whose attributes cannot change.
     """
-    held = [x] if issubclass(type(x), CONTAINERS) else []
-    if type(x) in CONTAINERS or issubclass(type(x), _NO_HOLDERS) or is_of_library(vars(type(x))):
+    held = [x] if issubclass(type(x), MUTABLE_CONTAINERS) else []
+    if type(x) in MUTABLE_CONTAINERS or issubclass(type(x), _NO_HOLDERS) or is_of_library(vars(type(x))):
         return held
     if _is_frozen(x):
         return [_FIXED]

@@ -61,7 +61,7 @@ _MOST = 1000  # values to find: a function may refer to half of a program
 _MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not found; each takes a few microseconds
 _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then looked into
 
-CONTAINERS = list, dict, deque, set
+MUTABLE_CONTAINERS = list, dict, deque, set
 _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 # What is in these is also found without being named.
 _TRANSPARENT = (
@@ -109,7 +109,7 @@ class Way(NamedTuple):
                 return
             known.add(id(way))
             yield Step(way.look_up, _reference(way.value))
-            if isinstance(holder, CONTAINERS) and id(holder) not in known:
+            if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
                 yield Step(LookUp(has_length, holder, len(holder)), lambda: True)
             if way.look_up.kind is own:
@@ -135,7 +135,7 @@ class Way(NamedTuple):
         """
         found: list[Hashable] = []
         for way, holder in self.back():
-            if isinstance(holder, CONTAINERS) and id(holder) not in widths:
+            if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in widths:
                 widths[id(holder)] = _width(holder)
             found += [way.look_up.place, widths.get(id(holder))]
         return tuple(found)
@@ -160,7 +160,7 @@ class Reached(NamedTuple):
 
     def objects(self) -> list[Way]:
         """The ways to Modules and Variables that the function may look at: it names each attribute on the way."""
-        found = [way for way in self.ways if issubclass(type(way.value), Identified) and not is_left(way.value)]
+        found = [way for way in self.ways if issubclass(type(way.value), Identified) and not is_left_over(way.value)]
         return [way for way in found if way.is_looked_along(self.names)]
 
     def read(self) -> list[Any]:
@@ -278,7 +278,7 @@ class _Search:
 
     def visit(self, way: Way) -> None:
         value = way.value
-        if is_constant(type(value)) and not _is_kept_by_library(way):
+        if is_constant_type(type(value)) and not _is_kept_by_library(way):
             self.ends.append(way)
         if id(value) in self.found:
             if issubclass(type(value), Identified):  # isinstance would ask a proxy, perhaps to what is gone
@@ -313,12 +313,12 @@ class _Search:
                 self.queue.append(Way(look_up.found(), look_up, way))
 
 
-def is_constant(kind: type) -> bool:
-    """Whether a compiled function has values of this type, numbers, text, arrays and None, as constants."""
+def is_constant_type(kind: type) -> bool:
+    """Whether values of this type, numbers, text, arrays and None, are constants of a compiled function, as in JAX."""
     return issubclass(kind, _CONSTANTS)
 
 
-def is_left(x: Any) -> bool:
+def is_left_over(x: Any) -> bool:
     """Whether this is a Module or Variable of a trace that has ended, of which no function can compute anything."""
     if current_trace() is not None or not issubclass(type(x), Identified):
         return False
@@ -345,7 +345,7 @@ def _is_read(x: Any, names: set[str]) -> bool:
 def _width(container: Any) -> int:
     """How many members of a container are no constants."""
     members = list(container.items()) if isinstance(container, dict) else [(member,) for member in list(container)]
-    return sum(not all(is_constant(type(x)) for x in member) for member in members)
+    return sum(not all(is_constant_type(type(x)) for x in member) for member in members)
 
 
 def same_attributes(x: Any, known: set[int]) -> Iterator[Step]:

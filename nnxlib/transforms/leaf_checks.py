@@ -53,7 +53,10 @@ def is_traceable(leaf: Any) -> bool:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a value says what to do: a bool, integers in a tuple, or what cannot be traced (text, a sharding)."""
+    """Whether a value says what to do: a bool, integers in a tuple, or what cannot be traced (text, a sharding).
+
+    In a captured Variable it is a constant, see closure_inputs.py.
+    """
     kind = type(leaf)
     return kind is bool or (issubclass(kind, tuple) and is_integer(leaf)) or (not is_traceable(leaf) and has_hash(leaf))
 
