@@ -128,8 +128,7 @@ def notice(x: Any) -> None:
 
 
 def is_captured(x: Any) -> bool:
-    """Notice an object; returns whether the trace has captured it, so that it will be made again with this input."""
-    notice(x)
+    """Whether the running trace has noticed an object, so that it will be made again with this input."""
     return _thread.watch is not None and id(x) in _thread.watch.covered
 
 

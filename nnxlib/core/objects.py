@@ -381,8 +381,10 @@ def _is_harmless(node: Any, value: tuple[Any, ...]) -> bool:
     trace = current_trace()
     if not value or getattr(node, "_nnx_trace", trace) is trace or is_lent_elsewhere(node._nnx_trace):
         return False
-    if Watch.all and node._nnx_is_captured and is_captured(node):
-        return False
+    if Watch.all and node._nnx_is_captured:
+        notice(node)
+        if is_captured(node):
+            return False
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Identified))
     return not any(isinstance(x, Tracer) or getattr(x, "_nnx_trace", None) is trace for x in leaves)
 

@@ -193,20 +193,21 @@ class Captures:
         without = places.places if isinstance(places, WithConstants) else places
         if not values:
             return without
-        self._token_of(here := WithConstants.of(without, constants, values.values()))  # so it is counted
+        here = WithConstants.of(without, constants, values.values())
+        self._token_of(here)  # so that it is counted, see `forget_if_many`
         return here
 
-    def needs_integers(self, packed: Packed) -> bool:
-        """Whether captured integers, which were inputs of a trace that failed, are constants from now on.
+    def switch_integers(self, packed: Packed) -> bool:
+        """After a trace that failed, make captured integers constants; returns whether to trace again.
 
-        They are inputs again if a trace fails where they are constants: then it was for another reason.
+        If they were constants, it failed for another reason, and they are inputs again.
         """
         integers = [is_integer(x) and path[0] == "captured" for path, x in zip(packed.layout.leaf_paths, packed.leaves)]
         self._integers = not self._integers and any(integers)
         return self._integers
 
-    def have_many_places(self) -> bool:
-        """Whether there have been so many places that programs for them should be dropped; if so, forgets everything.
+    def forget_if_many(self) -> bool:
+        """Forget everything if there have been very many places; returns whether to drop the programs for them, too.
 
         For the objects may be those of former arguments, which nothing else keeps alive.
         """

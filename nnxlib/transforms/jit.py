@@ -231,7 +231,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                 else:
                     wait_for_loans()
             except TypeError:  # an `if` on a traced value, say
-                if not (captured and captures.needs_integers(packed)):
+                if not (captured and captures.switch_integers(packed)):
                     raise
             now = captures.now()
 
@@ -397,7 +397,7 @@ class JitWrapped(Jitted, Generic[P, R]):
             capture_held(self._function, packed)
             if arguments.captured:
                 captures.capture_sharing(arguments.captured)
-            if captures.have_many_places():
+            if captures.forget_if_many():
                 self.clear_cache()
             check_traceable(layout, packed.leaves)
             plan = self._plans[key] = self._new_plan(layout, constants_of(places), entries, labels, leaf_labels)
