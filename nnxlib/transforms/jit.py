@@ -178,14 +178,14 @@ class JitWrapped(Jitted, Generic[P, R]):
                 args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
                 if self._has_static:
                     captures = self._captures_of(args, kwargs)
-            captured, places = NOTHING if captures.known is EMPTY else captures.now()
+            captured, places = now = NOTHING if captures.known is EMPTY else captures.now()
             if running_trace() is not EAGER or following or (Watch.all and all_borrowed()):
-                return self._call_packed(captures, args, kwargs, (captured, places))
+                return self._call_packed(captures, args, kwargs, now)
             try:
                 return self._dispatch.call(args, kwargs, captured, places)
             except Miss as miss:
                 found = miss.found
-            return self._call_packed(captures, args, kwargs, (captured, places), found)
+            return self._call_packed(captures, args, kwargs, now, found)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 note_nan_in_call(error, self._function, Arguments(args, kwargs))
