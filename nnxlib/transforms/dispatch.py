@@ -112,7 +112,7 @@ class Dispatch:
             if site is None:
                 return self._call_entry(leaves, signature, captured, places)
             # The shortcut, written out for the first object: a function or a loop would take another 0.05 us each.
-            first, others, plain, alone = site.places
+            first, others, plain, alone = site.arrangement
             try:
                 table = leaves[first]._nnx_table
                 if table.until_check == 1 or not (table.stamp.valid or patched(table, leaves[first])):
@@ -153,7 +153,7 @@ class Dispatch:
             else:
                 returned = part.read(jitted) if alone else jitted(*inputs)
             if type(returned) is WithOutcome:  # another one than usual
-                return shortcut.finish(compiled, leaves, site.places, outputs, returned)
+                return shortcut.finish(compiled, leaves, site.arrangement, outputs, returned)
             # What it changed is written last, after everything that can fail.
             out = shortcut.output(returned)
             if others:
@@ -167,7 +167,7 @@ class Dispatch:
             elif compiled.donates:  # an interrupt: the arrays that went in are gone
                 assert site is not None
                 with contextlib.suppress(Exception):
-                    shortcut.finish(compiled, leaves, site.places, outputs, returned)
+                    shortcut.finish(compiled, leaves, site.arrangement, outputs, returned)
             raise
 
     def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, places: object) -> Any:
@@ -354,9 +354,9 @@ class CacheEntry:
     def _keep_shortcut(self, found: KnownCall, sites: dict[Hashable, CallSite], reads: _Reads, writes: _Writes) -> None:
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k in range(len(found.leaves)) if k not in objects]
-        places = objects[0], objects[1:], plain, len(found.leaves) == 1
-        site = sites.setdefault(found.signature, CallSite(places))
-        site.places = places
+        arrangement = objects[0], objects[1:], plain, len(found.leaves) == 1
+        site = sites.setdefault(found.signature, CallSite(arrangement))
+        site.arrangement = arrangement
         shortcut = Shortcut(self, reads.compiled, writes.output)
         for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):
             inputs, outputs = (_cells_at([x for x in one.cells if x[0] == k], found.tables) for one in (reads, writes))
@@ -406,9 +406,9 @@ def _objects_in(leaves: Sequence[Any], tables: Sequence[LiveTable]) -> list[Any]
 # --- shortcuts ------------------------------------------------------------------------------------------------------
 
 
-# In a call, the places among the leaves of the first object, of other objects and of other leaves; and whether the
-# first object is the only leaf.
-Places = tuple[int, list[int], list[int], bool]
+# Where among the leaves of a call the first object is, the other objects and the other leaves; and whether the first
+# object is the only leaf.
+Arrangement = tuple[int, list[int], list[int], bool]
 
 
 class CallSite:
@@ -417,10 +417,10 @@ class CallSite:
     It refers to nothing, so a model does not keep a function alive that it was passed to.
     """
 
-    __slots__ = ("places",)
+    __slots__ = ("arrangement",)
 
-    def __init__(self, places: Places):
-        self.places = places  # in the call that has made the last shortcut
+    def __init__(self, arrangement: Arrangement):
+        self.arrangement = arrangement  # in the call that has made the last shortcut
 
 
 class Shortcut:
@@ -434,11 +434,11 @@ class Shortcut:
         self.output = output
 
     def finish(
-        self, compiled: Compiled, leaves: Sequence[Any], places: Places, outputs: list[Cell], returned: Any
+        self, compiled: Compiled, leaves: Sequence[Any], arrangement: Arrangement, outputs: list[Cell], returned: Any
     ) -> Any:
         """Write what a call with these leaves has returned, usually to the ``outputs``; returns the user's output."""
         if type(returned) is WithOutcome:  # another one than usual
-            tables = [leaves[k]._nnx_table for k in (places[0], *places[1])]
+            tables = [leaves[k]._nnx_table for k in (arrangement[0], *arrangement[1])]
             return self.entry().finish(leaves, tables, leaves_of(returned), compiled.outcome_of(returned))
         out = self.output(returned)
         write_cells(outputs, returned)
