@@ -40,7 +40,7 @@ class Blueprint:
         self._made_anew: list[tuple[int, Spec]] = []  # its places in the pool, and specs
         known: dict[int, int] = {}  # the places of immutable values, by id
 
-        def place_of(spec: Spec) -> int:
+        def place_for(spec: Spec) -> int:
             """The place in the pool of the value of a field with this spec."""
             if type(spec) is Ref:
                 return spec.index
@@ -57,7 +57,7 @@ class Blueprint:
         # For each node its row, the names of its fields, and the places of their values.
         self._contents: list[tuple[int, tuple, list[int]]] = []
         for i, row in nodes:
-            of_field = {name: place_of(spec) for name, spec in row.fields}
+            of_field = {name: place_for(spec) for name, spec in row.fields}
             self._contents.append((i, row.names, [of_field[name] for name in row.names]))
         lists = {i for i, row in nodes if issubclass(row.type, list) and row.names == tuple(range(len(row.names)))}
         self._lists = [x for x in self._contents if x[0] in lists]  # those without attributes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -83,15 +83,15 @@ class Flattened:
 class Foreign:
     """The foreign containers that a walk has met, and what they held."""
 
-    __slots__ = ("flattened", "levels", "others")
+    __slots__ = ("flattened", "items", "levels")
 
     def __init__(self) -> None:
         self.flattened: list[Flattened] = []
         self.levels: dict[int, dict] = {}  # of States, by id
-        self.others: list[Items] = []
+        self.items: list[Items] = []  # of dicts and lists
 
     def __bool__(self) -> bool:
-        return bool(self.levels or self.others or self.flattened)
+        return bool(self.levels or self.items or self.flattened)
 
     def add(self, tree: Any, children: Sequence[Any]) -> bool:
         """Add the containers of a pytree; False if it can get other children without a change of any of these."""
@@ -104,10 +104,10 @@ class Foreign:
                 stack += self._items_of_levels(x.raw_mapping)
             elif type(x) in _DICTS:
                 values = list(x.values())
-                self.others.append(Items(x, list(x), list(map(id, values)), values))
+                self.items.append(Items(x, list(x), list(map(id, values)), values))
                 stack += values
             elif type(x) is list:
-                self.others.append(Items(x, None, list(map(id, x)), x.copy()))
+                self.items.append(Items(x, None, list(map(id, x)), x.copy()))
                 stack += x
             elif isinstance(x, tuple):
                 stack += x
@@ -126,7 +126,7 @@ class Foreign:
 
     def watch(self, stamp: Stamp) -> None:
         """Let a change invalidate a stamp."""
-        if self.others or self.flattened:
+        if self.items or self.flattened:
             stamp.add_check(self._is_unchanged)
         if self.levels:
             States.attach(stamp, self.levels)
@@ -135,15 +135,11 @@ class Foreign:
         for tree in self.flattened:
             if not tree.is_unchanged():
                 return False
-        return _are_unchanged(self.others)
+        for container, keys, ids, _ in self.items:
+            values = container if keys is None else container.values()
+            if [*map(id, values)] != ids or (keys is not None and [*container] != keys):
+                return False
+        return True
 
 
 _DICTS = (dict, OrderedDict, defaultdict)
-
-
-def _are_unchanged(held: Iterable[Items]) -> bool:
-    for container, keys, ids, _ in held:
-        values = container if keys is None else container.values()
-        if [*map(id, values)] != ids or (keys is not None and [*container] != keys):
-            return False
-    return True

@@ -252,7 +252,7 @@ def _describe_again(walk: Walk, layout: Layout) -> None:
     One that is as it was built keeps its row without being visited, which would take most of the time of a diff.
     """
     as_built = layout.blueprint.as_built(walk.objects)
-    walk.keep(layout, as_built)
+    walk.take_rows(layout, as_built)
     for i, path in enumerate(layout.paths):
         if i not in as_built:
             walk.revisit(i, path)

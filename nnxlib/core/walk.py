@@ -94,7 +94,7 @@ class Walk:
         """The rows of all objects, in order."""
         return tuple([self.rows[i] for i in range(len(self.objects))])
 
-    def keep(self, layout: Layout, rows: Iterable[int]) -> None:
+    def take_rows(self, layout: Layout, rows: Iterable[int]) -> None:
         """Take the rows of known objects from the layout, without a visit; the nodes among them hold no arrays."""
         for i in rows:
             self.rows[i], self.paths[i] = layout.rows[i], layout.paths[i]
@@ -202,7 +202,7 @@ class Walk:
             return Ref(number)
         self.reliable = self.reliable and value._nnx_guarded
         self.arrays[number] = []
-        held, marks, declares = value._nnx_contents(), value._nnx_marks, value._nnx_is_pytree
+        held, marks = value._nnx_contents(), value._nnx_marks
         marks = Const.of_items(marks, path) if marks else _NO_ITEMS
         self.reliable = self.reliable and not marks.mutable
         names = tuple(held)
@@ -212,7 +212,7 @@ class Walk:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
             return Ref(number)
 
-        if declares and (marks is not _NO_ITEMS or class_marks(type(value))):
+        if value._nnx_is_pytree and (marks is not _NO_ITEMS or class_marks(type(value))):
             items = (((name,), held[name], explicit_mark(value, name)) for name in order)
         else:
             items = (((name,), held[name], None) for name in order)
