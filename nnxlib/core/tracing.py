@@ -4,7 +4,8 @@ A *trace* is JAX's record of a function while it runs on tracers. An object reme
 ``None`` at top level, else a weak reference, so that no live object keeps a trace alive. It may only be written while
 that very trace is running, since otherwise a tracer could outlive its trace.
 
-The other sections hold the name scopes of equations, and the frames that tracebacks show.
+The other sections are about arrays and meshes, about jaxprs and the name scopes of their equations, and about frames:
+those that tracebacks show, and the memory for them.
 """
 
 from __future__ import annotations
@@ -43,19 +44,16 @@ from jax.interpreters import ad, partial_eval
 
 from .errors import note_signature, note_switches
 
-# The same function as jax.extend.core's, whose import takes long, since it loads Pallas.
-jaxpr_as_fun = _core.jaxpr_as_fun
-
 TraceRef = weakref.ref | None
 P = ParamSpec("P")
 R = TypeVar("R")
 
 EAGER = _core.eval_trace  # the trace that runs while nothing is traced
-_name, _holder = "trace", _core.trace_ctx
+_attribute, _holder = "trace", _core.trace_ctx
 if hasattr(_core, "trace_state_strong_ref"):  # since JAX 0.12, where ``trace_ctx.trace`` is a function of Python
-    _name, _holder = "value", _core.trace_state_strong_ref
-_property = getattr(type(_holder), _name, None)
-running_trace: Callable[[], Any] = functools.partial(operator.attrgetter(_name), _holder)
+    _attribute, _holder = "value", _core.trace_state_strong_ref
+_property = getattr(type(_holder), _attribute, None)
+running_trace: Callable[[], Any] = functools.partial(operator.attrgetter(_attribute), _holder)
 if isinstance(_property, property) and _property.fget is not None:  # the same, in two thirds of the time
     running_trace = types.MethodType(_property.fget, _holder)
 
@@ -86,34 +84,18 @@ def runs_eagerly() -> bool:
 _TRANSFORMING = (JVPTrace, LinearizeTrace, BatchTrace)
 
 
-def evaluate(closed: Any, *args: Any) -> list[Any]:
-    """Call a closed jaxpr; unlike the function of :func:`jaxpr_as_fun`, with JAX's checks for NaNs, if these are on."""
-    return list(_core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, *args))
-
-
 def abandon_trace() -> None:
     """Let go of what the running trace, which has failed, has taken for constants: JAX would keep them forever."""
     if not at_top_level():
         running_trace().invalidate()
 
 
-def with_room(f: Callable[..., R], /, *args: Any) -> R:
-    """Call ``f`` with half a megabyte at hand for the frames of Python functions; for traces, which nest deeply.
-
-    CPython takes memory for frames from the system in pieces of 16 KiB, and up to 3.13 gives each back as soon as no
-    frame is in it. So a loop that happens to run where a piece ends takes and gives one back for each function that it
-    calls, and a trace may take a fifth longer. But a frame that needs more gets the next power of two, and the frames
-    of what it calls lie in the rest of that.
-    """
-    return f(*args)
-
-
-with_room.__code__ = with_room.__code__.replace(co_stacksize=2**16)  # words, which remain untouched
-
-
 def in_current_trace(value: object) -> bool:
     """Whether ``value`` is a tracer of the running trace itself, not of an enclosing one."""
     return isinstance(value, Tracer) and value._trace is running_trace()
+
+
+# --- arrays and meshes ----------------------------------------------------------------------------------------------
 
 
 def is_deleted(value: object) -> bool:
@@ -167,7 +149,22 @@ def _varying(x: jax.Array) -> frozenset[str]:
     return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
 
 
-# --- scopes ---------------------------------------------------------------------------------------------------------
+# --- jaxprs ---------------------------------------------------------------------------------------------------------
+
+# The same function as jax.extend.core's, whose import takes long, since it loads Pallas.
+jaxpr_as_fun = _core.jaxpr_as_fun
+
+
+def evaluate(closed: Any, *args: Any) -> list[Any]:
+    """Call a closed jaxpr; unlike the function of :func:`jaxpr_as_fun`, with JAX's checks for NaNs, if these are on."""
+    return list(_core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, *args))
+
+
+def inputs_needed(closed: Any, outputs: Collection[int]) -> list[bool]:
+    """For each input of a closed jaxpr, whether some of these outputs depend on it."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return partial_eval.dce_jaxpr(jaxpr, [n in outputs for n in range(len(jaxpr.outvars))])[1]
+
 
 _SCOPE = "<name scope>"  # the file name in a traceback that tells the name scope of an equation
 
@@ -198,12 +195,6 @@ def named_equations(closed: Any, change: Callable[[dict[str, Any], Any], dict[st
     return in_value(closed, ())
 
 
-def inputs_needed(closed: Any, outputs: Collection[int]) -> list[bool]:
-    """For each input of a closed jaxpr, whether some of these outputs depend on it."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    return partial_eval.dce_jaxpr(jaxpr, [n in outputs for n in range(len(jaxpr.outvars))])[1]
-
-
 def _traceback_telling(text: str) -> Any:
     code = _traceback_here.__code__.replace(co_name=text, co_qualname=text, co_filename=_SCOPE)
     return types.FunctionType(code, globals())()
@@ -223,8 +214,6 @@ def scope_of(traceback_info: Any) -> str | None:
 # --- frames ---------------------------------------------------------------------------------------------------------
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-
-_NAME = __name__.partition(".")[0] + "."
 
 _frames.register_exclusion(_PACKAGE)
 _source_info.register_exclusion(_PACKAGE)  # so the operations of a layer show the line of the user's code that calls it
@@ -274,11 +263,11 @@ def enclosing_transform() -> tuple[str | None, list[str]]:
             packages[frame.f_globals.get("__name__", "").partition(".")[0]] = None
         frame = frame.f_back
     places = {"jax.": jax, "jax.lax.": jax.lax}
-    known = [place + name for name in names if name in _NAMED for place in places if hasattr(places[place], name)]
+    known = [place + name for name in names if name in _TRANSFORMS for place in places if hasattr(places[place], name)]
     return (known[-1] if known else "jax" if names else None), list(packages)[::-1]
 
 
-_NAMED = """
+_TRANSFORMS = """
     grad value_and_grad vmap pmap scan while_loop fori_loop cond switch checkpoint vjp jvp linearize jacfwd jacrev
     hessian eval_shape make_jaxpr shard_map
 """.split()
@@ -286,7 +275,24 @@ _NAMED = """
 
 def is_own(module: str) -> bool:
     """Whether a module, by its name, belongs to nnxlib."""
-    return module.startswith(_NAME)
+    return module.startswith(_OWN)
+
+
+_OWN = __name__.partition(".")[0] + "."
+
+
+def with_room(f: Callable[..., R], /, *args: Any) -> R:
+    """Call ``f`` with half a megabyte at hand for the frames of Python functions; for traces, which nest deeply.
+
+    CPython takes memory for frames from the system in pieces of 16 KiB, and up to 3.13 gives each back as soon as no
+    frame is in it. So a loop that happens to run where a piece ends takes and gives one back for each function that it
+    calls, and a trace may take a fifth longer. But a frame that needs more gets the next power of two, and the frames
+    of what it calls lie in the rest of that.
+    """
+    return f(*args)
+
+
+with_room.__code__ = with_room.__code__.replace(co_stacksize=2**16)  # words, which remain untouched
 
 
 def hide_frames(error: BaseException) -> None:
