@@ -56,7 +56,7 @@ _State = State[Any, Any]  # for type checkers, to which a State without argument
 # --- split and merge ------------------------------------------------------------------------------------------------
 
 
-def _packed(node: Any) -> tuple[Any, list[Any], list[Any]]:
+def _packed(node: Any) -> tuple[Layout, list[Any], list[Any]]:
     """(layout, leaves, objects) of a node, from its table where it has one."""
     if isinstance(node, Node):
         if Watch.all:

@@ -55,8 +55,11 @@ def checkify(f: Callable = MISSING, errors: Any = None) -> Callable:
     return lift(lambda pure: checked(pure, errors), result=lambda raw, finish: (raw[0], finish(raw[1])))(f)
 
 
-def checked(pure: Callable, errors: Any = None) -> Callable:
-    """``jax.experimental.checkify.checkify`` of a function of leaves, with errors that name the scope."""
+def checked(pure: Callable, errors: Any) -> Callable:
+    """``jax.experimental.checkify.checkify`` of a function of leaves, with errors that name the scope.
+
+    ``errors`` are the checks to make; None for the user's own.
+    """
     from jax.experimental import checkify  # only now: it takes long to import
 
     errors = checkify.user_checks if errors is None else errors

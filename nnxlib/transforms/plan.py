@@ -173,7 +173,7 @@ class Plan:
         crossing: JitCrossing,
         function: Callable,
         options: dict[str, Any],
-        donated: frozenset[int] = frozenset(),
+        donated: frozenset[int],
         in_shardings: Sequence[Any] | None = None,
     ):
         self.crossing, self._function, self._options = crossing, function, options

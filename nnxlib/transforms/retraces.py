@@ -15,7 +15,6 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +34,8 @@ _IN_A_ROW = 8  # how many traced calls cause a warning
 
 
 class _Note(NamedTuple):
+    """What one trace was made for."""
+
     call: int  # the number of the call
     layout: Layout
     types: dict[tuple, list[Any]]  # of the arrays that the trace was given, by the path of the leaf; or a constant
@@ -51,7 +52,7 @@ class Traces:
         self._in_a_row = 0
         self._reason: list[tuple] = []
 
-    def note(self, layout: Layout, leaves: Sequence[Any], constants: Mapping[int, Any] = MappingProxyType({})) -> None:
+    def note(self, layout: Layout, leaves: Sequence[Any], constants: Mapping[int, Any]) -> None:
         """Note that a trace has succeeded; warn if the last calls were all traced, and for the same reason."""
         types = {
             path: [jax.typeof(leaf)] if isinstance(leaf, Tracer) else list(map(jax.typeof, jax.tree.leaves(leaf)))
