@@ -65,8 +65,8 @@ def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
     return _field(False, value, kwargs)
 
 
-def _field(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
-    metadata = {**(kwargs.pop("metadata", None) or {}), DECLARED: is_data, _VALUE: value}
+def _field(mark: bool, value: Any, kwargs: dict[str, Any]) -> Any:
+    metadata = {**(kwargs.pop("metadata", None) or {}), DECLARED: mark, _VALUE: value}
     if value is not MISSING:
         kwargs.setdefault("default", value)
     return dataclasses.field(metadata=metadata, **kwargs)

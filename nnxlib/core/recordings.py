@@ -66,7 +66,7 @@ def is_recorded(marks: Any, name: Any) -> bool:
     return (name, _RECORDED) in (marks or {})
 
 
-def appends(marks: Any, name: Any) -> bool:
+def is_appended_to(marks: Any, name: Any) -> bool:
     """Whether values are appended to a recording, by the marks of its node."""
     return bool((marks or {}).get((name, _RECORDED)))
 
@@ -100,7 +100,7 @@ def put_back(aside: list[Aside]) -> None:
     for node, before, marks in aside:
         now = node._nnx_contents()
         for name in now.keys() & before.keys():
-            if now[name] is not before[name] and appends(node._nnx_marks, name):
+            if now[name] is not before[name] and is_appended_to(node._nnx_marks, name):
                 now[name].set_raw_value((*before[name].get_raw_value(), *now[name].get_raw_value()))
         items = {name: now.get(name, value) for name, value in before.items()} | now
         refill(node, items, {**marks, **(node._nnx_marks or {})})
@@ -120,7 +120,7 @@ def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: b
 def recorded_anew(root: Any) -> Iterator[None]:
     """Within a capture, start new recordings below ``root`` in the block; afterwards they follow the earlier ones."""
     kinds = recorded_types() or ()
-    aside = take_out(root, lambda x, name, v: type(v) in kinds and appends(x._nnx_marks, name)) if kinds else []
+    aside = take_out(root, lambda x, name, v: type(v) in kinds and is_appended_to(x._nnx_marks, name)) if kinds else []
     try:
         yield
     finally:

@@ -77,9 +77,9 @@ def same_treedef(a: Any, b: Any) -> bool:
     try:
         return a == b
     except Exception:  # whatever the __eq__ of the metadata raises
-        parts = a.children(), b.children()
-        same = same_node(a.node_data(), b.node_data()) and len(parts[0]) == len(parts[1])
-        return same and all(map(same_treedef, *parts))
+        below = a.children(), b.children()
+        same = same_node(a.node_data(), b.node_data()) and len(below[0]) == len(below[1])
+        return same and all(map(same_treedef, *below))
 
 
 def same_node(a: tuple[type, Any] | None, b: tuple[type, Any] | None) -> bool:

@@ -20,7 +20,7 @@ from ..core.calls import recorded_types
 from ..core.errors import BodyError, format_path, listed
 from ..core.graphdef import describe_spec
 from ..core.layout import Layout
-from ..core.recordings import appends, is_recorded
+from ..core.recordings import is_appended_to, is_recorded
 from ..core.rows import SAME, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_treedef
 from .body import Body, structural_rows
 from .leaf_checks import BECAME, type_changes
@@ -82,7 +82,8 @@ def _recordings(owner: int, row: NodeRow, new: Mapping[int, type]) -> dict[Any, 
     """The new recordings in a node, by name."""
     marks = row.marks.value
     names = {name: spec.index for name, spec in row.fields if isinstance(spec, Ref) and is_recorded(marks, name)}
-    return {name: Recording(owner, name, new[i], appends(marks, name), i) for name, i in names.items() if i in new}
+    recorded = {name: i for name, i in names.items() if i in new}
+    return {name: Recording(owner, name, new[i], is_appended_to(marks, name), i) for name, i in recorded.items()}
 
 
 def recordings_taken_out(layout: Layout, body: Body) -> list[Recording]:

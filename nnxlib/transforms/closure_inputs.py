@@ -226,11 +226,11 @@ class Captures:
           CapturedObjects: if there are any.
         """
         seen = set[int]()
-        parts = {id(part) for x in captured for _, part in reachable(x, seen)}
+        below = {id(part) for x in captured for _, part in reachable(x, seen)}
         given = set(map(id, captured))
         known = self.known or EMPTY
         others = _objects_on(self._search(captured, known.running, known.holders).ways)
-        found = [x for x in others if id(x) not in given and any(id(part) in parts for _, part in reachable(x, set()))]
+        found = [x for x in others if id(x) not in given and any(id(part) in below for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
 

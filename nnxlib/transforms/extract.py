@@ -94,8 +94,8 @@ class NodeStates:
 
     def tree_flatten_with_keys(self) -> tuple[tuple, Any]:
         """Return the children with their keys, and the static metadata: the protocol of JAX."""
-        children = (jtu.GetAttrKey("_graphdef"), self._graphdef), (jtu.GetAttrKey("states"), self.states)
-        return children, self.metadata
+        keyed = (jtu.GetAttrKey("_graphdef"), self._graphdef), (jtu.GetAttrKey("states"), self.states)
+        return keyed, self.metadata
 
     @classmethod
     def tree_unflatten(cls, metadata: Any, children: Sequence[Any]) -> NodeStates:

@@ -255,8 +255,8 @@ class Functional(Generic[M]):
         """The structure of the Module, and its leaves as shapes, made with random streams of these names."""
         if streams not in self._skeletons:
             rngs = Rngs({"default": 0, **dict.fromkeys(streams, 0)})
-            graphdef, state = split(eval_shape(lambda: self._construct(rngs.fork())))
-            self._skeletons[streams] = graphdef, dict(to_flat_state(state))
+            graphdef, shapes = split(eval_shape(lambda: self._construct(rngs.fork())))
+            self._skeletons[streams] = graphdef, dict(to_flat_state(shapes))
         return self._skeletons[streams]
 
 

@@ -104,8 +104,8 @@ def value_and_grad(
         lane_of = differentiated(packed, args, filters, PARAMS)
         check_differentiable(packed, lane_of, holomorphic, allow_int)
 
-        def pure(differentiated: list[Any], rest: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
-            leaves = join_lanes((differentiated, rest), lane_of)
+        def pure(inputs: list[Any], rest: list[Any]) -> tuple[Any, tuple[list[Any], Outcome]]:
+            leaves = join_lanes((inputs, rest), lane_of)
             aux_of = lambda out: split_aux(out)[1] if has_aux else None
             out, after = cross(function, packed.layout, leaves, part=aux_of)
             return unwrapped(out[0] if has_aux else out), (after.leaves, Outcome(after.delta))

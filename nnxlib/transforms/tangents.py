@@ -305,15 +305,15 @@ def _unfold(layout: Layout, spec: Spec, path: tuple, tree: Any, name: str) -> It
         return
     if isinstance(spec, Tree):
         try:
-            children = _flatten_up_to(spec.treedef, tree)
+            parts = _flatten_up_to(spec.treedef, tree)
         except ValueError as error:
             where = f" of {place_of(path)}" if path else ""
             raise ArgumentError(
                 f"The {name}{where} must be a pytree like the value that it belongs to, with a State in place of each "
                 f"Module: {error}"
             ) from None
-        for key, child, below in zip(spec.paths, spec.children, children, strict=True):
-            yield from _unfold(layout, child, (*path, *key), below, name)
+        for key, child, part in zip(spec.paths, spec.children, parts, strict=True):
+            yield from _unfold(layout, child, (*path, *key), part, name)
     elif isinstance(spec, Ref) and isinstance(layout.rows[spec.index], NodeRow):
         yield from ((path + below, stored_value(value)) for below, value in _entries(tree, path, name))
     elif spec is LEAF or isinstance(spec, Ref):
