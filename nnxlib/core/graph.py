@@ -82,7 +82,12 @@ class Packed(NamedTuple):
 
 
 def pack(tree: Any) -> Packed:
-    """Number the objects in a pytree, describe each by a row, and collect the leaves."""
+    """Number the objects in a pytree, describe each by a row, and collect the leaves.
+
+    Raises:
+      StaticValueError: for a static value that cannot be compared; names its path.
+      PathError: if the keys of a dict have no order.
+    """
     walk = Walk()
     root = walk.run(tree)
     notice_all(walk.objects)  # for a trace that watches which objects from outside of it are used (closures.py)
@@ -274,6 +279,7 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     variables = [(i, row) for i, row in delta.rows if type(row) is VariableRow]
     restructured = [(i, row) for i, row in variables if i < n]
     cells = [live[i]._cell for i in (*delta.values, *[i for i, _ in restructured])]
+    # The leaves are taken in their order: those of old Variables, of new ones, of nodes, of the output.
     values = list(itertools.islice(remaining, len(delta.values)))
     values += [_stored(row, next(remaining)) for _, row in restructured]
     made = iter(_new_variables([row for i, row in variables if i >= n], remaining))

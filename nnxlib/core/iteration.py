@@ -25,7 +25,7 @@ from .walk import flatten_once
 def children_of(value: Any, without: Container[type] = ()) -> list[tuple[Path, Any]]:
     """What is directly below a value, by path: the attributes or items of a node, the leaves and nodes of a pytree.
 
-    Instances of the classes ``without`` may be left out.
+    Instances of the classes ``without`` are left out.
     """
     if isinstance(value, Node):
         if Watch.all:

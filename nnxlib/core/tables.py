@@ -142,7 +142,11 @@ def build_described(layout: Layout, leaves: Sequence[Any]) -> Any:
 
 
 def table_of(root: Any) -> LiveTable:
-    """Return a table that describes a live node or Variable as it is now."""
+    """Return a table that describes a live node or Variable as it is now.
+
+    Raises:
+      StaleLayoutError: if the object was changed in a way that its table has not noticed.
+    """
     table = root._nnx_table
     if type(table) is PendingTable:
         return _complete(root, table)

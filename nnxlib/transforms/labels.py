@@ -168,6 +168,10 @@ def label_arguments(
     """The labels of packed ``Arguments``, by row and in the order of the leaves.
 
     Mappings see paths without the first two keys, which lead to the argument (``args[0]``).
+
+    Raises:
+      AliasingError: for a shared object that two arguments give different labels; names both paths.
+      PrefixError: for a leaf that no filter of a mapping takes; names its path.
     """
     values: dict[int, list[Any]] = {i: [objects[i]] for i in layout.variables}
     for (i, _), leaf in zip(layout.owners[len(values) :], leaves[len(values) :], strict=True):
@@ -178,7 +182,11 @@ def label_arguments(
 
 
 def labels_after(before: Labels, after: After, out_entries: Sequence[Any]) -> list[Label]:
-    """The labels of the leaves that come back from a call, given the labels of the arguments."""
+    """The labels of the leaves that come back from a call, given the labels of the arguments.
+
+    Raises:
+      AliasingError, PrefixError: as :func:`label_arguments`.
+    """
     labelling = Labelling(after.rows, after.walk.values_of, before)
     own = labelling.visit(after.delta.root, out_entries, after.walk.values_of(ROOT))
     return labelling.labels.of_leaves(after.owners, own)

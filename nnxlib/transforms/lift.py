@@ -117,6 +117,9 @@ def cross(
       part: the part of the output of ``f`` that is packed; all of it by default.
       loan: by row, the live objects that ``f`` captures; they are used in place of fresh ones (core/closures.py).
       cell: makes the cells of the Variables; for ``nnx.jit`` they note whether they are read (core/inputs.py).
+
+    Raises:
+      TraceContextError: if a tracer, or an object of the trace, would leave it inside of a static value.
     """
     leaves, edited = _own_pytrees(leaves)
     lent = [(loan[i], leaf) for i, leaf in zip(layout.variables, leaves, strict=False) if i in loan]
@@ -192,6 +195,9 @@ class Crossing:
         """Call ``f`` on fresh objects built from all leaves of the layout; returns one list per lane, and the Outcome.
 
         The values of Variables at the positions ``forced`` also come back if they were only read.
+
+        Raises:
+          OutputError: if something that is to come back is none that JAX can return; names its path.
         """
         layout = self.layout
         if self.labels is not None and self.axis_name is not MISSING:  # the leaves are slices
@@ -204,13 +210,6 @@ class Crossing:
         outcome = Outcome(after.delta, lane_of, after.paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
 
-    def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
-        return cross(f, layout, leaves, forced)
-
-    def _read(self, after: After) -> Sequence[int]:
-        """The positions of the leaves that were read, if that is known."""
-        return ()
-
     def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[After, tuple[int, ...]]:
         """What the function did, with the names of stacked axes; and the lane of each leaf that comes back."""
         name = "out_shardings or out_specs" if self.axis_name is MISSING else "out_axes"
@@ -219,6 +218,15 @@ class Crossing:
             found = stack_recorded(found, layout, after)
             after = stack_axes(after, found, self.axis_name)
         return after, lane_numbers(found, self.lanes)
+
+    # Two steps of `run`, which are others for `nnx.jit` (jit_crossing.py).
+
+    def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
+        return cross(f, layout, leaves, forced)
+
+    def _read(self, after: After) -> Sequence[int]:
+        """The positions of the leaves that were read, if that is known."""
+        return ()
 
 
 def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: finish(raw)) -> Callable:

@@ -6,8 +6,9 @@ are put into the trace around it; another call with leaves of the same types onl
 equal layers that are recomputed in the backward pass, only one is traced.
 
 A body that captures a Module, or arrays of the trace around it, is traced at each call, since these may have changed.
-So is one that looks at a place to which a Module has come; and every body, while a quantiser or an exporter has
-replaced functions of JAX: a program that is kept either lacks the replacements or would still have them later.
+So is one that looks at a place to which a Module has come. And so is every body while a quantiser or an exporter has
+replaced functions of JAX: a program that was kept would lack the replacements, and one that is made now would have them
+later, too.
 """
 
 from __future__ import annotations
