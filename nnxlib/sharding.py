@@ -21,7 +21,7 @@ from .core.metadata import with_partitioning as with_partitioning
 from .core.ops import map as map_leaves
 from .core.ops import split
 from .core.placement import Rules as Rules
-from .core.placement import fitted, names_in, problem_with, sharded, spec_of
+from .core.placement import fitted, mesh_axes_in, problem_with, sharded, spec_of
 from .core.placement import logical_axis_rules as logical_axis_rules
 from .core.placement import use_eager_sharding as use_eager_sharding
 from .core.placement import using_eager_sharding as using_eager_sharding
@@ -106,7 +106,7 @@ def get_named_sharding(tree: A, mesh: Mesh) -> A:
 
 
 def _problem(spec: PartitionSpec, mesh: Mesh) -> str | None:
-    unknown = [repr(name) for name in names_in(spec) if name not in mesh.axis_names]
+    unknown = [repr(name) for name in mesh_axes_in(spec) if name not in mesh.axis_names]
     return f"no axis {', '.join(unknown)}" if unknown else problem_with(spec)
 
 

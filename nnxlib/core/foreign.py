@@ -26,7 +26,7 @@ from .state import State
 from .static import Const
 
 
-class Items(NamedTuple):
+class Held(NamedTuple):
     """What a container holds."""
 
     container: Any
@@ -88,7 +88,7 @@ class Foreign:
     def __init__(self) -> None:
         self.flattened: list[Flattened] = []
         self.levels: dict[int, dict] = {}  # of States, by id
-        self.items: list[Items] = []  # of dicts and lists
+        self.items: list[Held] = []  # of dicts and lists
 
     def __bool__(self) -> bool:
         return bool(self.levels or self.items or self.flattened)
@@ -104,10 +104,10 @@ class Foreign:
                 stack += self._items_of_levels(x.raw_mapping)
             elif type(x) in _DICTS:
                 values = list(x.values())
-                self.items.append(Items(x, list(x), list(map(id, values)), values))
+                self.items.append(Held(x, list(x), list(map(id, values)), values))
                 stack += values
             elif type(x) is list:
-                self.items.append(Items(x, None, list(map(id, x)), x.copy()))
+                self.items.append(Held(x, None, list(map(id, x)), x.copy()))
                 stack += x
             elif isinstance(x, tuple):
                 stack += x

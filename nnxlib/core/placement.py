@@ -168,7 +168,7 @@ def target_of(metadata: Mapping[str, Any]) -> tuple[Any, PartitionSpec] | None:
     if spec is None or mesh is None or not (spec or isinstance(names, NamedSharding)):
         return None
     known = _within(spec, _axes(mesh, AxisType.Auto, AxisType.Explicit))
-    return (mesh, known) if names_in(known) or not names_in(spec) else None
+    return (mesh, known) if mesh_axes_in(known) or not mesh_axes_in(spec) else None
 
 
 def fitted(spec: PartitionSpec, ndim: int) -> PartitionSpec:
@@ -180,7 +180,7 @@ def fitted(spec: PartitionSpec, ndim: int) -> PartitionSpec:
     return PartitionSpec(*spec[surplus:]) if surplus > 0 and not any(map(_parts, spec[:surplus])) else spec
 
 
-def names_in(spec: PartitionSpec) -> list[str]:
+def mesh_axes_in(spec: PartitionSpec) -> list[str]:
     """The names of mesh axes in a PartitionSpec."""
     return [name for entry in spec for name in _parts(entry) if isinstance(name, str)]
 
@@ -332,12 +332,12 @@ def _constrained(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 def problem_with(spec: PartitionSpec) -> str | None:
     """What keeps a PartitionSpec from being the sharding of any array."""
-    names = names_in(spec)
+    names = mesh_axes_in(spec)
     return f"{tuple(spec)} would use a mesh axis twice" if len(set(names)) < len(names) else None
 
 
 def _check(value: Any, mesh: Any, spec: PartitionSpec, names: Any, kind: type, even: bool) -> None:
-    parts = [math.prod(mesh.shape[name] for name in names_in(PartitionSpec(entry))) for entry in spec]
+    parts = [math.prod(mesh.shape[name] for name in mesh_axes_in(PartitionSpec(entry))) for entry in spec]
     problem = problem_with(spec)
     if len(spec) > value.ndim:
         problem = f"it has {value.ndim} axes, and {len(spec)} names"
@@ -354,7 +354,7 @@ def _check_names(value: Any, metadata: Mapping[str, Any], kind: type) -> None:
     mesh, spec = own or current_mesh(), spec_of(metadata)
     if mesh is None or spec is None or isinstance(names, NamedSharding):
         return
-    for name in names_in(spec):
+    for name in mesh_axes_in(spec):
         if name not in mesh.axis_names:
             similar = get_close_matches(name, map(str, mesh.axis_names), 1, 0.8)
             problem = f"it has no axis {name!r}" + (f", but {similar[0]!r}" if similar else "")

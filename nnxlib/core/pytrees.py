@@ -67,6 +67,8 @@ class PathKey:
         return hash(self.path)
 
 
+Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in place, and what they were
+
 _NEVER_VALID = Stamp()
 _NEVER_VALID.valid = False
 
@@ -264,9 +266,6 @@ def _unflattened_below(
         shapes.append(shape)
         mutable.append([(contents[name], shape.statics[name]) for name in shape.mutable] if shape.mutable else ())
     return nodes, parents, shapes, mutable, held
-
-
-Mutable = Sequence[tuple[Any, Const]]  # static values that can be changed in place, and what they were
 
 
 def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> Mutable | None:

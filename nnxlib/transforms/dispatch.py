@@ -45,7 +45,7 @@ from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
 from .closure_inputs import Constants, WithConstants, constants_in, constants_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
-from .plan import Compiled, Plan, Stopped, WithOutcome, leaves_of
+from .plan import Compiled, Plan, Stopped, WithOutcome, leaves_returned
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
 
@@ -328,7 +328,7 @@ class CacheEntry:
             outcome = compiled.outcome_of(returned)
             if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
                 self._keep_shortcut(found, sites, reads, self._writes_of(outcome))
-            out = self.finish(found.leaves, tables, leaves_of(returned), outcome)
+            out = self.finish(found.leaves, tables, leaves_returned(returned), outcome)
             if self.plan.has_shardings:
                 self.plan.settle([tables[k].cells[j] for k, j in self._cells])
             return out
@@ -439,7 +439,7 @@ class Shortcut:
         """Write what a call with these leaves has returned, usually to the ``outputs``; returns the user's output."""
         if type(returned) is WithOutcome:  # another one than usual
             tables = [leaves[k]._nnx_table for k in (arrangement[0], *arrangement[1])]
-            return self.entry().finish(leaves, tables, leaves_of(returned), compiled.outcome_of(returned))
+            return self.entry().finish(leaves, tables, leaves_returned(returned), compiled.outcome_of(returned))
         out = self.output(returned)
         write_cells(outputs, returned)
         return out

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core.differences import ANY_VALUE, leaf_differences, refuse
 from ..core.errors import OUTPUT, ArgumentError, EmptySelectionError, ReadOnlyError, format_path
-from ..core.filters import Filter, to_predicate
+from ..core.filters import Filter, Predicate, to_predicate
 from ..core.graph import After, Packed, commit
 from ..core.state import from_flat_state, to_flat_state
 from ..core.tables import pack_call
@@ -84,7 +84,6 @@ def map_variables(
 
 
 Rows = dict[int, tuple]  # the mapped Variables of one argument: row -> path below the argument
-Predicate = Callable[[tuple, Any], bool]
 
 
 def _by_argument(

@@ -149,7 +149,7 @@ def groups_of(returned: tuple[Any, ...]) -> tuple[Sequence[Any], ...]:
     return returned.groups if type(returned) is WithOutcome else (returned,)
 
 
-def leaves_of(returned: tuple[Any, ...]) -> Sequence[Any]:
+def leaves_returned(returned: tuple[Any, ...]) -> Sequence[Any]:
     """The leaves in what a jitted function returned, in order."""
     return join_lanes(returned.groups, returned.outcome.lane_of) if type(returned) is WithOutcome else returned
 
@@ -250,7 +250,7 @@ class Plan:
     def finish(self, packed: Packed, compiled: Compiled, returned: tuple[Any, ...]) -> Any:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""
         outcome = compiled.outcome_of(returned)
-        out = commit(packed.layout, outcome.delta, leaves_of(returned), packed.objects)
+        out = commit(packed.layout, outcome.delta, leaves_returned(returned), packed.objects)
         if self.has_shardings and at_top_level():
             self.settle([packed.objects[i]._cell for i in packed.layout.variables])
         return out
