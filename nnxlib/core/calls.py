@@ -225,8 +225,11 @@ def listener_for(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listene
         own = [path[depth:] for path in layout.paths]
         if outer is None:
             return own
-        found = outer.entered.get(layout) if in_a_trace else list(map(outer.find, (live and live()) or ()))
-        return [q if p is None else p for p, q in zip(found or own, own, strict=True)]
+        if in_a_trace:
+            outside = outer.entered.get(layout)
+        else:
+            outside = list(map(outer.find, () if live is None else live() or ()))
+        return [q if p is None else p for p, q in zip(outside or own, own, strict=True)]
 
     listener = Listener(objects, known)
     if outer is not None:

@@ -187,7 +187,7 @@ def _tree_text(treedef: Any) -> str:
     if kind is dict:
         return f"{{{', '.join(f'{key!r}: {x}' for key, x in zip(keys, children, strict=True))}}}"
     if kind in (tuple, list):
-        return f"{'(['[kind is list]}{', '.join(children)}{')]'[kind is list]}"
+        return f"[{', '.join(children)}]" if kind is list else f"({', '.join(children)})"
     return "None" if kind is type(None) else kind.__name__
 
 

@@ -125,7 +125,8 @@ class Way(NamedTuple):
 
     def is_looked_along(self, names: Collection[str]) -> bool:
         """Whether code with these names may go along the way: it leads over no attribute of another name."""
-        return all(_may_be_made(way.look_up, holder, names) for way, holder in self.back())
+        by_name = (way.look_up.key for way, holder in self.back() if _is_by_name(way.look_up, holder))
+        return all(key in names or key in BY_SYNTAX for key in by_name)
 
     def places(self, widths: dict[int, int]) -> tuple[Hashable, ...]:
         """What is looked up at each step, from the last one on: the same if the way now leads to another value.
@@ -139,11 +140,6 @@ class Way(NamedTuple):
                 widths[id(holder)] = _width(holder)
             found += [way.look_up.place, widths.get(id(holder))]
         return tuple(found)
-
-
-def _may_be_made(look_up: LookUp, holder: Any, names: Collection[str]) -> bool:
-    """Whether code with these names may make a look-up in a value, the holder: of an attribute, if it has the name."""
-    return not _is_by_name(look_up, holder) or look_up.key in BY_SYNTAX or look_up.key in names
 
 
 def _is_by_name(look_up: LookUp, holder: Any) -> bool:

@@ -233,8 +233,8 @@ class CustomJvp(_Custom):
             along = tuple(call.tangents.fold_arguments(values, call.diff))
 
             def run(*args: Any) -> Any:
-                nondiff, diff = ([args[i] for i in numbers] for numbers in (call.nondiff, call.diff))
-                return as_pair(rule(*nondiff, tuple(diff), along), _RULE)
+                nondiff, diff = [args[i] for i in call.nondiff], tuple([args[i] for i in call.diff])
+                return as_pair(rule(*nondiff, diff, along), _RULE)
 
             (_, tangent), after = cross(run, call.layout, primals[0], part=operator.itemgetter(0))
             out = leaves, outcome, changed = call.outputs(after)

@@ -359,7 +359,8 @@ class CacheEntry:
         site.arrangement = arrangement
         shortcut = Shortcut(self, reads.compiled, writes.output)
         for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):
-            inputs, outputs = (_cells_at([x for x in one.cells if x[0] == k], found.tables) for one in (reads, writes))
+            inputs = _cells_at([x for x in reads.cells if x[0] == k], found.tables)
+            outputs = _cells_at([x for x in writes.cells if x[0] == k], found.tables)
             arrays = [table.arrays[j][:2] for i, chosen in reads.arrays if i == k for j in chosen]
             keep(table.shortcuts, site, Part(shortcut, place, inputs, arrays, outputs))
 
