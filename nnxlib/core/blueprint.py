@@ -36,22 +36,22 @@ class Blueprint:
         self._nodes = [(i, row.type, row.marks.value) for i, row in nodes]
 
         # The pool after the objects: immutable values, and MISSING for what each build makes anew.
-        self._constants: list[Any] = []
+        self._after_objects: list[Any] = []
         self._made_anew: list[tuple[int, Spec]] = []  # its places in the pool, and specs
         known: dict[int, int] = {}  # the places of immutable values, by id
 
         def place_for(spec: Spec) -> int:
-            """The place in the pool of the value of a field with this spec."""
+            """The place in the pool for the value of a field with this spec."""
             if type(spec) is Ref:
                 return spec.index
-            place = len(rows) + len(self._constants)
+            place = len(rows) + len(self._after_objects)
             if type(spec) is Const and not spec.mutable:
                 if (first := known.setdefault(id(spec.value), place)) != place:
                     return first
-                self._constants.append(spec.value)
+                self._after_objects.append(spec.value)
             else:
                 self._made_anew.append((place, spec))
-                self._constants.append(MISSING)
+                self._after_objects.append(MISSING)
             return place
 
         # For each node its row, the names of its fields, and the places of their values.
@@ -80,7 +80,7 @@ class Blueprint:
     def fill(self, objects: list[Any], leaves: Iterator[Any]) -> None:
         """Give the nodes among the objects their contents; ``leaves`` are those that nodes hold."""
         count = len(objects)
-        objects += self._constants  # for a moment: a second list, of both, would take the most memory
+        objects += self._after_objects  # for a moment: a second list, of both, would take the most memory
         for place, spec in self._made_anew:
             objects[place] = next(leaves) if spec is LEAF else value_of(spec, objects, leaves)
         value_at = objects.__getitem__
@@ -96,7 +96,7 @@ class Blueprint:
 
         Nodes that hold arrays, pytrees, or static values that can change in place are never among them.
         """
-        rows, pool = self._rows, [*objects, *self._constants]
+        rows, pool = self._rows, [*objects, *self._after_objects]
         found = {
             i
             for i, names, places in self._contents
