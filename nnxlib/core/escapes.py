@@ -97,13 +97,16 @@ def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> Af
             if find(value) is not None:
                 raise TraceContextError(_ESCAPES.format(where=where, value=spec.value, what=describe(found)) + _INSTEAD)
             ended.setdefault(i, {})[name] = Const.of(value)
-    if not ended:
-        return after
+    return _with_statics(after, ended) if ended else after
+
+
+def _with_statics(after: After, replaced: dict[int, dict[Any, Const]]) -> After:
+    """The table with other static values in fields of new nodes, given by row and name."""
     rows = list(after.rows)
-    for i, names in ended.items():
+    for i, names in replaced.items():
         row = cast(NodeRow, rows[i])
         rows[i] = row._replace(fields=tuple([(name, names.get(name, spec)) for name, spec in row.fields]))
-    changed = tuple([(i, rows[i] if i in ended else row) for i, row in after.delta.rows])
+    changed = tuple([(i, rows[i] if i in replaced else row) for i, row in after.delta.rows])
     return after._replace(rows=rows, delta=after.delta._replace(rows=changed))
 
 

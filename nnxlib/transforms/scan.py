@@ -133,7 +133,7 @@ def looped(
 ) -> Callable:
     """``f`` as the body of ``loop(step, init, xs, length=...)``: ``jax.lax.scan`` or its like, with options bound."""
     inner, bound, bound_kwargs = resolve(f)
-    kept = as_function(inner)  # by `wrapped`, which refers to it
+    kept = as_function(inner)  # `wrapped` refers to it, and so keeps it alive; programs refer to it weakly
     function = weakly(kept)
     name = axis_name_in(transform_metadata)
     in_axes = (Carry,) if in_axes is Carry else in_axes
