@@ -245,8 +245,8 @@ def raw_values(leaves: Collection[Any]) -> list[Any]:
     return [x._cell.value if isinstance(x, Variable) else x for x in leaves]
 
 
-def in_nodes(layout: Layout) -> slice:
-    """Where the leaves are that nodes hold themselves."""
+def positions_in_nodes(layout: Layout) -> slice:
+    """The positions of the leaves that nodes hold themselves."""
     return slice(len(layout.variables), len(layout.leaf_paths) - count_leaves(layout.root))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .layout import Layout
-from .look_ups import has_attributes, is_jitted, is_of_library, look_ups_in
+from .look_ups import is_jitted, is_of_library, is_plain_object, look_ups_in
 from .references import search, used_unnoticed
 from .rows import NodeRow
 from .state import State
@@ -77,7 +77,7 @@ def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]
     Their code names the attributes on the way.
     """
     statics = [const.value for *_, const in layout.statics]
-    plain = [x for x in statics if has_attributes(x) and not is_of_library(vars(type(x)))]
+    plain = [x for x in statics if is_plain_object(x) and not is_of_library(vars(type(x)))]
     if not plain:
         return []
     return search(functions[0], given=(*functions[1:], *_methods(layout), *plain)).read()

@@ -251,7 +251,7 @@ def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
                     yield LookUp(in_class, cls, name)
 
 
-def has_attributes(x: Any) -> bool:
+def is_plain_object(x: Any) -> bool:
     """Whether this is a plain object: of a class written in Python, with attributes, and looked into for these."""
     others = *_WITHOUT_METHODS, *_CONTAINERS, type
     return not issubclass(type(x), others) and not is_jitted(x) and type(getattr(x, "__dict__", None)) is dict

@@ -26,7 +26,7 @@ from .fitting import (
     as_held,
     flat_state_of,
     have_avals,
-    in_nodes,
+    positions_in_nodes,
     raw_values,
     unshared_leaves,
     values_to_merge,
@@ -221,7 +221,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     layout = graphdef.layout
     # A State that was not looked into since the split has the values themselves; others are matched leaf by leaf.
     values, changed = _values_as_split(graphdef, states) or values_to_merge(graphdef, states, strict)
-    held, is_described = in_nodes(layout), not changed
+    held, is_described = positions_in_nodes(layout), not changed
     if held.start < held.stop:
         values[held] = as_held(values[held], graphdef.avals[held])
         is_described = is_described and all(is_data_leaf(x) for x in values[held])
