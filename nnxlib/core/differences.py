@@ -88,7 +88,8 @@ def path_hint(unknown: Sequence[Path], known: Sequence[Path]) -> str:
             if sep in key and key.split(sep)[0] in names:
                 return f" Each level has its own key: nnx.traversals.unflatten_mapping(state, sep={sep!r}) nests them."
         found = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-        there = there or (found and f" {level if n else 'It'} has: {found}.")
+        if found and not there:
+            there = f" {level if n else 'It'} has: {found}."
     return there
 
 

@@ -201,9 +201,10 @@ def _flat_leaves(states: tuple[Any, ...], known: Mapping[Path, Aval]) -> dict[Pa
                     by_string = {tuple([str(k) for k in p]): p for p in known}
                 written = tuple([str(k) for k in path])
                 held = by_string.get(written[:-1]) if written[-1:] == ("value",) else None
-                is_value = held is not None and (known[held] or leaf is None)
-                are_boxed |= is_value and written not in by_string
-                path = by_string.get(written, (held if is_value else None) or path)
+                if written in by_string:
+                    path = by_string[written]
+                elif held is not None and (known[held] or leaf is None):
+                    path, are_boxed = held, True
             flat[path] = leaf
     if are_boxed:
         flat = {path: x["value"] if is_boxed(x) and known.get(path, ()) is None else x for path, x in flat.items()}
