@@ -80,7 +80,7 @@ def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]
     plain = [x for x in statics if is_plain_object(x) and not is_of_library(vars(type(x)))]
     if not plain:
         return []
-    return search(functions[0], given=(*functions[1:], *_methods(layout), *plain)).read()
+    return search(functions[0], given=(*functions[1:], *_methods(layout), *plain)).may_be_read()
 
 
 def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:

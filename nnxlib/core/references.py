@@ -154,14 +154,14 @@ class Reached(NamedTuple):
     ends: list[Way]  # all ways to constants
     names: set[str]  # in the code of the functions among them
 
-    def objects(self) -> list[Way]:
+    def ways_to_objects(self) -> list[Way]:
         """The ways to Modules and Variables that the function may look at: it names each attribute on the way."""
         found = [way for way in self.ways if issubclass(type(way.value), Identified) and not is_left_over(way.value)]
         return [way for way in found if way.is_looked_along(self.names)]
 
-    def read(self) -> list[Any]:
+    def may_be_read(self) -> list[Any]:
         """The Modules among these objects that it names, or of which it may read what no trace notices."""
-        return [way.value for way in self.objects() if way.is_named or _is_read(way.value, self.names)]
+        return [way.value for way in self.ways_to_objects() if way.is_named or _is_read(way.value, self.names)]
 
 
 def used_unnoticed(function: Callable, found: Reached) -> list[Any]:
@@ -169,7 +169,7 @@ def used_unnoticed(function: Callable, found: Reached) -> list[Any]:
 
     They are those that it names, and those of which it may read an attribute; ``found`` is what it refers to.
     """
-    return [x for x in (*named_in(function), *found.read()) if issubclass(type(x), Node)]
+    return [x for x in (*named_in(function), *found.may_be_read()) if issubclass(type(x), Node)]
 
 
 def named_in(function: Callable) -> list[Any]:

@@ -306,7 +306,7 @@ class Captures:
             ways_to.setdefault(id(way.value), []).append(way)
         ids = [id(reference()) for reference in roots]
         to_roots = [ways_to.get(root, []) for root in ids]
-        others = [way for way in found.objects() if id(way.value) not in ids]
+        others = [way for way in found.ways_to_objects() if id(way.value) not in ids]
         known = set[int]()
         conditions = Conditions(found, others, known)
         steps: list[Step] = []

@@ -81,9 +81,9 @@ class Program:
         found = [search(f) for f in functions]
         self.captures |= any(map(used_unnoticed, functions, found))
         found = [] if self.captures else found
-        conditions = [Conditions(each, each.objects(), set(), functions) for each in found]
+        conditions = [Conditions(each, each.ways_to_objects(), set(), functions) for each in found]
         self.conditions = [each for each in conditions if each]
-        self.kinds = [type(way.value) for each in found for way in each.objects()]
+        self.kinds = [type(way.value) for each in found for way in each.ways_to_objects()]
 
     def _inlined(self, leaves: list[Any]) -> Any:
         """Put the equations of the program into the running trace; traced only if none was for leaves of such types.

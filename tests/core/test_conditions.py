@@ -20,7 +20,7 @@ place = None
 def conditions_of(f, captured=(), functions=()):
     found = search(f)
     given = {id(x) for x in captured}
-    return Conditions(found, [way for way in found.objects() if id(way.value) not in given], set(), functions)
+    return Conditions(found, [way for way in found.ways_to_objects() if id(way.value) not in given], set(), functions)
 
 
 class Settings:
