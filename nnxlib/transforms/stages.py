@@ -27,7 +27,15 @@ _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where
 
 
 class Stage:
-    """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps."""
+    """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps.
+
+    Args:
+      stage: of JAX.
+      arguments: makes the :class:`Arguments` of a call, with the static ones and what is captured.
+      plan: for the structure of the arguments.
+      traced: the function of this plan that JAX has traced.
+      has_static: whether there are static arguments.
+    """
 
     def __init__(
         self,
