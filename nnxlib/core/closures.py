@@ -77,6 +77,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+# --- watching -------------------------------------------------------------------------------------------------------
+
+
 class Watch:
     """What one trace has captured so far: objects made outside of it, with everything below them."""
 
@@ -132,6 +135,11 @@ def is_captured(x: Any) -> bool:
     return _thread.watch is not None and id(x) in _thread.watch.covered
 
 
+def is_watched() -> bool:
+    """Whether this thread runs a trace that is made again when it is abandoned."""
+    return _thread.watch is not None
+
+
 def notice_all(objects: Iterable[Any]) -> None:
     """Tell the innermost watch of this thread, if there is one, that these objects are used."""
     if Watch.all:
@@ -161,10 +169,8 @@ def note_running(running: Running) -> None:
         watch = watch.outer
 
 
-# What follows is no context manager, since Python may handle an interrupt as it enters an `__exit__`, which then undoes
-# nothing. In the end of a `try` statement it does so only after calls.
-
-
+# This, `call_lending` and `call_borrowing` are no context managers: Python may handle an interrupt as it enters an
+# `__exit__`, which then undoes nothing. In the end of a `try` statement it does so only after calls.
 def call_watched(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
     """Call ``f``, and watch for captured objects, unless it runs in the trace of its caller (under jax.disable_jit).
 
@@ -191,6 +197,9 @@ def call_watched(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         _thread.watch = watch.outer
         if watch in Watch.all:
             Watch.all.remove(watch)
+
+
+# --- lending and borrowing ------------------------------------------------------------------------------------------
 
 
 def call_lending(lender: object, objects: Callable[[], Sequence[Any]], f: Callable[..., R], *args: Any) -> R:
@@ -226,11 +235,6 @@ def wait_for_loans() -> None:
     """Wait until no other thread borrows."""
     with Loans.lock:
         pass
-
-
-def is_watched() -> bool:
-    """Whether this thread runs a trace that is made again when it is abandoned."""
-    return _thread.watch is not None
 
 
 def call_borrowing(objects: Sequence[Any], f: Callable[..., R], *args: Any, wait: bool = False) -> R:
