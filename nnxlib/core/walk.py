@@ -202,7 +202,7 @@ class Walk:
             return Ref(number)
         self.reliable = self.reliable and value._nnx_guarded
         self.arrays[number] = []
-        held, marks = value._nnx_contents(), value._nnx_marks
+        held, marks, may_declare = value._nnx_contents(), value._nnx_marks, value._nnx_is_pytree
         marks = Const.of_items(marks, path) if marks else _NO_ITEMS
         self.reliable = self.reliable and not marks.mutable
         names = tuple(held)
@@ -212,7 +212,7 @@ class Walk:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
             return Ref(number)
 
-        if value._nnx_is_pytree and (marks is not _NO_ITEMS or class_marks(type(value))):
+        if may_declare and (marks is not _NO_ITEMS or class_marks(type(value))):
             items = (((name,), held[name], explicit_mark(value, name)) for name in order)
         else:
             items = (((name,), held[name], None) for name in order)
