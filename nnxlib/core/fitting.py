@@ -415,6 +415,13 @@ def _kind(dtype: Any) -> Any:
 
 # --- axes that a transformation has added -----------------------------------------------------------------------------
 
+# A State may come out of a mapped function, or be a slice of a stack. So other shapes are accepted, if they have come
+# about in one of these ways. `merge` knows all of them, `update` the second, for kinds of which all leaves are given.
+#
+# - No value is an array any more: the function gives labels, say, in place of arrays.
+# - All leaves of a kind (a type of Variable, or bare arrays) have got, or lost, the same adjacent axes (`_stacked`).
+# - Several leaves have got the same first axis, and no other shape differs (`_some_stacked`).
+
 
 def _avals_once_mapped(kinds: Sequence[Any], before: Sequence[Aval], values: Sequence[Any]) -> list[Aval]:
     """The avals that leaves must have if a function may have been mapped over them.
