@@ -216,8 +216,6 @@ class _Freezer:
             return kind, (value.dtype, value.tobytes())
         if isinstance(value, tuple):
             return kind, self.items(value)
-        if _hash_can_change(kind):
-            return kind, self.attributes(value)
         for base in _MUTABLE_CONTAINERS:
             if isinstance(value, base):
                 return kind, (_RULES[base](self, value), self.mapping(getattr(value, "__dict__", {})))
@@ -317,14 +315,21 @@ class _Freezer:
     def hashable(self, value: Any) -> Hashable:
         if hasattr(type(value), "_nnx_children"):  # a node or Variable in a container that is opaque to nnxlib
             return self.identity(value)
-        self.parts.append(value)
-        if not dataclasses.is_dataclass(value):
+        options = getattr(type(value), "__dataclass_params__", None)
+        if options is None:
+            self.parts.append(value)
             return value
+        if not options.frozen and (options.eq or options.unsafe_hash):  # equal by fields, which can be set
+            return self.attributes(value)
         inner = type(self)(self.path)
         try:  # for its own ==, 1 is True and 0.0 is -0.0
-            return value, inner.items([getattr(value, f.name) for f in dataclasses.fields(value) if f.compare])
+            key = inner.items([getattr(value, f.name) for f in dataclasses.fields(value) if f.compare])
         except (StaticValueError, AttributeError):
-            return value
+            key = None
+        if inner.mutable and options.eq:  # in a field that is left out of the hash
+            return self.attributes(value)
+        self.parts.append(value)
+        return value, key
 
     def attributes(self, value: Any) -> Hashable:
         """An object without a hash, such as a mutable dataclass or a namespace: compared attribute by attribute.
@@ -401,12 +406,6 @@ class _MetadataFreezer(_Freezer):
 
 
 _MUTABLE_CONTAINERS = list, set, deque, bytearray, np.ndarray  # those of a subclass: by items and attributes
-
-
-def _hash_can_change(kind: type) -> bool:
-    """Whether a class has a hash of fields that can be set: ``@dataclass(unsafe_hash=True)``."""
-    options = getattr(kind, "__dataclass_params__", None)
-    return options is not None and options.unsafe_hash and not options.frozen
 
 
 _RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {

@@ -52,6 +52,22 @@ class ClosedHashed:
     n: int
 
 
+@dataclasses.dataclass
+class OwnHash:
+    n: int
+
+    def __hash__(self):
+        return hash(self.n)
+
+
+@dataclasses.dataclass(frozen=True)
+class HashedInPart:
+    """Its hash leaves out a list, so it has one."""
+
+    n: int
+    names: list = dataclasses.field(hash=False)
+
+
 class Plain:
     pass
 
@@ -238,12 +254,29 @@ def test_mutability_is_found_at_any_depth():
         np.zeros(1),
         Open(1, []),
         Hashed(1),
+        OwnHash(1),
+        HashedInPart(1, []),
         types.SimpleNamespace(),
         {1},
         functools.partial(relu, []),
         with_default([]),
     ):
         assert Const.of(value).mutable
+
+
+@pytest.mark.parametrize(
+    ("make", "edit"),
+    [(lambda: OwnHash(1), lambda x: setattr(x, "n", 2)), (lambda: HashedInPart(1, []), lambda x: x.names.append("a"))],
+    ids=["own hash", "hash of a part"],
+)
+def test_a_dataclass_with_a_hash_that_can_be_edited(make, edit):
+    """It is compared by its fields, and the constant holds a copy."""
+    value = make()
+    const = Const.of(value)
+    assert const == Const.of(make()) == Const.of(const.fresh())
+    edit(value)
+    assert const != Const.of(value)
+    assert const.fresh() == make()
 
 
 def test_a_constant_is_not_edited_with_its_value():
