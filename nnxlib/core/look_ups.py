@@ -65,11 +65,11 @@ class LookUp(NamedTuple):
         if self.kind is inside:
             return self.holder.place, self.key
         if self.kind is in_class:
-            return self.kind, _weakly(self.holder), self.key
+            return self.kind, weakly(self.holder), self.key
         if self.kind is not entry:
             return self.kind, self.key
         module = self.holder.get("__name__") if type(self.holder) is dict else None  # if these are its globals
-        return self.kind, module if type(module) is str else None, _weakly(self.key)
+        return self.kind, module if type(module) is str else None, weakly(self.key)
 
     def refers_to(self, functions: Collection[Any]) -> bool:
         """Whether it keeps one of these functions alive, or the attributes of one."""
@@ -142,7 +142,7 @@ def itself(x: Any, key: None) -> Any:
 BY_NAME = attribute, entry, absent, own, in_class, inside  # kinds whose key is, as a rule, a name in code
 
 
-def _weakly(key: Any) -> Any:
+def weakly(key: Any) -> Any:
     """A weak reference, which is equal to another one if the keys are; or what does not allow one, such as text."""
     try:
         return weakref.ref(key)

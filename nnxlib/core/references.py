@@ -50,6 +50,7 @@ from .look_ups import (
     names_in,
     objects_in_globals,
     own,
+    weakly,
 )
 from .objects import Node
 from .tracing import current_trace
@@ -131,14 +132,16 @@ class Way(NamedTuple):
     def places(self, widths: dict[int, int]) -> tuple[Hashable, ...]:
         """What is looked up at each step, from the last one on: the same if the way now leads to another value.
 
-        With how many members each container has besides constants: the function may go over all of them.
+        With the code of functions, and the classes of other values, on the way: others may do something else with it.
+        And with how many members each container has besides constants: the function may go over all of them.
         ``widths`` has these numbers, by the ids of containers, as far as they are known from other ways.
         """
         found: list[Hashable] = []
         for way, holder in self.back():
             if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in widths:
                 widths[id(holder)] = _width(holder)
-            found += [way.look_up.place, widths.get(id(holder))]
+            kind = holder.__code__ if type(holder) is types.FunctionType else type(holder)
+            found += [way.look_up.place, weakly(kind), widths.get(id(holder))]
         return tuple(found)
 
 
@@ -345,10 +348,14 @@ def _width(container: Any) -> int:
 
 
 def same_attributes(x: Any, known: set[int]) -> Iterator[Step]:
-    """The step that finds the dict of the attributes of an object, unless it is ``known``: there may be another one."""
-    attributes = x.__dict__
+    """The steps that find the class of an object, and the dict of its attributes, unless it is ``known``.
+
+    Either may be replaced by another one.
+    """
+    cls, attributes = type(x), x.__dict__
     if id(attributes) not in known:
         known.add(id(attributes))
+        yield Step(LookUp(attribute, x, "__class__"), lambda: cls)
         yield Step(LookUp(attribute, x, "__dict__"), lambda: attributes)
 
 

@@ -1550,6 +1550,50 @@ def test_a_setting_that_a_wrapper_reads():
         assert f(1.0) == model.setting
 
 
+class Doubling:
+    """A plain object that holds a Module."""
+
+    factor = nnx.Param(jnp.array(1.0))
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return 2 * self.layer(x) * self.factor
+
+
+class Tripling(Doubling):
+    factor = nnx.Param(jnp.array(10.0))
+
+    def __call__(self, x):
+        return 3 * self.layer(x) * self.factor
+
+
+def test_a_plain_object_of_another_class():
+    """It does something else with the same Module, and leads to another Variable."""
+    plain = Doubling(Layer())
+    jitted = [nnx.jit(lambda x: plain(x)), nnx.jit(plain)]
+    for plain.__class__ in (Doubling, Tripling, Doubling):
+        for f in jitted:
+            np.testing.assert_array_equal(f(1.0), plain(1.0))
+
+
+def test_a_function_that_leads_to_a_module_is_replaced():
+    """By one with other code, which does something else with that Module; one with the same code needs no trace."""
+    layer, traced = Layer(), []
+    functions = {}
+
+    @nnx.jit
+    def f(x):
+        traced.append(x)
+        return functions["f"](x)
+
+    for factor in (2, 2, 3, 2, 3):
+        functions["f"] = (lambda x: 2 * layer(x)) if factor == 2 else (lambda x: 3 * layer(x))
+        np.testing.assert_array_equal(f(1.0), factor * layer(1.0))
+    assert len(traced) == 2
+
+
 class Settings(nnx.Module):
     def __init__(self, scale):
         self.scale = scale
