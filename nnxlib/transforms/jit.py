@@ -147,6 +147,7 @@ class JitWrapped(Jitted, Generic[P, R]):
     ):
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a callable Module
         self._function, self._args, self._kwargs = resolve(fun)
+        self._first_class = self._args[0].__class__ if self._args else None
         self._options = options
         shift = len(self._args)
         self._static = Selection(self._function, shift, static_argnums, static_argnames, "static")
@@ -176,8 +177,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         try:
             if self._binds:
                 args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
-                if self._has_static:
-                    captures = self._captures_of(args, kwargs)
+                captures = self._captures_of(args, kwargs) if self._has_static else self._captures
             captured, places = now = NOTHING if captures.known is EMPTY else captures.now()
             if running_trace() is not EAGER or following or (Watch.all and all_borrowed()):
                 return self._call_packed(captures, args, kwargs, now)
@@ -374,7 +374,10 @@ class JitWrapped(Jitted, Generic[P, R]):
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All arguments, the bound ones first; static ones are wrapped."""
-        args = (*self._args, *args) if self._args else args
+        if self._args:
+            if self._args[0].__class__ is not self._first_class:
+                self._resolve_again()
+            args = (*self._args, *args)
         kwargs = {**self._kwargs, **kwargs} if self._kwargs else kwargs
         if self._has_static:
             chosen = self._static.among(len(args))
@@ -382,6 +385,18 @@ class JitWrapped(Jitted, Generic[P, R]):
             if kwargs:
                 kwargs = {k: as_static(x, k) if self._static.has(k) else x for k, x in kwargs.items()}
         return args, kwargs
+
+    def _resolve_again(self) -> None:
+        """If this was made of a Module that has another class now, take that class's ``__call__``.
+
+        What is compiled is kept, since its keys have the class.
+        """
+        args, kwargs = self._made_of
+        if resolve(args[0])[0] is not self._function:
+            kept = self._traces, self._plans, self._dispatch
+            JitWrapped.__init__(self, *args, **kwargs)
+            self._traces, self._plans, self._dispatch = kept
+        self._first_class = self._args[0].__class__
 
     def _plan(self, captures: Captures, packed: Packed, arguments: Arguments, places: object, donate: bool) -> Plan:
         """The plan for a layout, and for the places of captured objects; donation only matters at top level."""

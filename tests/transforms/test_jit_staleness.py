@@ -1594,6 +1594,22 @@ def test_a_function_that_leads_to_a_module_is_replaced():
     assert len(traced) == 2
 
 
+def test_a_callable_module_of_another_class():
+    """A jitted Module does what its class does now; what was bound to one of its methods goes on with that."""
+    layer = Layer()
+    jitted = nnx.jit(layer), nnx.jit(functools.partial(layer, x=2.0)), nnx.jit(layer, static_argnums=0)
+    bound = nnx.jit(layer.__call__)
+    for layer.__class__ in (Layer, OtherLayer, Layer):
+        for f, args in zip(jitted, ((2.0,), (), (2.0,)), strict=True):
+            np.testing.assert_array_equal(f(*args), layer(2.0))
+        np.testing.assert_array_equal(bound(2.0), layer.w * 2.0)
+    assert [f._cache_size() for f in (*jitted, bound)] == [2, 2, 2, 2]
+    layer.__class__ = Net
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="A Net cannot be called"):
+            jitted[0](2.0)
+
+
 class Settings(nnx.Module):
     def __init__(self, scale):
         self.scale = scale
