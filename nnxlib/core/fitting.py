@@ -92,7 +92,7 @@ def values_to_write(
     if strict and found:
         head = "The State does not fit the object; nothing was written."
         hint = path_hint([x.path for x in found if x.kind == "added" and x.path], layout.leaf_paths)
-        refuse(found, head, f"Pass strict=False to skip these.{hint}")
+        refuse(found, head, f"Pass strict=False to skip these.{hint}{_boxes_hint(new)}")
     for x in found:
         new.pop(layout.positions.get(x.path), None)
     return ToWrite(*_values_and_metadata(layout, new), recordings)
@@ -300,7 +300,8 @@ def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[P
     found = _misfitting(layout, dict(enumerate(avals)), new, unexpected, types)
     by_path = [x for x in found if x.kind in ("removed", "added")]
     remedy = _ALL_OF_THEM if by_path else "Pass strict=False to take these as they are."
-    refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy)
+    hint = _boxes_hint(new) if found else ""
+    refuse(found if strict else by_path, "The State does not fit the GraphDef; nothing was made.", remedy + hint)
     changed = {*_other_metadata(layout, [(k, x) for k, x in enumerate(leaves[:n]) if isinstance(x, Variable)])}
     changed |= {k for k, was in enumerate(layout.blueprint.variable_types) if types[k] is not was}
     return unshared_leaves(values, n), {k: (types[k], leaves[k]._metadata) for k in changed}
@@ -397,13 +398,23 @@ def _compare(path: Path, expected: Any, given: Any) -> list[Difference]:
     In place of an array there may be an object of a user's pytree class, such as an array with named axes.
     """
     found = [] if isinstance(given, Tracer) else misfits(path, expected, given)
-    if found and _is_of_users_pytree(stored_value(given)):
+    if found and _is_of_users_pytree(value := stored_value(given)) and not _is_box_of_linen(value):
         return [x for x in found if isinstance(given, Variable) and type(given) is not type(expected)]
     return [x for x in found if x.kind != "dtype" or _kind(expected.dtype) is not _kind(given.dtype)]
 
 
 def _is_of_users_pytree(x: Any) -> bool:
     return not isinstance(x, list | tuple | dict | State | None) and not jax.tree_util.all_leaves([x])
+
+
+def _is_box_of_linen(x: Any) -> bool:
+    """Whether this is a ``Partitioned``, or another box in which Linen keeps a value with its metadata."""
+    return callable(getattr(type(x), "replace_boxed", None))
+
+
+def _boxes_hint(new: Mapping[int, Any]) -> str:
+    boxes = {type(x).__name__ for x in raw_values(new.values()) if _is_box_of_linen(x)}
+    return f" flax.linen.meta.unbox takes the values out of {' and '.join(sorted(boxes))}." if boxes else ""
 
 
 @functools.cache

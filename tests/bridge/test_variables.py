@@ -57,6 +57,32 @@ def test_boxes_of_linen_are_metadata(box, metadata):
     assert bridge.variables.to_linen_var(variable) == box
 
 
+@pytest.mark.parametrize(
+    "box",
+    [
+        nn.Partitioned(jnp.ones(3), names=("in",)),
+        Quantised(jnp.ones(3), bits=4),
+        bridge.NNXMeta(nnx.Param, jnp.ones(3), {}),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_box_of_linen_in_place_of_an_array_is_refused(box):
+    """As in a checkpoint of partitioned parameters: no layer computes with a box, though it is a pytree of an array."""
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    given = {"kernel": jnp.ones((2, 3)), "bias": box}
+    name = type(box).__name__
+    message = f"(?s)bias: expected float32.3., got {name}.*linen.meta.unbox takes the values out of {name}"
+    with pytest.raises(nnx.errors.StateMismatchError, match=message):
+        nnx.update(layer, given)
+    with pytest.raises(nnx.errors.StateMismatchError, match=message):
+        nnx.merge(nnx.graphdef(layer), given)
+    nnx.update(layer, meta.unbox(given))
+    assert (layer.bias == 1).all()
+    held = nnx.Dict(bias=nnx.Param(box))  # where a box was before, there may be one
+    nnx.update(held, nnx.state(held))
+    assert type(nnx.merge(*nnx.split(held)).bias.value) is type(box)
+
+
 def test_nnx_meta_is_the_variable():
     """Type, value and metadata there and back; only a Variable without metadata is bare."""
     variable = nnx.BatchStat(jnp.ones(2), sharding=("a",), note=1)
