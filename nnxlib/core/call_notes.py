@@ -62,6 +62,8 @@ def _hints(error: Exception, module: Any, name: str, args: tuple) -> Iterator[st
                 yield _NOT_CALLED.format(name=makes)
     if "__jax_array__()" in str(error):
         yield _PASS_THE_VALUE
+    if type(error).__name__ == "CallCompactUnboundModuleError":  # of flax.linen
+        yield _OF_LINEN
 
 
 def _owner(kind: type, method: str) -> type:
@@ -84,6 +86,9 @@ arrays of a model, nnx.clone(model) copies them"""
 
 
 _PASS_THE_VALUE = "a Variable was passed to a function of jax.lax, which takes arrays alone: pass variable.value"
+_OF_LINEN = """\
+a Linen module has no variables of its own: keep it as nnx.bridge.ToNNX(module, rngs=rngs), and make its variables by \
+nnx.bridge.lazy_init(model, x)"""
 _NOTHING = "an input is None: is an argument of the call missing, or a `return` where it was made?"
 _NO_ARRAY = "it takes an array here, and was given a {found}: jax.numpy.asarray makes one of numbers"
 _MODES = "train", "training", "is_training", "inference"

@@ -329,6 +329,23 @@ def test_linens_own_errors_get_a_remedy():
     assert "has no keys" in "".join(keyless.value.__notes__)
 
 
+def test_a_linen_module_that_is_not_wrapped_gets_a_remedy():
+    """Called by a Module that holds it as it is."""
+
+    class Model(nnx.Module):
+        def __init__(self, linen):
+            self.linen = linen
+
+        def __call__(self, x):
+            return self.linen(x)
+
+    with pytest.raises(flax.errors.CallCompactUnboundModuleError) as bare:
+        Model(nn.Dense(3))(X)
+    assert "nnx.bridge.ToNNX(module, rngs=rngs)" in "".join(bare.value.__notes__)
+    wrapped = bridge.lazy_init(Model(bridge.ToNNX(nn.Dense(3), rngs=nnx.Rngs(0))), X)
+    assert wrapped(X).shape == (*X.shape[:-1], 3)
+
+
 def test_arguments_of_the_wrong_kind():
     """A class, a Module of ours, a lambda."""
     with pytest.raises(TypeError, match="got the class Dense"):
