@@ -23,7 +23,7 @@ from jax.tree_util import all_leaves, tree_flatten_with_path
 from .errors import Path, StateMismatchError, describe, did_you_mean, format_path, listed
 from .rows import same_treedef
 from .traversals import path_key, sorted_by_path, with_ints
-from .variables import Variable, stored_value
+from .variables import Variable, is_defined_again, stored_value
 
 Aval = tuple[tuple[int, ...], Any] | None
 
@@ -142,7 +142,7 @@ def leaf_differences(
             continue
         y = after[path]
         if isinstance(x, Variable):
-            if isinstance(y, Variable) and type(x) is not type(y):
+            if isinstance(y, Variable) and not is_defined_again(type(x), type(y)):
                 found.append(Difference(path, "type", type(x).__name__, type(y).__name__))
             x = x._nnx_value
         y = stored_value(y)

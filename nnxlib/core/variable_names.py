@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 from .errors import VariableNameError
-from .variables import MISSING, BatchStat, Cache, Intermediate, Param, Perturbation, Variable
+from .variables import MISSING, BatchStat, Cache, Intermediate, Param, Perturbation, Variable, is_defined_again
 
 _TYPE_OF_NAME: dict[str, type[Variable]] = {}
 _NAME_OF_TYPE: dict[type[Variable], str] = {}
@@ -24,15 +24,17 @@ def register_variable_name(name: str, typ: Any = MISSING, *, overwrite: bool = F
     >>> nnx.variable_type_from_name('memory') is Memory
     True
 
+    A class that is defined again, as in a notebook's cell that runs twice, takes over the name.
+
     Raises:
       VariableNameError: if the name belongs to another class and ``overwrite`` is not set.
     """
     if typ is MISSING:
         return functools.partial(register_variable_name, name, overwrite=overwrite)
-    if _TYPE_OF_NAME.get(name, typ) is not typ and not overwrite:
+    owner: type = _TYPE_OF_NAME.get(name) or typ
+    if not overwrite and not is_defined_again(owner, typ):
         raise VariableNameError(
-            f"The name {name!r} belongs to {_TYPE_OF_NAME[name].__name__}; pass overwrite=True to give it to "
-            f"{typ.__name__}."
+            f"The name {name!r} belongs to {owner.__name__}; pass overwrite=True to give it to {typ.__name__}."
         )
     _TYPE_OF_NAME[name], _NAME_OF_TYPE[typ] = typ, name
     return typ

@@ -618,6 +618,11 @@ def make_variables(
     return made
 
 
+def is_defined_again(kind: type, other: type) -> bool:
+    """Whether one class is the other, defined again: those of a notebook's cell are, each time that it runs."""
+    return kind is other or (kind.__module__, kind.__qualname__) == (other.__module__, other.__qualname__)
+
+
 def with_slots_of(other: Any, new: V) -> V:
     """A new Variable or node, with the slots of another one."""
     for name in new._nnx_saved:

@@ -413,12 +413,13 @@ def _trained(model: Any, wrt: Filter) -> State:
         return params.map(lambda path, x: _out_of_ref(x) if is_variable(x) else x) if in_refs else params
     kinds = Counter(type(x).__name__ for _, x in to_flat_state(state(model)) if is_variable(x))
     found = ", ".join(f"{name} ({count})" for name, count in sorted(kinds.items()))
-    hint = (
-        f"It has: {found}. Pass a filter that selects some of these: a type such as nnx.Param, or "
-        "nnx.PathContains('name')."
-        if found
-        else "It has no Variable at all: parameters are attributes such as nnx.Param(array), on it or on its layers."
-    )
+    if shown(wrt) in kinds:
+        hint = f"Its {shown(wrt)} is of an earlier definition of this class: make the model anew."
+    elif found:
+        hint = f"It has: {found}. Pass a filter that selects some of these: a type such as nnx.Param, or "
+        hint += "nnx.PathContains('name')."
+    else:
+        hint = "It has no Variable at all: parameters are attributes such as nnx.Param(array), on it or on its layers."
     raise EmptySelectionError(
         f"wrt={shown(wrt)} selects nothing in this {type(model).__name__}, so there is nothing to train. {hint}"
     )

@@ -1324,6 +1324,27 @@ def test_a_leaf_of_no_type(given):
         nnx.update(model, {"mean": nnx.Variable(jnp.ones(3))})
 
 
+def test_a_class_of_variables_that_is_defined_again():
+    """As in a notebook's cell that runs twice: a State of the old class fits a model of the new one."""
+
+    def run_cell(value):
+        class Memory(nnx.Variable):
+            pass
+
+        return nnx.Dict(memory=Memory(jnp.full(2, value)), w=nnx.Param(jnp.ones(2)))
+
+    old, new = run_cell(1.0), run_cell(0.0)
+    kind = type(new.memory)
+    assert type(old.memory) is not kind
+    nnx.update(new, nnx.state(old))
+    assert type(new.memory) is kind
+    assert (new.memory == 1).all()
+    nnx.update(new, {"memory": nnx.state(old).memory})
+    with pytest.raises(StateMismatchError, match="memory: expected Memory, got BatchStat"):
+        nnx.update(new, {"memory": nnx.BatchStat(jnp.ones(2))})
+    assert not nnx.diff(nnx.state(old), nnx.state(new))
+
+
 def test_an_object_of_a_users_pytree_class_may_take_the_place_of_an_array():
     """Such as an array with named axes; also one with a shape and no dtype, which several arrays make up."""
 

@@ -35,6 +35,20 @@ def test_registering_a_name():
         nnx.variable_type_from_name("test_nothing")
 
 
+def test_a_class_that_is_defined_again_takes_over_its_name():
+    """As in a notebook's cell that runs twice."""
+
+    def run_cell():
+        @nnx.register_variable_name("test_twice")
+        class Twice(nnx.Variable):
+            pass
+
+        return Twice
+
+    run_cell()
+    assert run_cell() is nnx.variable_type_from_name("test_twice")
+
+
 def test_names_made_on_demand():
     """allow_register makes a class for a name, and a name for a class."""
     kind = nnx.variable_type_from_name("test_made", base=nnx.Cache, allow_register=True)

@@ -227,6 +227,13 @@ def test_a_filter_that_selects_nothing_is_an_error(wrt):
         nnx.Optimizer(Net(), optax.adam(0.1), wrt=wrt)
 
 
+def test_a_filter_of_a_class_that_has_been_defined_again_is_an_error():
+    """As in a notebook: the model has Variables of the class that an earlier run of the cell defined."""
+    old, new = (type("Adapter", (nnx.Param,), {"__slots__": ()}) for _ in range(2))
+    with pytest.raises(EmptySelectionError, match="Its Adapter is of an earlier definition of this class"):
+        nnx.Optimizer(nnx.Dict(w=old(jnp.ones(2))), optax.adam(0.1), wrt=new)
+
+
 def test_a_model_without_variables_is_an_error():
     """The message says that there is no Variable at all."""
     with pytest.raises(EmptySelectionError, match="no Variable at all"):
