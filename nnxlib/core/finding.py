@@ -22,7 +22,8 @@ def locate(target: Any, skip: int = 1) -> str | None:
     """Find the path by which the running code reaches ``target``, for an error message.
 
     The objects in the local variables of the calling frames, the user's first, outermost first, are searched along
-    their ``_nnx_children()``. Only ever called when an error is about to be raised: it costs a walk of those objects.
+    their ``_nnx_children()``; names that begin with an underscore, as those of a notebook's outputs do, come last. Only
+    ever called when an error is about to be raised: it costs a walk of those objects.
     """
     frames = []
     frame = sys._getframe(skip)
@@ -32,6 +33,7 @@ def locate(target: Any, skip: int = 1) -> str | None:
     frames.reverse()
     frames.sort(key=lambda frame: not is_users(frame.f_code.co_filename))
     found = [item for frame in frames for item in list(frame.f_locals.items()) if item[0].isidentifier()]
+    found.sort(key=lambda item: item[0].startswith("_"))
     nodes = [(name, value) for name, value in found if hasattr(type(value), "_nnx_children")]
     containers = [(name, value) for name, value in found if type(value) in (list, tuple, dict)]
     seen: set[int] = set()

@@ -20,6 +20,15 @@ def test_locate_starts_at_the_outermost_variable():
     assert inner(model.layers[1].w) == "model.layers[1].w"
 
 
+def test_locate_prefers_names_without_an_underscore():
+    """A notebook keeps its outputs under names such as `_` and `_5`, which come first."""
+    _5 = make_model()
+    model = _5
+    assert locate(model.layers[1].w) == "model.layers[1].w"
+    del model
+    assert locate(_5.layers[1].w) == "_5.layers[1].w"
+
+
 def test_locate_in_containers_and_by_class():
     """Objects in plain lists and dicts are found too; `self` is written as its class."""
     models = {"a": [make_model()]}
