@@ -1,6 +1,6 @@
 """States with the live Variables of the model, as in flax.nnx.
 
-In flax.nnx the States that ``state`` and ``split`` return hold the Variables of the model itself, and ``merge`` puts
+In flax.nnx the States that ``state``, ``split``, ``unpack`` and ``flatten`` return hold the Variables of the model itself, and ``merge`` puts
 the Variables of a State into the new model. Code may write to a State and expect the model to change; to avoid that, it
 passes ``copy=True``. In nnxlib a State is a snapshot, unless ``variables`` has made it; here none is.
 """
@@ -14,7 +14,8 @@ from typing import Any
 from ..core import ops
 from ..core.filters import Filter
 from ..core.graph import build, pack
-from ..core.state import to_flat_state
+from ..core.graphstate import GraphState
+from ..core.state import FlatState, one_or_all, to_flat_state
 from ..core.tracing import current_trace
 from ..core.variables import Variable
 
@@ -29,12 +30,33 @@ def split(node: Any, *filters: Filter) -> tuple[Any, ...]:
     return ops.graphdef(node), *ops.live_states(node, filters, exhaustive=True)
 
 
+def unpack(node: Any, *filters: Filter) -> Any:
+    """:func:`nnxlib.unpack` with the Variables of ``node`` itself."""
+    graphdef, *states = split(node, *filters)
+    return one_or_all([GraphState(graphdef, state) for state in states])
+
+
+def flatten(node: Any, *, with_paths: bool = True) -> tuple[Any, Any]:
+    """:func:`nnxlib.flatten` with the Variables of ``node`` itself, if it returns paths."""
+    if not with_paths:
+        return ops.flatten(node, with_paths=False)
+    graphdef, state = split(node)
+    return graphdef, FlatState(_flat(state), sort=True)
+
+
+def unflatten(graphdef: Any, state: Any, /) -> Any:
+    """:func:`nnxlib.unflatten` with the Variables of the State itself."""
+    return ops.unflatten(graphdef, state) if isinstance(state, list) else merge(graphdef, state)
+
+
 def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) -> Any:
     """:func:`nnxlib.merge` with the Variables of the States themselves; with ``copy``, with new ones.
 
     Variables of another trace are not put into a Module of the running one, since they could not be written there.
     """
     made, trace = ops.merge(graphdef, *states, **options), current_trace()
+    if isinstance(graphdef, GraphState):
+        states = graphdef, *states
     leaves = itertools.chain(*map(_flat, () if copy else states))
     given = {path: x for path, x in leaves if isinstance(x, Variable) and x._nnx_trace is trace}
     if not given:
@@ -45,4 +67,7 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) ->
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:
+    state = state._state if isinstance(state, GraphState) else state
+    if isinstance(state, FlatState):
+        return list(state)
     return list(to_flat_state(state)) if isinstance(state, Mapping) else [((), state)]

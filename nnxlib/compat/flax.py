@@ -168,6 +168,7 @@ def _without_switches(function: Callable) -> Callable:
 
 
 state, split, merge = map(_without_switches, (aliases.state, aliases.split, aliases.merge))
+unpack, flatten, unflatten = map(_without_switches, (aliases.unpack, aliases.flatten, aliases.unflatten))
 variables = state
 
 

@@ -64,6 +64,35 @@ def test_a_state_holds_the_very_variables():
     assert jnp.array_equal(model.linear.kernel.value, before / 4)
 
 
+def test_whatever_a_model_is_taken_apart_into_holds_the_very_variables():
+    """The States that know their structure, and those with paths; what is made of them holds them, too."""
+    model = Net(nnx.Rngs(0))
+    params, rest = nnx.unpack(model, nnx.Param, ...)
+    assert params["linear"]["kernel"] is nnx.graphlib.unpack(model)["linear"]["kernel"] is model.linear.kernel
+    merged = nnx.merge(params, rest)
+    assert merged.linear.kernel is model.linear.kernel
+    assert merged.norm.mean is model.norm.mean
+    assert nnx.merge(params, rest, copy=True).linear.kernel is not model.linear.kernel
+    assert nnx.merge(nnx.unpack(model.linear.kernel)) is model.linear.kernel
+
+    @nnx.jit
+    def count(params, rest):
+        nnx.merge(params, rest)(X)
+
+    before = model.norm.mean.value
+    count(params, rest)
+    assert not jnp.array_equal(model.norm.mean.value, before)
+
+    graphdef, flat = nnx.flatten(model)
+    assert flat["linear", "kernel"] is nnx.compat.flatten(model)[1]["linear", "kernel"] is model.linear.kernel
+    assert nnx.unflatten(graphdef, flat).linear.kernel is model.linear.kernel
+    assert nnx.merge(graphdef, flat).linear.kernel is model.linear.kernel
+    graphdef, flat = nnx.flatten(model.linear.kernel)
+    assert nnx.unflatten(graphdef, flat) is model.linear.kernel
+    graphdef, leaves = nnx.flatten(model, with_paths=False)
+    assert nnx.unflatten(graphdef, leaves).linear.kernel is not model.linear.kernel
+
+
 def test_merge_makes_variables_of_the_running_trace():
     """Those of a State from outside could not be written to."""
     graphdef, state = nnx.split(nnx.Dict(n=nnx.Variable(jnp.array(1.0))))
