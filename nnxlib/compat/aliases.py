@@ -1,8 +1,9 @@
 """States with the live Variables of the model, as in flax.nnx.
 
-In flax.nnx the States that ``state``, ``split``, ``unpack`` and ``flatten`` return hold the Variables of the model itself, and ``merge`` puts
-the Variables of a State into the new model. Code may write to a State and expect the model to change; to avoid that, it
-passes ``copy=True``. In nnxlib a State is a snapshot, unless ``variables`` has made it; here none is.
+In flax.nnx the States that ``state``, ``split``, ``unpack`` and ``flatten`` return hold the Variables of the model
+itself, and ``merge`` puts the Variables of a State into the new model. Code may write to a State and expect the model
+to change; to avoid that, it passes ``copy=True``. In nnxlib a State is a snapshot, unless ``variables`` has made it;
+here none is.
 """
 
 from __future__ import annotations

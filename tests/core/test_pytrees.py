@@ -284,6 +284,20 @@ def test_other_raw_transforms():
     assert jax.lax.cond(True, lambda m: m.w.value, lambda m: -m.w.value, Layer()).tolist() == [1, 1]
 
 
+def test_a_module_of_axes_is_a_prefix_for_raw_vmap():
+    """With one axis for each array, inside the Variables or in place of them, or None."""
+    models, x = nnx.vmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs))(nnx.Rngs(0).split(4)), jnp.ones((4, 2))
+    expected = nnx.vmap(lambda model, x: model(x))(models, x)
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    for axes in (jax.tree.map(lambda _: 0, models), jax.tree.map(lambda _: 0, models, is_leaf=is_variable)):
+        got = jax.vmap(lambda model, x: model(x), in_axes=(axes, 0))(models, x)
+        assert jnp.array_equal(got, expected)
+    models.bias.value = jnp.ones(3)
+    axes = jax.tree.map_with_path(lambda path, _: None if "bias" in str(path) else 0, models)
+    got = jax.vmap(lambda model, x: model(x), in_axes=(axes, 0))(models, x)
+    assert jnp.allclose(got, expected + 1)
+
+
 def test_lists_of_modules_and_registered_dataclasses():
     """Modules inside ordinary containers and registered dataclasses are arguments and results."""
 

@@ -761,6 +761,31 @@ class Perturbed(nnx.Module):
         return 2 * x
 
 
+def test_examples_have_perturbations_of_their_own():
+    """Captured within a vmap; what copies record that a function makes by merge is dropped."""
+
+    class Probed(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.arange(3.0))
+
+        def __call__(self, x):
+            return self.perturb("delta", x) @ self.w
+
+    model, batch = Probed(), jnp.ones((4, 3))
+    _, zeros = nnx.vmap(nnx.capture(model, nnx.Perturbation))(batch)
+    assert zeros["delta"].shape == (4, 3)
+    loss = lambda model, zeros, x: nnx.capture(model, nnx.Perturbation, init=zeros)(x)[0]
+    grads = nnx.vmap(nnx.grad(loss, argnums=1), in_axes=(None, 0, 0))(model, zeros, batch)
+    assert jnp.array_equal(grads["delta"], jnp.broadcast_to(jnp.arange(3.0), (4, 3)))
+
+    def of_copies(model, batch):
+        graphdef, state = nnx.split(model)
+        return nnx.vmap(lambda state, x: nnx.merge(graphdef, state)(x), in_axes=(None, 0))(state, batch)
+
+    out, zeros = nnx.capture(of_copies, nnx.Perturbation)(model, batch)
+    assert (out.shape, list(zeros)) == ((4,), [])
+
+
 @pytest.mark.parametrize("kinds", [(), (nnx.Intermediate,), (nnx.Perturbation,), (nnx.Perturbation, nnx.Intermediate)])
 def test_init_for_a_model_that_has_recorded_before(kinds):
     """Outside of a capture, as an eager call does; what it has stays as it is, also under differentiation."""
