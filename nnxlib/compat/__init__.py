@@ -7,6 +7,7 @@ here stands for the files of ours that have its contents. ``nnx.compat.jit`` and
 
 import functools
 import importlib
+import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -29,18 +30,31 @@ ALIASES = {  # nnxlib.NAME: the module that it is
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Imports ``nnxlib.NAME`` as the module that it is an alias of."""
+    """Imports ``nnxlib.NAME`` as the module that it is an alias of.
+
+    Where nnxlib stands for flax.nnx, ``flax.nnx.nn.linear`` is ``nnxlib.nn.linear``. Python itself would run the file
+    once more under the other name, and with it all of nnxlib: its Modules would not be ours.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        return ModuleSpec(fullname, self) if package == "nnxlib" and name in ALIASES else None
+        found = _meant(fullname)
+        return ModuleSpec(fullname, self) if found and importlib.util.find_spec(found) else None
 
     def exec_module(self, module: ModuleType) -> None:
         alias = module.__name__
-        sys.modules[alias] = importlib.import_module(ALIASES[alias.rpartition(".")[2]])
+        sys.modules[alias] = importlib.import_module(_meant(alias))
 
 
-sys.meta_path.append(_Finder())
+def _meant(fullname: str) -> str:
+    """The name of the module that is to be imported in place of this one, or nothing."""
+    if fullname.startswith("flax.nnx."):
+        stands_in = getattr(sys.modules.get("flax.nnx"), "__name__", "") in ("nnxlib", f"{__name__}.flax")
+        return fullname.replace("flax.nnx", "nnxlib", 1) if stands_in else ""
+    package, _, name = fullname.rpartition(".")
+    return ALIASES.get(name, "") if package == "nnxlib" else ""
+
+
+sys.meta_path.insert(0, _Finder())
 
 _IN_GRAPH_MODE = frozenset(
     "backup_keys cached_partial checkify clone cond custom_vjp eval_shape flatten fori_loop fork_rngs "

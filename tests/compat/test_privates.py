@@ -209,15 +209,36 @@ def test_a_layer_of_a_library_is_trained():
     assert own._cache_size() == 1
 
 
-KERAS = """
+IN_PLACE = """
 import importlib, sys
 import flax
-from nnxlib.compat import ALIASES, flax as nnx
+from nnxlib.compat import flax as nnx
 
 flax.nnx = sys.modules["flax.nnx"] = nnx
-for name in ALIASES:
-    sys.modules[f"flax.nnx.{name}"] = importlib.import_module(f"nnxlib.{name}")
+"""
 
+MODULES = """
+import flax.nnx.nn.dtypes
+from flax.nnx import bridge, filterlib, graphlib
+from flax.nnx.nn import dtypes, linear
+from flax.nnx.training.optimizer import Optimizer
+from flax.nnx.transforms.transforms import _resolve_bound_callable
+
+import nnxlib
+
+assert linear.Linear is nnx.Linear is nnxlib.Linear and Optimizer is nnxlib.Optimizer
+assert flax.nnx.nn.dtypes is dtypes and nnx.RMSNorm(2, rngs=nnx.Rngs(0)).promote_dtype is dtypes.promote_dtype
+for name, module in [*sys.modules.items()]:
+    if name.startswith("flax.nnx."):
+        assert module is importlib.import_module(name.replace("flax.nnx", "nnxlib", 1)), name
+assert not importlib.util.find_spec("flax.nnx.nn.no_such_module")
+try:
+    import flax.nnx.no_such_module
+except ModuleNotFoundError as error:
+    assert "flax.nnx.no_such_module" in str(error)
+"""
+
+KERAS = """
 import keras
 import numpy as np
 
@@ -237,7 +258,18 @@ assert np.allclose(merged(x), layers[0](x))
 @pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="needs Keras")
 def test_keras_trains_with_nnxlib_in_place_of_flax_nnx():
     environment = {**os.environ, "KERAS_BACKEND": "jax", "KERAS_NNX_ENABLED": "true"}
-    ran = subprocess.run([sys.executable, "-c", KERAS], env=environment, capture_output=True, text=True, check=False)
+    run(IN_PLACE + KERAS, env=environment)
+
+
+def test_modules_of_flax_nnx_are_those_of_nnxlib():
+    """Not copies, which would have Modules and Variables of their own. Where flax.nnx is itself, it stays so."""
+    run(IN_PLACE + MODULES)
+    run("import nnxlib, flax.nnx.nn.linear\nassert flax.nnx.nn.linear.Linear.__module__ == 'flax.nnx.nn.linear'")
+
+
+def run(program, **options):
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert ran.returncode == 0, ran.stderr
 
 
