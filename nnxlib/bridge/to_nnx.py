@@ -141,7 +141,7 @@ class ToNNX(Module):
         module = attributes_of(self)["to_nnx__module"].module
         keys, refused = {}, None
         try:
-            keys = _keys(attributes_of(self)["to_nnx__rngs"] if rngs is None else _streams(rngs))
+            keys = _keys(attributes_of(self)["to_nnx__rngs"] if rngs is None else rngs)
         except errors.TraceContextError as error:  # a call that draws nothing may go on: it only reads
             refused = error
         scope = attributes_of(self).get("to_nnx__scope")  # of a part of a bridge.Module
@@ -286,9 +286,12 @@ def _streams(rngs: Any) -> Rngs | None:
     return Rngs(rngs) if isinstance(rngs, Mapping) else Rngs(params=rngs)
 
 
-def _keys(rngs: Rngs | None) -> dict[str, jax.Array]:
-    """A key from each stream; ``params``, to which Linen falls back, is what ``default`` is here."""
-    keys = {} if rngs is None else {name: stream() for name, stream in rngs.items()}
+def _keys(rngs: Any) -> dict[str, jax.Array]:
+    """A key from each stream; ``params``, to which Linen falls back, is what ``default`` is here. A key is itself."""
+    if isinstance(rngs, jax.Array):
+        return {"params": rngs}
+    streams = _streams(rngs)
+    keys = {} if streams is None else {name: stream() for name, stream in streams.items()}
     if "default" in keys and "params" not in keys:
         keys["params"] = keys.pop("default")
     return keys

@@ -292,6 +292,15 @@ def test_copies_and_hooks():
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
+def test_a_key_given_to_a_call_is_the_one_that_linen_gets():
+    """As in flax.nnx: the parameters are those of Linen's init, and a call that draws nothing traces no operation."""
+    dense = nn.Dense(3)
+    for key in (jax.random.key(1), jax.random.PRNGKey(1)):
+        model = bridge.ToNNX(dense, rngs=nnx.Rngs(0)).lazy_init(X, rngs=key)
+        assert jnp.array_equal(model.kernel[...], dense.init(key, X)["params"]["kernel"])
+        assert "random" not in str(jax.make_jaxpr(lambda x, key=key, model=model: model(x, rngs=key))(X))
+
+
 def test_a_call_before_lazy_init_says_so():
     """A note on Linen's error shows the call that is missing, and nothing has been made."""
     model = bridge.ToNNX(nn.Dense(3), rngs=nnx.Rngs(0))
