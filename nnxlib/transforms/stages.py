@@ -31,7 +31,7 @@ class Stage:
 
     Args:
       stage: of JAX.
-      arguments: makes the :class:`Arguments` of a call, with the static ones and what is captured.
+      arguments: makes the arguments of a call as they are packed, with the static ones and what is captured.
       plan: for the structure of the arguments.
       traced: the function of this plan that JAX has traced.
       has_static: whether there are static arguments.
