@@ -261,6 +261,7 @@ def test_keras_trains_with_nnxlib_in_place_of_flax_nnx():
     run(IN_PLACE + KERAS, env=environment)
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("flax"), reason="flax is not installed")
 def test_modules_of_flax_nnx_are_those_of_nnxlib():
     """Not copies, which would have Modules and Variables of their own. Where flax.nnx is itself, it stays so."""
     run(IN_PLACE + MODULES)
