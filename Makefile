@@ -60,6 +60,8 @@ lint: $(call env,dev)/.installed
 	$(<D)/bin/ruff check .
 	$(<D)/bin/ruff format --check .
 	$(<D)/bin/pyright --pythonpath $(<D)/bin/python
+	$(<D)/bin/mypy --follow-imports=silent --warn-unused-ignores tests/typed_program.py
+	$(<D)/bin/pyrefly check --python-interpreter-path $(<D)/bin/python tests/typed_program.py
 
 check: $(call env,dev)/.installed lint
 	$(<D)/bin/coverage erase
@@ -77,4 +79,4 @@ bench: $(call env,bench)/.installed
 	done
 
 clean:
-	rm -rf .venv demo_output gpt_output lstm_output vit_output .coverage .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv demo_output gpt_output lstm_output vit_output .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

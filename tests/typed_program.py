@@ -1,4 +1,4 @@
-"""A program as users write them, for type checkers: it is checked with the package and never run."""
+"""A program as users write them, for type checkers (pyright, mypy, pyrefly): it is checked and never run."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -32,6 +32,18 @@ class Model(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+    @nnx.jit(static_argnames="times")
+    def repeat(self, x: jax.Array, times: int) -> jax.Array:
+        return x * times
+
+    @nnx.vmap(in_axes=(None, 0))
+    def each(self, x: jax.Array) -> jax.Array:
+        return self.encode(x)
+
+    @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def fold(self, carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return carry + x, x
 
 
 def arithmetic(v: nnx.Param[jax.Array], x: jax.Array) -> None:
@@ -93,6 +105,9 @@ def transforms(model: Model, x: jax.Array) -> None:
     assert_type(repeated(x, model, times=3), jax.Array)
     assert_type(model.encode(x), jax.Array)
     assert_type(Model.encode(model, x), jax.Array)
+    assert_type(model.repeat(x, times=2), jax.Array)
+    assert_type(model.each(x), jax.Array)
+    assert_type(model.fold(x, x), tuple[jax.Array, jax.Array])
     assert_type(forward.explain(), str)
     assert_type(forward.eval_shape(model, x), jax.Array)
     assert_type(block(model.blocks[0], x), jax.Array)
@@ -105,10 +120,12 @@ def transforms(model: Model, x: jax.Array) -> None:
 
 def mistakes(model: Model, x: jax.Array) -> None:
     """A checker that has to ignore nothing here would tell: it knows the arguments of what was transformed."""
-    forward(model)  # pyright: ignore[reportCallIssue]
-    forward(x, model)  # pyright: ignore[reportArgumentType]
-    block(model, x)  # pyright: ignore[reportArgumentType]
-    nnx.vmap(loss, axes=0)  # pyright: ignore[reportCallIssue]
+    forward(model)  # type: ignore
+    forward(x, model)  # type: ignore
+    block(model, x)  # type: ignore
+    model.encode(model)  # type: ignore
+    model.each()  # type: ignore
+    nnx.vmap(loss, axes=0)  # type: ignore
 
 
 def states(model: Model) -> Model:

@@ -259,7 +259,7 @@ class JitWrapped(Jitted, Generic[P, R]):
     def __get__(self, instance: None, owner: type | None = None) -> JitWrapped[P, R]: ...
     @overload
     def __get__(
-        self: JitWrapped[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+        self: Callable[Concatenate[Any, Q], R], instance: object, owner: type | None = None
     ) -> Callable[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
