@@ -46,6 +46,24 @@ class Model(nnx.Module):
         return carry + x, x
 
 
+@nnx.dataclass
+class Scaled(nnx.Module):
+    linear: nnx.Linear
+    scale: nnx.Param[jax.Array] = nnx.data(default_factory=lambda: nnx.Param(jnp.ones(2)))
+    steps: int = nnx.static(default=0)
+
+
+def attributes(linear: nnx.Linear, heads: nnx.Dict[nnx.Linear]) -> None:
+    """A field of a dataclass has its type, and what is declared data or static the type of its value."""
+    scaled = Scaled(linear, steps=2)
+    assert_type(scaled.scale.value, jax.Array)
+    assert_type(scaled.steps, int)
+    assert_type(nnx.data([linear]), list[nnx.Linear])
+    assert_type(nnx.static(0.5), float)
+    assert_type(heads["policy"].kernel, nnx.Param[jax.Array])
+    Scaled(steps=2)  # type: ignore
+
+
 def arithmetic(v: nnx.Param[jax.Array], x: jax.Array) -> None:
     """An operator on a Variable gives what it gives on the value; an operator in place gives the Variable."""
     assert_type(v + 1, jax.Array)
@@ -135,6 +153,8 @@ def states(model: Model) -> Model:
     assert_type(graphdef, nnx.GraphDef[Model])
     assert_type(params, nnx.State[Any, Any])
     assert_type(nnx.state(model), nnx.State[Any, Any])
+    assert_type(nnx.pop(model, nnx.Intermediate), nnx.State[Any, Any])
+    assert_type(nnx.filter_state(nnx.state(model), nnx.Param), nnx.State[Any, Any])
     params, stats = nnx.state(model, nnx.Param, nnx.BatchStat)
     assert_type(stats, nnx.State[Any, Any])
     return nnx.merge(graphdef, params, rest)

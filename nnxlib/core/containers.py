@@ -277,11 +277,11 @@ class ItemView(AttributeView):
         return dict.__len__(self._node)
 
 
-class DictSlots(dict, HasDict):  # type: ignore[misc]
+class DictSlots(dict[str, A], HasDict):  # type: ignore[misc]
     __slots__ = SLOTS
 
 
-class Dict(_Container, DictSlots, dict[str, A], Node):  # type: ignore[misc]
+class Dict(_Container, DictSlots[A], dict[str, A], Node):  # type: ignore[misc]
     """A dict of Modules, Variables, arrays or static values, whose changes are noticed; items are attributes too.
 
     >>> import nnxlib as nnx

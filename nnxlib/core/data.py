@@ -16,7 +16,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -36,6 +36,10 @@ Static = Annotated[A, DECLARED, False]
 _DATA_TYPES: set[type] = set()
 
 
+@overload
+def data(value: A, /, **kwargs: Any) -> A: ...
+@overload
+def data(**kwargs: Any) -> Any: ...
 def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
     """Declare an attribute or a dataclass field to be data, whatever its value is.
 
@@ -52,6 +56,10 @@ def data(value: Any = MISSING, /, **kwargs: Any) -> Any:
     return _field(True, value, kwargs)
 
 
+@overload
+def static(value: A, /, **kwargs: Any) -> A: ...
+@overload
+def static(**kwargs: Any) -> Any: ...
 def static(value: Any = MISSING, /, **kwargs: Any) -> Any:
     """Declare an attribute or a dataclass field to be static, whatever its value is; see :func:`data`.
 

@@ -24,7 +24,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain, starmap
-from typing import Any, Self
+from typing import Any, Self, TypeVar, dataclass_transform, overload
 
 import jax
 
@@ -33,12 +33,14 @@ from .closures import Watch, is_captured, is_lent_elsewhere, notice, wait_for_lo
 from .data import (
     DECLARED,
     HIDING,
+    data,
     declares,
     explicit_mark,
     is_array,
     is_data,
     is_node,
     mark_of,
+    static,
     undeclared,
     warn_of_hidden,
 )
@@ -53,6 +55,8 @@ from .variables import MISSING, Identified, change, deep_copy, with_slots_of
 SLOTS = ("_nnx_trace", "_nnx_stamps", "_nnx_table", "_nnx_marks", "_nnx_tree")
 
 PYTREE_REGISTRARS: list[Callable[[type], None]] = []  # called with each new class of nodes; filled by pytrees.py
+
+Class = TypeVar("Class", bound=type)
 
 _set = object.__setattr__
 
@@ -627,6 +631,11 @@ def _mangled(name: str, cls: type) -> str:
     return f"_{cls.__name__.lstrip('_')}{name}" if private else name
 
 
+@overload
+def dataclass(cls: Class, /, **options: Any) -> Class: ...
+@overload
+def dataclass(**options: Any) -> Callable[[Class], Class]: ...
+@dataclass_transform(field_specifiers=(dataclasses.field, data, static))
 def dataclass(cls: Any = None, /, **options: Any) -> Any:
     """Make a dataclass of a Pytree or Module, with the options of :func:`dataclasses.dataclass`, hashed by identity.
 

@@ -7,7 +7,7 @@ out has to be deleted, by ``delattr`` or ``del``, from every place where it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 from .errors import Path, UsageError, format_path
 from .filters import Filter, first_of, to_predicate, warn_of_node_classes
@@ -18,6 +18,10 @@ from .tracing import boundary, current_trace
 from .variables import Variable, all_unshared, make_variables
 
 
+@overload
+def pop(node: Any, filter: Filter, /) -> State[Any, Any]: ...
+@overload
+def pop(node: Any, /, *filters: Filter) -> tuple[State[Any, Any], ...]: ...
 @boundary
 def pop(node: Any, *filters: Filter) -> Any:
     """Remove the leaves that the filters take from a node, and return them as a State, or one for each filter.

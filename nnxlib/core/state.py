@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence
 from functools import reduce
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -505,6 +505,12 @@ def restore_int_paths(pure_dict: Mapping[Any, Any]) -> dict[Any, Any]:
 # --- selecting and combining --------------------------------------------------------------------------------------
 
 
+@overload
+def split_state(state: Mapping[Any, Any], first: Filter, /) -> State[Any, Any]: ...
+@overload
+def split_state(
+    state: Mapping[Any, Any], first: Filter, second: Filter, /, *filters: Filter
+) -> tuple[State[Any, Any], ...]: ...
 def split_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -> Any:
     """Split the leaves among the filters; each goes to the first that takes it.
 
@@ -522,6 +528,12 @@ def split_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) ->
     return one_or_all(map(from_flat_state, grouped(_pairs(state), (first, *filters), exhaustive=True)))
 
 
+@overload
+def filter_state(state: Mapping[Any, Any], first: Filter, /) -> State[Any, Any]: ...
+@overload
+def filter_state(
+    state: Mapping[Any, Any], first: Filter, second: Filter, /, *filters: Filter
+) -> tuple[State[Any, Any], ...]: ...
 def filter_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -> Any:
     """Select leaves: like :func:`split_state`, but leaves that no filter takes are left out.
 

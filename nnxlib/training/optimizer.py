@@ -135,7 +135,7 @@ class Optimizer(Pytree, Generic[M]):
 
     tx: Static[Any]
     wrt: Static[Filter]
-    step: OptState
+    step: OptState[jax.Array]
 
     def __init__(self, model: M, tx: Any, *, wrt: Filter = Param):
         check_transformation(tx, "nnx.Optimizer(model, tx, wrt=nnx.Param)")

@@ -200,7 +200,7 @@ def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[St
     def of(kind: type[Variable]) -> Filter:
         return lambda path, x: path in paths and type(x) in kinds and isinstance(x, kind)
 
-    states = pop(module, *map(of, kinds))
+    states: Any = pop(module, *map(of, kinds))
     return states if len(kinds) > 1 else (states,)
 
 
