@@ -61,7 +61,7 @@ lint: $(call env,dev)/.installed
 	$(<D)/bin/ruff format --check .
 	$(<D)/bin/pyright --pythonpath $(<D)/bin/python
 	$(<D)/bin/mypy --follow-imports=silent --warn-unused-ignores tests/typed_program.py
-	$(<D)/bin/pyrefly check --python-interpreter-path $(<D)/bin/python tests/typed_program.py
+	$(<D)/bin/pyrefly check --python-interpreter-path $(<D)/bin/python tests/typed_program.py tests/typed_flax_program.py
 
 check: $(call env,dev)/.installed lint
 	$(<D)/bin/coverage erase

@@ -1,5 +1,8 @@
 """The namespace that takes flax.nnx's switches."""
 
+import ast
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -367,3 +370,23 @@ def test_training_in_refs():
     (model, optimizer), (expected, _) = trained(True), trained(False)
     assert jnp.allclose(model.kernel, expected.kernel)
     assert (optimizer.step.value, optimizer.opt_state[0].mu.kernel.ref, expected.kernel.ref) == (3, True, False)
+
+
+def test_the_stub_declares_what_is_other_than_in_nnxlib():
+    """So that type checkers and editors know each name; they take the other ones from nnxlib."""
+    path = Path(nnx.__file__)
+    declared, own = _defined(path.with_suffix(".pyi")), _defined(path)
+    assert (own - {"M"}) | {*nnx.functional.TRANSFORMS} <= declared
+    for name in declared:
+        assert getattr(nnx, name) is not getattr(nnxlib, name, None)
+
+
+def _defined(path):
+    """The public names that a file defines itself."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    return {name for name in names if not name.startswith("_")}
