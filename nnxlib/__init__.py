@@ -153,13 +153,11 @@ if _typing.TYPE_CHECKING:
     from . import sharding as sharding
     from .bridge import wrappers as wrappers
     from .compat import filterlib as filterlib
-    from .compat import graphlib as graph
     from .compat import graphlib as graphlib
     from .compat import helpers as helpers
     from .compat import ids as ids
     from .compat import module as module
     from .compat import proxy_caller as proxy_caller
-    from .compat import pytreelib as object
     from .compat import pytreelib as pytreelib
     from .compat import reprlib as reprlib
     from .compat import rnglib as rnglib
@@ -275,6 +273,9 @@ if _typing.TYPE_CHECKING:
     from .transforms.vjp import vjp as vjp
     from .transforms.vmap import pmap as pmap
     from .transforms.vmap import vmap as vmap
+
+    graph = graphlib  # an import under another name is not exported
+    object = pytreelib
 else:
     _MASKS = ("combine_masks", "make_attention_mask", "make_causal_mask")
     _ATTENTION = ("dot_product_attention", "dot_product_attention_with_rope", "MultiHeadAttention", "RoPE", *_MASKS)

@@ -114,7 +114,12 @@ def imported_for_types() -> dict[str, str]:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {str(each.asname): f"nnxlib.{node.module or ''}".rstrip(".") for node in imports for each in node.names}
+    found = {str(each.asname): f"nnxlib.{node.module or ''}".rstrip(".") for node in imports for each in node.names}
+    for node in block.body:
+        if isinstance(node, ast.Assign):  # graph = graphlib
+            (name, other) = ast.unparse(node).split(" = ")
+            found[name] = found[other]
+    return found
 
 
 def test_what_few_programs_use_is_imported_when_it_is_asked_for():

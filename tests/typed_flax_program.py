@@ -64,7 +64,8 @@ def states(model: Model) -> Model:
         assert_type(path, tuple[Any, ...])
         if isinstance(module, nnx.Linear):
             assert_type(module.kernel, nnx.Param[jax.Array])
-    return nnx.merge(graphdef, params, rest)
+    module_graphdef: nnx.graph.GraphDef[Model] = graphdef
+    return nnx.merge(module_graphdef, params, rest)
 
 
 def training(model: Model) -> None:
