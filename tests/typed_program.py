@@ -61,6 +61,8 @@ def attributes(linear: nnx.Linear, heads: nnx.Dict[nnx.Linear]) -> None:
     assert_type(nnx.data([linear]), list[nnx.Linear])
     assert_type(nnx.static(0.5), float)
     assert_type(heads["policy"].kernel, nnx.Param[jax.Array])
+    for layer in nnx.List([linear]):
+        assert_type(layer, nnx.Linear)
     Scaled(steps=2)  # type: ignore
 
 

@@ -160,11 +160,11 @@ class IndexView(AttributeView):
         return list.__len__(self._node) + super().__len__()
 
 
-class ListSlots(list, HasDict):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
+class ListSlots(list[A], HasDict):  # type: ignore[misc]  # a slot for __dict__ alone changes no layout
     __slots__ = SLOTS
 
 
-class List(_Container, ListSlots, list[A], HasAttributes):  # type: ignore[misc]
+class List(_Container, ListSlots[A], list[A], HasAttributes):  # type: ignore[misc]
     """A list of Modules, Variables, arrays or static values, whose changes are noticed; it may have attributes too.
 
     For code that goes over ``vars()`` of whatever is in a model, the items are attributes that are named by digits.
