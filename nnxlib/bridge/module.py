@@ -31,12 +31,14 @@ from ..core.data import is_node
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import Path
 from ..core.iteration import iter_graph
+from ..core.making import make_variable
+from ..core.missing import MISSING
 from ..core.objects import Pytree, attributes_of
 from ..core.objects import dataclass as nnx_dataclass
 from ..core.ops import clone
 from ..core.rngs import Rngs, RngStream
 from ..core.traversals import flatten_mapping, sort_key, unflatten_mapping
-from ..core.variables import MISSING, Param, Variable, make_variable
+from ..core.variables import Param, Variable
 from ..transforms.functional import leaves_of
 from .to_linen import values_of
 from .to_nnx import ToNNX, put

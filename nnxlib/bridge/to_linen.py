@@ -23,11 +23,12 @@ from ..core import errors
 from ..core.data import holds_nodes
 from ..core.errors import Path
 from ..core.iteration import iter_graph, iter_objects
+from ..core.making import make_variable
 from ..core.objects import Node
 from ..core.ops import clone, update
 from ..core.rngs import Rngs, RngStream
 from ..core.traversals import unflatten_mapping
-from ..core.variables import Param, RngKey, Variable, make_variable, plain_value
+from ..core.variables import Param, RngKey, Variable, plain_value
 from ..transforms.functional import ARRAYS, Iterate, as_made, collection_of, leaves_of
 from .to_nnx import all_in, initializing, overwrite, put, variables_of
 from .variables import from_collections, to_linen_var, unboxed

@@ -27,12 +27,13 @@ from flax.core import meta
 from .. import sharding
 from ..core import errors
 from ..core.errors import Path
+from ..core.making import make_variable
 from ..core.metadata import as_hooks
 from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
 from ..core.traversals import flatten_mapping, path_key, unflatten_mapping
 from ..core.variable_names import variable_name_from_type, variable_type_from_name
-from ..core.variables import Variable, make_variable
+from ..core.variables import Variable
 
 # The fields of Linen's boxes under the names that the metadata of a Variable has for them.
 _METADATA_OF_FIELD = {"names": "out_sharding", "rules": "sharding_rules"}

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, TypeVar
 import nnxlib
 
 from ..core.errors import format_path
+from ..core.missing import MISSING
 from ..core.tracing import boundary
-from ..core.variables import MISSING
 from . import aliases, functional
 from .trees import OF_GRAPHS, check_tree
 from .variablelib import var_defaults as var_defaults

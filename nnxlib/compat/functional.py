@@ -20,8 +20,8 @@ import nnxlib
 from ..core.calls import followed
 from ..core.data import holds_nodes, is_node
 from ..core.errors import AliasingError, format_path
+from ..core.missing import MISSING
 from ..core.static import same_items
-from ..core.variables import MISSING
 from ..transforms.custom import CustomVjp
 from ..transforms.grad import without_value
 from ..transforms.prefixes import PrefixMapping

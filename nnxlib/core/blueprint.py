@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from .cells import Cell
+from .making import NO_METADATA, make_variables
+from .missing import MISSING
 from .objects import new_node
 from .rows import LEAF, NodeRow, Ref, Row, Spec, VariableRow, value_of
 from .stamps import Stamps
 from .static import Const, holds_same
-from .variables import MISSING, NO_METADATA, make_variables
 
 
 class Blueprint:

@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from .graphdef import GraphDef
+from .identity import Identified
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
 from .references import MUTABLE_CONTAINERS, Reached, Step, Way, is_constant_type, is_left_over, same_attributes
-from .variables import Identified
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial

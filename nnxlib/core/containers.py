@@ -15,6 +15,7 @@ from typing import Any, Self, SupportsIndex, TypeVar, overload
 
 from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
+from .identity import change
 from .objects import (
     CONTAINERS,
     SLOTS,
@@ -31,7 +32,6 @@ from .objects import (
     refill,
 )
 from .reprs import node_repr
-from .variables import change
 
 A = TypeVar("A")
 

@@ -22,7 +22,9 @@ import jax
 import numpy as np
 
 from . import errors
-from .variables import MISSING, Identified, Variable
+from .identity import Identified
+from .missing import MISSING
+from .variables import Variable
 
 A = TypeVar("A")
 T = TypeVar("T", bound=type)

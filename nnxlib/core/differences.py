@@ -23,7 +23,8 @@ from jax.tree_util import all_leaves, tree_flatten_with_path
 from .errors import Path, StateMismatchError, describe, did_you_mean, format_path, listed
 from .rows import same_treedef
 from .traversals import path_key, sorted_by_path, with_ints
-from .variables import Variable, is_defined_again, stored_value
+from .variable_names import is_defined_again
+from .variables import Variable, stored_value
 
 Aval = tuple[tuple[int, ...], Any] | None
 

@@ -27,9 +27,10 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import FilterOrderError, InvalidFilterError, Path, accepts
+from .identity import Identified
 from .tracing import level_of_user
 from .traversals import Key, sorted_by_path
-from .variables import Identified, Variable
+from .variables import Variable
 
 PathParts = Path  # as flax.nnx calls it
 Predicate = Callable[[Path, typing.Any], bool]

@@ -25,13 +25,15 @@ from .differences import ANY_VALUE, Aval, Difference, aval_of, leaf_differences,
 from .errors import Path, StateMismatchError, describe
 from .graphdef import Avals, GraphDef, avals_of, graphdef_of
 from .layout import Layout
+from .making import make_variable
 from .rngs import implementation_of
 from .rows import NodeRow, count_leaves
 from .state import FlatState, State, is_boxed, is_without_leaves
 from .static import Const, same_items
 from .tracing import Tracer, at_top_level
 from .traversals import sorted_by_path
-from .variables import Intermediate, Variable, all_unshared, make_variable, stored_value, unshared
+from .values import all_unshared, unshared
+from .variables import Intermediate, Variable, stored_value
 
 # The values of leaves; and by position, the type and metadata of Variables where these are not those of the layout.
 Values = tuple[list[Any], dict[int, tuple[type, Any]]]

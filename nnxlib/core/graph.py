@@ -50,6 +50,7 @@ from .closures import is_lent_elsewhere, notice_all, wait_for_loans
 from .finding import locate
 from .inputs import is_read, peek
 from .layout import Layout
+from .making import NO_METADATA, make_variable, make_variables
 from .objects import Node, new_node
 from .rows import (
     ROOT,
@@ -67,7 +68,8 @@ from .rows import (
 )
 from .stamps import Stamp
 from .tracing import current_trace
-from .variables import NO_METADATA, Variable, as_stored, make_variable, make_variables
+from .values import as_stored
+from .variables import Variable
 from .walk import Walk
 
 # --- pack -----------------------------------------------------------------------------------------------------------

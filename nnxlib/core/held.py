@@ -17,12 +17,12 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .identity import Identified
 from .layout import Layout
 from .look_ups import is_jitted, is_of_library, is_plain_object, look_ups_in
 from .references import search, used_unnoticed
 from .rows import NodeRow
 from .state import State
-from .variables import Identified
 
 _HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from .graphdef import GraphDef
-from .variables import Identified
+from .identity import Identified
 
 
 class Jitted:

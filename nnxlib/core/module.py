@@ -22,12 +22,13 @@ from .errors import ArgumentError, Path, UsageError, accepts, describe, describe
 from .filters import Filter, to_predicate
 from .formulas import broadcasts
 from .iteration import iter_children, iter_objects
+from .missing import MISSING
 from .objects import HasAttributes, Node, Pytree, set_marked
 from .ops import clone
 from .recordings import attribute_for, record
 from .tracing import boundary
 from .variable_names import variable_type_from_name
-from .variables import MISSING, Perturbation, Variable
+from .variables import Perturbation, Variable
 
 A = TypeVar("A")
 

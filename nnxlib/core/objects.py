@@ -45,12 +45,14 @@ from .data import (
     warn_of_hidden,
 )
 from .finding import how_to_pass, locate
+from .identity import Identified, change, with_slots_of
+from .missing import MISSING
 from .pickling import FUNCTION_TYPES
 from .reprs import node_repr
 from .stamps import Stamps
 from .trace_state import PytreeState
 from .tracing import Tracer, TraceRef, boundary, current_trace, is_own
-from .variables import MISSING, Identified, change, deep_copy, with_slots_of
+from .values import deep_copy
 
 SLOTS = ("_nnx_trace", "_nnx_stamps", "_nnx_table", "_nnx_marks", "_nnx_tree")
 

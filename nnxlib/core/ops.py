@@ -38,6 +38,7 @@ from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
 from .iteration import holder_of
 from .layout import Layout
+from .making import make_variable, make_variables
 from .nesting import Nesting
 from .objects import Node, check_writable, set_child
 from .rows import Row, VariableRow, count_leaves, touched_rows
@@ -45,7 +46,7 @@ from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, boundary, current_trace
-from .variables import Variable, make_variable, make_variables, plain_value
+from .variables import Variable, plain_value
 
 A = TypeVar("A")
 

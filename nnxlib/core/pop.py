@@ -12,10 +12,12 @@ from typing import Any, overload
 from .errors import Path, UsageError, format_path
 from .filters import Filter, first_of, to_predicate, warn_of_node_classes
 from .iteration import places
+from .making import make_variables
 from .objects import Node, check_writable, delete_child
 from .state import State, one_or_all, state_of_items
 from .tracing import boundary, current_trace
-from .variables import Variable, all_unshared, make_variables
+from .values import all_unshared
+from .variables import Variable
 
 
 @overload

@@ -32,6 +32,7 @@ from .containers import Dict, List, holds_data
 from .data import explicit_mark, is_data, is_node
 from .foreign import Foreign
 from .graph import build
+from .identity import Identified
 from .layout import Layout
 from .objects import PYTREE_REGISTRARS, Node, Pytree, attributes_of, new_node
 from .registration import register_pytree
@@ -41,7 +42,7 @@ from .stamps import Stamp, stamping, with_stamp
 from .static import Const
 from .tables import have_changed, table_of
 from .traversals import sorted_keys
-from .variables import Identified, Variable
+from .variables import Variable
 from .walk import flatten_once
 
 _set = object.__setattr__

@@ -29,6 +29,7 @@ import numpy as np
 
 from .calls import is_observed
 from .closures import RunningCode, is_lent_elsewhere
+from .identity import Identified
 from .look_ups import (
     BY_NAME,
     BY_SYNTAX,
@@ -54,7 +55,6 @@ from .look_ups import (
 )
 from .objects import Node
 from .tracing import current_trace
-from .variables import Identified
 
 Reference = Callable[[], Any]  # to a value that a look-up has found before
 

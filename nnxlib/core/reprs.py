@@ -25,8 +25,9 @@ from jax.tree_util import all_leaves, tree_flatten_with_path, tree_leaves
 
 from .data import is_node
 from .errors import describe, format_path
+from .missing import MISSING
 from .traversals import path_key
-from .variables import MISSING, RngState, Variable
+from .variables import RngState, Variable
 
 MOST_LINES = 300  # of one repr; beyond, deep levels are folded
 DEEPEST = 24  # levels that are written out

@@ -23,10 +23,10 @@ from .data import is_node
 from .errors import Path, UsageError, format_path
 from .filters import Everything, Filter, filters_to_predicates, to_predicate
 from .iteration import iter_objects
+from .missing import MISSING
 from .ops import clone
 from .rngs import RngStream, RngValue, Shape, as_key, as_lanes, implementation_of, shapes_by_filter
 from .tracing import boundary
-from .variables import MISSING
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = Literal["scalars_only", "match_shape"] | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array]

@@ -44,12 +44,13 @@ from .foreign import Flattened
 from .graph import Packed, build, pack
 from .graphdef import differences_listed
 from .layout import KEPT, Layout, keep
+from .making import NO_METADATA
 from .objects import HasAttributes, Node, Pytree, attributes_of
 from .rows import LEAF, ROOT, NodeRow, Ref, Row, Tree, count_leaves
 from .stamps import Stamp, gone, stamping, with_stamp
 from .static import Const, same_items
 from .tracing import at_top_level
-from .variables import NO_METADATA, Variable
+from .variables import Variable
 from .walk import Walk
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))

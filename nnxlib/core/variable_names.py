@@ -9,7 +9,8 @@ import functools
 from typing import Any
 
 from .errors import VariableNameError
-from .variables import MISSING, BatchStat, Cache, Intermediate, Param, Perturbation, Variable, is_defined_again
+from .missing import MISSING
+from .variables import BatchStat, Cache, Intermediate, Param, Perturbation, Variable
 
 _TYPE_OF_NAME: dict[str, type[Variable]] = {}
 _NAME_OF_TYPE: dict[type[Variable], str] = {}
@@ -77,6 +78,11 @@ def variable_name_from_type(typ: type[Variable], /, *, allow_register: bool = Fa
             )
         register_variable_name(typ.__name__, typ)
     return _NAME_OF_TYPE[typ]
+
+
+def is_defined_again(kind: type, other: type) -> bool:
+    """Whether one class is the other, defined again: those of a notebook's cell are, each time that it runs."""
+    return kind is other or (kind.__module__, kind.__qualname__) == (other.__module__, other.__qualname__)
 
 
 for _name, _type in {

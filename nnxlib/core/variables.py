@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import copy as copy_lib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from . import errors
-from .cells import Cell, cell_of, new_cell
+from .cells import cell_of, new_cell
 from .closures import Watch, notice
 from .finding import how_to_pass, locate
-from .formulas import copied
+from .identity import change
+from .making import NO_METADATA, VariableSlots, make_variable, register_variable
 from .metadata import (
     HOOKS,
     KEYS_OF_AXIS_NAMES,
@@ -39,80 +39,18 @@ from .metadata import (
     name_axis,
     unname_axis,
 )
+from .missing import MISSING
 from .operators import ArrayOperators, unwrapped
 from .placement import placed
-from .registration import register_pytree
-from .stamps import Stamps, invalidate
-from .static import Const, same_items
-from .trace_state import TraceState
-from .tracing import Tracer, TraceRef, at_top_level, current_trace
+from .stamps import Stamps
+from .static import same_items
+from .tracing import Tracer, TraceRef, current_trace
+from .values import as_stored, deep_copy, unshared, with_item
 
 A = TypeVar("A")
 V = TypeVar("V", bound="Variable")
 
-MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slots__": ()})()
-
-NO_METADATA: dict[str, Any] = {}
 DEFAULTS: dict[str, Any] = {}  # metadata that every new Variable gets unless it is given
-
-
-class Identified:
-    """Base class of what has an identity in the object graph: Variables and nodes.
-
-    It belongs to the trace under which it was made. A trace that has captured it may borrow it (closures.py): what it
-    is and holds is saved before that, and restored afterwards.
-    """
-
-    __slots__ = ()
-
-    _nnx_stamps: Stamps  # of the cached layouts that describe it
-    _nnx_saved: tuple[str, ...]  # its slots
-
-    _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
-
-    def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each (key, value) that it holds, static ones too, in insertion order; nothing for a Variable."""
-        return iter(())
-
-    def _nnx_contents(self) -> dict[Any, Any]:
-        """A new dict of what :meth:`_nnx_children` yields."""
-        return dict(self._nnx_children())
-
-    def _nnx_fill(self, items: dict[Any, Any]) -> None:
-        """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
-
-    def _nnx_changed(self) -> None:
-        """Note that its structure has changed: the stamps are told, and it loses them."""
-        stamps = self._nnx_stamps
-        invalidate(stamps, self)
-        if self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
-            _set(self, "_nnx_stamps", ())
-
-    def _nnx_save(self) -> tuple:
-        return type(self), self._nnx_contents(), {name: getattr(self, name) for name in self._nnx_saved}
-
-    def _nnx_restore(self, state: tuple) -> None:
-        kind, items, slots = state
-        if type(self) is not kind:
-            _set(self, "__class__", kind)
-        self._nnx_fill(items)
-        seen_inside = self._nnx_stamps  # from other threads that described the object as the trace had changed it
-        for name, value in slots.items():
-            _set(self, name, value)
-        invalidate(seen_inside, self)
-
-
-class VariableSlots(Identified):
-    """The slots of a Variable, without its ``__setattr__``, which checks every write.
-
-    CPython sets an attribute of such a class ten times as fast as through the descriptor of a slot. So Variables are
-    made as objects of this class; their slots are set, and then their ``__class__``.
-    """
-
-    __slots__ = ("__dict__", "__weakref__", "_cell", "_metadata", "_nnx_stamps")
-
-    _cell: Cell
-    _metadata: dict[str, Any]
 
 
 class Variable(ArrayOperators[A], VariableSlots):
@@ -171,7 +109,7 @@ class Variable(ArrayOperators[A], VariableSlots):
         cls._class_hooks = hooks
         if vars(cls).keys() & {"get_value", "set_value"} and "value" not in vars(cls):
             cls.value = property(cls.get_value, cls.set_value, doc=Variable.value.__doc__)
-        _register(cls)
+        register_variable(cls)
 
     # --- the value ---
 
@@ -206,9 +144,9 @@ class Variable(ArrayOperators[A], VariableSlots):
                 for hook in as_hooks(metadata["on_set_value"]):
                     new = hook(self, new)
             if "ref" in metadata and isinstance(cell.value, jax.Ref):
-                self._store(_with_item(cell.value[...], ... if index is MISSING else index, new))
+                self._store(with_item(cell.value[...], ... if index is MISSING else index, new))
                 return
-        cell.value = new if index is MISSING else _with_item(cell.value, index, new)
+        cell.value = new if index is MISSING else with_item(cell.value, index, new)
 
     if TYPE_CHECKING:  # a write takes all that `set_value` takes
 
@@ -506,7 +444,13 @@ class Variable(ArrayOperators[A], VariableSlots):
         return id(self) >> 4
 
     def __repr__(self) -> str:
-        return variable_repr(self)
+        """Write it with its size: ``Param(float32[2, 3], out_sharding=(None, 'model'))``; never raises."""
+        value = self._nnx_value
+        shown = errors.describe(value) if hasattr(value, "shape") else repr(value)
+        if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, Tracer) and value.size <= 16:
+            shown = f"{shown}, deleted" if getattr(value, "is_deleted", bool)() else repr(value)
+        metadata = "".join(f", {k}={v!r}" for k, v in self._metadata.items())
+        return f"{type(self).__name__}({shown}{metadata})"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         import treescope.repr_lib
@@ -565,98 +509,6 @@ _set_stamps_slot = VariableSlots._nnx_stamps.__set__  # type: ignore[attr-define
 _set_metadata_slot = VariableSlots._metadata.__set__  # type: ignore[attr-defined]
 
 
-def change(x: Any, write: Callable[..., A], *args: Any) -> A:
-    """``write(*args)``, which changes the structure of a node or Variable; notes that, whatever happens.
-
-    The note comes after the write, since another thread may describe the object before. But Python may handle an
-    interrupt in between, or within the note.
-    """
-    try:
-        found = write(*args)
-        x._nnx_changed()
-        return found
-    except BaseException:  # it may also have written before it failed
-        x._nnx_changed()
-        raise
-
-
-def make_variable(kind: type[V], value: Any, metadata: dict[str, Any]) -> V:
-    """Make a Variable of the running trace, without hooks; ``metadata`` is shared, not copied."""
-    self: Any = VariableSlots()
-    self._cell, self._nnx_stamps, self._metadata = new_cell(value), (), metadata
-    try:
-        self.__class__ = kind
-        return self
-    except TypeError:  # a class with slots of its own, which no other object can take on
-        return with_slots_of(self, object.__new__(kind))
-
-
-def make_variables(
-    kinds: Sequence[type[Variable]],
-    values: Sequence[Any],
-    metadata: Iterable[Any],
-    cell: Callable[[Any], Cell] = new_cell,
-    stamps: Stamps = (),
-) -> list[Any]:
-    """Make many Variables: as by :func:`make_variable`, but written out, in two thirds of the time.
-
-    ``cell`` makes their cells; ``stamps`` are attached to each. Further values are left alone.
-    """
-    is_plain = cell is new_cell and current_trace() is None
-    made: list[Any] = [VariableSlots() for _ in kinds]
-    for k, (self, kind, value, own) in enumerate(zip(made, kinds, values, metadata, strict=False)):
-        if is_plain:
-            self._cell = plain = Cell()
-            plain.value = value
-        else:
-            self._cell = cell(value)
-        self._nnx_stamps, self._metadata = stamps, own
-        try:
-            self.__class__ = kind
-        except TypeError:
-            made[k] = with_slots_of(self, object.__new__(kind))
-    return made
-
-
-def is_defined_again(kind: type, other: type) -> bool:
-    """Whether one class is the other, defined again: those of a notebook's cell are, each time that it runs."""
-    return kind is other or (kind.__module__, kind.__qualname__) == (other.__module__, other.__qualname__)
-
-
-def with_slots_of(other: Any, new: V) -> V:
-    """A new Variable or node, with the slots of another one."""
-    for name in new._nnx_saved:
-        _set(new, name, getattr(other, name))
-    return new
-
-
-def all_unshared(values: list[Any]) -> list[Any]:
-    """:func:`unshared` of each value."""
-    return values if jax.tree_util.all_leaves(values) else list(map(unshared, values))
-
-
-def unshared(value: Any) -> Any:
-    """A value with copies of the dicts and lists in it, so that editing these in place changes one Variable only."""
-    kind = type(value)
-    if kind is dict:
-        return {key: unshared(item) for key, item in value.items()}
-    return kind([unshared(item) for item in value]) if kind is list or kind is tuple else value
-
-
-def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of a value; arrays are copied eight times as fast as by ``copy.deepcopy``."""
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer) and id(value) not in memo:
-        memo[id(value)] = copied(value)
-        memo.setdefault(id(memo), []).append(value)  # keeps it alive, as `deepcopy` does, so that its id is not reused
-    return copy_lib.deepcopy(value, memo)
-
-
-def as_stored(value: Any, metadata: Mapping[str, Any]) -> Any:
-    """A value as a Variable with this metadata stores it: in a new :class:`jax.Ref` if ``ref`` is set, else plain."""
-    value = value[...] if isinstance(value, jax.Ref) else value
-    return jax.new_ref(value) if metadata.get("ref") and not isinstance(value, jax.ShapeDtypeStruct) else value
-
-
 def stored_value(x: Any) -> Any:
     """The value of a Variable as stored, for the library itself; anything else as it is."""
     return x._nnx_value if isinstance(x, Variable) else x
@@ -667,37 +519,6 @@ def plain_value(x: Any) -> Any:
     if not isinstance(x, Variable):
         return x
     return as_stored(x.get_raw_value(), NO_METADATA) if x.ref else x.get_raw_value()
-
-
-def _with_item(value: Any, index: Any, item: Any) -> Any:
-    """A copy of ``value`` after ``value[index] = item``; the copy of a container is shallow."""
-    if index is ... and not isinstance(value, jax.Array | np.ndarray):
-        return item
-    if index is ... and isinstance(value, jax.Array):
-        fits = isinstance(item, jax.Array) and jax.typeof(item) == jax.typeof(value)
-        return _moved(item if fits else jnp.broadcast_to(jnp.asarray(item, value.dtype), value.shape), value)
-    if isinstance(value, jax.Array):
-        return value.at[unwrapped(index)].set(item)
-    new = copy_lib.copy(value)
-    new[unwrapped(index)] = item
-    return new
-
-
-def _moved(new: jax.Array, old: jax.Array) -> jax.Array:
-    """An array, where the one is that it replaces; JAX itself may have put that anywhere if it is not committed."""
-    if isinstance(old, Tracer) or isinstance(new, Tracer) or not old.committed or new.sharding == old.sharding:
-        return new
-    return jax.device_put(new, old.sharding) if at_top_level() else new
-
-
-def variable_repr(variable: Variable) -> str:
-    """Write a Variable with its size: ``Param(float32[2, 3], out_sharding=(None, 'model'))``; never raises."""
-    value = variable._nnx_value
-    shown = errors.describe(value) if hasattr(value, "shape") else repr(value)
-    if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, Tracer) and value.size <= 16:
-        shown = f"{shown}, deleted" if getattr(value, "is_deleted", bool)() else repr(value)
-    metadata = "".join(f", {k}={v!r}" for k, v in variable._metadata.items())
-    return f"{type(variable).__name__}({shown}{metadata})"
 
 
 _PLACE_IS_FIXED = """\
@@ -711,62 +532,9 @@ trace.
 
 Or make the computation read-only (for example `model.eval()`), or split it: `nnx.merge` inside makes a fresh object."""
 
-# --- pytree registration ------------------------------------------------------------------------------------------
-
-_VALUE_KEY = jax.tree_util.GetAttrKey("value")
-
-
-class _Metadata:
-    """The metadata of a Variable, as the static half of a pytree node; frozen only when it is compared."""
-
-    __slots__ = ("key", "metadata")
-
-    def __init__(self, metadata: dict[str, Any]):
-        self.metadata, self.key = metadata, None
-
-    def frozen(self):
-        if self.key is None:
-            self.key = Const.of_items(self.metadata)
-        return self.key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Metadata) and (self.metadata is other.metadata or self.frozen() == other.frozen())
-
-    def __hash__(self) -> int:
-        return hash(self.frozen())
-
-    def __repr__(self) -> str:
-        return repr(self.metadata)
-
-
-_EMPTY = _Metadata(NO_METADATA)
-
-
-def _flatten(v: Variable) -> tuple[tuple[Any], _Metadata]:
-    if Watch.all:
-        notice(v)
-    return (v._cell.value,), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
-
-
-def _flatten_with_keys(v: Variable) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
-    if Watch.all:
-        notice(v)
-    return ((_VALUE_KEY, v._cell.value),), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
-
-
-def _register(kind: type[Variable]) -> None:
-    def unflatten(static: _Metadata, children: Iterable[Any]) -> Variable:
-        (value,) = children
-        return make_variable(kind, value, static.metadata)
-
-    register_pytree(kind, _flatten_with_keys, unflatten, _flatten)
-
-
-_register(Variable)
-
 # --- the types ------------------------------------------------------------------------------------------------------
 
-
+register_variable(Variable)
 VariableState = Variable  # an older name of what a State holds
 
 

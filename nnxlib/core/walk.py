@@ -24,11 +24,12 @@ from .cells import Cell
 from .data import class_marks, explicit_mark, has_data, is_bound_method, is_data_leaf, is_data_part, is_node
 from .foreign import Foreign
 from .layout import Layout
+from .making import NO_METADATA
 from .rows import LEAF, ROOT, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow
 from .stamps import Stamp, with_stamp
 from .static import ATOMS, Const, StaticArgument
 from .traversals import path_key, sorted_keys
-from .variables import NO_METADATA, Variable
+from .variables import Variable
 
 
 class _Frame:

@@ -45,12 +45,15 @@ from ..core.errors import (
 )
 from ..core.filters import Filter, shown
 from ..core.graph import even_if_interrupted
+from ..core.identity import change
+from ..core.missing import MISSING
 from ..core.objects import Node, Pytree, attributes_of
 from ..core.ops import state, update
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
-from ..core.variables import MISSING, Param, Variable, as_stored, change, plain_value
+from ..core.values import as_stored
+from ..core.variables import Param, Variable, plain_value
 from .lost import watch_update
 from .stored import check_transformation, flat, is_variable, matched, set_values, without_aliases
 

@@ -11,12 +11,13 @@ import jax.tree_util as jtu
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import ArgumentError, Path, describe
 from ..core.formulas import copied
+from ..core.missing import MISSING
 from ..core.objects import Node
 from ..core.ops import state
 from ..core.state import FlatState, from_flat_state
 from ..core.tracing import Tracer
 from ..core.traversals import path_key
-from ..core.variables import MISSING, Variable, plain_value
+from ..core.variables import Variable, plain_value
 
 
 def check_transformation(tx: Any, call: str) -> None:

@@ -18,13 +18,14 @@ from ..core.errors import TraceContextError
 from ..core.escapes import without_escapes
 from ..core.finding import reachable
 from ..core.graph import Delta, Packed, commit, diff, pack
+from ..core.identity import Identified
 from ..core.inputs import lend
 from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
 from ..core.references import ways_from
 from ..core.rows import VariableRow
 from ..core.tables import pack_call
 from ..core.tracing import boundary, with_room
-from ..core.variables import Identified, Variable
+from ..core.variables import Variable
 from .axes import place_new
 from .callables import resolve
 from .leaf_checks import check_returned, check_traceable

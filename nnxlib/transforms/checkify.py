@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from ..core.missing import MISSING
 from ..core.tables import pack_call
 from ..core.tracing import jaxpr_as_fun, named_equations, scope_of
-from ..core.variables import MISSING
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift
 from .signatures import as_operator

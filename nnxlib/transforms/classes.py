@@ -35,10 +35,10 @@ import jax.tree_util as jtu
 
 from ..core.data import is_data
 from ..core.errors import ArgumentError, StaticValueError
+from ..core.missing import MISSING
 from ..core.objects import Pytree, new_node
 from ..core.static import Const, StaticArgument
 from ..core.tracing import boundary
-from ..core.variables import MISSING
 from .callables import or_closed_over
 from .signatures import Methods, O, Transform
 

@@ -33,13 +33,13 @@ from ..core.errors import TraceContextError
 from ..core.finding import reachable
 from ..core.graph import Packed, pack
 from ..core.held import held_in, statics_and_classes, used_by_arguments
+from ..core.identity import Identified
 from ..core.layout import KEPT, Layout
 from ..core.look_ups import LookUp, referent
 from ..core.references import Reached, Step, Way, search, used_unnoticed
 from ..core.rows import Ref, children, parts
 from ..core.straight import straight_line
 from ..core.tracing import current_trace
-from ..core.variables import Identified
 from .leaf_checks import is_constant, is_integer
 
 # The objects that a function captures at a call; and a token of the places where they were found, and of the constants:

@@ -23,11 +23,11 @@ from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Nothing, to_predicate
 from ..core.graph import After, Delta, Packed, build, pack
 from ..core.layout import Layout
+from ..core.missing import MISSING
 from ..core.rows import ROOT, Tree, children, count_leaves
 from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from ..core.variables import MISSING
 from .callables import as_bound, as_pair, resolve
 from .leaf_checks import check_returned, check_traceable, type_of
 from .lift import Arguments, Outcome, cross, finish

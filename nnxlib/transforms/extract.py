@@ -21,8 +21,8 @@ from ..core.contexts import MergeContext, SplitContext, merge_context, split_con
 from ..core.data import is_node
 from ..core.errors import UsageError
 from ..core.graphdef import GraphDef
+from ..core.missing import MISSING
 from ..core.rows import Ref, Tree, children
-from ..core.variables import MISSING
 from ..core.walk import Walk
 from .labels import Labelling
 from .prefixes import TreeState as TreeState

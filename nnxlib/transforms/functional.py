@@ -45,6 +45,7 @@ from ..core.filters import Any as AnyOf
 from ..core.filters import Filter, FilterObject, Not, Where, WithTag, to_predicate
 from ..core.graphdef import GraphDef
 from ..core.iteration import iter_graph, iter_objects
+from ..core.making import make_variable
 from ..core.objects import Node
 from ..core.ops import clone, merge, split, state, update
 from ..core.rngs import Rngs, RngStream, as_key
@@ -52,7 +53,7 @@ from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import inputs_needed, jaxpr_as_fun
 from ..core.traversals import flatten_mapping, unflatten_mapping, with_ints
 from ..core.variable_names import variable_name_from_type, variable_type_from_name
-from ..core.variables import Intermediate, RngState, Variable, make_variable, plain_value
+from ..core.variables import Intermediate, RngState, Variable, plain_value
 from .abstract import eval_shape
 
 M = TypeVar("M")

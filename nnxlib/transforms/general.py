@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from ..core.graph import build, commit
+from ..core.missing import MISSING
 from ..core.tables import pack_call
-from ..core.variables import MISSING
 from .callables import check_options, name_of, resolve, static_arguments
 from .classes import lifts_classes
 from .lift import Arguments, Crossing

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from ..core.graph import commit
+from ..core.missing import MISSING
 from ..core.operators import unwrapped
 from ..core.tables import pack_call
 from ..core.tracing import with_room
-from ..core.variables import MISSING
 from .callables import as_pair, by_position, resolve
 from .checkify import note_nan
 from .classes import lifts_classes

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from ..core.errors import OUTPUT, ArgumentError, place_of
+from ..core.missing import MISSING
 from ..core.rows import LEAF, children
-from ..core.variables import MISSING
 from .callables import by_position
 from .classes import lifts_classes
 from .signatures import as_operator

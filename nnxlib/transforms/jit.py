@@ -27,10 +27,10 @@ from ..core.filters import looks_at_values
 from ..core.graph import Packed, commit, pack
 from ..core.layout import Layout
 from ..core.look_ups import Jitted
+from ..core.missing import MISSING
 from ..core.pickling import global_name
 from ..core.static import StaticArgument
 from ..core.tracing import EAGER, at_top_level, hide_frames, running_trace
-from ..core.variables import MISSING
 from .abstract import eval_packed
 from .buffers import note_buffers
 from .callables import check_options, resolve

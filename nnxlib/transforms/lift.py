@@ -42,11 +42,11 @@ from ..core.escapes import without_escapes
 from ..core.graph import After, Delta, Packed, build, commit, diff
 from ..core.inputs import lend
 from ..core.layout import Layout
+from ..core.missing import MISSING
 from ..core.recordings import recorded_anew
 from ..core.rows import Ref, parts
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from ..core.variables import MISSING
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve
 from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, lanes_of, split_lanes

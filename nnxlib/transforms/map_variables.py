@@ -18,9 +18,10 @@ from ..core.differences import ANY_VALUE, leaf_differences, refuse
 from ..core.errors import OUTPUT, ArgumentError, EmptySelectionError, ReadOnlyError, format_path
 from ..core.filters import Filter, Predicate, to_predicate
 from ..core.graph import After, Packed, commit
+from ..core.missing import MISSING
 from ..core.state import from_flat_state, to_flat_state
 from ..core.tables import pack_call
-from ..core.variables import MISSING, Param, Variable
+from ..core.variables import Param, Variable
 from .callables import resolve
 from .classes import lifts_classes
 from .lift import Arguments, cross

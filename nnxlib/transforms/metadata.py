@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..core.filters import Filter
-from ..core.variables import MISSING
+from ..core.missing import MISSING
 from .axes import PARTITION_NAME, AxisName, axis_name_in
 from .classes import lifts_classes
 from .prefixes import StateAxes

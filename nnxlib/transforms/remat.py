@@ -13,10 +13,10 @@ import jax
 
 from ..core.errors import ArgumentError
 from ..core.formulas import as_array
+from ..core.missing import MISSING
 from ..core.static import StaticArgument
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from ..core.variables import MISSING
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
 from .leaf_checks import explain_untraced

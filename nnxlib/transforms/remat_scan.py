@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from ..core.errors import ArgumentError
-from ..core.variables import MISSING
+from ..core.missing import MISSING
 from .axes import NO_AXIS_NAMES
 from .classes import lifts_classes
 from .data_transform import DataTransform

@@ -26,10 +26,11 @@ from ..core.calls import repeated
 from ..core.errors import BodyError, PlacementError, PrefixError, describe_nested, listed, place_of
 from ..core.graph import After
 from ..core.layout import Layout
+from ..core.missing import MISSING
 from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, Spec, children
 from ..core.tables import pack_call
-from ..core.variables import MISSING, RngCount
+from ..core.variables import RngCount
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, stack_recorded, strip_axes
 from .body import Body, own_states, trace_body
 from .body_checks import (

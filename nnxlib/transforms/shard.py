@@ -12,9 +12,9 @@ import jax
 from ..core.cells import Cell
 from ..core.errors import format_path
 from ..core.graph import Packed
+from ..core.missing import MISSING
 from ..core.placement import settle
 from ..core.tracing import at_top_level, current_mesh
-from ..core.variables import MISSING
 from .callables import by_position, explained, resolve
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift_lanes

@@ -20,11 +20,12 @@ from ..core.errors import ArgumentError, PrefixError, counted, describe, format_
 from ..core.filters import Filter, shown
 from ..core.graph import Packed, pack, variable_of
 from ..core.layout import Layout
+from ..core.missing import MISSING
 from ..core.objects import Node
 from ..core.rows import LEAF, NodeRow, Ref, Spec, Tree, children, same_node
 from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import zeros_of
-from ..core.variables import MISSING, Param, stored_value
+from ..core.variables import Param, stored_value
 from .labels import label_arguments
 from .leaf_checks import type_of
 from .prefixes import PrefixMapping

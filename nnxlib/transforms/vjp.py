@@ -15,9 +15,9 @@ import jax
 
 from ..core.errors import OUTPUT, ArgumentError, describe
 from ..core.graph import Packed, commit, pack
+from ..core.missing import MISSING
 from ..core.tables import pack_call
 from ..core.tracing import boundary
-from ..core.variables import MISSING
 from .callables import resolve
 from .grad import split_aux
 from .labels import join_lanes, split_lanes

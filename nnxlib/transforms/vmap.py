@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 
 from ..core.errors import PrefixError, listed
 from ..core.graph import Packed
-from ..core.variables import MISSING
+from ..core.missing import MISSING
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks
 from .callables import by_position, explained, resolve, static_arguments
 from .classes import lifts_classes

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core import stamps, variables
+from nnxlib.core import identity, stamps
 from nnxlib.core.errors import ArgumentError, StaleLayoutError
 from nnxlib.core.tables import table_of
 from nnxlib.transforms import closure_inputs, jit
@@ -439,7 +439,7 @@ def test_a_call_by_another_thread_in_the_middle_of_a_write(monkeypatch, unchecke
         stamps.invalidate(held, x)
         in_another_thread(lambda: jitted(m))
 
-    monkeypatch.setattr(variables, "invalidate", ended)
+    monkeypatch.setattr(identity, "invalidate", ended)
     m.scale = 3
     monkeypatch.undo()
     m.scale = 1

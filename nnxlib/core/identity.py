@@ -1,0 +1,85 @@
+"""Identity: what nodes and Variables have in common, as objects that the library knows by their identity.
+
+Each belongs to a trace, carries the stamps of what describes it, and can be restored to what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from .stamps import Stamps, invalidate
+from .trace_state import TraceState
+
+A = TypeVar("A")
+I = TypeVar("I", bound="Identified")
+
+_set = object.__setattr__
+
+
+class Identified:
+    """Base class of what has an identity in the object graph: Variables and nodes.
+
+    It belongs to the trace under which it was made. A trace that has captured it may borrow it (closures.py): what it
+    is and holds is saved before that, and restored afterwards.
+    """
+
+    __slots__ = ()
+
+    _nnx_stamps: Stamps  # of the cached layouts that describe it
+    _nnx_saved: tuple[str, ...]  # its slots
+
+    _trace_state = property(TraceState.of, lambda self, state: self._nnx_give(state.jax_trace))
+
+    def _nnx_children(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each (key, value) that it holds, static ones too, in insertion order; nothing for a Variable."""
+        return iter(())
+
+    def _nnx_contents(self) -> dict[Any, Any]:
+        """A new dict of what :meth:`_nnx_children` yields."""
+        return dict(self._nnx_children())
+
+    def _nnx_fill(self, items: dict[Any, Any]) -> None:
+        """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
+
+    def _nnx_changed(self) -> None:
+        """Note that its structure has changed: the stamps are told, and it loses them."""
+        stamps = self._nnx_stamps
+        invalidate(stamps, self)
+        if self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
+            _set(self, "_nnx_stamps", ())
+
+    def _nnx_save(self) -> tuple:
+        return type(self), self._nnx_contents(), {name: getattr(self, name) for name in self._nnx_saved}
+
+    def _nnx_restore(self, state: tuple) -> None:
+        kind, items, slots = state
+        if type(self) is not kind:
+            _set(self, "__class__", kind)
+        self._nnx_fill(items)
+        seen_inside = self._nnx_stamps  # from other threads that described the object as the trace had changed it
+        for name, value in slots.items():
+            _set(self, name, value)
+        invalidate(seen_inside, self)
+
+
+def change(x: Any, write: Callable[..., A], *args: Any) -> A:
+    """``write(*args)``, which changes the structure of a node or Variable; notes that, whatever happens.
+
+    The note comes after the write, since another thread may describe the object before. But Python may handle an
+    interrupt in between, or within the note.
+    """
+    try:
+        found = write(*args)
+        x._nnx_changed()
+        return found
+    except BaseException:  # it may also have written before it failed
+        x._nnx_changed()
+        raise
+
+
+def with_slots_of(other: Any, new: I) -> I:
+    """A new Variable or node, with the slots of another one."""
+    for name in new._nnx_saved:
+        _set(new, name, getattr(other, name))
+    return new
