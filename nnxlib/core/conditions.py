@@ -1,4 +1,7 @@
-"""Conditions: what must stay as it is at the places where a function found no object to capture.
+"""Conditions: what a function refers to, as it must be found at each call for what was traced to be right.
+
+The objects that the function captures, the *roots*, must be where they were. So each step on the ways to them
+(references.py) is made again.
 
 The numbers, texts and arrays that a function refers to are constants of the compiled function, as in JAX: it is not
 traced again when one of them changes. But where there was a number, or None, there may be a Module later. Then the
@@ -16,7 +19,8 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from .graphdef import GraphDef
@@ -37,49 +41,66 @@ class Conditions:
     Args:
       found: what the function refers to.
       others: the ways to objects that are not captured.
-      known: the ids of ways and containers that are compared already, see :meth:`Way.steps`; more are added.
+      roots: those that are, and the ways to each.
       functions: to which the conditions must not refer, since they will be kept on one of them.
     """
 
-    __slots__ = ("ends", "members", "steps")
+    __slots__ = ("ends", "members", "steps", "straight")
 
     steps: list[Step]
     ends: list[tuple[LookUp, types.CellType]]  # a look-up, and the type of what that has found
     members: list[Members]
+    straight: Callable[[], Any] | None  # code that does what `find` does, see straight.py; made by who needs it
 
-    def __init__(self, found: Reached, others: Iterable[Way], known: set[int], functions: Collection[Any] = ()):
+    def __init__(
+        self,
+        found: Reached,
+        others: Iterable[Way] = (),
+        roots: Iterable[tuple[weakref.ref, Iterable[Way]]] = (),
+        functions: Collection[Any] = (),
+    ):
+        known, steps = set[int](), list[Step]()  # known: the ids of ways, and of what they lead over, see `Way.steps`
+        for root, ways in roots:
+            directly = Step(LookUp(referent, root), root)
+            last, *further = [step for way in ways for step in way.steps(known)] or [directly]
+            steps += [last._replace(is_root=True), *further]
         containers = _containers(found)
         alone = [way for way in [*found.ends, *others] if _is_alone(way) and way.is_looked_along(found.names)]
         known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
         ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
-        steps = [step for way in ways for step in way.steps(known)]
+        steps += [step for way in ways for step in way.steps(known)]
         objects = [way.value for way, held in containers if held is not _FIXED and held is not way.value]
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [way for way in alone if not way.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
         self.ends = [(way.look_up, types.CellType(type(way.value))) for way in ends]
         self.members = [Members(container) for _, container in containers if container is not _FIXED]
+        self.straight = None
 
     def __bool__(self) -> bool:
         return bool(self.steps or self.ends or self.members)
 
-    def hold(self) -> bool:
-        """Whether each holder is at its place, and holds what is of the same type as before, or another constant."""
+    def find(self) -> tuple[Any, ...] | None:
+        """The roots, if each holder is at its place, and holds what is of the same type as before, or another constant.
+
+        None if not all is as it was.
+        """
+        found = [(step.find(), step.is_root) for step in self.steps]
+        if any(x is None for x, _ in found):
+            return None
         try:
-            if any(step.find() is None for step in self.steps):
-                return False
             for look_up, cell in self.ends:
                 now, kind = type(look_up.find()), cell.cell_contents
                 if now is not kind:
                     if not (is_constant_type(now) and is_constant_type(kind)):
-                        return False
+                        return None
                     cell.cell_contents = now
             for members in self.members:
                 if [*map(type, members.held)] != members.types and not members.are_as_before():
-                    return False
+                    return None
         except Exception:  # of a look-up, or a container that another thread changes
-            return False
-        return True
+            return None
+        return tuple([x for x, is_root in found if is_root])
 
 
 class Members:

@@ -18,7 +18,7 @@ import functools
 import keyword
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ReferenceType
 
@@ -36,20 +36,15 @@ from .look_ups import (
     own,
     referent,
 )
-from .references import Reference, Step
+from .references import Reference
 
 
-def straight_line(steps: Sequence[Step], conditions: Conditions | None) -> Callable[[], Any]:
-    """A function that makes these look-ups; it returns a tuple of the roots if all is as before, and else False.
-
-    Args:
-      steps: those that have to find what they found before.
-      conditions: what else must hold.
-    """
-    more, ends, members = (conditions.steps, conditions.ends, conditions.members) if conditions else ([], [], [])
-    look_ups = [look_up for look_up, *_ in (*steps, *more, *ends)]
+def straight_line(conditions: Conditions) -> Callable[[], Any]:
+    """A function that does what ``conditions.find()`` does, but returns False, or raises an error, in place of None."""
+    steps, ends, members = conditions.steps, conditions.ends, conditions.members
+    look_ups = [look_up for look_up, *_ in (*steps, *ends)]
     code = _Code(_most_common_namespace(look_ups))
-    code.terms += [code.finds(*step) for step in (*steps, *more)]
+    code.terms += [code.finds(*step) for step in steps]
     kind_of, each = code.held(type), code.held(map)
     code.terms += [f"{kind_of}({code.found_by(look_up)}) is {code.name(kind)}" for look_up, kind in ends]
     for held in map(code.held, members):

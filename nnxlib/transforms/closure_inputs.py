@@ -19,7 +19,6 @@ ends all shortcuts). Integers are inputs, since they may count something, until 
 
 from __future__ import annotations
 
-import copy
 import operator
 import threading
 import weakref
@@ -35,8 +34,7 @@ from ..core.graph import Packed, pack
 from ..core.held import held_in, statics_and_classes, used_by_arguments
 from ..core.identity import Identified
 from ..core.layout import KEPT, Layout
-from ..core.look_ups import LookUp, referent
-from ..core.references import Reached, Step, Way, search, used_unnoticed
+from ..core.references import Reached, Way, search, used_unnoticed
 from ..core.rows import Ref, children, parts
 from ..core.straight import straight_line
 from ..core.tracing import current_trace
@@ -83,42 +81,15 @@ class WithConstants(tuple):
         return self[0]
 
 
-class Known:
-    """What is known of the objects that a function captures; never changed, but replaced by another one."""
+class Known(NamedTuple):
+    """What is known of the objects that a function captures."""
 
-    __slots__ = ("conditions", "constants", "holders", "places", "roots", "running", "steps", "straight")
-
-    def __init__(
-        self,
-        roots: Sequence[weakref.ref] = (),
-        running: Running = MappingProxyType({}),
-        constants: Constants = NO_CONSTANTS,
-        holders: Sequence[Any] = (),
-        steps: Sequence[Step] = (),
-        conditions: Conditions | None = None,
-        places: object = None,
-    ):
-        self.roots, self.running = roots, running  # the objects, and the code that was running when they were noticed
-        self.constants = constants
-        self.holders = holders  # what the arguments held, and where ways to the objects begin, too
-        self.steps, self.conditions = steps, conditions  # what is looked up at each call, and what must hold elsewhere
-        self.places = places  # the token of the places, without the constants
-        self.straight: Callable[[], Any] | None = None  # code for all of it, made once all was as before
-
-    def with_constants(self, constants: Constants) -> Known:
-        """The same with other constants, which change nothing of what is looked up."""
-        made = copy.copy(self)
-        made.constants = constants
-        return made
-
-    def look_up(self) -> tuple[Any, ...] | None:
-        """What the function captures; None if not all is as it was."""
-        found = [(step.find(), step.is_root) for step in self.steps]
-        if any(x is None for x, _ in found) or (self.conditions is not None and not self.conditions.hold()):
-            return None
-        if self.straight is None:
-            self.straight = straight_line(self.steps, self.conditions)
-        return tuple([x for x, is_root in found if is_root])
+    roots: Sequence[weakref.ref] = ()  # the objects
+    running: Running = MappingProxyType({})  # the code that was running when they were noticed
+    constants: Constants = NO_CONSTANTS
+    holders: Sequence[Any] = ()  # what the arguments held, and where ways to the objects begin, too
+    conditions: Conditions = Conditions(Reached([], [], set()))
+    places: object = None  # the token of the places, without the constants
 
     def places_now(self) -> Hashable:
         """The token of the places and the present constants; None for one that is no constant now."""
@@ -153,13 +124,15 @@ class Captures:
         if known is None:
             return _captured(self._start_anew())
         try:
-            found = known.straight is not None and known.straight()
+            found = known.conditions.straight is not None and known.conditions.straight()
         except Exception:  # of a look-up, which is made once more below
             found = False
         if found is False:
-            found = known.look_up()
+            found = known.conditions.find()
             if found is None:
                 return _captured(self._found_again(known))
+            if known.conditions.straight is None:
+                known.conditions.straight = straight_line(known.conditions)
         if known.running and Watch.all:
             note_running(known.running)
         return found, known.places_now() if known.constants.positions else known.places
@@ -172,16 +145,16 @@ class Captures:
         with self._adding:
             if _others(roots, self.now()[0]):  # if not, another thread has added them
                 known = self.known or self._start_anew()
-                running = {**known.running, **outside.running}
+                known = known._replace(running={**known.running, **outside.running})
                 sought = [*roots, *[reference() for reference in known.roots]]
-                holders, found = known.holders, self._search(sought, running, known.holders)
+                found = self._search(known, sought)
                 missing = {id(root) for root in roots} - _by_part(found).keys()
                 if missing:
-                    others = statics_and_classes(packed.layout, pack(sought).layout)
-                    holders = *holders, *self._leading_to(missing, others, sought, running)
-                    found = self._search(sought, running, holders)
-                more = _with_more(known.roots, roots, found)
-                self.known = self._to_look_up(found, more, running, known.constants, holders)
+                    others = known._replace(holders=statics_and_classes(packed.layout, pack(sought).layout))
+                    more = _leading_to(missing, others.holders, self._search(others, sought))
+                    known = known._replace(holders=(*known.holders, *more))
+                    found = self._search(known, sought)
+                self.known = self._to_look_up(found, _with_more(known.roots, roots, found), known)
 
     def note_constants(self, packed: Packed, places: Any) -> Hashable:
         """The token of the places and of the constants in what was packed, which are known from now on."""
@@ -189,7 +162,7 @@ class Captures:
         variables = [packed.objects[packed.layout.variables[k]] for k in values]
         constants = Constants(tuple(values), list(map(weakref.ref, variables)))
         if known is not None and not constants.are(known.constants):
-            self.known = known.with_constants(constants)
+            self.known = known._replace(constants=constants)
         without = places.places if isinstance(places, WithConstants) else places
         if not values:
             return without
@@ -229,7 +202,7 @@ class Captures:
         below = {id(part) for x in captured for _, part in reachable(x, seen)}
         given = set(map(id, captured))
         known = self.known or EMPTY
-        others = _objects_on(self._search(captured, known.running, known.holders).ways)
+        others = _objects_on(self._search(known, captured).ways)
         found = [x for x in others if id(x) not in given and any(id(part) in below for _, part in reachable(x, set()))]
         if found:
             raise CapturedObjects(found)
@@ -239,10 +212,10 @@ class Captures:
 
         Then a dict has only grown, say, or another model has taken the place of one.
         """
-        found = self._search((), before.running, before.holders)
+        found = self._search(before)
         used = self._used(found)
         for roots, token in self._met_before(found):
-            known = self._to_look_up(found, roots, before.running, before.constants, before.holders)
+            known = self._to_look_up(found, roots, before)
             if known.places is token and _hold_all(roots, used):
                 self.known = known
                 return known
@@ -262,10 +235,10 @@ class Captures:
 
     def _start_anew(self) -> Known:
         """Start anew, with nothing captured but the Modules that the function may use without a trace noticing it."""
-        found = self._search((), EMPTY.running, ())
+        found = self._search(EMPTY)
         used = self._used(found)
         here = [*filter(_is_of_this_trace, used)]
-        known = self._to_look_up(found, _with_more((), here, found))
+        known = self._to_look_up(found, _with_more((), here, found), EMPTY)
         if len(here) < len(used):  # another trace may take those that this one cannot; no program serves both
             self.known = None
             return Known(known.roots, places=self._token_of(object()))
@@ -276,30 +249,10 @@ class Captures:
         """The Modules that the function may use without a trace noticing it."""
         return [x for x in used_unnoticed(self._function, found) if x._nnx_is_captured]
 
-    def _search(self, sought: Sequence[Any], running: Running, holders: Sequence[Any]) -> Reached:
-        return search(self._function, sought, running.values(), (*self._given, *holders))
+    def _search(self, known: Known, sought: Sequence[Any] = ()) -> Reached:
+        return search(self._function, sought, known.running.values(), (*self._given, *known.holders))
 
-    def _leading_to(
-        self, missing: set[int], holders: Sequence[Any], sought: Sequence[Any], running: Running
-    ) -> list[Any]:
-        """Those of the holders that lead to objects that are missing.
-
-        Such an object may be replaced in what the arguments hold, where nothing else would notice it.
-        """
-        found = self._search(sought, running, holders)
-        by_part = _by_part(found)
-        named = {id(x) for part in missing for x in by_part.get(part, ())}
-        first = {id([*way.back()][-1][0].value) for way in found.ways if id(way.value) in named}
-        return [x for x in holders if id(x) in first]
-
-    def _to_look_up(
-        self,
-        found: Reached,
-        roots: Sequence[weakref.ref],
-        running: Running = EMPTY.running,
-        constants: Constants = NO_CONSTANTS,
-        holders: Sequence[Any] = (),
-    ) -> Known:
+    def _to_look_up(self, found: Reached, roots: Sequence[weakref.ref], before: Known) -> Known:
         """What to look up: each step on the ways to the roots, and to the places where Modules may come."""
         ways_to: dict[int, list[Way]] = {}
         for way in found.ways:
@@ -307,17 +260,11 @@ class Captures:
         ids = [id(reference()) for reference in roots]
         to_roots = [ways_to.get(root, []) for root in ids]
         others = [way for way in found.ways_to_objects() if id(way.value) not in ids]
-        known = set[int]()
-        conditions = Conditions(found, others, known)
-        steps: list[Step] = []
-        for reference, to_root in zip(roots, to_roots, strict=True):
-            directly = Step(LookUp(referent, reference), reference)
-            last, *further = [step for way in to_root for step in way.steps(known)] or [directly]
-            steps += [last._replace(is_root=True), *further]
-        if not (steps or conditions):
+        conditions = Conditions(found, others, zip(roots, to_roots, strict=True))
+        if not conditions:
             return EMPTY
         places = self._places_of(to_roots, others) if to_roots or others else None
-        return Known(roots, running, constants, holders, steps, conditions or None, places)
+        return before._replace(roots=roots, conditions=conditions, places=places)
 
     def _places_of(self, to_roots: list[list[Way]], others: list[Way]) -> object:
         """The token of the places of each root, and of other objects."""
@@ -332,6 +279,17 @@ class Captures:
     def _token_of(self, where: Hashable) -> object:
         """The very same object whenever it is for the same places."""
         return self._places.setdefault(where, object())
+
+
+def _leading_to(missing: set[int], holders: Sequence[Any], found: Reached) -> list[Any]:
+    """Those of the holders from which objects that are missing can be reached.
+
+    Such an object may be replaced in what the arguments hold, where nothing else would notice it.
+    """
+    by_part = _by_part(found)
+    named = {id(x) for part in missing for x in by_part.get(part, ())}
+    first = {id([*way.back()][-1][0].value) for way in found.ways if id(way.value) in named}
+    return [x for x in holders if id(x) in first]
 
 
 def _objects_at(places: Iterable[Iterable[Hashable]], at: dict[Hashable, Any]) -> list[weakref.ref] | None:

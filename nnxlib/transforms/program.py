@@ -81,7 +81,7 @@ class Program:
         found = [search(f) for f in functions]
         self.captures |= any(map(used_unnoticed, functions, found))
         found = [] if self.captures else found
-        conditions = [Conditions(each, each.ways_to_objects(), set(), functions) for each in found]
+        conditions = [Conditions(each, each.ways_to_objects(), functions=functions) for each in found]
         self.conditions = [each for each in conditions if each]
         self.kinds = [type(way.value) for each in found for way in each.ways_to_objects()]
 
@@ -230,7 +230,7 @@ def program_of(functions: tuple[Callable, ...], layout: Layout, key: tuple, make
         program.until = [weakref.ref(f, forget) for f in plain]
         program.look_at(plain)
         program.captures |= bool(used_by_arguments(plain, layout)[0])
-    elif not program.captures and not all(each.hold() for each in program.conditions):
+    elif not program.captures and not all(each.find() is not None for each in program.conditions):
         before = program.kinds
         program.look_at(plain)
         program.captures |= program.kinds != before

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnxlib as nnx
-from nnxlib.core.references import search
+from nnxlib.core.conditions import Conditions
+from nnxlib.core.references import Reached, search
 from nnxlib.core.straight import straight_line
 
 from .test_conditions import PLACES, Settings, conditions_of
@@ -25,14 +26,10 @@ def run(straight):
         return False
 
 
-def steps_to(f, *roots):
-    """The steps of the first way to each of these objects, as a jitted function has them."""
+def conditions_for(f, *roots):
+    """The conditions that each of these objects is found on the first way to it, as a jitted function has them."""
     ways = {id(way.value): way for way in reversed(search(f).ways)}
-    found = []
-    for root in roots:
-        last, *further = ways[id(root)].steps(set())
-        found += [last._replace(is_root=True), *further]
-    return found
+    return Conditions(Reached([], [], set()), roots=[(weakref.ref(root), [ways[id(root)]]) for root in roots])
 
 
 DATA = 3, 2.5, "other", None, np.ones(2), jnp.ones(3)
@@ -46,12 +43,12 @@ def test_it_never_says_yes_where_the_look_ups_say_no(kind, values):
     """And says it again for what these have accepted, whose type they note."""
     f, set_to = PLACES[kind]()
     conditions = conditions_of(f)
-    straight = straight_line([], conditions)
+    straight = straight_line(conditions)
     assert straight() == ()
     for value in values:
         set_to(value)
         said = run(straight)
-        holds = conditions.hold()
+        holds = conditions.find() is not None
         assert said in ((), False)
         assert holds or said is False
         assert (run(straight) == ()) == holds
@@ -69,7 +66,7 @@ def test_names_that_the_code_itself_might_use():
     names = {"type": 1, "len": 2.0, "map": None, "_nnx_0": 3, "größe": "x", "straight_line": b"y"}
     f, namespace = in_namespace(", ".join(names), **names)
     conditions = conditions_of(f)
-    straight = straight_line([], conditions)
+    straight = straight_line(conditions)
     assert len(conditions.ends) == len(names)
     assert straight() == ()
     for name, value in names.items():
@@ -83,7 +80,7 @@ def test_a_global_that_is_gone():
     """Also if there is a builtin function of that name."""
     for name in ("rate", "sum"):
         f, namespace = in_namespace(name, **{name: 1.0})
-        straight = straight_line([], conditions_of(f))
+        straight = straight_line(conditions_of(f))
         assert straight() == ()
         del namespace[name]
         assert run(straight) is False
@@ -93,7 +90,7 @@ def test_roots_in_their_order():
     first, second, held = nnx.Dict(), nnx.Dict(), {"a": [nnx.Dict()]}
     f = lambda: (second, held["a"][0], first)
     roots = first, held["a"][0], second
-    straight = straight_line(steps_to(f, *roots), None)
+    straight = straight_line(conditions_for(f, *roots))
     found = straight()
     assert len(found) == 3
     assert all(x is root for x, root in zip(found, roots, strict=True))
@@ -108,7 +105,7 @@ def test_roots_in_their_order():
 def test_a_root_that_is_exchanged_or_gone():
     model = nnx.Dict()
     f = lambda: model
-    straight = straight_line(steps_to(f, model), None)
+    straight = straight_line(conditions_for(f, model))
     assert straight() == (model,)
     reference, model = weakref.ref(model), nnx.Dict()
     gc.collect()
@@ -125,9 +122,9 @@ def test_a_jitted_function_that_names_numbers_calls_no_look_up():
     assert [step().item() for _ in range(3)] == [4.0] * 3
     known, called = step._captures.known, []
     assert known is not None
-    straight = known.straight
+    straight = known.conditions.straight
     assert straight is not None
-    known.straight = lambda: called.append(1) or straight()
+    known.conditions.straight = lambda: called.append(1) or straight()
     assert step().item() == 4.0
     assert called == [1]
     assert step._captures.known is known
