@@ -60,10 +60,10 @@ class LookUp(NamedTuple):
             return None
 
     @property
-    def place(self) -> Hashable:
+    def address(self) -> Hashable:
         """What is looked up, whatever the holder is: of two modules, or two objects, the same attribute, say."""
         if self.kind is inside:
-            return self.holder.place, self.key
+            return self.holder.address, self.key
         if self.kind is in_class:
             return self.kind, weakly(self.holder), self.key
         if self.kind is not entry:

@@ -129,8 +129,8 @@ class Way(NamedTuple):
         by_name = (way.look_up.key for way, holder in self.back() if _is_by_name(way.look_up, holder))
         return all(key in names or key in BY_SYNTAX for key in by_name)
 
-    def places(self, widths: dict[int, int]) -> tuple[Hashable, ...]:
-        """What is looked up at each step, from the last one on: the same if the way now leads to another value.
+    def address(self, widths: dict[int, int]) -> tuple[Hashable, ...]:
+        """What is looked up at each step, from the last one on; it stays the same if the way leads to another value.
 
         With the code of functions, and the classes of other values, on the way: others may do something else with it.
         And with how many members each container has besides constants: the function may go over all of them.
@@ -141,7 +141,7 @@ class Way(NamedTuple):
             if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in widths:
                 widths[id(holder)] = _width(holder)
             kind = holder.__code__ if type(holder) is types.FunctionType else type(holder)
-            found += [way.look_up.place, weakly(kind), widths.get(id(holder))]
+            found += [way.look_up.address, weakly(kind), widths.get(id(holder))]
         return tuple(found)
 
 

@@ -4,15 +4,15 @@ They are found while the function is traced (core/closures.py), and are inputs a
 call the function may refer to other ones, if a closure or a global has been set anew. So each step on the ways to them
 (core/references.py) is made again, and what it finds is compared with what it found before.
 
-If all objects are found anew, these may be as many as before, with the same structure, but found at other places. A
+If all objects are found anew, these may be as many as before, with the same structure, but other ways lead to them. A
 compiled function takes them in a certain order: first the Module under one name, then the one under another. So the
-places at which they were found are part of its key.
+*addresses* of the objects are part of its key: what is looked up on the ways to each.
 
 What is :class:`Known` of all that is one record. :class:`Captures` replaces it by another when something has changed.
 
 A captured Variable that holds a bool, or what JAX cannot trace, is no input. Such a value says what to do (``if
-first.value:``, the labels of a mask, the shardings of a State). It is a *constant*: part of the key, and seen as it is.
-Another Variable may take the place of one that holds a constant, which changes no structure; so :class:`WithConstants`
+first.value:``, the labels of a mask, the shardings of a State). It is a *literal*: part of the key, and seen as it is.
+Another Variable may take the place of one that holds a literal, which changes no structure; so :class:`WithLiterals`
 also says which Variables they are, and the dispatch compares these when it has no shortcut (a Variable that is replaced
 ends all shortcuts). Integers are inputs, since they may count something, until a trace fails for want of their values.
 """
@@ -38,46 +38,46 @@ from ..core.references import Reached, Way, search, used_unnoticed
 from ..core.rows import Ref, children, parts
 from ..core.straight import straight_line
 from ..core.tracing import current_trace
-from .leaf_checks import is_constant, is_integer
+from .leaf_checks import is_integer, is_literal
 
-# The objects that a function captures at a call; and a token of the places where they were found, and of the constants:
-# equal whenever each was found at the same places.
+# The objects that a function captures at a call; and a token of their addresses and of the literals, which is
+# equal whenever each was found at the same address.
 Captured = tuple[tuple[Any, ...], Hashable]
 
 NOTHING: Captured = (), None
 
 
-class Constants(NamedTuple):
-    """The Variables that hold constants, and their positions among the leaves."""
+class Literals(NamedTuple):
+    """The Variables that hold literals, and their positions among the leaves."""
 
     positions: tuple[int, ...]
     variables: Sequence[weakref.ref]
 
-    def are(self, others: Constants) -> bool:
+    def are(self, others: Literals) -> bool:
         """Whether these are the others: ``==`` would compare the Variables, each of which has one weak reference."""
         return self.positions == others.positions and all(map(operator.is_, self.variables, others.variables))
 
 
-NO_CONSTANTS = Constants((), ())
+NO_LITERALS = Literals((), ())
 
 
-class WithConstants(tuple):
-    """A token of places, the positions of the constants, their values and types; None for one that is no constant now.
+class WithLiterals(tuple):
+    """A token of addresses, and the positions, values and types of the literals; None for one that is no literal now.
 
-    Which Variables hold the ``constants`` is not compared.
+    Which Variables hold the ``literals`` is not compared.
     """
 
-    constants: Constants
+    literals: Literals
 
     @classmethod
-    def of(cls, places: object, constants: Constants, values: Iterable[Any]) -> WithConstants:
+    def of(cls, addresses: object, literals: Literals, values: Iterable[Any]) -> WithLiterals:
         values = tuple(values)
-        self = cls((places, constants.positions, values, tuple(map(type, values))))
-        self.constants = constants
+        self = cls((addresses, literals.positions, values, tuple(map(type, values))))
+        self.literals = literals
         return self
 
     @property
-    def places(self) -> object:
+    def addresses(self) -> object:
         return self[0]
 
 
@@ -86,18 +86,18 @@ class Known(NamedTuple):
 
     roots: Sequence[weakref.ref] = ()  # the objects
     running: Running = MappingProxyType({})  # the code that was running when they were noticed
-    constants: Constants = NO_CONSTANTS
+    literals: Literals = NO_LITERALS
     holders: Sequence[Any] = ()  # what the arguments held, and where ways to the objects begin, too
     conditions: Conditions = Conditions(Reached([], [], set()))
-    places: object = None  # the token of the places, without the constants
+    addresses: object = None  # the token of the addresses, without the literals
 
-    def places_now(self) -> Hashable:
-        """The token of the places and the present constants; None for one that is no constant now."""
-        if not self.constants.positions:
-            return self.places
-        values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.constants.variables]
-        constants = [value if is_constant(value) or is_integer(value) else None for value in values]
-        return WithConstants.of(self.places, self.constants, constants)
+    def addresses_now(self) -> Hashable:
+        """The token of the addresses and the present literals; None for one that is no literal now."""
+        if not self.literals.positions:
+            return self.addresses
+        values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.literals.variables]
+        literals = [value if is_literal(value) or is_integer(value) else None for value in values]
+        return WithLiterals.of(self.addresses, self.literals, literals)
 
 
 EMPTY = Known()  # no objects, and nothing to look up
@@ -114,8 +114,8 @@ class Captures:
     def __init__(self, function: Callable, given: Sequence[Any] = ()):
         self._function, self._given = function, given
         self._adding = threading.Lock()
-        self._places: dict[Hashable, object] = {}  # the tokens of the places that were met
-        self._integers = False  # whether these are constants
+        self._addresses: dict[Hashable, object] = {}  # the tokens of the addresses that were met
+        self._integers = False  # whether these are literals
         self.known: Known | None = None  # None if it has to be found out at each call
 
     def now(self) -> Captured:
@@ -135,7 +135,7 @@ class Captures:
                 known.conditions.straight = straight_line(known.conditions)
         if known.running and Watch.all:
             note_running(known.running)
-        return found, known.places_now() if known.constants.positions else known.places
+        return found, known.addresses_now() if known.literals.positions else known.addresses
 
     def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed) -> None:
         """Add objects that a trace of what was ``packed`` has captured besides those that it was given ``before``."""
@@ -156,37 +156,37 @@ class Captures:
                     found = self._search(known, sought)
                 self.known = self._to_look_up(found, _with_more(known.roots, roots, found), known)
 
-    def note_constants(self, packed: Packed, places: Any) -> Hashable:
-        """The token of the places and of the constants in what was packed, which are known from now on."""
-        values, known = constants_in(packed.layout, packed.leaves, self._integers), self.known
+    def note_literals(self, packed: Packed, addresses: Any) -> Hashable:
+        """The token of the addresses and of the literals in what was packed, which are known from now on."""
+        values, known = literals_in(packed.layout, packed.leaves, self._integers), self.known
         variables = [packed.objects[packed.layout.variables[k]] for k in values]
-        constants = Constants(tuple(values), list(map(weakref.ref, variables)))
-        if known is not None and not constants.are(known.constants):
-            self.known = known._replace(constants=constants)
-        without = places.places if isinstance(places, WithConstants) else places
+        literals = Literals(tuple(values), list(map(weakref.ref, variables)))
+        if known is not None and not literals.are(known.literals):
+            self.known = known._replace(literals=literals)
+        without = addresses.addresses if isinstance(addresses, WithLiterals) else addresses
         if not values:
             return without
-        here = WithConstants.of(without, constants, values.values())
+        here = WithLiterals.of(without, literals, values.values())
         self._token_of(here)  # so that it is counted, see `forget_if_many`
         return here
 
     def switch_integers(self, packed: Packed) -> bool:
-        """After a trace that failed, make captured integers constants; returns whether to trace again.
+        """After a trace that failed, make captured integers literals; returns whether to trace again.
 
-        If they were constants, it failed for another reason, and they are inputs again.
+        If they were literals, it failed for another reason, and they are inputs again.
         """
         integers = [is_integer(x) and path[0] == "captured" for path, x in zip(packed.layout.leaf_paths, packed.leaves)]
         self._integers = not self._integers and any(integers)
         return self._integers
 
     def forget_if_many(self) -> bool:
-        """Forget everything if there have been very many places; returns whether to drop the programs for them, too.
+        """Forget everything if there have been very many addresses; returns whether to drop the programs for them, too.
 
         For the objects may be those of former arguments, which nothing else keeps alive.
         """
-        if len(self._places) <= KEPT:
+        if len(self._addresses) <= KEPT:
             return False
-        self._places, self.known = {}, None
+        self._addresses, self.known = {}, None
         return True
 
     def capture_sharing(self, captured: Sequence[Any]) -> None:
@@ -208,7 +208,7 @@ class Captures:
             raise CapturedObjects(found)
 
     def _found_again(self, before: Known) -> Known:
-        """What is known after something has changed: what is now at places where objects were captured before.
+        """What is known after something has changed: what is now at addresses where objects were captured before.
 
         Then a dict has only grown, say, or another model has taken the place of one.
         """
@@ -216,22 +216,22 @@ class Captures:
         used = self._used(found)
         for roots, token in self._met_before(found):
             known = self._to_look_up(found, roots, before)
-            if known.places is token and _hold_all(roots, used):
+            if known.addresses is token and _hold_all(roots, used):
                 self.known = known
                 return known
         return self._start_anew()
 
     def _met_before(self, found: Reached) -> list[tuple[list[weakref.ref], object]]:
-        """The objects at places that were met before, and the tokens of these, the newest first."""
+        """The objects at addresses that were met before, and the tokens of these, the newest first."""
         widths = dict[int, int]()
         try:
             objects = [way for way in found.ways if issubclass(type(way.value), Identified)]
-            at: dict[Hashable, Any] = {way.places(widths): way.value for way in objects}
-            met = [(where[0], token) for where, token in self._places.items() if type(where) is tuple]
-            at_places = [(_objects_at(places, at), token) for places, token in reversed(met)]
+            at: dict[Hashable, Any] = {way.address(widths): way.value for way in objects}
+            met = [(where[0], token) for where, token in self._addresses.items() if type(where) is tuple]
+            at_addresses = [(_objects_at(addresses, at), token) for addresses, token in reversed(met)]
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
             return []
-        return [(roots, token) for roots, token in at_places if roots is not None]
+        return [(roots, token) for roots, token in at_addresses if roots is not None]
 
     def _start_anew(self) -> Known:
         """Start anew, with nothing captured but the Modules that the function may use without a trace noticing it."""
@@ -241,7 +241,7 @@ class Captures:
         known = self._to_look_up(found, _with_more((), here, found), EMPTY)
         if len(here) < len(used):  # another trace may take those that this one cannot; no program serves both
             self.known = None
-            return Known(known.roots, places=self._token_of(object()))
+            return Known(known.roots, addresses=self._token_of(object()))
         self.known = known
         return known
 
@@ -263,22 +263,22 @@ class Captures:
         conditions = Conditions(found, others, zip(roots, to_roots, strict=True))
         if not conditions:
             return EMPTY
-        places = self._places_of(to_roots, others) if to_roots or others else None
-        return before._replace(roots=roots, conditions=conditions, places=places)
+        addresses = self._addresses_of(to_roots, others) if to_roots or others else None
+        return before._replace(roots=roots, conditions=conditions, addresses=addresses)
 
-    def _places_of(self, to_roots: list[list[Way]], others: list[Way]) -> object:
-        """The token of the places of each root, and of other objects."""
+    def _addresses_of(self, to_roots: list[list[Way]], others: list[Way]) -> object:
+        """The token of the addresses of each root, and of other objects."""
         widths = dict[int, int]()
         try:
-            places = tuple([frozenset([way.places(widths) for way in ways]) for ways in to_roots])
-            of_others = frozenset([(way.places(widths), type(way.value)) for way in others])
-            return self._token_of((places, of_others) if all(places) else object())
+            addresses = tuple([frozenset([way.address(widths) for way in ways]) for ways in to_roots])
+            of_others = frozenset([(way.address(widths), type(way.value)) for way in others])
+            return self._token_of((addresses, of_others) if all(addresses) else object())
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
             return self._token_of(object())
 
     def _token_of(self, where: Hashable) -> object:
-        """The very same object whenever it is for the same places."""
-        return self._places.setdefault(where, object())
+        """The very same object whenever it is for the same addresses."""
+        return self._addresses.setdefault(where, object())
 
 
 def _leading_to(missing: set[int], holders: Sequence[Any], found: Reached) -> list[Any]:
@@ -292,9 +292,9 @@ def _leading_to(missing: set[int], holders: Sequence[Any], found: Reached) -> li
     return [x for x in holders if id(x) in first]
 
 
-def _objects_at(places: Iterable[Iterable[Hashable]], at: dict[Hashable, Any]) -> list[weakref.ref] | None:
-    """The object at all places of each root; None if there is not one, or it belongs to another trace."""
-    found = [[at.get(place) for place in of_one] for of_one in places]
+def _objects_at(addresses: Iterable[Iterable[Hashable]], at: dict[Hashable, Any]) -> list[weakref.ref] | None:
+    """The object at all addresses of each root; None if there is not one, or it belongs to another trace."""
+    found = [[at.get(address) for address in of_one] for of_one in addresses]
     are_whole = all(x is not None and _is_of_this_trace(x) and all(y is x for y in more) for x, *more in found)
     return [weakref.ref(x) for x, *_ in found] if are_whole else None
 
@@ -313,7 +313,7 @@ def _is_of_this_trace(x: Any) -> bool:
 def _captured(known: Known) -> Captured:
     """What a function captures, when this was just found out; nothing if some of it is gone already."""
     roots = tuple([reference() for reference in known.roots])
-    return (roots, known.places_now()) if all(root is not None for root in roots) else NOTHING
+    return (roots, known.addresses_now()) if all(root is not None for root in roots) else NOTHING
 
 
 def capture_held(function: Callable, packed: Packed) -> None:
@@ -332,15 +332,15 @@ def capture_held(function: Callable, packed: Packed) -> None:
         raise CapturedObjects(found, running_in(methods))
 
 
-def constants_in(layout: Layout, leaves: Sequence[Any], integers: bool = False) -> dict[int, Any]:
-    """The constants among the leaves of packed :class:`Arguments`, by position; with or without integers."""
+def literals_in(layout: Layout, leaves: Sequence[Any], integers: bool = False) -> dict[int, Any]:
+    """The literals among the leaves of packed :class:`Arguments`, by position; with or without integers."""
     captured = [k for k in range(len(layout.variables)) if layout.leaf_paths[k][0] == "captured"]
-    return {k: leaves[k] for k in captured if is_constant(leaves[k]) or (integers and is_integer(leaves[k]))}
+    return {k: leaves[k] for k in captured if is_literal(leaves[k]) or (integers and is_integer(leaves[k]))}
 
 
-def constants_of(places: Any) -> dict[int, Any]:
-    """The constants in a token of places, by position."""
-    return dict(zip(*places[1:3], strict=True)) if isinstance(places, WithConstants) else {}
+def literals_of(addresses: Any) -> dict[int, Any]:
+    """The literals in a token of addresses, by position."""
+    return dict(zip(*addresses[1:3], strict=True)) if isinstance(addresses, WithLiterals) else {}
 
 
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:

@@ -42,7 +42,7 @@ from ..core.layout import keep
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.static import StaticArgument
 from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
-from .closure_inputs import Constants, WithConstants, constants_in, constants_of
+from .closure_inputs import Literals, WithLiterals, literals_in, literals_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
 from .plan import Compiled, Plan, Stopped, WithOutcome, leaves_returned
@@ -88,10 +88,10 @@ class Dispatch:
         self._sites.clear()
         self._entries.clear()
 
-    def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple, places: object) -> Any:
+    def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple, addresses: object) -> Any:
         """Call the function, and write what it changes; returns its output.
 
-        ``places`` are those of the ``captured`` objects.
+        ``addresses`` are those of the ``captured`` objects.
 
         Raises:
           Miss: if the call has to be packed; perhaps since the function reads more for these shapes than it did before.
@@ -102,15 +102,15 @@ class Dispatch:
         if kwargs:
             names = sorted(kwargs)  # they are packed in this order
             leaves, signature = (*args, *[kwargs[name] for name in names]), (signature, *names)
-        if places is not None:
-            leaves, signature = (*leaves, *captured), (signature, places)
+        if addresses is not None:
+            leaves, signature = (*leaves, *captured), (signature, addresses)
         returned = None
         try:
             if self._flatten is not None:
                 leaves, signature = _unfolded(leaves, signature, self._flatten, self._has_static)
             site = self._sites.get(signature)
             if site is None:
-                return self._call_entry(leaves, signature, captured, places)
+                return self._call_entry(leaves, signature, captured, addresses)
             # The shortcut, written out for the first object: a function or a loop would take another 0.05 us each.
             first, others, plain, alone = site.arrangement
             try:
@@ -121,18 +121,18 @@ class Dispatch:
                 shortcut, outputs = part.shortcut, part.outputs
                 compiled = shortcut.compiled()
                 jitted = compiled.jitted
-                if part.place != first:
+                if part.index != first:
                     raise LookupError
                 table.until_check -= 1
                 if not alone or compiled.donates:  # else `part.read` takes the inputs itself
                     inputs = [cell.value for cell in part.inputs]
                     arrays = part.arrays
-                    for place in others:
-                        table = leaves[place]._nnx_table
-                        if table.until_check == 1 or not (table.stamp.valid or patched(table, leaves[place])):
+                    for index in others:
+                        table = leaves[index]._nnx_table
+                        if table.until_check == 1 or not (table.stamp.valid or patched(table, leaves[index])):
                             raise LookupError
                         part = table.shortcuts[site]
-                        if part.place != place or part.shortcut is not shortcut:
+                        if part.index != index or part.shortcut is not shortcut:
                             raise LookupError
                         table.until_check -= 1
                         inputs += [cell.value for cell in part.inputs]
@@ -140,13 +140,13 @@ class Dispatch:
                         outputs = outputs + part.outputs
                     if arrays:
                         inputs += [container[key] for container, key in arrays]
-                    for place in plain:
-                        x = leaves[place]
+                    for index in plain:
+                        x = leaves[index]
                         if type(x) not in _LEAF_TYPES:
                             raise LookupError
                         inputs.append(x)
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
-                return self._call_entry(leaves, signature, captured, places)
+                return self._call_entry(leaves, signature, captured, addresses)
             # The call: all is as it was.
             if compiled.donates:
                 (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
@@ -163,14 +163,14 @@ class Dispatch:
             return out
         except BaseException as error:
             if returned is None:
-                _refuse(error, Arguments(args, kwargs, captured), places)
+                _refuse(error, Arguments(args, kwargs, captured), addresses)
             elif compiled.donates:  # an interrupt: the arrays that went in are gone
                 assert site is not None
                 with contextlib.suppress(Exception):
                     shortcut.finish(compiled, leaves, site.arrangement, outputs, returned)
             raise
 
-    def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, places: object) -> Any:
+    def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, addresses: object) -> Any:
         if not self._enabled:
             raise Miss(None)
         if Loans.now[1] and any(is_lent_elsewhere(x._nnx_trace) for x in captured):
@@ -182,7 +182,7 @@ class Dispatch:
         entry = self._entries.get(found.key)
         if entry is None:
             raise Miss(found)
-        if type(places) is WithConstants and not entry.has(places.constants, found.tables):
+        if type(addresses) is WithLiterals and not entry.has(addresses.literals, found.tables):
             raise Miss(None)
         return entry.call(found, self._sites)
 
@@ -197,7 +197,7 @@ class Dispatch:
             self._entries[found.key] = CacheEntry(plan, found)
 
 
-def _refuse(error: BaseException, arguments: Arguments, places: object) -> None:
+def _refuse(error: BaseException, arguments: Arguments, addresses: object) -> None:
     """Raise in place of an error of a compiled function what it stands for, or what says more."""
     if isinstance(error, AbsentInput | CapturedObjects):
         raise Miss(None) from None
@@ -205,7 +205,7 @@ def _refuse(error: BaseException, arguments: Arguments, places: object) -> None:
         raise error.error from None
     if isinstance(error, TypeError) and not isinstance(error, NnxError):  # which says what is wrong itself
         packed = pack(arguments)
-        if constants_in(packed.layout, packed.leaves) != constants_of(places):  # text where there was a number
+        if literals_in(packed.layout, packed.leaves) != literals_of(addresses):  # text where there was a number
             raise Miss(None) from None
         check_traceable(packed.layout, packed.leaves)
 
@@ -306,10 +306,10 @@ class CacheEntry:
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: dict[Outcome, _Writes] = {}
 
-    def has(self, constants: Constants, tables: Sequence[LiveTable]) -> bool:
-        """Whether the Variables of these constants are in the tables; another one may have taken the place of one."""
-        cells = [tables[k].cells[j] for k, j in map(self._cells.__getitem__, constants.positions)]
-        present = [getattr(reference(), "_cell", None) for reference in constants.variables]
+    def has(self, literals: Literals, tables: Sequence[LiveTable]) -> bool:
+        """Whether the Variables of these literals are in the tables; another one may have taken the place of one."""
+        cells = [tables[k].cells[j] for k, j in map(self._cells.__getitem__, literals.positions)]
+        present = [getattr(reference(), "_cell", None) for reference in literals.variables]
         return all(map(operator.is_, cells, present))
 
     def call(self, found: KnownCall, sites: dict[Hashable, CallSite]) -> Any:
@@ -358,11 +358,11 @@ class CacheEntry:
         site = sites.setdefault(found.signature, CallSite(arrangement))
         site.arrangement = arrangement
         shortcut = Shortcut(self, reads.compiled, writes.output)
-        for k, (place, table) in enumerate(zip(objects, found.tables, strict=True)):
+        for k, (index, table) in enumerate(zip(objects, found.tables, strict=True)):
             inputs = _cells_at([x for x in reads.cells if x[0] == k], found.tables)
             outputs = _cells_at([x for x in writes.cells if x[0] == k], found.tables)
             arrays = [table.arrays[j][:2] for i, chosen in reads.arrays if i == k for j in chosen]
-            keep(table.shortcuts, site, Part(shortcut, place, inputs, arrays, outputs))
+            keep(table.shortcuts, site, Part(shortcut, index, inputs, arrays, outputs))
 
     def _reads_of(self, compiled: Compiled) -> _Reads:
         both = [*self._cells, *self._arrays]
@@ -449,12 +449,12 @@ class Shortcut:
 class Part:
     """What a shortcut reads and writes of one object. Kept on the table of the object, and nowhere else."""
 
-    __slots__ = ("arrays", "inputs", "outputs", "place", "read", "shortcut", "write")
+    __slots__ = ("arrays", "index", "inputs", "outputs", "read", "shortcut", "write")
 
     def __init__(
-        self, shortcut: Shortcut, place: int, inputs: list[Cell], arrays: list[tuple[Any, Any]], outputs: list[Cell]
+        self, shortcut: Shortcut, index: int, inputs: list[Cell], arrays: list[tuple[Any, Any]], outputs: list[Cell]
     ):
-        self.shortcut, self.place = shortcut, place  # of the object among the leaves
+        self.shortcut, self.index = shortcut, index  # of the object among the leaves
         self.inputs, self.outputs = inputs, outputs  # cells
         self.arrays = arrays  # that are read besides cells: what has each of them, and under which key
         self.read, self.write = reader(inputs, arrays), writer(outputs)  # used if the object is the only one

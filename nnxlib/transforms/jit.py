@@ -36,7 +36,7 @@ from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captured, Captures, WithConstants, capture_held, constants_of
+from .closure_inputs import EMPTY, NOTHING, Captured, Captures, WithLiterals, capture_held, literals_of
 from .dispatch import Dispatch, KnownCall, Miss
 from .jit_crossing import JitCrossing
 from .labels import Labels, label_arguments, lanes_of
@@ -163,7 +163,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         self._captures = Captures(self._function)
         self._captures_given: dict[tuple[int, ...], Captures] = {}  # by the ids of static arguments
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
-        self._plans: dict[Any, Plan] = {}  # by layout, places of captured objects, and lanes
+        self._plans: dict[Any, Plan] = {}  # by layout, addresses of captured objects, and lanes
         bound = (*self._args, *self._kwargs.values())
         self._has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
         # With filters that look at values each call may have other lanes.
@@ -178,11 +178,11 @@ class JitWrapped(Jitted, Generic[P, R]):
             if self._binds:
                 args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
                 captures = self._captures_of(args, kwargs) if self._has_static else self._captures
-            captured, places = now = NOTHING if captures.known is EMPTY else captures.now()
+            captured, addresses = now = NOTHING if captures.known is EMPTY else captures.now()
             if running_trace() is not EAGER or following or (Watch.all and all_borrowed()):
                 return self._call_packed(captures, args, kwargs, now)
             try:
-                return self._dispatch.call(args, kwargs, captured, places)
+                return self._dispatch.call(args, kwargs, captured, addresses)
             except Miss as miss:
                 found = miss.found
             return self._call_packed(captures, args, kwargs, now, found)
@@ -201,8 +201,8 @@ class JitWrapped(Jitted, Generic[P, R]):
         if followed():
             return self._call_followed(Arguments(args, kwargs))
 
-        def call(plan: Plan, packed: Packed, arguments: Arguments, places: object) -> Any:
-            if found is not None and places == now[1]:
+        def call(plan: Plan, packed: Packed, arguments: Arguments, addresses: object) -> Any:
+            if found is not None and addresses == now[1]:
                 self._dispatch.add(found, arguments, plan)
             return plan.call(packed)
 
@@ -211,18 +211,18 @@ class JitWrapped(Jitted, Generic[P, R]):
     def _with_plan(
         self, use: Callable, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, donate: bool
     ) -> Any:
-        """``use(plan, packed, arguments, places)``; again, after each trace that was abandoned or needs integers.
+        """``use(plan, packed, arguments, addresses)``; again, after each trace that was abandoned or needs integers.
 
         What the trace has captured is a further input then, or it waits until this can be borrowed.
         """
         while True:
-            captured, places = now
+            captured, addresses = now
             arguments = Arguments(args, kwargs, captured)
             packed = pack(arguments)
             try:
                 if captured:
-                    places = captures.note_constants(packed, places)
-                return use(self._plan(captures, packed, arguments, places, donate), packed, arguments, places)
+                    addresses = captures.note_literals(packed, addresses)
+                return use(self._plan(captures, packed, arguments, addresses, donate), packed, arguments, addresses)
             except CapturedObjects as outside:
                 if not isinstance(outside, Occupied):
                     captures.add(outside, captured, packed)
@@ -313,13 +313,13 @@ class JitWrapped(Jitted, Generic[P, R]):
         left_out = [(i, x) for i, x in enumerate(bound[0]) if i < first or type(x) is StaticArgument]
         named = {k: x for k, x in bound[1].items() if k not in kwargs or type(x) is StaticArgument}
 
-        def make(plan: Plan, packed: Packed, arguments: Arguments, places: object) -> Stage:
+        def make(plan: Plan, packed: Packed, arguments: Arguments, addresses: object) -> Stage:
             def trace() -> tuple[Compiled, Any]:
                 compiled = plan.staged(packed.leaves)
                 return compiled, getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
 
             compiled, stage = call_lending(self._traces, lambda: packed.objects, trace)
-            call = functools.partial(self._arguments, places, left_out, named)
+            call = functools.partial(self._arguments, addresses, left_out, named)
             return Stage(stage, call, plan, compiled, self._has_static)
 
         return self._with_plan(make, captures, *bound, captures.now(), True)
@@ -347,7 +347,7 @@ class JitWrapped(Jitted, Generic[P, R]):
 
     def _arguments(
         self,
-        places: object,
+        addresses: object,
         left_out: list[tuple[int, Any]],
         named: dict[str, Any],
         args: tuple,
@@ -355,7 +355,7 @@ class JitWrapped(Jitted, Generic[P, R]):
     ) -> Arguments:
         """The arguments of a stage: those of a call, and those that are ``left_out`` of it, by number or ``named``.
 
-        If objects are captured at other places, they are not among them, and so the stage refuses the arguments.
+        If objects are captured at other addresses, they are not among them, and so the stage refuses the arguments.
         """
         if left_out:
             given = list(args)
@@ -364,13 +364,13 @@ class JitWrapped(Jitted, Generic[P, R]):
             args = tuple(given)
         kwargs = {**named, **kwargs} if named else kwargs
         captures = self._captures_of(args, kwargs)
-        captured, places_now = captures.now()
-        has_constants = isinstance(places, WithConstants)
-        if has_constants:  # another Variable may have taken the place of one that holds them
-            places_now = captures.note_constants(pack(Arguments(args, kwargs, captured)), places_now)
-        if places_now != places and (has_constants or not captured):
+        captured, addresses_now = captures.now()
+        has_literals = isinstance(addresses, WithLiterals)
+        if has_literals:  # another Variable may have taken the place of one that holds them
+            addresses_now = captures.note_literals(pack(Arguments(args, kwargs, captured)), addresses_now)
+        if addresses_now != addresses and (has_literals or not captured):
             raise ArgumentError(_OTHER_PLACES)
-        return Arguments(args, kwargs, captured if places_now == places else ())
+        return Arguments(args, kwargs, captured if addresses_now == addresses else ())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All arguments, the bound ones first; static ones are wrapped."""
@@ -398,15 +398,15 @@ class JitWrapped(Jitted, Generic[P, R]):
             self._traces, self._plans, self._dispatch = kept
         self._first_class = self._args[0].__class__
 
-    def _plan(self, captures: Captures, packed: Packed, arguments: Arguments, places: object, donate: bool) -> Plan:
-        """The plan for a layout, and for the places of captured objects; donation only matters at top level."""
+    def _plan(self, captures: Captures, packed: Packed, arguments: Arguments, addresses: object, donate: bool) -> Plan:
+        """The plan for a layout, and for the addresses of captured objects; donation only matters at top level."""
         layout, labels = packed.layout, None
         entries: list[Any] = []
         leaf_labels: Sequence[Any] = ()
         if not self._one_lane:
             entries = self._entries(arguments, donate)
             labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
-        key = layout, places, tuple(leaf_labels)
+        key = layout, addresses, tuple(leaf_labels)
         plan = self._plans.get(key)
         if plan is None:
             capture_held(self._function, packed)
@@ -415,13 +415,13 @@ class JitWrapped(Jitted, Generic[P, R]):
             if captures.forget_if_many():
                 self.clear_cache()
             check_traceable(layout, packed.leaves)
-            plan = self._plans[key] = self._new_plan(layout, constants_of(places), entries, labels, leaf_labels)
+            plan = self._plans[key] = self._new_plan(layout, literals_of(addresses), entries, labels, leaf_labels)
         return plan
 
     def _new_plan(
         self,
         layout: Layout,
-        constants: dict[int, Any],
+        literals: dict[int, Any],
         entries: list[Any],
         labels: Labels | None,
         leaf_labels: Sequence[Any],
@@ -429,10 +429,10 @@ class JitWrapped(Jitted, Generic[P, R]):
         """A plan for a layout and the labels of its leaves. What the function returns has a lane for each sharding."""
         donated = frozenset([k for k, label in enumerate(leaf_labels) if label.donated])
         if self._in_shardings is None and self._out_shardings is None:
-            return Plan(JitCrossing(layout, self._traces, constants), self._function, self._options, donated)
+            return Plan(JitCrossing(layout, self._traces, literals), self._function, self._options, donated)
         out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
         lanes, lane_of = lanes_of(leaf_labels, entries, out)
-        crossing = JitCrossing(layout, self._traces, constants, lanes, lane_of, labels, out)
+        crossing = JitCrossing(layout, self._traces, literals, lanes, lane_of, labels, out)
         out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]
         options = {**self._options, "out_shardings": out_shardings}
         in_shardings = None if self._in_shardings is None else [label.sharding for label in leaf_labels]

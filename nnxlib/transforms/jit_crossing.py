@@ -21,12 +21,12 @@ from .retraces import Traces
 class JitCrossing(Crossing):
     """A :class:`Crossing` each trace of which is watched, and noted in ``traces``; it takes lanes like any other.
 
-    The ``constants``, by the positions of the leaves, are not passed to :meth:`run` (closure_inputs.py).
+    The ``literals``, by the positions of the leaves, are not passed to :meth:`run` (closure_inputs.py).
     """
 
-    def __init__(self, layout: Layout, traces: Traces, constants: Mapping[int, Any], *lanes: Any):
+    def __init__(self, layout: Layout, traces: Traces, literals: Mapping[int, Any], *lanes: Any):
         super().__init__(layout, *lanes)
-        self.traces, self.constants, self._captured = traces, constants, captured_rows(layout)
+        self.traces, self.literals, self._captured = traces, literals, captured_rows(layout)
 
     def run(
         self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()
@@ -37,9 +37,9 @@ class JitCrossing(Crossing):
           CapturedObjects: if the function captures objects that it is not lent.
           AbsentInput: if it reads a leaf that it was not given, or if nothing is lent, since no trace was expected.
         """
-        leaves = [self.constants.get(k, leaf) for k, leaf in enumerate(leaves)] if self.constants else leaves
+        leaves = [self.literals.get(k, leaf) for k, leaf in enumerate(leaves)] if self.literals else leaves
         found = super().run(f, leaves, forced)
-        self.traces.note(self.layout, leaves, self.constants)
+        self.traces.note(self.layout, leaves, self.literals)
         return found
 
     def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
@@ -55,5 +55,5 @@ class JitCrossing(Crossing):
     def _read(self, after: After) -> list[int]:
         """The positions of the leaves that were read; leaves outside of Variables always count."""
         variables, cells = self.layout.variables, after.walk.cells
-        read = [k for k, i in enumerate(variables) if k not in self.constants and is_read(cells[i])]
+        read = [k for k, i in enumerate(variables) if k not in self.literals and is_read(cells[i])]
         return read + [*range(len(variables), len(self.layout.leaf_paths))]

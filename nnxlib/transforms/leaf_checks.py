@@ -52,10 +52,10 @@ def is_traceable(leaf: Any) -> bool:
     return True
 
 
-def is_constant(leaf: Any) -> bool:
+def is_literal(leaf: Any) -> bool:
     """Whether a value says what to do: a bool, integers in a tuple, or what cannot be traced (text, a sharding).
 
-    In a captured Variable it is a constant, see closure_inputs.py.
+    In a captured Variable it is a literal, see closure_inputs.py.
     """
     kind = type(leaf)
     return kind is bool or (issubclass(kind, tuple) and is_integer(leaf)) or (not is_traceable(leaf) and has_hash(leaf))
@@ -69,7 +69,7 @@ def is_integer(leaf: Any) -> bool:
 
 
 def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
-    """Check that JAX can trace each leaf of the arguments, except constants in what is captured (closure_inputs.py).
+    """Check that JAX can trace each leaf of the arguments, except literals in what is captured (closure_inputs.py).
 
     Raises:
       ArgumentError: naming the argument, and what to do.
@@ -78,7 +78,7 @@ def check_traceable(layout: Layout, leaves: Sequence[Any]) -> None:
         return
     places = [_UNTRACEABLE_VALUE] * len(layout.variables) + [_UNTRACEABLE] * (len(leaves) - len(layout.variables))
     for path, leaf, message in reversed([*zip(layout.leaf_paths, leaves, places, strict=True)]):
-        if not is_traceable(leaf) and not (path[:1] == ("captured",) and is_constant(leaf)):
+        if not is_traceable(leaf) and not (path[:1] == ("captured",) and is_literal(leaf)):
             name, kind = format_path(path), type(leaf).__name__
             arrays = _OF_ARRAYS if dataclasses.is_dataclass(leaf) else ""
             raise ArgumentError(message.format(name=name, kind=kind, value=leaf) + arrays)

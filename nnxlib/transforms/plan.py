@@ -178,7 +178,7 @@ class Plan:
     ):
         self.crossing, self._function, self._options = crossing, function, options
         self._donated, self._in_shardings = donated, in_shardings
-        self._all = [k for k in range(len(crossing.layout.leaf_paths)) if k not in crossing.constants]
+        self._all = [k for k in range(len(crossing.layout.leaf_paths)) if k not in crossing.literals]
         self.everything = self._compiled(self._all)
         self.compiled: Compiled | None = None
 
@@ -218,7 +218,7 @@ class Plan:
         if len(inputs) == len(self._all) and not self._options and not self.has_shardings:
             # A call in a call, for which JAX has the trace. (Options are refused there, or would hold twice.)
             return lambda *values: (groups_of(everything.jitted(*values)), outcome)
-        sizes = [0 if k in self.crossing.constants else len(jtu.tree_leaves(leaf)) for k, leaf in enumerate(leaves)]
+        sizes = [0 if k in self.crossing.literals else len(jtu.tree_leaves(leaf)) for k, leaf in enumerate(leaves)]
         starts = [0, *accumulate(sizes)]  # a leaf may be a pytree
         evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(groups_of(traced.out_info))
 

@@ -38,7 +38,7 @@ class _Note(NamedTuple):
 
     call: int  # the number of the call
     layout: Layout
-    types: dict[tuple, list[Any]]  # of the arrays that the trace was given, by the path of the leaf; or a constant
+    types: dict[tuple, list[Any]]  # of the arrays that the trace was given, by the path of the leaf; or a literal
 
 
 class Traces:
@@ -52,14 +52,14 @@ class Traces:
         self._in_a_row = 0
         self._reason: list[tuple] = []
 
-    def note(self, layout: Layout, leaves: Sequence[Any], constants: Mapping[int, Any]) -> None:
+    def note(self, layout: Layout, leaves: Sequence[Any], literals: Mapping[int, Any]) -> None:
         """Note that a trace has succeeded; warn if the last calls were all traced, and for the same reason."""
         types = {
             path: [jax.typeof(leaf)] if isinstance(leaf, Tracer) else list(map(jax.typeof, jax.tree.leaves(leaf)))
             for k, (path, leaf) in enumerate(zip(layout.leaf_paths, leaves, strict=True))
-            if leaf is not ABSENT and k not in constants
+            if leaf is not ABSENT and k not in literals
         }
-        types |= {layout.leaf_paths[k]: [value] for k, value in constants.items()}
+        types |= {layout.leaf_paths[k]: [value] for k, value in literals.items()}
         previous = self._notes[-1] if self._notes else None
         self._notes.append(_Note(self.calls, layout, types))
         self.count += 1
@@ -117,7 +117,7 @@ _PAD = "Give inputs a common shape (pad them) and dtype."
 
 
 def _text(types: Sequence[Any]) -> str:
-    texts = [_text_of(t) if isinstance(t, AbstractValue) else static_repr(t) for t in types]  # others are constants
+    texts = [_text_of(t) if isinstance(t, AbstractValue) else static_repr(t) for t in types]  # others are literals
     return ", ".join(texts) if len(texts) <= _SHOWN else f"{len(texts)} arrays"
 
 
