@@ -276,10 +276,12 @@ def lift_lanes(
     arguments: Arguments,
     entries: Sequence[Any],
     out_prefix: Any,
-    on_labels: Callable[[Packed, Sequence[Any]], int | None],
+    size: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     axis_name: Any = MISSING,
-) -> Any:
+) -> tuple[Any, Packed, Sequence[Any]]:
     """Call ``function`` through a JAX transformation that has a lane for each label.
+
+    Returns its output, the packed arguments, and the label of each leaf of these.
 
     Args:
       over: ``over(pure, crossing)`` applies the JAX transformation to the pure function of a :class:`Crossing`.
@@ -287,15 +289,16 @@ def lift_lanes(
       arguments: of the call.
       entries: what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
       out_prefix: as in :class:`Crossing`.
-      on_labels: called with the packed arguments and the label of each leaf; raises if they do not fit, and returns how
-        often the function will run for one trace of it, None if that is not known.
+      size: of the packed arguments and their labels, how often the function will run for one trace of it; None if that
+        is not known. It raises an error if they do not agree.
       axis_name: as in :class:`Crossing`.
     """
     with recorded_anew(arguments):
         packed = pack_call(arguments)
         labels, leaf_labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
-        function = repeated(function, on_labels(packed, leaf_labels))
+        function = repeated(function, size(packed, leaf_labels))
         recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked
         lanes = lanes_of(leaf_labels, entries, out_prefix, recorded)
         crossing = Crossing(packed.layout, *lanes, labels, out_prefix, axis_name)
-        return finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))
+        out = finish(packed, over(crossing.purify(function), crossing)(*crossing.split(packed.leaves)))
+        return out, packed, leaf_labels

@@ -9,9 +9,7 @@ from typing import Any
 
 import jax
 
-from ..core.cells import Cell
 from ..core.errors import format_path
-from ..core.graph import Packed
 from ..core.missing import MISSING
 from ..core.placement import settle
 from ..core.tracing import at_top_level, current_mesh
@@ -77,15 +75,10 @@ def shard_map(
             transform = functools.partial(jax.shard_map, in_specs=specs, out_specs=(specs, _REPLICATED), **options)
             return explained(pure, transform, functools.partial(_explain, pure, crossing, specs, options))
 
-        where: dict[Cell, Any] = {}
-
-        def note(packed: Packed, labels: Sequence[Any]) -> None:
-            specs = [_REPLICATED if label is None else label for label in labels]
-            where.update(zip([packed.objects[i]._cell for i in packed.layout.variables], specs, strict=False))
-
-        out = lift_lanes(over, function, arguments, entries, out_specs, note)
+        out, packed, labels = lift_lanes(over, function, arguments, entries, out_specs)
         if at_top_level() and _names_devices(mesh, axis_names):
-            settle(where, where.values(), mesh)
+            cells = [packed.objects[i]._cell for i in packed.layout.variables]
+            settle(cells, [_REPLICATED if spec is None else spec for spec in labels[: len(cells)]], mesh)
         return out
 
     return wrapped

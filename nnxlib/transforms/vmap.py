@@ -148,7 +148,7 @@ def mapped(
     out_axes: Any,
     what: str,
     axis: AxisName,
-    on_labels: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
+    size: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     others: Sequence[Any] = (),
 ) -> Callable:
     """``f`` under a JAX transformation that maps it over an axis, with a lane for each label.
@@ -160,7 +160,7 @@ def mapped(
       out_axes: the prefix of the output.
       what: the name of the transform, for messages.
       axis: the name of the axis in the metadata of Variables.
-      on_labels: as in :func:`~nnxlib.transforms.lift.lift_lanes`.
+      size: as in :func:`~nnxlib.transforms.lift.lift_lanes`.
       others: labels that are allowed besides an axis and None.
     """
     function, bound, bound_kwargs = resolve(f)
@@ -176,7 +176,7 @@ def mapped(
         named = {**bound_kwargs, **kwargs}
         for name in sorted(named):
             entries += same_entries(0 if name in kwargs else None, named[name])
-        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, on_labels, axis)
+        return lift_lanes(over, function, Arguments((*bound, *args), named), entries, out_axes, size, axis)[0]
 
     return wrapped
 
