@@ -50,42 +50,42 @@ def lifts_classes(*default: str) -> Callable[[Callable[Concatenate[Any, O], Any]
     ``methods`` is the name of a method or several, or a mapping from names to options of the transform that are only
     for this method. ``default`` are the methods where it is not given; if there are none, a class is a function.
     """
+    return functools.partial(_lifting_classes, default)
 
-    def decorate(transform: Callable[Concatenate[Any, O], Any]) -> Transform[O]:
-        parameters = inspect.signature(transform).parameters
-        name, plain = next(iter(parameters)), cast(Callable[..., Any], transform)
-        by_position = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
-        @boundary
-        @functools.wraps(transform)
-        def wrapper(*args: Any, methods: Methods | None = None, **options: Any) -> Any:
-            if len(args) > by_position:
-                named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name[0] != "_"]
-                call = f"nnx.{transform.__name__}({name})"
-                raise ArgumentError(_CALLED.format(made=call, options=", ".join(named)))
-            f = args[0] if args else options.pop(name, MISSING)
-            given = {**dict(zip(list(parameters)[1:], args[1:], strict=False)), **options}
-            chosen = default if methods is None else methods
-            if f is MISSING:  # to be used as a decorator
-                return functools.partial(wrapper, methods=methods, **given)
-            target: Any = f
-            while isinstance(target, functools.partial):
-                target = target.func
-            is_class = isinstance(target, type) and issubclass(target, Pytree)
-            if methods is not None and not is_class:
-                raise ArgumentError(f"methods={methods!r} is for a class of Modules, but got {f!r}.")
-            if not (is_class and chosen):
-                made: Any = or_closed_over(lambda f: plain(f, *args[1:], **options), f)
-                return boundary(made) if isinstance(made, types.FunctionType) else made
-            return _rebound(f, lifted_class(wrapper, target, _options_by_method(chosen, given)))
+def _lifting_classes(default: tuple[str, ...], transform: Callable[Concatenate[Any, O], Any]) -> Transform[O]:
+    parameters = inspect.signature(transform).parameters
+    name, plain = next(iter(parameters)), cast(Callable[..., Any], transform)
+    by_position = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
-        wrapper._nnx_transform = transform  # type: ignore[attr-defined]
-        methods_parameter = inspect.Parameter("methods", inspect.Parameter.KEYWORD_ONLY, default=None)
-        wrapper.__signature__ = _with_parameter(transform, methods_parameter)  # type: ignore[attr-defined]
-        wrapper.__doc__ = _with_methods(transform.__doc__)
-        return cast(Transform[O], wrapper)
+    @boundary
+    @functools.wraps(transform)
+    def wrapper(*args: Any, methods: Methods | None = None, **options: Any) -> Any:
+        if len(args) > by_position:
+            named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name[0] != "_"]
+            call = f"nnx.{transform.__name__}({name})"
+            raise ArgumentError(_CALLED.format(made=call, options=", ".join(named)))
+        f = args[0] if args else options.pop(name, MISSING)
+        given = {**dict(zip(list(parameters)[1:], args[1:], strict=False)), **options}
+        if f is MISSING:  # to be used as a decorator
+            return functools.partial(wrapper, methods=methods, **given)
+        target: Any = f
+        while isinstance(target, functools.partial):
+            target = target.func
+        is_class = isinstance(target, type) and issubclass(target, Pytree)
+        if methods is not None and not is_class:
+            raise ArgumentError(f"methods={methods!r} is for a class of Modules, but got {f!r}.")
+        chosen = default if methods is None else methods
+        if not (is_class and chosen):
+            made: Any = or_closed_over(lambda f: plain(f, *args[1:], **options), f)
+            return boundary(made) if isinstance(made, types.FunctionType) else made
+        return _rebound(f, lifted_class(wrapper, target, _options_by_method(chosen, given)))
 
-    return decorate
+    wrapper._nnx_transform = transform  # type: ignore[attr-defined]
+    methods_parameter = inspect.Parameter("methods", inspect.Parameter.KEYWORD_ONLY, default=None)
+    wrapper.__signature__ = _with_parameter(transform, methods_parameter)  # type: ignore[attr-defined]
+    wrapper.__doc__ = _with_methods(transform.__doc__)
+    return cast(Transform[O], wrapper)
 
 
 _CALLED = """\
