@@ -88,30 +88,26 @@ def _visit(node: Any, leaves: bool) -> Iterator[tuple[Path, Any]]:
 
 def places(node: Any) -> Iterator[tuple[Path, Any, Any]]:
     """Yield each place of a node, Variable or array in a graph: its path, the value, what holds it; parents first."""
-    seen, plain = set(), {type(None)}  # plain: classes whose instances are always leaves
-    stack: list[tuple[Iterator[tuple[Path, Any]], Path, Any]] = [(iter([((), node)]), (), None)]
+    seen, plain = set[int](), {type(None)}  # plain: classes whose instances are always leaves
+    stack: list[tuple[Path, Any, Any]] = [((), node, None)]
     while stack:
-        remaining, above, parent = stack[-1]
-        for key, value in remaining:
-            path, holder = above + key, parent if len(key) == 1 else holder_of(parent, key)
-            if isinstance(value, Variable):
+        path, value, holder = stack.pop()
+        if isinstance(value, Variable):
+            yield path, value, holder
+            continue
+        if isinstance(value, Node):
+            yield path, value, holder
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        elif type(value) not in (tuple, list, dict):  # for these, it would take long to ask whether one is an array
+            if is_array(value):
                 yield path, value, holder
                 continue
-            if isinstance(value, Node):
-                yield path, value, holder
-                if id(value) in seen:
-                    continue
-                seen.add(id(value))
-            elif type(value) not in (tuple, list, dict):  # for these, it would take long to ask whether one is an array
-                if is_array(value):
-                    yield path, value, holder
-                    continue
-                if jtu.all_leaves([value]) and type(value) is not types.MethodType:
-                    plain.add(type(value))
-            stack.append((iter(children_of(value, plain)), path, value))
-            break
-        else:
-            stack.pop()
+            if jtu.all_leaves([value]) and type(value) is not types.MethodType:
+                plain.add(type(value))
+        below = children_of(value, plain)
+        stack += [(path + key, x, value if len(key) == 1 else holder_of(value, key)) for key, x in reversed(below)]
 
 
 @boundary
