@@ -8,13 +8,14 @@ stacks a Variable or takes a slice of it, the names follow (:func:`name_axis`, :
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar
 
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import errors
+from .tracing import Tracer
 
 A = TypeVar("A")
 F = TypeVar("F", bound=Callable)
@@ -144,3 +145,32 @@ def canonical_name(name: str) -> str:
 
 
 KEYS_OF_AXIS_NAMES = frozenset({"sharding", "sharding_names"})  # other names of "out_sharding"
+
+
+class MetadataView(MutableMapping):
+    """The metadata of a Variable as a mapping that can be edited; under any trace, if no traced value is set."""
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Any):
+        self._variable = variable
+
+    def __getitem__(self, name: str) -> Any:
+        return self._variable.get_metadata(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tracer):
+            self._variable.check_writable()
+        self._variable._replace_metadata(canonical({**self, name: value}))
+
+    def __delitem__(self, name: str) -> None:
+        self._variable._replace_metadata({key: value for key, value in self.items() if key != canonical_name(name)})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._variable.get_metadata())
+
+    def __len__(self) -> int:
+        return len(self._variable._metadata)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy as copy_lib
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -32,6 +32,7 @@ from .making import NO_METADATA, VariableSlots, make_variable, register_variable
 from .metadata import (
     HOOKS,
     KEYS_OF_AXIS_NAMES,
+    MetadataView,
     VariableMetadata,
     as_hooks,
     canonical,
@@ -461,35 +462,6 @@ class Variable(ArrayOperators[A], VariableSlots):
             path=path,
             subtree_renderer=subtree_renderer,
         )
-
-
-class MetadataView(MutableMapping):
-    """The metadata of a Variable as a mapping that can be edited; under any trace, if no traced value is set."""
-
-    __slots__ = ("_variable",)
-
-    def __init__(self, variable: Variable):
-        self._variable = variable
-
-    def __getitem__(self, name: str) -> Any:
-        return self._variable.get_metadata(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(value, Tracer):
-            self._variable.check_writable()
-        self._variable._replace_metadata(canonical({**self, name: value}))
-
-    def __delitem__(self, name: str) -> None:
-        self._variable._replace_metadata({key: value for key, value in self.items() if key != canonical_name(name)})
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._variable.get_metadata())
-
-    def __len__(self) -> int:
-        return len(self._variable._metadata)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 class _StampsOfRoot(tuple):
