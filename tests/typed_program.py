@@ -1,6 +1,6 @@
 """A program as users write them, for type checkers (pyright, mypy, pyrefly): it is checked and never run."""
 
-# pyright: reportUnnecessaryTypeIgnoreComment=true
+# pyright: reportUnnecessaryTypeIgnoreComment=true, reportMissingTypeArgument=true, reportUnknownParameterType=true
 
 from __future__ import annotations
 
@@ -64,6 +64,13 @@ def attributes(linear: nnx.Linear, heads: nnx.Dict[nnx.Linear]) -> None:
     for layer in nnx.List([linear]):
         assert_type(layer, nnx.Linear)
     Scaled(steps=2)  # type: ignore
+
+
+def without_arguments(state: nnx.State, weight: nnx.Param, layers: nnx.List) -> nnx.GraphDef:
+    """A generic class without arguments is one of Any, for a strict checker, too."""
+    assert_type(weight.value, Any)
+    assert_type(layers[0], Any)
+    return nnx.graphdef(weight)
 
 
 def arithmetic(v: nnx.Param[jax.Array], x: jax.Array) -> None:

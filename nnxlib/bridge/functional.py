@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from ..core.errors import UsageError
+from ..core.generics import M
 from ..core.graphdef import GraphDef
 from ..core.ops import call, split
 from ..core.rngs import Rngs
 from ..core.state import State
-
-M = TypeVar("M")
 
 
 @dataclasses.dataclass

@@ -11,10 +11,11 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, Self, SupportsIndex, TypeVar, overload
+from typing import Any, Self, SupportsIndex, overload
 
 from .data import data, declares, explicit_mark, is_data, mark_of, static, undeclared
 from .finding import reachable
+from .generics import A
 from .identity import change
 from .objects import (
     CONTAINERS,
@@ -32,8 +33,6 @@ from .objects import (
     refill,
 )
 from .reprs import node_repr
-
-A = TypeVar("A")
 
 
 def _tracking(name: str, method: Any, adopted: slice) -> Any:

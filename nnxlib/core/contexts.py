@@ -31,13 +31,14 @@ import itertools
 import threading
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 
 from .differences import Aval
 from .errors import Path, StateMismatchError, UsageError, format_path
 from .filters import Filter
+from .generics import A
 from .graph import Delta, Packed, changed_row, check_commit, commit, pack
 from .graphdef import GraphDef, graphdef_of
 from .layout import Layout
@@ -48,8 +49,6 @@ from .tracing import TraceRef, at_top_level, current_trace
 from .traversals import sorted_by_path
 from .variables import stored_value
 from .walk import Walk
-
-A = TypeVar("A")
 
 
 @jax.tree_util.register_static

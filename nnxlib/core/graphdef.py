@@ -12,13 +12,14 @@ import operator
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os.path import basename
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import jax
 import numpy as np
 
 from .differences import Aval, Difference, as_change, aval_of
 from .errors import format_path
+from .generics import A
 from .graph import build
 from .layout import Layout
 from .registration import exportable
@@ -26,8 +27,6 @@ from .reprs import Group, Leaf, node_group, read, static_repr, write
 from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_treedef
 from .static import Const
 from .tracing import at_top_level
-
-A = TypeVar("A")
 
 
 @exportable

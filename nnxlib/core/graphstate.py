@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import jax.tree_util as jtu
 
+from .generics import A
 from .graphdef import GraphDef
 from .registration import register_pytree
 from .state import State, flatten_with_keys
-
-A = TypeVar("A")
 
 
 class GraphState(MutableMapping, Generic[A]):

@@ -15,9 +15,9 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import errors
+from .generics import A
 from .tracing import Tracer
 
-A = TypeVar("A")
 F = TypeVar("F", bound=Callable)
 
 HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")

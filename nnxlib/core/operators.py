@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from . import errors
+from .generics import A
 
-A = TypeVar("A")
 V = TypeVar("V", bound="ArrayOperators")
 
 

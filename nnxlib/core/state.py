@@ -36,6 +36,7 @@ from .errors import (
     listed,
 )
 from .filters import Filter, PathIn, filters_to_predicates, group_by_filters
+from .generics import K, V
 from .registration import register_pytree
 from .reprs import LARGE, Group, Leaf, entry_text, expand_object, is_large, levels_text, read, write
 from .stamps import States
@@ -52,8 +53,6 @@ from .traversals import (
 )
 from .variables import Variable, plain_value
 
-K = TypeVar("K")
-V = TypeVar("V")
 S = TypeVar("S", bound="State")
 
 _NOT_LEVELS = "A State is made of a mapping, or of (key, value) pairs, but got {given}. Of a model: nnx.state(model)."
@@ -506,11 +505,9 @@ def restore_int_paths(pure_dict: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 @overload
-def split_state(state: Mapping[Any, Any], first: Filter, /) -> State[Any, Any]: ...
+def split_state(state: Mapping[Any, Any], first: Filter, /) -> State: ...
 @overload
-def split_state(
-    state: Mapping[Any, Any], first: Filter, second: Filter, /, *filters: Filter
-) -> tuple[State[Any, Any], ...]: ...
+def split_state(state: Mapping[Any, Any], first: Filter, second: Filter, /, *filters: Filter) -> tuple[State, ...]: ...
 def split_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -> Any:
     """Split the leaves among the filters; each goes to the first that takes it.
 
@@ -529,11 +526,9 @@ def split_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) ->
 
 
 @overload
-def filter_state(state: Mapping[Any, Any], first: Filter, /) -> State[Any, Any]: ...
+def filter_state(state: Mapping[Any, Any], first: Filter, /) -> State: ...
 @overload
-def filter_state(
-    state: Mapping[Any, Any], first: Filter, second: Filter, /, *filters: Filter
-) -> tuple[State[Any, Any], ...]: ...
+def filter_state(state: Mapping[Any, Any], first: Filter, second: Filter, /, *filters: Filter) -> tuple[State, ...]: ...
 def filter_state(state: Mapping[Any, Any], first: Filter, /, *filters: Filter) -> Any:
     """Select leaves: like :func:`split_state`, but leaves that no filter takes are left out.
 

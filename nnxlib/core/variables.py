@@ -27,6 +27,7 @@ from . import errors
 from .cells import cell_of, new_cell
 from .closures import Watch, notice
 from .finding import how_to_pass, locate
+from .generics import A
 from .identity import change
 from .making import NO_METADATA, VariableSlots, make_variable, register_variable
 from .metadata import (
@@ -48,7 +49,6 @@ from .static import same_items
 from .tracing import Tracer, TraceRef, current_trace
 from .values import as_stored, deep_copy, unshared, with_item
 
-A = TypeVar("A")
 V = TypeVar("V", bound="Variable")
 
 DEFAULTS: dict[str, Any] = {}  # metadata that every new Variable gets unless it is given

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 
 from ..core.errors import EmptySelectionError, Path, UsageError, describe, format_path
 from ..core.filters import Filter, to_predicate
 from ..core.formulas import add, step
+from ..core.generics import A
 from ..core.iteration import iter_children, iter_objects
 from ..core.module import Module
 from ..core.objects import Node, set_child
@@ -34,8 +35,6 @@ from .dtypes import Array, Dtype, at_least_float32, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import Linear, LinearGeneral
 from .settings import NO_METADATA, Metadata, as_tuple, drawn, given
-
-A = TypeVar("A")
 
 default_a_initializer = initializers.he_uniform()
 default_b_initializer = initializers.zeros

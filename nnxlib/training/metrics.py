@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,12 @@ import numpy as np
 from ..core.errors import ArgumentError, UsageError, describe_nested
 from ..core.finding import reachable
 from ..core.formulas import as_array, full, step
+from ..core.generics import A
 from ..core.objects import Pytree
 from ..core.ops import split
 from ..core.tracing import boundary
 from ..core.variables import Variable, plain_value
 from .stored import set_values
-
-A = TypeVar("A")
 
 
 class MetricState(Variable[A]):

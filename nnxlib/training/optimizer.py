@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ from ..core.errors import (
     listed,
 )
 from ..core.filters import Filter, shown
+from ..core.generics import A, M
 from ..core.graph import even_if_interrupted
 from ..core.identity import change
 from ..core.missing import MISSING
@@ -56,9 +57,6 @@ from ..core.values import as_stored
 from ..core.variables import Param, Variable, plain_value
 from .lost import watch_update
 from .stored import check_transformation, flat, is_variable, matched, set_values, without_aliases
-
-M = TypeVar("M")
-A = TypeVar("A")
 
 
 class OptState(Variable[A]):

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from ..core.differences import leaf_differences, refuse
+from ..core.generics import M
 from ..core.graphdef import GraphDef
 from ..core.ops import call
 from .optimizer import added, shapes
 from .stored import check_transformation, leaves_by_path
 
-M = TypeVar("M")
 T = TypeVar("T", bound="TrainState")
 
 _STATIC: Any = {"static": True, "pytree_node": False}  # as jax.tree_util.register_dataclass and flax.struct call it

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from ..core.errors import (
 from ..core.filters import All as AllOf
 from ..core.filters import Any as AnyOf
 from ..core.filters import Filter, FilterObject, Not, Where, WithTag, to_predicate
+from ..core.generics import M
 from ..core.graphdef import GraphDef
 from ..core.iteration import iter_graph, iter_objects
 from ..core.making import make_variable
@@ -56,7 +57,6 @@ from ..core.variable_names import variable_name_from_type, variable_type_from_na
 from ..core.variables import Intermediate, RngState, Variable, plain_value
 from .abstract import eval_shape
 
-M = TypeVar("M")
 Variables = dict[str, Any]
 Method = str | Callable[..., Any] | None
 Mutable = Filter | set[str] | frozenset[str]
