@@ -233,24 +233,31 @@ def mapped_size(
       PrefixError: if there are several sizes, or an array does not have the axis; names the paths.
     """
     sizes = {} if given is None else {given: option}
+    lacking: list[tuple[tuple, tuple[int, ...], int]] = []
     for path, leaf, axis in zip(layout.leaf_paths, leaves, labels, strict=True):
         for x in jtu.tree_leaves(leaf) if isinstance(axis, int) else ():
             shape = np.shape(x)
-            if not -len(shape) <= axis < len(shape):
-                head = f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
-                raise PrefixError(head + (_on_stream(layout, path) or _STACK))
-            sizes.setdefault(shape[axis], format_path(path))
+            if -len(shape) <= axis < len(shape):
+                sizes.setdefault(shape[axis], format_path(path))
+            else:
+                lacking.append((path, shape, axis))
+    if lacking:
+        path, shape, axis = lacking[0]
+        head = f"{format_path(path)} has shape {shape}, so there is no axis {axis} for {what} in it."
+        raise PrefixError(head + (_on_stream(layout, path, next(iter(sizes), "n")) or _STACK))
     if len(sizes) > 1:
         found = ", ".join(f"{size} ({where})" for size, where in sizes.items())
         raise PrefixError(f"{what} got axes of different sizes: {found}. {_WHOLE}")
     return next(iter(sizes), None)
 
 
-def _on_stream(layout: Layout, path: tuple) -> str:
+def _on_stream(layout: Layout, path: tuple, size: Any) -> str:
     """What to do about the leaf at a path, if it is the state of a random stream; else nothing."""
     position = layout.positions[path]
     row = layout.variable_row(position) if position < len(layout.variables) else None
-    return _STREAM.format(tag=row.metadata.value.get("tag")) if row and issubclass(row.type, RngState) else ""
+    if row is None or not issubclass(row.type, RngState):
+        return ""
+    return _STREAM.format(tag=row.metadata.value.get("tag"), size=size)
 
 
 _WHOLE = "in_axes says which axis of each argument it is; None is for one that is passed whole: in_axes=(0, None)."
@@ -261,5 +268,5 @@ row of a batch: nnx.update(model, jax.tree.map(lambda x: jnp.stack([x] * size), 
 
 _STREAM = """
 It belongs to the random stream {tag!r}. Split the stream, which gives each slice keys of its own: \
-@nnx.split_rngs(splits=5) above the transform, or rngs.split(5) for its argument; None is the axis of a stream that is \
-passed whole."""
+@nnx.split_rngs(splits={size}) above the transform, or rngs.split({size}) for its argument; None is the axis of a \
+stream that is passed whole."""

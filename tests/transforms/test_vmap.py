@@ -234,8 +234,12 @@ WRONG = {
     ),
     "a number": (lambda: nnx.vmap(jnp.sin)(1.0), r"args\[0\] has shape \(\), so there is no axis 0 .*\nNone is for"),
     "a stream that is not split": (
-        lambda: nnx.vmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs), axis_size=5)(nnx.Rngs(0)),
-        r"args\[0\]\.default\.count has shape \(\), so there is no axis 0 .*\n.*@nnx.split_rngs\(splits=5\)",
+        lambda: nnx.vmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs), axis_size=7)(nnx.Rngs(0)),
+        r"args\[0\]\.default\.count has shape \(\), so there is no axis 0 .*\n.*@nnx.split_rngs\(splits=7\)",
+    ),
+    "a stream before what gives the size": (
+        lambda: nnx.vmap(lambda rngs, x: x * rngs.normal())(nnx.Rngs(0), XS),
+        r"args\[0\]\.default\.count has shape .*\n.*@nnx.split_rngs\(splits=2\) .*, or rngs.split\(2\)",
     ),
     "a stream that split_rngs left out": (
         lambda: nnx.split_rngs(splits=2, only="dropout")(nnx.vmap(lambda layer, x: layer(x)))(
