@@ -36,7 +36,7 @@ export JAX_PLATFORMS ?= cpu
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .venv/$(version)-%$(which_jax)/.installed: pyproject.toml
-	@test -n "$(version)" || { echo "$(PYTHON) does not run; name another interpreter: make PYTHON=python3.13"; exit 1; }
+	@test -n "$(version)" || { echo "$(PYTHON) does not run; name another interpreter, such as make PYTHON=/usr/bin/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("nnxlib needs Python 3.11 or newer, this is $(version): say make PYTHON=python3.13" \
 		if sys.version_info < (3, 11) else 0)'
 	@echo "making $(@D), once; this takes about a minute"
