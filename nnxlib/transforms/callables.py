@@ -177,7 +177,7 @@ def explained(
         try:
             return transformed(*args)
         except ValueError as error:
-            if not any(error is x for x in raised):
+            if id(error) not in map(id, raised):
                 explain(args)
             raise
         finally:
