@@ -2,6 +2,7 @@
 
 import copy
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -363,3 +364,18 @@ def test_arguments_of_the_wrong_kind():
         bridge.ToNNX(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="a Module or a method of one"):
         bridge.lazy_init(lambda x: x, X)
+
+
+def test_a_wrapper_is_written_with_its_linen_module_and_is_pickled():
+    model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(nn.Dense(4, kernel_init=nn.initializers.ones), rngs=nnx.Rngs(0)), X)
+    assert "features = 4" in repr(model)
+    loaded = cloudpickle.loads(cloudpickle.dumps(model))
+    assert nnx.graphdef(loaded) == nnx.graphdef(model)
+    assert (loaded(X) == model(X)).all()
+
+
+def test_the_streams_of_a_call_may_be_a_dict_or_a_key():
+    model = nnx.bridge.ToNNX(nn.Dropout(0.5, deterministic=False))
+    key = jax.random.key(1)
+    expected = model(jnp.ones(50), rngs=nnx.Rngs(dropout=key))
+    assert (model(jnp.ones(50), rngs={"dropout": key}) == expected).all()

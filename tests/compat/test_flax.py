@@ -390,3 +390,27 @@ def _defined(path):
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             names |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
     return {name for name in names if not name.startswith("_")}
+
+
+def test_a_switch_decorates_a_function():
+    """It is set while the function runs, and nowhere else."""
+
+    @nnx.set_graph_mode(False)
+    def mode():
+        return nnx.set_graph_mode.current()
+
+    assert mode.__name__ == "mode"
+    assert nnx.set_graph_mode.current()
+    assert not mode()
+    assert nnx.set_graph_mode.current()
+
+
+def test_transforms_in_tree_mode_take_their_function_by_name_or_later():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    grads = nnx.grad(f=lambda model: model(X).sum(), graph=False)(model)
+    y, pull = nnx.vjp(lambda model: model(X), graph=False)(model)
+    (pulled,) = pull(jnp.ones_like(y))
+    assert type(grads) is type(pulled) is nnx.Linear
+    assert (grads.kernel.value == pulled.kernel.value).all()
+    _, tangent = nnx.jvp(lambda model: model(X), graph=False)((model,), (jax.tree.map(jnp.ones_like, model),))
+    assert (tangent == 3).all()

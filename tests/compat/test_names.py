@@ -1,5 +1,6 @@
 """The module paths that flax.nnx users import, and what the names under them do."""
 
+import copy
 import dataclasses
 import importlib
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib import graphlib, reprlib, rnglib, tracers
+from nnxlib import graphlib, ids, reprlib, rnglib, tracers
 
 # Module -> what it has; a name with "=" stands for the object of that name in nnxlib.
 NAMES = {
@@ -218,3 +219,9 @@ def test_a_repr_is_of_an_object_and_its_attributes():
         repr(Plain())
     with pytest.raises(TypeError, match="get_repr takes a Representable, but got int: 1"):
         reprlib.get_repr(1)
+
+
+def test_a_copy_of_an_id_is_another_one():
+    made = ids.uuid()
+    assert len({made, copy.copy(made), copy.deepcopy(made)}) == 3
+    assert repr(ids.UUID(7)) == "UUID(7)"

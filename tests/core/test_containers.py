@@ -861,3 +861,10 @@ def test_a_list_and_a_dict_are_hashed_by_identity():
     for make in (nnx.List, nnx.Dict):
         first, second = make(), make()
         assert {first: 1, second: 2}[first] == 1
+
+
+def test_the_names_in_a_list_are_its_items_and_attributes():
+    layers = nnx.List([1, 2])
+    layers.rate = 0.5
+    assert list(vars(layers)) == ["0", "1", "rate"]
+    assert {"a": 1} | vars(layers) == {"a": 1, "0": 1, "1": 2, "rate": 0.5}

@@ -1,5 +1,6 @@
 """What initializers attach to a value."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -22,3 +23,13 @@ def test_variable_metadata_refuses_unknown_hooks():
     with pytest.raises(TypeError, match="on_nothing"):
         nnx.VariableMetadata(1.0, on_nothing=len)
     assert len(HOOKS) == 5
+
+
+def test_a_mesh_is_metadata_of_an_initializer():
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    init = nnx.with_partitioning(nnx.initializers.ones, (None, "model"), mesh=mesh)
+    assert nnx.Param(init(jax.random.key(0), (2, 3))).value.sharding.spec == jax.P(None, "model")
+
+
+def test_what_an_initializer_returns_with_metadata_is_written():
+    assert repr(nnx.VariableMetadata(1, metadata={"tag": "a"})) == "VariableMetadata(1, {'tag': 'a'})"

@@ -234,3 +234,16 @@ def test_what_is_written_alike_is_another():
     )
     (found,) = nnx.diff([{"a": nnx.Param(1.0)}], [(nnx.Param(1.0), None)])
     assert (found.before, found.after) == ("pytree [{'a': *}]", "pytree [(*, None)]")
+
+
+def test_static_values_whose_comparison_fails_differ():
+    """Somebody else's `==` must not hide the rest."""
+
+    class Tag:
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            raise RuntimeError
+
+    a, b = (nnx.Dict(w=nnx.Param(jnp.ones(2), tag=Tag())) for _ in range(2))
+    assert [x.kind for x in nnx.diff(a, b)] == ["metadata"]

@@ -155,3 +155,10 @@ def test_a_second_layer_of_the_same_shape_compiles_nothing(name, caplog):
         make(rngs)
         make(nnx.Rngs(1))
     assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
+
+
+def test_zeros_take_the_sharding_of_a_result():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        made = nnx.initializers.zeros(None, (2,), jnp.float32, out_sharding=jax.P("data"))
+    assert made.sharding.spec == jax.P("data")

@@ -155,3 +155,10 @@ def test_gradients_of_examples_are_for_a_transformation_that_reduces_them():
     np.testing.assert_allclose(train_state.params.kernel, -params.kernel, rtol=1e-6)
     with pytest.raises(errors.StateMismatchError, match=r"bias: expected shape \(3,\), got \(2, 3\)"):
         nnx.TrainState.create(graphdef, params=params, tx=optax.sgd(0.1)).apply_gradients(grads)
+
+
+def test_gradients_of_another_structure_are_refused_by_path():
+    graphdef, params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    state = nnx.TrainState.create(graphdef, params=params, tx=optax.adam(1e-3))
+    with pytest.raises(errors.StateMismatchError, match=r"a: unexpected int\n  bias: missing, expected float32\[3\]"):
+        state.apply_gradients({"a": 1})

@@ -438,3 +438,13 @@ def test_a_call_that_is_refused_changes_nothing(model, variables):
     refused(errors.LayerInputError, r"\[..., 4\]", model, variables, X[:, :2], method="encode")
     assert_equal(jax.tree.map(np.asarray, variables), before)
     assert_equal(model.apply(variables, X), Head(rngs=nnx.Rngs(0))(X))
+
+
+def test_a_class_without_a_constructor_is_made_without_streams():
+    class Identity(nnx.Module):
+        def __call__(self, x):
+            return x
+
+    model = nnx.functional(Identity)
+    assert model.init(jax.random.key(0)) == {}
+    assert model.apply({}, 3) == 3

@@ -150,3 +150,7 @@ def test_a_stage_can_be_copied():
     model = Net()
     compiled = nnx.jit(lambda m, x: m(x)).lower(model, X).compile()
     np.testing.assert_array_equal(copy.copy(compiled)(model, X), compiled(model, X))
+
+
+def test_a_stage_is_written_as_that_of_jax():
+    assert repr(nnx.jit(lambda x: x).lower(X).compile()).startswith("Stage(<jax")

@@ -369,3 +369,8 @@ def test_messages(case):
     run, message = WRONG[case]
     with pytest.raises(errors.ArgumentError, match=message):
         run(Net())
+
+
+def test_jvp_of_a_function_that_is_given_later():
+    assert [float(x) for x in nnx.jvp(jnp.sin)((0.0,), (2.0,))] == [0, 2]
+    assert nnx.jvp(has_aux=True)(lambda x: (2 * x, "aux"))((1.0,), (1.0,)) == (2, 2, "aux")

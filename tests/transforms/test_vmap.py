@@ -477,3 +477,8 @@ def test_more_slices_than_devices_are_refused():
         errors.PrefixError, match=rf"pmap needs a device for each of the {n} slices .* there are {n - 1}\. nnx\.vmap"
     ):
         nnx.pmap(lambda layer, x: layer(x), in_axes=(None, 0))(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((n, 2)))
+
+
+def test_a_function_that_fails_shows_its_own_error_whatever_out_axes_says():
+    with pytest.raises(TypeError, match="dot_general requires"):
+        nnx.vmap(lambda x: jnp.ones((2, 3)) @ jnp.ones((2, 3)), out_axes=5)(XS)
