@@ -8,7 +8,8 @@ traced again when one of them changes. But where there was a number, or None, th
 function has to be traced again. So at each call the *types* are compared of what is at all places that the function may
 look at, where all constants count as one type:
 
-- Members of a container, and attributes of a plain object, are compared all at once (:class:`Members`).
+- Members of a container, and attributes of a plain object, are compared all at once (:class:`Members`); of a dict also
+  their order, if its keys are simple: text, integers, or tuples of these.
 - What stands alone, in a closure, in globals or in a class, is looked up.
 
 The functions, containers and objects on the ways to these places must be the same as before.
@@ -26,7 +27,17 @@ from typing import Any
 from .graphdef import GraphDef
 from .identity import Identified
 from .look_ups import LookUp, attribute, in_class, in_context, is_of_library, referent
-from .references import MUTABLE_CONTAINERS, Reached, Step, Way, is_constant_type, is_left_over, same_attributes
+from .references import (
+    MAPPINGS,
+    MUTABLE_CONTAINERS,
+    Reached,
+    Step,
+    Way,
+    are_simple,
+    is_constant_type,
+    is_left_over,
+    same_attributes,
+)
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
@@ -96,7 +107,8 @@ class Conditions:
                         return None
                     cell.cell_contents = now
             for members in self.members:
-                if [*map(type, members.held)] != members.types and not members.are_as_before():
+                same = [*map(type, members.held)] == members.types and [*members.keyed] == members.keys
+                if not (same or members.are_as_before()):
                     return None
         except Exception:  # of a look-up, or a container that another thread changes
             return None
@@ -106,32 +118,41 @@ class Conditions:
 class Members:
     """The types of the members of a container, or of the attributes of an object, of which it keeps none alive.
 
-    They must stay as they are, except that constants may come and go.
+    They must stay as they are, in a dict under the same keys and in the same order, except that constants may come and
+    go.
     """
 
-    __slots__ = ("_container", "_count", "_others", "held", "types")
+    __slots__ = ("_container", "_count", "_others", "held", "is_mapping", "keyed", "keys", "types")
 
     held: Collection[Any]  # the members; empty if there are so many that only their number is compared
     types: list[type] | None  # of the members; None if there are so many
+    keyed: Collection[Any]  # the container, if it is a dict with simple keys; empty if not
+    keys: list[Any]  # in their order
 
     def __init__(self, container: Any):
-        self._container = container
+        self._container, self.is_mapping = container, isinstance(container, MAPPINGS)
         self._note(self._others_now())
 
-    def _note(self, others: list[type]) -> None:
+    def _note(self, others: list[Any]) -> None:
         held = self._container
         self._others, self._count = others, len(held)
         if self._count > _MOST_MEMBERS:
             self.held, self.types = (), None
         else:
-            self.held = held.values() if isinstance(held, dict) else held
+            self.held = held.values() if self.is_mapping else held
             self.types = [*map(type, self.held)]
+        keys = [*held] if self.is_mapping and self.types is not None else []
+        self.keyed, self.keys = (held, keys) if are_simple(keys) and keys else ((), [])
 
-    def _others_now(self) -> list[type]:
-        """The types of the members that are no constants, nor left there by a trace."""
+    def _others_now(self) -> list[Any]:
+        """The types of the members that are no constants, nor left there by a trace; with their keys, if simple."""
         held = self._container
-        members = [*held, *held.values()] if isinstance(held, dict) else [*held]
-        return [type(x) for x in members if not (is_constant_type(type(x)) or is_left_over(x))]
+        if not self.is_mapping:
+            return [type(x) for x in held if _is_other(x)]
+        keys = [*held]
+        if are_simple(keys):
+            return [(key, type(x)) for key, x in held.items() if _is_other(x)]
+        return [type(x) for x in (*keys, *held.values()) if _is_other(x)]
 
     def are_as_before(self) -> bool:
         """Whether only constants have come or gone, where ``types`` are no longer those of what is ``held``."""
@@ -142,6 +163,11 @@ class Members:
             return False
         self._note(others)
         return True
+
+
+def _is_other(x: Any) -> bool:
+    """Whether this is no constant, nor left where it is by a trace."""
+    return not (is_constant_type(type(x)) or is_left_over(x))
 
 
 def _containers(found: Reached) -> list[tuple[Way, Any]]:

@@ -62,7 +62,8 @@ _MOST = 1000  # values to find: a function may refer to half of a program
 _MOST_TO_FIND = 30_000  # look-ups, as long as some that are sought are not found; each takes a few microseconds
 _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then looked into
 
-MUTABLE_CONTAINERS = list, dict, deque, set
+MAPPINGS = dict, types.MappingProxyType  # the latter shows a dict, which may be edited
+MUTABLE_CONTAINERS = list, deque, set, *MAPPINGS
 _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
 # What is in these is also found without being named.
 _TRANSPARENT = (
@@ -129,19 +130,19 @@ class Way(NamedTuple):
         by_name = (way.look_up.key for way, holder in self.back() if _is_by_name(way.look_up, holder))
         return all(key in names or key in BY_SYNTAX for key in by_name)
 
-    def address(self, widths: dict[int, int]) -> tuple[Hashable, ...]:
+    def address(self, shapes: dict[int, Hashable]) -> tuple[Hashable, ...]:
         """What is looked up at each step, from the last one on; it stays the same if the way leads to another value.
 
         With the code of functions, and the classes of other values, on the way: others may do something else with it.
-        And with how many members each container has besides constants: the function may go over all of them.
-        ``widths`` has these numbers, by the ids of containers, as far as they are known from other ways.
+        And with what members each container has besides constants: the function may go over all of them. ``shapes``
+        says that, by the ids of containers, as far as it is known from other ways.
         """
         found: list[Hashable] = []
         for way, holder in self.back():
-            if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in widths:
-                widths[id(holder)] = _width(holder)
+            if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in shapes:
+                shapes[id(holder)] = _shape(holder)
             kind = holder.__code__ if type(holder) is types.FunctionType else type(holder)
-            found += [way.look_up.address, weakly(kind), widths.get(id(holder))]
+            found += [way.look_up.address, weakly(kind), shapes.get(id(holder))]
         return tuple(found)
 
 
@@ -341,10 +342,18 @@ def _is_read(x: Any, names: set[str]) -> bool:
     return not all(map(is_observed, in_classes))
 
 
-def _width(container: Any) -> int:
-    """How many members of a container are no constants."""
-    members = list(container.items()) if isinstance(container, dict) else [(member,) for member in list(container)]
-    return sum(not all(is_constant_type(type(x)) for x in member) for member in members)
+def _shape(container: Any) -> Hashable:
+    """How many members of a container are no constants; of a dict with simple keys, which ones, in order."""
+    if not isinstance(container, MAPPINGS):
+        return sum(not is_constant_type(type(x)) for x in list(container))
+    items = list(container.items())
+    keys = [key for key, x in items if not (is_constant_type(type(key)) and is_constant_type(type(x)))]
+    return tuple(keys) if are_simple(keys) else len(keys)
+
+
+def are_simple(keys: Iterable[Any]) -> bool:
+    """Whether all keys are text, integers or tuples of these, which can be kept and compared."""
+    return all(type(key) in (str, int) or (type(key) is tuple and are_simple(key)) for key in keys)
 
 
 def same_attributes(x: Any, known: set[int]) -> Iterator[Step]:

@@ -47,8 +47,10 @@ def straight_line(conditions: Conditions) -> Callable[[], Any]:
     code.terms += [code.finds(*step) for step in steps]
     kind_of, each = code.held(type), code.held(map)
     code.terms += [f"{kind_of}({code.found_by(look_up)}) is {code.name(kind)}" for look_up, kind in ends]
-    for held in map(code.held, members):
-        code.terms.append(f"([*{each}({kind_of}, {held}.held)] == {held}.types or {held}.are_as_before())")
+    for x in members:
+        held = code.held(x)
+        keys = f" and [*{held}.keyed] == {held}.keys" if x.is_mapping else ""
+        code.terms.append(f"([*{each}({kind_of}, {held}.held)] == {held}.types{keys} or {held}.are_as_before())")
     return code.function()
 
 

@@ -223,10 +223,10 @@ class Captures:
 
     def _met_before(self, found: Reached) -> list[tuple[list[weakref.ref], object]]:
         """The objects at addresses that were met before, and the tokens of these, the newest first."""
-        widths = dict[int, int]()
+        shapes = dict[int, Hashable]()
         try:
             objects = [way for way in found.ways if issubclass(type(way.value), Identified)]
-            at: dict[Hashable, Any] = {way.address(widths): way.value for way in objects}
+            at: dict[Hashable, Any] = {way.address(shapes): way.value for way in objects}
             met = [(where[0], token) for where, token in self._addresses.items() if type(where) is tuple]
             at_addresses = [(_objects_at(addresses, at), token) for addresses, token in reversed(met)]
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
@@ -268,10 +268,10 @@ class Captures:
 
     def _addresses_of(self, to_roots: list[list[Way]], others: list[Way]) -> object:
         """The token of the addresses of each root, and of other objects."""
-        widths = dict[int, int]()
+        shapes = dict[int, Hashable]()
         try:
-            addresses = tuple([frozenset([way.address(widths) for way in ways]) for ways in to_roots])
-            of_others = frozenset([(way.address(widths), type(way.value)) for way in others])
+            addresses = tuple([frozenset([way.address(shapes) for way in ways]) for ways in to_roots])
+            of_others = frozenset([(way.address(shapes), type(way.value)) for way in others])
             return self._token_of((addresses, of_others) if all(addresses) else object())
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
             return self._token_of(object())

@@ -760,6 +760,44 @@ def test_a_closure_over_a_plain_list_that_grows():
     np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 3.0))
 
 
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, lambda items: collections.UserDict(dict(items))])
+@pytest.mark.parametrize("keys", ["ab", range(2), [("a", 0), ("a", 1)]], ids=["text", "integers", "tuples"])
+def test_a_closure_over_a_dict_that_is_put_in_another_order(kind, keys):
+    """The function goes over its values; numbers in it may come, go and move, as before."""
+    first, second = keys
+    layers, traces = kind([(first, Layer(1.0)), ("rate", 2.0), (second, Layer(2.0))]), []
+
+    @nnx.jit
+    def folded(x):
+        traces.append(1)
+        for layer in layers.values():
+            x = layer(x) + 1 if isinstance(layer, Layer) else x
+        return x
+
+    for _ in range(2):
+        np.testing.assert_array_equal(folded(1.0), jnp.full(2, 5.0))
+        layers[first] = layers.pop(first)
+        np.testing.assert_array_equal(folded(1.0), jnp.full(2, 4.0))
+        layers[second] = layers.pop(second)
+    layers["rate"] = layers.pop("rate")
+    np.testing.assert_array_equal(folded(1.0), jnp.full(2, 5.0))
+    layers["step"] = 1
+    np.testing.assert_array_equal(folded(1.0), jnp.full(2, 5.0))
+    assert len(traces) == 2
+
+
+def test_a_closure_over_a_view_of_a_dict_that_grows():
+    """A read-only view, which shows what is done to the dict elsewhere."""
+    registry = {"a": Layer(1.0)}
+    layers = types.MappingProxyType(registry)
+    jitted = nnx.jit(lambda x, layers=layers: sum(layer(x) for layer in layers.values()))
+    np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 1.0))
+    registry["b"] = Layer(2.0)
+    np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 3.0))
+    del registry["a"]
+    np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 2.0))
+
+
 def nothing_yet():
     """Places without a Module: what a function makes of what is there, and how a Module comes, and goes."""
     cell = None
