@@ -253,8 +253,8 @@ The structure of this {kind} was changed behind nnxlib's back, so earlier calls 
 _EXCHANGED = "an object was exchanged for another one of the same structure"
 
 _REMEDY = """\
-Attributes are to be set with `setattr` (or through `vars(module)`), not with `object.__setattr__`. The next call sees \
-the object as it is now."""
+Attributes are to be set with `setattr` (or through `vars(module)`), not with `object.__setattr__`. A static value \
+that has a hash is to be replaced by another one, not edited. The next call sees the object as it is now."""
 
 
 # --- patching a table -----------------------------------------------------------------------------------------------

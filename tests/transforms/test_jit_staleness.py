@@ -609,6 +609,35 @@ def test_a_write_around_every_check_is_noticed():
     np.testing.assert_array_equal(jitted(m), 2 * m.w)
 
 
+class HashedByRate:
+    def __init__(self, rate):
+        self.rate = rate
+
+    def __eq__(self, other):
+        return isinstance(other, HashedByRate) and self.rate == other.rate
+
+    def __hash__(self):
+        return hash(self.rate)
+
+
+def test_an_edit_of_what_has_a_hash_is_noticed():
+    """An edit that Python itself does not show is found out by the check of a cached layout; the next call is right."""
+    set_rate = {
+        HashedByRate: lambda x, rate: setattr(x, "rate", rate),
+        lambda rate: functools.partial(jnp.multiply, x2=rate): lambda x, rate: x.keywords.update(x2=rate),
+    }
+    for make, edit in set_rate.items():
+        m, jitted = Layer(), nnx.jit(lambda m: m.held.keywords["x2"] if hasattr(m.held, "keywords") else m.held.rate)
+        m.held = make(2.0)
+        assert jitted(m) == 2.0
+        edit(m.held, 3.0)
+        with pytest.raises(StaleLayoutError, match=r"held: .*\n.*has a hash is to be replaced by another"):
+            jitted(m)
+        assert jitted(m) == 3.0
+        m.held = make(4.0)
+        assert jitted(m) == 4.0
+
+
 # --- closures -------------------------------------------------------------------------------------------------------
 
 
