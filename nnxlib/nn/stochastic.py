@@ -140,7 +140,7 @@ def _divide(x: Array, by: Any) -> Array:
 @step()
 def _select(mask: Array, x: Array) -> Array:
     wanted = jax.typeof(x).sharding
-    if jax.typeof(mask).sharding != wanted:  # where axes are sharded explicitly
+    if jax.typeof(mask).sharding != wanted and not wanted.mesh.empty:  # where axes are sharded explicitly
         mask = jax.sharding.reshard(mask, wanted)
     return lax.select(mask, x, jnp.zeros_like(x))
 

@@ -105,6 +105,17 @@ def test_the_same_masks_under_jit():
     assert int(jitted.rngs.count.value) == 3
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("call", [lambda layer, x: layer(x), nnx.jit(lambda layer, x: layer(x))], ids=["eager", "jit"])
+def test_a_stream_on_a_mesh_and_inputs_that_are_not(call, kind):
+    """As a model has it whose state was put on a mesh, and whose input comes as it is."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
+    layer, x = make(), jnp.ones(64)
+    expected = make()(x)
+    nnx.update(layer, jax.device_put(nnx.state(layer), jax.NamedSharding(mesh, jax.P())))
+    np.testing.assert_array_equal(call(layer, x), expected)
+
+
 def test_members_of_an_ensemble_and_rows_when_asked_drop_others():
     """A split stream gives each member its mask; along an unsplit axis rows agree unless `axis_name` is given."""
     x = jnp.ones((4, 64))
