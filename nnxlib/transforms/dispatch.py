@@ -146,21 +146,22 @@ class Dispatch:
                             raise LookupError
                         inputs.append(x)
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
-                return self._call_entry(leaves, signature, captured, addresses)
-            # The call: all is as it was.
-            if compiled.donates:
-                (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
+                pass
             else:
-                returned = part.read(jitted) if alone else jitted(*inputs)
-            if type(returned) is WithOutcome:  # another one than usual
-                return shortcut.finish(compiled, leaves, site.arrangement, outputs, returned)
-            # What it changed is written last, after everything that can fail.
-            out = shortcut.output(returned)
-            if others:
-                write_cells(outputs, returned)
-            elif outputs:
-                part.write(returned)
-            return out
+                if compiled.donates:
+                    (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
+                else:
+                    returned = part.read(jitted) if alone else jitted(*inputs)
+                if type(returned) is WithOutcome:  # another one than usual
+                    return shortcut.finish(compiled, leaves, site.arrangement, outputs, returned)
+                # What it changed is written last, after everything that can fail.
+                out = shortcut.output(returned)
+                if others:
+                    write_cells(outputs, returned)
+                elif outputs:
+                    part.write(returned)
+                return out
+            return self._call_entry(leaves, signature, captured, addresses)  # not in the handler: user code may run
         except BaseException as error:
             if returned is None:
                 _refuse(error, Arguments(args, kwargs, captured), addresses)

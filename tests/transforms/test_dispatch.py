@@ -124,6 +124,23 @@ def test_a_static_array_is_one_error():
         assert caught.value.__context__ is None
 
 
+def test_an_error_of_the_user_is_one_error(unchecked):
+    """Also where it comes from a call that a shortcut does not serve, since a number is an array now."""
+
+    @nnx.jit
+    def of_numbers(model, x):
+        if x.ndim:
+            raise ValueError("not a number")
+        return model[0].sum() * x
+
+    model = net()
+    for _ in range(3):
+        of_numbers(model, 1.0)
+    with pytest.raises(ValueError, match="not a number") as caught:
+        of_numbers(model, jnp.ones(2))
+    assert caught.value.__context__ is None
+
+
 class Buffered(nnx.Module):
     """Two Variables, an array in an attribute, and two in a list."""
 
