@@ -50,12 +50,13 @@ def unflatten(graphdef: Any, state: Any, /) -> Any:
     return ops.unflatten(graphdef, state) if isinstance(state, list) else merge(graphdef, state)
 
 
-def merge(graphdef: Any, /, *states: Any, copy: bool = False, **options: Any) -> Any:
+def merge(graphdef: Any, /, *states: Any, copy: bool = False, strict: bool = False) -> Any:
     """:func:`nnxlib.merge` with the Variables of the States themselves; with ``copy``, with new ones.
 
+    Arrays may have another shape or dtype than in the GraphDef: kernels that are computed for each call, say.
     Variables of another trace are not put into a Module of the running one, since they could not be written there.
     """
-    made, trace = ops.merge(graphdef, *states, **options), current_trace()
+    made, trace = ops.merge(graphdef, *states, strict=strict), current_trace()
     if isinstance(graphdef, GraphState):
         states = graphdef, *states
     leaves = itertools.chain(*map(_flat, () if copy else states))

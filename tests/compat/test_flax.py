@@ -56,6 +56,7 @@ def test_a_state_holds_the_very_variables():
     cycle.itself = cycle
     merged = nnx.merge(*nnx.split(cycle))
     assert merged.itself is merged is not cycle
+
     assert merged.a is cycle.a
 
     def halve(state):
@@ -65,6 +66,19 @@ def test_a_state_holds_the_very_variables():
     halve(params)
     nnx.jit(lambda model, state: halve(state))(model, params)
     assert jnp.array_equal(model.linear.kernel.value, before / 4)
+
+
+def test_merge_takes_other_shapes():
+    """As in flax.nnx: published code computes kernels for a call, and merges them where the model has larger ones."""
+    graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    state["kernel"] = nnx.Param(jnp.ones((4, 3), jnp.int32))
+    merged = nnx.merge(graphdef, state)
+    assert (merged.kernel.shape, merged.kernel.dtype) == ((4, 3), jnp.int32)
+    assert merged.kernel is state["kernel"]
+    with pytest.raises(ValueError, match="kernel: expected shape"):
+        nnx.merge(graphdef, state, strict=True)
+    with pytest.raises(ValueError, match="bias: missing"):
+        nnx.merge(graphdef, nnx.filter_state(state, nnx.PathContains("kernel")))
 
 
 def test_whatever_a_model_is_taken_apart_into_holds_the_very_variables():
