@@ -57,7 +57,7 @@ def merge(
     /,
     *states: _Any,
     copy: bool = False,
-    strict: bool = True,
+    strict: bool = False,
     **switches: bool | None,
 ) -> _T: ...
 def graphdef(node: _T, /, **switches: bool | None) -> GraphDef[_T]: ...
