@@ -117,7 +117,7 @@ def imported_for_types() -> dict[str, str]:
     found = {str(each.asname): f"nnxlib.{node.module or ''}".rstrip(".") for node in imports for each in node.names}
     for node in block.body:
         if isinstance(node, ast.Assign):  # graph = graphlib
-            (name, other) = ast.unparse(node).split(" = ")
+            name, other = ast.unparse(node).split(" = ")
             found[name] = found[other]
     return found
 

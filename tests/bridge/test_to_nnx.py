@@ -290,9 +290,6 @@ def test_copies_and_hooks():
     assert twin.module is model.module
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
-
 def test_a_key_given_to_a_call_is_the_one_that_linen_gets():
     """As in flax.nnx: the parameters are those of Linen's init, and a call that draws nothing traces no operation."""
     dense = nn.Dense(3)
@@ -300,6 +297,24 @@ def test_a_key_given_to_a_call_is_the_one_that_linen_gets():
         model = bridge.ToNNX(dense, rngs=nnx.Rngs(0)).lazy_init(X, rngs=key)
         assert jnp.array_equal(model.kernel[...], dense.init(key, X)["params"]["kernel"])
         assert "random" not in str(jax.make_jaxpr(lambda x, key=key, model=model: model(x, rngs=key))(X))
+
+
+def test_a_wrapper_is_written_with_its_linen_module_and_is_pickled():
+    model = bridge.lazy_init(bridge.ToNNX(nn.Dense(4, kernel_init=nn.initializers.ones), rngs=nnx.Rngs(0)), X)
+    assert "features = 4" in repr(model)
+    loaded = cloudpickle.loads(cloudpickle.dumps(model))
+    assert nnx.graphdef(loaded) == nnx.graphdef(model)
+    assert (loaded(X) == model(X)).all()
+
+
+def test_the_streams_of_a_call_may_be_a_dict():
+    model = bridge.ToNNX(nn.Dropout(0.5, deterministic=False))
+    key = jax.random.key(1)
+    expected = model(jnp.ones(50), rngs=nnx.Rngs(dropout=key))
+    assert (model(jnp.ones(50), rngs={"dropout": key}) == expected).all()
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_a_call_before_lazy_init_says_so():
@@ -364,18 +379,3 @@ def test_arguments_of_the_wrong_kind():
         bridge.ToNNX(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="a Module or a method of one"):
         bridge.lazy_init(lambda x: x, X)
-
-
-def test_a_wrapper_is_written_with_its_linen_module_and_is_pickled():
-    model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(nn.Dense(4, kernel_init=nn.initializers.ones), rngs=nnx.Rngs(0)), X)
-    assert "features = 4" in repr(model)
-    loaded = cloudpickle.loads(cloudpickle.dumps(model))
-    assert nnx.graphdef(loaded) == nnx.graphdef(model)
-    assert (loaded(X) == model(X)).all()
-
-
-def test_the_streams_of_a_call_may_be_a_dict_or_a_key():
-    model = nnx.bridge.ToNNX(nn.Dropout(0.5, deterministic=False))
-    key = jax.random.key(1)
-    expected = model(jnp.ones(50), rngs=nnx.Rngs(dropout=key))
-    assert (model(jnp.ones(50), rngs={"dropout": key}) == expected).all()

@@ -56,7 +56,6 @@ def test_a_state_holds_the_very_variables():
     cycle.itself = cycle
     merged = nnx.merge(*nnx.split(cycle))
     assert merged.itself is merged is not cycle
-
     assert merged.a is cycle.a
 
     def halve(state):
