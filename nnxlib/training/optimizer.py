@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import takewhile
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +164,13 @@ class Optimizer(Pytree, Generic[M]):
     def opt_state(self, tree: Any) -> None:
         state = to_opt_state(tree)
         change(self, attributes_of(self).__setitem__, "opt_state", state)  # even if it is the same: this copies dicts
+
+    if not TYPE_CHECKING:  # for which any attribute would exist then
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "model":
+                raise AttributeError(_NO_MODEL, name=name, obj=self)
+            return super().__getattribute__(name)  # which raises Python's own error
 
     @boundary
     def update(self, model: Any, grads: Any = MISSING, **extra: Any) -> Any:
@@ -321,6 +328,10 @@ _LABELS = """\
 If labels or a mask were given: the transformation works on a State of what it trains, and labels for it are a State, \
 too, or a function of it. Make them by nnx.map_state(lambda path, variable: ..., nnx.state(model, wrt)), or put a dict \
 that you have into one: nnx.State(labels)."""
+
+_NO_MODEL = """\
+An Optimizer has no model: it is passed the one to change, as in optimizer.update(model, grads). The optimizer that \
+keeps its model is nnx.ModelAndOptimizer."""
 
 _EXTRA = """\
 If the transformation takes more than gradients, as those with a line search do, pass it by name: \

@@ -353,6 +353,10 @@ def test_gradients_without_the_model():
     optimizer = nnx.Optimizer(Net(), optax.adam(0.1))
     with pytest.raises(TypeError, match=r"nnx\.ModelAndOptimizer"):
         optimizer.update(gradients(Net()))
+    with pytest.raises(AttributeError, match=r"passed the one to change.* nnx\.ModelAndOptimizer"):
+        optimizer.model
+    with pytest.raises(AttributeError, match=r"'Optimizer' object has no attribute 'models'"):
+        optimizer.models
 
 
 @pytest.mark.parametrize(
