@@ -615,8 +615,11 @@ class LookedUp(dict):
     __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
 
 
-class Slotted(LookedUp):
+class Slotted(dict):
+    """One without attributes of its own."""
+
     __slots__ = ()
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
 
 
 class Ordered(OrderedDict):
