@@ -38,6 +38,7 @@ from .references import (
     is_left_over,
     same_attributes,
 )
+from .static import dict_of
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
@@ -186,10 +187,7 @@ def _held_by(x: Any) -> list[Any]:
         return held
     if _is_frozen(x):
         return [_FIXED]
-    try:
-        attributes = x.__dict__
-    except Exception:  # of a weak proxy, or a class's own __getattr__
-        return held
+    attributes = dict_of(x)
     return [*held, attributes.values()] if type(attributes) is dict else held
 
 

@@ -28,7 +28,7 @@ from .inputs import peek
 from .layout import Layout
 from .objects import Node
 from .rows import NodeRow, statics_in
-from .static import Const
+from .static import Const, dict_of
 from .tracing import in_current_trace
 from .variables import Variable
 
@@ -151,7 +151,7 @@ def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, A
         for key in range(len(value)) if type(value) is list else value:
             new[key] = _ended(value[key], where, find, made)
         return new
-    if dataclasses.is_dataclass(value) and type(getattr(value, "__dict__", None)) is dict:
+    if dataclasses.is_dataclass(value) and type(dict_of(value)) is dict:
         new = made[id(value)] = copy.copy(value)
         for name, x in vars(value).items():
             object.__setattr__(new, name, _ended(x, where, find, made))  # it may be frozen
@@ -198,7 +198,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, types.FunctionType):
         found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
         return found + [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
-    attributes = None if isinstance(value, type | types.ModuleType) else getattr(value, "__dict__", None)
+    attributes = None if isinstance(value, types.ModuleType) else dict_of(value)
     return list(attributes.values()) if type(attributes) is dict else ()
 
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from .graphdef import GraphDef
 from .identity import Identified
+from .static import dict_of
 
 
 class Jitted:
@@ -231,7 +232,7 @@ def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
 
 def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     """The look-ups in the attributes of an object of any class, or of a class, and in what its classes hold."""
-    attributes: Any = getattr(x, "__dict__", None)
+    attributes = dict_of(x)
     if type(attributes) is dict:
         yield from [LookUp(own, attributes, name) for name in list(attributes)]
     for cls in _classes_of(x):
@@ -254,7 +255,7 @@ def methods_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
 def is_plain_object(x: Any) -> bool:
     """Whether this is a plain object: of a class written in Python, with attributes, and looked into for these."""
     others = *_WITHOUT_METHODS, *_CONTAINERS, type
-    return not issubclass(type(x), others) and not is_jitted(x) and type(getattr(x, "__dict__", None)) is dict
+    return not issubclass(type(x), others) and not is_jitted(x) and type(dict_of(x)) is dict
 
 
 def has_unnamed_methods(cls: type) -> bool:

@@ -218,13 +218,13 @@ class _Freezer:
             return kind, self.items(value)
         for base in _MUTABLE_CONTAINERS:
             if isinstance(value, base):
-                return kind, (_RULES[base](self, value), self.mapping(getattr(value, "__dict__", {})))
+                return kind, (_RULES[base](self, value), self.mapping(dict_of(value) or {}))
         if isinstance(value, dict):
             if _is_record(value):
                 self.by_items.append(value)
                 value = dict(value)  # which has a method `items`, not the item of that name
             elif not hasattr(kind, "_nnx_children"):  # attributes are not compared; what has a hash is not copied
-                self.parts += filter(has_hash, getattr(value, "__dict__", {}).values())
+                self.parts += filter(has_hash, (dict_of(value) or {}).values())
             return kind, self.mapping(value)
         if isinstance(value, Mapping) and kind.__hash__ is None:
             return kind, self.mapping(value)
@@ -345,7 +345,7 @@ class _Freezer:
                 "with nnx.data(...) if it holds arrays."
             )
         held = state_of(value)
-        own = getattr(value, "__dataclass_fields__", held)
+        own = getattr(type(value), "__dataclass_fields__", held)
         before, self.within = self.within, type(value)
         found = [
             (name, self.freeze(x) if name in own else self.content(x, (x,)))
@@ -362,6 +362,14 @@ def has_hash(value: Any) -> bool:
     except (TypeError, ValueError):  # the latter of a memoryview that can be written
         return False
     return True
+
+
+def dict_of(x: Any) -> Any:
+    """The ``__dict__`` of an object, whatever its class makes of that, or None."""
+    try:
+        return x.__dict__
+    except Exception:  # of a weak proxy, or a class's own __getattr__, such as the KeyError of a look-up in a dict
+        return None
 
 
 def state_of(x: Any) -> dict[str, Any]:
