@@ -386,7 +386,7 @@ def _keeps_more_than_attributes(kind: type) -> bool:
     """
     slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as object.__getstate__ finds them
     known = len(slots) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + known * tuple.__itemsize__
+    return kind.__basicsize__ > object.__basicsize__ + known * tuple.__itemsize__
 
 
 def _is_cache(kind: type, name: str) -> bool:

@@ -292,9 +292,9 @@ def test_a_constant_is_not_edited_with_its_value():
 
 def test_copies_share_the_parts_that_are_compared_by_identity():
     """A function, mesh or object inside a list is the very same in each copy."""
-    plain, inner = Plain(), closure(1)
-    fresh = Const.of([plain, {"f": inner}, jnp.tanh]).fresh()
-    assert (fresh[0] is plain, fresh[1]["f"] is inner, fresh[2] is jnp.tanh) == (True, True, True)
+    plain, inner, holder = Plain(), closure(1), Holder(1)
+    fresh = Const.of([plain, {"f": inner}, jnp.tanh, holder]).fresh()
+    assert (fresh[0] is plain, fresh[1]["f"] is inner, fresh[2] is jnp.tanh, fresh[3] is holder) == (True,) * 4
     partial = Const.of(functools.partial(relu, plain, [inner])).fresh()
     assert (partial.args[0] is plain, partial.args[1][0] is inner) == (True, True)
 
@@ -309,6 +309,9 @@ def test_arrays_are_refused():
     """A JAX array cannot be static; the message names its place and the ways out."""
     with pytest.raises(StaticValueError, match=r"float32\[2\] at layers\[0\]\.table .*nnx\.static.*NumPy"):
         Const.of([jnp.ones(2)], ("layers", 0, "table"))
+    for opaque in deque([1]), Open(1, []):  # in these there may be one, but not beside them
+        with pytest.raises(StaticValueError, match="declared static"):
+            Const.of([opaque, jnp.ones(2)])
 
 
 @pytest.mark.parametrize("base", [int, float, Exception, zip, memoryview])
