@@ -93,6 +93,26 @@ def test_a_module_that_comes_to_where_a_function_looks_is_seen(name, function):
     put(None)
 
 
+class Scaling(nnx.Module):
+    def __init__(self, scale):
+        self.scale = nnx.Param(jnp.float32(scale))
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+def with_called(x):
+    return x * 2 if PLACES["m"] is None else PLACES["m"](x)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_a_module_that_a_function_calls_where_there_was_none_is_seen(name):
+    """Though of this Module the function reads nothing by itself."""
+    for scale in (None, 3.0, 4.0, None):
+        PLACES["m"] = scale and Scaling(scale)
+        assert EAGER[name](with_called) == (scale or 2.0)
+
+
 class Calling(nnx.Module):
     """Calls a function that holds a Module, and that only reads its flag."""
 
