@@ -229,6 +229,17 @@ def test_cycles_end():
     assert (new.itself is new, new.child.parent is new, new.w.value.tolist()) == (True, True, [2, 2])
 
 
+def test_cycles_of_lists_without_data_end():
+    """The search for data among their items does."""
+    a, b = nnx.List([1]), nnx.List([2])
+    a.append(b)
+    b.append(a)
+    m = nnx.Dict(a=a)
+    assert jax.tree.leaves(m) == []
+    a.append(nnx.Param(jnp.float32(3)))
+    assert jax.tree.leaves(m) == [3]
+
+
 def test_sharing_that_appears_and_goes():
     """Whether a graph is a tree is known anew after each change, from whichever Module one starts."""
     m = nnx.Dict(a=Layer(), b=[Layer()])
