@@ -13,6 +13,8 @@ look at, where all constants count as one type:
 - What stands alone, in a closure, in globals or in a class, is looked up.
 
 The functions, containers and objects on the ways to these places must be the same as before.
+
+All of it is looked up by the code of one function (straight.py), which is made when it is first needed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .graphdef import GraphDef
 from .identity import Identified
@@ -39,6 +41,7 @@ from .references import (
     same_attributes,
 )
 from .static import dict_of
+from .straight import straight_line
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
@@ -57,12 +60,9 @@ class Conditions:
       functions: to which the conditions must not refer, since they will be kept on one of them.
     """
 
-    __slots__ = ("ends", "members", "steps", "straight")
-
     steps: list[Step]
-    ends: list[tuple[LookUp, types.CellType]]  # a look-up, and the type of what that has found
+    ends: list[End]
     members: list[Members]
-    straight: Callable[[], Any] | None  # code that does what `find` does, see straight.py; made by who needs it
 
     def __init__(
         self,
@@ -85,35 +85,40 @@ class Conditions:
         steps += [step for x in objects for step in same_attributes(x, known)]
         ends = [way for way in alone if not way.look_up.refers_to(functions)]
         self.steps = [step for step in steps if not step.look_up.refers_to(functions)]
-        self.ends = [(way.look_up, types.CellType(type(way.value))) for way in ends]
+        self.ends = [End(way.look_up, types.CellType(type(way.value))) for way in ends]
         self.members = [Members(container) for _, container in containers if container is not _FIXED]
-        self.straight = None
 
     def __bool__(self) -> bool:
         return bool(self.steps or self.ends or self.members)
+
+    @functools.cached_property
+    def straight(self) -> Callable[[], tuple[Any, ...] | None]:
+        """As :meth:`find`, but it may raise an error in place of None."""
+        return straight_line(self.steps, self.ends, self.members)
 
     def find(self) -> tuple[Any, ...] | None:
         """The roots, if each holder is at its place, and holds what is of the same type as before, or another constant.
 
         None if not all is as it was.
         """
-        found = [(step.find(), step.is_root) for step in self.steps]
-        if any(x is None for x, _ in found):
-            return None
         try:
-            for look_up, cell in self.ends:
-                now, kind = type(look_up.find()), cell.cell_contents
-                if now is not kind:
-                    if not (is_constant_type(now) and is_constant_type(kind)):
-                        return None
-                    cell.cell_contents = now
-            for members in self.members:
-                same = [*map(type, members.held)] == members.types and [*members.keyed] == members.keys
-                if not (same or members.are_as_before()):
-                    return None
+            return self.straight()
         except Exception:  # of a look-up, or a container that another thread changes
             return None
-        return tuple([x for x, is_root in found if is_root])
+
+
+class End(NamedTuple):
+    """A place by itself."""
+
+    look_up: LookUp
+    kind: types.CellType  # which holds the type of what is there
+
+    def accepts(self, x: Any) -> bool:
+        """Whether this has come in the place of another constant, as a constant; then its type is noted."""
+        accepted = is_constant_type(type(x)) and is_constant_type(self.kind.cell_contents)
+        if accepted:
+            self.kind.cell_contents = type(x)
+        return accepted
 
 
 class Members:

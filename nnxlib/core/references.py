@@ -80,11 +80,6 @@ class Step(NamedTuple):
     before: Reference  # to what the look-up has found
     is_root: bool = False  # whether that is what the function captures
 
-    def find(self) -> Any:
-        """What the look-up finds now; None unless that is the same as before."""
-        x = self.look_up.found()
-        return x if x is self.before() else None
-
 
 class Way(NamedTuple):
     """A way from a function to a value: how the value is looked up, and the way to what it is looked up in."""

@@ -8,8 +8,7 @@ of them. As the code of one function they take 0.05 and 0.12 us::
 The globals of this function are those of the user's, and the cells in its closure are the user's own, too. So the
 interpreter itself caches where each value is found.
 
-The code may only say yes if all is as it was before. If it says no, or raises an error, its caller makes the look-ups
-themselves.
+The code may only say yes if all is as it was before. If not, it says no, or raises an error, such as that of a look-up.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ import functools
 import keyword
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType
 
-from .conditions import Conditions
 from .look_ups import (
     LookUp,
     attribute,
@@ -36,17 +34,22 @@ from .look_ups import (
     own,
     referent,
 )
-from .references import Reference
+from .references import Reference, Step
+
+if TYPE_CHECKING:
+    from .conditions import End, Members
 
 
-def straight_line(conditions: Conditions) -> Callable[[], Any]:
-    """A function that does what ``conditions.find()`` does, but returns False, or raises an error, in place of None."""
-    steps, ends, members = conditions.steps, conditions.ends, conditions.members
-    look_ups = [look_up for look_up, *_ in (*steps, *ends)]
-    code = _Code(_most_common_namespace(look_ups))
+def straight_line(
+    steps: Sequence[Step], ends: Sequence[End], members: Sequence[Members]
+) -> Callable[[], tuple[Any, ...] | None]:
+    """A function that returns the roots among the steps if these :class:`Conditions` hold, else None or an error."""
+    code = _Code(_most_common_namespace([look_up for look_up, *_ in (*steps, *ends)]))
     code.terms += [code.finds(*step) for step in steps]
     kind_of, each = code.held(type), code.held(map)
-    code.terms += [f"{kind_of}({code.found_by(look_up)}) is {code.name(kind)}" for look_up, kind in ends]
+    for end in ends:
+        found = code.found_by(end.look_up)
+        code.terms.append(f"({kind_of}({found}) is {code.name(end.kind)} or {code.held(end.accepts)}({found}))")
     for x in members:
         held = code.held(x)
         keys = f" and [*{held}.keyed] == {held}.keys" if x.is_mapping else ""
@@ -95,16 +98,17 @@ class _Code:
             return f"{self.found_by(holder)}.__dict__[{key!r}]"
         if kind in _SOURCES:
             return _SOURCES[kind].format(self.held(holder), key)
-        if kind is attribute and _is_plain(key):
+        if kind is attribute and _is_plain(key) and hasattr(holder, key):  # not if it is in a slot that is not set
             return f"{self.held(holder)}.{key}"
         if _is_in_dict(look_up):
             return key if holder is self.namespace and _is_plain(key) else f"{self.held(holder)}[{self.held(key)}]"
         return f"{self.held(kind)}({self.held(holder)}, {self.held(key)})"
 
-    def function(self) -> Callable[[], Any]:
+    def function(self) -> Callable[[], tuple[Any, ...] | None]:
         """The function."""
         roots = f"({', '.join(self._roots)},)" if self._roots else "()"
-        code = _compiled(f"lambda {', '.join(self._cells)}: lambda: {' and '.join([*self.terms, roots])}")
+        holds = " and ".join(self.terms) or "True"
+        code = _compiled(f"lambda {', '.join(self._cells)}: lambda: {roots} if {holds} else None")
         closure = tuple([self._cells[name] for name in code.co_freevars])
         return types.FunctionType(code, self.namespace, "straight_line", None, closure)
 

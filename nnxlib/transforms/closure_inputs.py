@@ -36,7 +36,6 @@ from ..core.identity import Identified
 from ..core.layout import KEPT, Layout
 from ..core.references import Reached, Way, search, used_unnoticed
 from ..core.rows import Ref, children, parts
-from ..core.straight import straight_line
 from ..core.tracing import current_trace
 from .leaf_checks import is_integer, is_literal
 
@@ -123,16 +122,12 @@ class Captures:
         known = self.known
         if known is None:
             return _captured(self._start_anew())
-        try:
-            found = known.conditions.straight is not None and known.conditions.straight()
-        except Exception:  # of a look-up, which is made once more below
-            found = False
-        if found is False:
-            found = known.conditions.find()
-            if found is None:
-                return _captured(self._found_again(known))
-            if known.conditions.straight is None:
-                known.conditions.straight = straight_line(known.conditions)
+        try:  # as `conditions.find`, which would be one more call
+            found = known.conditions.straight()
+        except Exception:
+            found = None
+        if found is None:
+            return _captured(self._found_again(known))
         if known.running and Watch.all:
             note_running(known.running)
         return found, known.addresses_now() if known.literals.positions else known.addresses

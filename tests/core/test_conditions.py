@@ -156,6 +156,20 @@ def test_a_place_that_fails():
     assert conditions.find() is None
 
 
+def test_a_slot_that_is_not_set():
+    """What the code says of it holds, too, so that nothing is searched anew; a Module may come there."""
+
+    class Slotted:
+        __slots__ = ("inner",)
+
+    holder = Slotted()
+    conditions = conditions_of(lambda: holder.inner)
+    assert conditions.ends
+    assert conditions.find() == ()
+    holder.inner = nnx.Dict()
+    assert conditions.find() is None
+
+
 def test_they_need_not_refer_to_the_function():
     """Those that are kept on the function itself must not keep it alive, nor the containers in its defaults."""
     gone = []

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
-from nnxlib.core.references import named_in, search, ways_from
+from nnxlib.core.conditions import Conditions
+from nnxlib.core.references import Reached, named_in, search, ways_from
 
 GLOBAL = nnx.Dict(w=nnx.Param(jnp.ones(2)))
 
@@ -165,12 +166,13 @@ def ways():
 @pytest.mark.parametrize("kind", ways())
 def test_a_way_is_followed_again(kind):
     old, function, change = ways()[kind]
-    steps = [step for way in search(function, [old]).ways if way.value is old for step in way.steps(set())]
-    assert steps
-    assert all(step.find() is not None for step in steps)
+    to_old = [way for way in search(function, [old]).ways if way.value is old]
+    assert to_old
+    conditions = Conditions(Reached([], [], set()), roots=[(weakref.ref(old), to_old)])
+    assert conditions.find() == (old,)
     if change is not None:
         change()
-        assert not all(step.find() is not None for step in steps)
+        assert conditions.find() is None
 
 
 def test_each_step_is_taken_once_however_many_ways_it_is_on():
@@ -179,7 +181,7 @@ def test_each_step_is_taken_once_however_many_ways_it_is_on():
     variables = list(map(id, state["level"].values()))
     known = set()
     steps = [step for way in ways_from(lambda: state) if id(way.value) in variables for step in way.steps(known)]
-    assert [step.find() for step in steps][:2] == [state["level"]["0"], True]
+    assert [step.look_up.found() for step in steps][:2] == [state["level"]["0"], True]
     assert len(steps) == 10 + 1 + 2 + 2  # and the closure, and the mapping of the State
 
 
