@@ -20,7 +20,7 @@ from typing import Any
 from .identity import Identified
 from .layout import Layout
 from .look_ups import is_jitted, is_of_library, is_plain_object, look_ups_in
-from .references import search, used_unnoticed
+from .references import search
 from .rows import NodeRow
 from .state import State
 
@@ -80,7 +80,7 @@ def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]
     plain = [x for x in statics if is_plain_object(x) and not is_of_library(vars(type(x)))]
     if not plain:
         return []
-    return search(functions[0], given=(*functions[1:], *_methods(layout), *plain)).may_be_read()
+    return search(functions[0], given=(*functions[1:], *_methods(layout), *plain)).used_unnoticed()
 
 
 def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
@@ -88,13 +88,8 @@ def _used_by_methods(layout: Layout) -> dict[types.FunctionType, list[Any]]:
     by_file: dict[int, list[types.FunctionType]] = {}  # so that its globals are looked into once
     for method in _methods(layout):
         by_file.setdefault(id(method.__globals__), []).append(method)
-    some = [methods for methods in by_file.values() if _used_by(methods)]
-    return {method: used for methods in some for method in methods if (used := _used_by([method]))}
-
-
-def _used_by(functions: Sequence[types.FunctionType]) -> list[Any]:
-    found = search(functions[0], given=functions[1:])
-    return [x for function in functions for x in used_unnoticed(function, found)]
+    some = [methods for methods in by_file.values() if search(methods[0], given=methods[1:]).used_unnoticed()]
+    return {method: used for methods in some for method in methods if (used := search(method).used_unnoticed())}
 
 
 def _methods(layout: Layout) -> list[types.FunctionType]:

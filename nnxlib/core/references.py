@@ -36,13 +36,13 @@ from .look_ups import (
     LookUp,
     absent,
     attribute,
-    closure_of,
     entry,
     globals_in,
     globals_of,
     has_length,
     has_unnamed_methods,
     in_closure,
+    inside,
     is_of_library,
     item,
     itself,
@@ -70,6 +70,7 @@ _TRANSPARENT = (
     dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
 )  # fmt: skip
 _BY_ANY_NAME = "getattr", "hasattr", "vars", "dir", "__dict__"  # code with one of these names may read any attribute
+_DEFAULTS = "__defaults__", "__kwdefaults__"
 _WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
 
 
@@ -114,11 +115,13 @@ class Way(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether code names the value itself: a function, in its closure or its globals, or as an attribute."""
-        holder = self.before and self.before.value
-        if type(holder) is types.FunctionType:
-            return self.look_up.kind in (in_closure, entry, absent)
-        return _is_by_name(self.look_up, holder)
+        """Whether code names the value itself: a function, in its closure, defaults or globals, or as an attribute."""
+        if self.before is None:
+            return False
+        if type(self.before.value) is types.FunctionType:
+            return self.look_up.kind in (in_closure, entry, absent, inside)
+        of = self.before.look_up
+        return (of.kind is attribute and of.key in _DEFAULTS) or _is_by_name(self.look_up, self.before.value)
 
     def is_looked_along(self, names: Collection[str]) -> bool:
         """Whether code with these names may go along the way: it leads over no attribute of another name."""
@@ -158,44 +161,26 @@ class Reached(NamedTuple):
         found = [way for way in self.ways if issubclass(type(way.value), Identified) and not is_left_over(way.value)]
         return [way for way in found if way.is_looked_along(self.names)]
 
-    def may_be_read(self) -> list[Any]:
-        """The Modules among these objects that it names, or of which it may read what no trace notices."""
-        return [way.value for way in self.ways_to_objects() if way.is_named or _is_read(way.value, self.names)]
+    def used_unnoticed(self) -> list[Any]:
+        """The Modules that it may use without a trace noticing it: a trace does not notice that a flag is read.
+
+        They are those that it names, and those of which it may read an attribute.
+        """
+        ways = [way for way in self.ways_to_objects() if isinstance(way.value, Node)]
+        return [way.value for way in ways if way.is_named or _is_read(way.value, self.names)]
 
 
-def used_unnoticed(function: Callable, found: Reached) -> list[Any]:
-    """The Modules that a function may use without a trace noticing it: a trace does not notice that a flag is read.
-
-    They are those that it names, and those of which it may read an attribute; ``found`` is what it refers to.
-    """
-    return [x for x in (*named_in(function), *found.may_be_read()) if issubclass(type(x), Node)]
-
-
-def named_in(function: Callable) -> list[Any]:
-    """What a function, and those that it wraps, refer to directly: by closures, defaults, globals."""
-    found: list[Any] = []
-    for f in _unwrapped(function):
-        if isinstance(f, types.FunctionType):
-            found += [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
-            found += [look_up.found() for look_up in (*closure_of(f), *globals_of(f))]
-    return found
-
-
-def _namespace_of(function: Callable) -> dict[str, Any] | None:
+def _namespace_of(f: Any) -> dict[str, Any] | None:
     """The globals of a function, of the innermost one that it wraps, or of the method by which an object is called."""
-    namespaces = [f.__globals__ for f in _unwrapped(function) if hasattr(f, "__globals__")]
-    return namespaces[-1] if namespaces else None
-
-
-def _unwrapped(f: Any) -> Iterator[Any]:
-    """A function, then what it wraps; of a method its function, of another object its method ``__call__``."""
+    namespace = None
     while f is not None:
-        yield f
+        namespace = getattr(f, "__globals__", namespace)
         if isinstance(f, types.FunctionType) or hasattr(f, "__wrapped__"):
             f = getattr(f, "__wrapped__", None)
         else:
             f = getattr(f, "__func__", None) or inspect.getattr_static(type(f), "__call__", None)
             f = f if isinstance(f, types.FunctionType) else None
+    return namespace
 
 
 def ways_from(function: Callable) -> list[Way]:
@@ -326,10 +311,8 @@ def _is_kept_by_library(way: Way) -> bool:
     return type(holder) is types.FunctionType and is_of_library(holder.__globals__)
 
 
-def _is_read(x: Any, names: set[str]) -> bool:
+def _is_read(x: Node, names: set[str]) -> bool:
     """Whether code with these names may use more of a Module than what a trace notices: calls of its methods."""
-    if not isinstance(x, Node):
-        return False
     if isinstance(x, list | dict) or not (names.isdisjoint(x._nnx_contents()) and names.isdisjoint(_BY_ANY_NAME)):
         return True
     named = {*names, *BY_SYNTAX}

@@ -34,7 +34,7 @@ from ..core.graph import Packed, pack
 from ..core.held import held_in, statics_and_classes, used_by_arguments
 from ..core.identity import Identified
 from ..core.layout import KEPT, Layout
-from ..core.references import Reached, Way, search, used_unnoticed
+from ..core.references import Reached, Way, search
 from ..core.rows import Ref, children, parts
 from ..core.tracing import current_trace
 from .leaf_checks import is_integer, is_literal
@@ -208,7 +208,7 @@ class Captures:
         Then a dict has only grown, say, or another model has taken the place of one.
         """
         found = self._search(before)
-        used = self._used(found)
+        used = _used(found)
         for roots, token in self._met_before(found):
             known = self._to_look_up(found, roots, before)
             if known.addresses is token and _hold_all(roots, used):
@@ -231,7 +231,7 @@ class Captures:
     def _start_anew(self) -> Known:
         """Start anew, with nothing captured but the Modules that the function may use without a trace noticing it."""
         found = self._search(EMPTY)
-        used = self._used(found)
+        used = _used(found)
         here = [*filter(_is_of_this_trace, used)]
         known = self._to_look_up(found, _with_more((), here, found), EMPTY)
         if len(here) < len(used):  # another trace may take those that this one cannot; no program serves both
@@ -239,10 +239,6 @@ class Captures:
             return Known(known.roots, addresses=self._token_of(object()))
         self.known = known
         return known
-
-    def _used(self, found: Reached) -> list[Any]:
-        """The Modules that the function may use without a trace noticing it."""
-        return [x for x in used_unnoticed(self._function, found) if x._nnx_is_captured]
 
     def _search(self, known: Known, sought: Sequence[Any] = ()) -> Reached:
         return search(self._function, sought, known.running.values(), (*self._given, *known.holders))
@@ -274,6 +270,11 @@ class Captures:
     def _token_of(self, where: Hashable) -> object:
         """The very same object whenever it is for the same addresses."""
         return self._addresses.setdefault(where, object())
+
+
+def _used(found: Reached) -> list[Any]:
+    """The Modules that can be captured among those that the function may use without a trace noticing it."""
+    return [x for x in found.used_unnoticed() if x._nnx_is_captured]
 
 
 def _leading_to(missing: set[int], holders: Sequence[Any], found: Reached) -> list[Any]:

@@ -33,7 +33,7 @@ from ..core.layout import KEPT, Layout
 from ..core.look_ups import PROGRAMS, is_jitted
 from ..core.objects import Node
 from ..core.recordings import recorded_anew
-from ..core.references import search, used_unnoticed
+from ..core.references import search
 from ..core.static import Const, Identity, state_of
 from ..core.tables import pack_call, table_of
 from ..core.tracing import at_top_level, evaluate, with_room
@@ -79,7 +79,7 @@ class Program:
     def look_at(self, functions: Sequence[Callable]) -> None:
         """Note what the functions refer to. If they capture objects, it is not needed, and might keep these alive."""
         found = [search(f) for f in functions]
-        self.captures |= any(map(used_unnoticed, functions, found))
+        self.captures |= any(each.used_unnoticed() for each in found)
         found = [] if self.captures else found
         conditions = [Conditions(each, each.ways_to_objects(), functions=functions) for each in found]
         self.conditions = [each for each in conditions if each]

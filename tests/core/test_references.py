@@ -15,7 +15,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.conditions import Conditions
-from nnxlib.core.references import Reached, named_in, search, ways_from
+from nnxlib.core.references import Reached, search, ways_from
 
 GLOBAL = nnx.Dict(w=nnx.Param(jnp.ones(2)))
 
@@ -26,11 +26,17 @@ def names_a_global(x, default=(1, 2), *, named=GLOBAL):
 
 def test_a_function_names_its_closure_its_defaults_and_globals():
     local = nnx.Dict()
-    found = named_in(lambda: (local, GLOBAL))
-    assert any(x is local for x in found)
-    assert any(x is GLOBAL for x in found)
-    assert any(x is GLOBAL for x in named_in(names_a_global))
-    assert named_in(functools.partial(names_a_global)) == []
+    held = types.ModuleType("held")
+    held.inner, held.other = nnx.Dict(), nnx.Dict()  # type: ignore[attr-defined]
+    by_default, by_keyword = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    functions = lambda: (local, GLOBAL), names_a_global, lambda: held.inner, lambda x=by_default, *, y=by_keyword: x
+    found = [search(f).used_unnoticed() for f in functions]
+    assert [set(map(id, x)) for x in found] == [
+        {id(local), id(GLOBAL)},
+        {id(GLOBAL)},
+        {id(held.inner)},
+        {id(by_default), id(by_keyword)},
+    ]
 
 
 class Slotted:
