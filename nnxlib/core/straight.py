@@ -18,7 +18,7 @@ import keyword
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ReferenceType
 
 from .look_ups import (
@@ -36,14 +36,14 @@ from .look_ups import (
 )
 from .references import Reference, Step
 
-if TYPE_CHECKING:
-    from .conditions import End, Members
-
 
 def straight_line(
-    steps: Sequence[Step], ends: Sequence[End], members: Sequence[Members]
+    steps: Sequence[Step], ends: Sequence[Any], members: Sequence[Any]
 ) -> Callable[[], tuple[Any, ...] | None]:
-    """A function that returns the roots among the steps if these :class:`Conditions` hold, else None or an error."""
+    """A function that returns the roots among the steps if these hold; if not, it returns None or raises an error.
+
+    ``ends`` and ``members`` are those of conditions.py.
+    """
     code = _Code(_most_common_namespace([look_up for look_up, *_ in (*steps, *ends)]))
     code.terms += [code.finds(*step) for step in steps]
     kind_of, each = code.held(type), code.held(map)
