@@ -59,7 +59,7 @@ class Listener:
     """The calls of Modules in one trace: the paths of the objects, and the stack of running calls.
 
     A transform inside of a transform has a listener of its own. Its objects keep the paths that they have outside: what
-    is packed while a listener is active is noted in ``entered``, where ``listener_for`` (calls.py) finds it.
+    is packed while a listener is active is noted in ``packed``, where ``listener_for`` (calls.py) finds it.
 
     Args:
       objects: the objects of the trace, which outlive the listener.
@@ -68,7 +68,7 @@ class Listener:
         then called with the output.
     """
 
-    __slots__ = ("_new", "_own", "base", "entered", "on_call", "outer", "recorded", "stack")
+    __slots__ = ("_new", "_own", "base", "on_call", "outer", "packed", "recorded", "stack")
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Listener:
         self._new: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, its path, those below it
         self.stack: list[tuple[Any, str]] = []
         self.on_call = on_call
-        self.entered: dict[Any, Sequence[Path | None]] = {}  # layout -> the paths of what was last packed with it
+        self.packed: dict[Any, Sequence[Any]] = {}  # by layout, the objects that were last packed with it
         self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
         self.base: Callable[[], Path] | None = None  # the path outside of the Module in whose call this trace began
         self.recorded: tuple[type, ...] | None = None  # what an enclosing `nnx.capture` takes out, by type

@@ -204,12 +204,8 @@ def recorded_types() -> tuple[type, ...] | None:
 
 
 def note_paths(layout: Any, objects: Sequence[Any]) -> None:
-    """Note the paths of objects that have been packed: they may be about to enter a transform."""
-    listener = _active.listener
-    if listener is not None:
-        listener.entered[layout] = list(map(listener.find, objects))
-    else:
-        _active.packed[layout] = objects
+    """Note objects that have been packed: they may be about to enter a transform, in which they keep their paths."""
+    (_active.listener or _active).packed[layout] = objects
 
 
 def listener_for(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listener:
@@ -217,18 +213,12 @@ def listener_for(layout: Any, objects: Sequence[Any], depth: int = 2) -> Listene
 
     An object that has none there has its path in the layout, less the first ``depth`` keys (``args[0]``).
     """
-    outer, in_a_trace = current_listener(), _active.listener is not None
-    packed = None if outer is None or in_a_trace else _active.packed.get(layout)
+    outer, packed = current_listener(), (_active.listener or _active).packed.get(layout)
     live = None if packed is None else weakref.ref(packed)
 
     def known() -> Sequence[Path]:
         own = [path[depth:] for path in layout.paths]
-        if outer is None:
-            return own
-        if in_a_trace:
-            outside = outer.entered.get(layout)
-        else:
-            outside = list(map(outer.find, () if live is None else live() or ()))
+        outside = () if outer is None or live is None else list(map(outer.find, live() or ()))
         return [q if p is None else p for p, q in zip(outside or own, own, strict=True)]
 
     listener = Listener(objects, known)
