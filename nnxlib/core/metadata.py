@@ -87,34 +87,32 @@ def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadat
 
 def name_axis(variable: Any, key: str, index: int, name: Any) -> None:
     """Insert the name of a new axis of a Variable into its metadata ``key``, unless each axis has a name there."""
-    found, ndim = _naming(variable, key), getattr(variable.get_raw_value(), "ndim", -1)
-    names = _names_in(found)
+    found, names, ndim = _naming(variable, key)
     if names is not None and 0 <= ndim != len(names) - 1:
-        wide = [*names, *[None] * (ndim - len(names))]
+        names += [None] * (ndim - len(names))
         known = not isinstance(found, NamedSharding) or name in found.mesh.axis_names
-        wide.insert(index % (len(wide) + 1), name if known else None)
-        variable.set_metadata(key, _same_kind(found, wide))
+        names.insert(index % (len(names) + 1), name if known else None)
+        variable.set_metadata(key, _same_kind(found, names))
 
 
 def unname_axis(variable: Any, key: str, index: int) -> None:
     """Drop the name of an axis of a Variable from its metadata ``key``, if there are more names than axes."""
-    found, ndim = _naming(variable, key), getattr(variable.get_raw_value(), "ndim", -1)
-    names = _names_in(found)
+    found, names, ndim = _naming(variable, key)
     if names is not None and 0 <= ndim < len(names):
-        narrow = list(names)
-        del narrow[index % len(narrow)]
-        variable.set_metadata(key, _same_kind(found, narrow))
+        del names[index % len(names)]
+        variable.set_metadata(key, _same_kind(found, names))
 
 
-def _naming(variable: Any, key: str) -> Any:
+def _naming(variable: Any, key: str) -> tuple[Any, list[Any] | None, int]:
+    """What names the axes of a Variable, the names in it, and how many axes there are, -1 if there is no array.
+
+    The names are None if they are something else.
+    """
     found = variable.get_metadata().get(key)
-    return found.sharding if isinstance(found, Format) else found  # the layout in a Format is for the other shape
-
-
-def _names_in(found: Any) -> Any:
-    """The names of axes in a sharding, or given by themselves; None if it is something else."""
+    found = found.sharding if isinstance(found, Format) else found  # the layout in a Format is for the other shape
     names = found.spec if isinstance(found, NamedSharding) else found
-    return names if isinstance(names, tuple | list | PartitionSpec) else None
+    named = list(names) if isinstance(names, tuple | list | PartitionSpec) else None
+    return found, named, getattr(variable.get_raw_value(), "ndim", -1)
 
 
 def _same_kind(found: Any, names: list[Any]) -> Any:
