@@ -183,11 +183,6 @@ def _namespace_of(f: Any) -> dict[str, Any] | None:
     return namespace
 
 
-def ways_from(function: Callable) -> list[Way]:
-    """The ways from a function: the shortest one to each value, then all others to Modules and Variables."""
-    return search(function).ways
-
-
 def search(
     function: Callable, sought: Collection[Any] = (), running: Iterable[RunningCode] = (), given: Sequence[Any] = ()
 ) -> Reached:

@@ -21,7 +21,7 @@ from ..core.graph import Delta, Packed, commit, diff, pack
 from ..core.identity import Identified
 from ..core.inputs import lend
 from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
-from ..core.references import ways_from
+from ..core.references import search
 from ..core.rows import VariableRow
 from ..core.tables import pack_call
 from ..core.tracing import boundary, with_room
@@ -91,7 +91,7 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         check_traceable(layout, packed.leaves)
         raise
     except TraceContextError:
-        referred += _live_below([way.value for way in ways_from(f)])
+        referred += _live_below([way.value for way in search(f).ways])
         if not referred:
             raise
         leaves, outcome = with_room(jax.eval_shape, pure, packed.leaves)

@@ -25,7 +25,7 @@ from ..core.module import Module
 from ..core.objects import Node
 from ..core.pop import pop
 from ..core.recordings import Aside, attribute_for, put_back, record, recorded_in, recorded_name, take_out
-from ..core.references import ways_from
+from ..core.references import search
 from ..core.state import State, from_flat_state
 from ..core.tables import pack_call
 from ..core.tracing import boundary
@@ -142,7 +142,7 @@ def _first_module(arguments: Arguments) -> Module | None:
 def _referred(function: Callable) -> Module:
     """The Module that a function captures: ``nnx.jit(model)``, or a closure."""
     roots, covered = list[Module](), set[int]()
-    for way in ways_from(function):
+    for way in search(function).ways:
         if issubclass(type(way.value), Module) and id(way.value) not in covered:
             below = {id(part) for _, part in reachable(way.value, set())}
             roots = [*(root for root in roots if id(root) not in below), way.value]

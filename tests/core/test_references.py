@@ -15,7 +15,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core.conditions import Conditions
-from nnxlib.core.references import Reached, search, ways_from
+from nnxlib.core.references import Reached, search
 
 GLOBAL = nnx.Dict(w=nnx.Param(jnp.ones(2)))
 
@@ -186,7 +186,7 @@ def test_each_step_is_taken_once_however_many_ways_it_is_on():
     state = nnx.State({"level": {str(i): nnx.Param(i) for i in range(10)}})
     variables = list(map(id, state["level"].values()))
     known = set()
-    steps = [step for way in ways_from(lambda: state) if id(way.value) in variables for step in way.steps(known)]
+    steps = [step for way in search(lambda: state).ways if id(way.value) in variables for step in way.steps(known)]
     assert [step.look_up.found() for step in steps][:2] == [state["level"]["0"], True]
     assert len(steps) == 10 + 1 + 2 + 2  # and the closure, and the mapping of the State
 
@@ -194,7 +194,7 @@ def test_each_step_is_taken_once_however_many_ways_it_is_on():
 def test_what_is_sought_is_found_however_much_else_there_is():
     """Without an end that depends on what comes first."""
     held, models = [[object()] for _ in range(2000)], [nnx.Dict()]
-    assert not [way for way in ways_from(lambda: (held, [models])) if way.value is models[0]]
+    assert not [way for way in search(lambda: (held, [models])).ways if way.value is models[0]]
     assert [way for way in search(lambda: (held, [models]), models).ways if way.value is models[0]]
 
 
@@ -212,13 +212,13 @@ def test_a_search_ends_where_very_much_can_be_reached():
 
 def test_methods_of_what_python_has_itself_lead_nowhere():
     words = ["a", b"b"]
-    assert not [way for way in ways_from(lambda: [word.join([]) for word in words]) if way.value is vars(str)["join"]]
+    assert not [way for way in search(lambda: [word.join([]) for word in words]).ways if way.value is vars(str)["join"]]
 
 
 def test_a_function_that_jax_has_jitted_leads_to_what_it_wraps_alone():
     model = nnx.Dict()
     jitted = jax.jit(lambda x: (model, x))
-    found = [way.value for way in ways_from(lambda: jitted)]
+    found = [way.value for way in search(lambda: jitted).ways]
     assert any(x is model for x in found)
     assert len(found) <= 10
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_looked_into_is_passed_over(kind):
     def f(x):
         return model(x) if other is not None else None
 
-    assert [way for way in ways_from(f) if way.value is model]
+    assert [way for way in search(f).ways if way.value is model]
     for jitted in nnx.jit(f), functools.partial(nnx.eval_shape, f), nnx.capture(f, nnx.Intermediate):
         assert jax.tree.leaves(jitted(jnp.ones(2)))[0].shape == (2,)
 
@@ -294,13 +294,13 @@ def test_a_name_without_a_value():
 def test_nodes_are_not_looked_into():
     inner = nnx.Dict()
     outer = nnx.Dict(inner=inner)
-    assert not [way for way in ways_from(lambda: outer) if way.value is inner]
+    assert not [way for way in search(lambda: outer).ways if way.value is inner]
 
 
 def test_cycles_end():
     held = []
     held.append(held)
-    assert len(ways_from(lambda: held)) < 20
+    assert len(search(lambda: held).ways) < 20
 
 
 def test_a_cache_may_shrink_while_it_is_looked_into():
@@ -314,4 +314,4 @@ def test_a_cache_may_shrink_while_it_is_looked_into():
 
     held = [1]
     cache = Shrinking(a=held, b=2, c=3)
-    assert any(way.value is cache for way in ways_from(lambda: cache))
+    assert any(way.value is cache for way in search(lambda: cache).ways)
