@@ -119,7 +119,7 @@ VARIABLES = {
     ],
     "types": lambda nnx: [nnx.variable_type_from_name(x) for x in ("params", "batch_stats", "cache", "perturbations")],
     "unknown name": lambda nnx: nnx.variable_type_from_name("nonsense"),
-    "unknown type": lambda nnx: nnx.variable_name_from_type(nnx.RngKey),
+    "unknown type": lambda nnx: nnx.variable_name_from_type(type("Unnamed", (nnx.Variable,), {})),
     "name on demand": lambda nnx: nnx.variable_type_from_name("conformance_name", allow_register=True).__mro__[1],
     "boxed metadata": lambda nnx: (lambda v: (v, v.a))(nnx.Param(nnx.with_metadata(lambda: 2.0, a=1)())),
 }
