@@ -173,7 +173,7 @@ class Optimizer(Pytree, Generic[M]):
             return super().__getattribute__(name)  # which raises Python's own error
 
     @boundary
-    def update(self, model: Any, grads: Any = MISSING, **extra: Any) -> Any:
+    def update(self, model: Any = MISSING, grads: Any = MISSING, **extra: Any) -> Any:
         """Change the parameters of ``model`` and the state of the optimizer by one step.
 
         Args:
@@ -191,7 +191,7 @@ class Optimizer(Pytree, Generic[M]):
             is not one for these parameters, as after a layer was replaced.
           TraceContextError: if the model or the optimizer belong to another trace. Nothing has been written then.
         """
-        if grads is MISSING:
+        if model is MISSING or grads is MISSING:
             raise ArgumentError(
                 "Optimizer.update takes the model and the gradients: optimizer.update(model, grads). With "
                 "nnx.ModelAndOptimizer, which keeps the model, it is optimizer.update(grads)."

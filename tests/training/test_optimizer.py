@@ -351,8 +351,9 @@ def test_gradients_that_do_not_fit(spoil, message):
 def test_gradients_without_the_model():
     """The signature of long ago is explained."""
     optimizer = nnx.Optimizer(Net(), optax.adam(0.1))
-    with pytest.raises(TypeError, match=r"nnx\.ModelAndOptimizer"):
-        optimizer.update(gradients(Net()))
+    for call in (lambda: optimizer.update(gradients(Net())), lambda: optimizer.update(grads=gradients(Net()))):
+        with pytest.raises(TypeError, match=r"nnx\.ModelAndOptimizer"):
+            call()
     with pytest.raises(AttributeError, match=r"passed the one to change.* nnx\.ModelAndOptimizer"):
         optimizer.model
     with pytest.raises(AttributeError, match=r"'Optimizer' object has no attribute 'models'"):
