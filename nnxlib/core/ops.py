@@ -19,7 +19,7 @@ from .cells import cell_of, new_cell
 from .closures import Watch, notice
 from .data import is_data_leaf
 from .differences import aval_of
-from .errors import ArgumentError, Path, StateMismatchError, UsageError, format_path
+from .errors import ArgumentError, Path, StateMismatchError, TraceContextError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, warn_of_node_classes
 from .fitting import (
     Values,
@@ -356,7 +356,16 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         for i, name, variable in recordings:
             set_child(objects[i], name, variable)
 
-    even_if_interrupted(write)
+    try:
+        even_if_interrupted(write)
+    except TraceContextError as error:
+        error.add_note(_MERGE)
+        raise
+
+
+_MERGE = """\
+If the values are arguments of this function, as under jax.grad, make a model of them in it: \
+nnx.merge(graphdef, params, rest), where graphdef, params, rest = nnx.split(model, nnx.Param, ...) comes before it."""
 
 
 def _settable(tree: Any, path: Path) -> tuple[Any, Any]:

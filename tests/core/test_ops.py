@@ -985,6 +985,21 @@ def test_map_writes_what_the_function_writes():
     assert m.first.w.value is before
 
 
+def test_update_within_a_foreign_gradient():
+    """A note says how to compute with parameters that are arguments; the model is as it was."""
+    m = Net()
+    before = m.first.w.value
+
+    def loss(params):
+        nnx.update(m, params)
+        return m.first.w.value.sum()
+
+    with pytest.raises(nnx.TraceContextError, match=r"first\.w") as info:
+        jax.grad(loss)(nnx.state(m, nnx.Param))
+    assert "nnx.merge(graphdef, params, rest)" in "".join(info.value.__notes__)
+    assert m.first.w.value is before
+
+
 def test_map_without_variables():
     """What f returns takes the place of the Variable itself."""
     made = nnx.map(lambda path, x: path[-1], nnx.Dict(a=nnx.Param(1.0), b=[nnx.Param(2.0)]), recreate_variables=False)
