@@ -412,9 +412,10 @@ class Variable(ArrayOperators[A], VariableSlots):
         try:
             return getattr(self.get_value(), name)
         except AttributeError:
+            names = "; the names of its axes are `sharding_names`" if name == "sharding" and self.sharding_names else ""
             raise AttributeError(
                 f"{type(self).__name__} has no metadata {name!r}, and its value ({errors.describe(self._nnx_value)}) "
-                "has no such attribute"
+                f"has no such attribute{names}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -60,6 +60,16 @@ def test_unknown_attribute_names_both_places_that_were_searched():
         nnx.Param(jnp.zeros(2)).nonsense
 
 
+def test_a_traced_value_has_no_sharding():
+    """Where flax.nnx once had the names of the axes; the message says where they are."""
+    named, bare = nnx.Param(jnp.zeros((2, 3)), sharding=("a", "b")), nnx.Param(jnp.zeros((2, 3)))
+    with pytest.raises(AttributeError, match="the names of its axes are `sharding_names`"):
+        nnx.vmap(lambda v: v.sharding)(named)
+    with pytest.raises(AttributeError, match="has no such attribute") as info:
+        nnx.vmap(lambda v: v.sharding)(bare)
+    assert "sharding_names" not in str(info.value)
+
+
 # --- identity ---
 
 
