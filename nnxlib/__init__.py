@@ -191,12 +191,8 @@ if _typing.TYPE_CHECKING:
     from .inspection.statistics import statistics as statistics
     from .inspection.tabulate import tabulate as tabulate
     from .nn.attention import MultiHeadAttention as MultiHeadAttention
-    from .nn.attention import RoPE as RoPE
-    from .nn.attention import combine_masks as combine_masks
     from .nn.attention import dot_product_attention as dot_product_attention
     from .nn.attention import dot_product_attention_with_rope as dot_product_attention_with_rope
-    from .nn.attention import make_attention_mask as make_attention_mask
-    from .nn.attention import make_causal_mask as make_causal_mask
     from .nn.conv import Conv as Conv
     from .nn.conv import ConvTranspose as ConvTranspose
     from .nn.lora import LoRA as LoRA
@@ -205,6 +201,9 @@ if _typing.TYPE_CHECKING:
     from .nn.lora import LoRAParam as LoRAParam
     from .nn.lora import add_lora as add_lora
     from .nn.lora import merge_lora as merge_lora
+    from .nn.masks import combine_masks as combine_masks
+    from .nn.masks import make_attention_mask as make_attention_mask
+    from .nn.masks import make_causal_mask as make_causal_mask
     from .nn.norm import BatchNorm as BatchNorm
     from .nn.norm import GroupNorm as GroupNorm
     from .nn.norm import InstanceNorm as InstanceNorm
@@ -223,6 +222,7 @@ if _typing.TYPE_CHECKING:
     from .nn.recurrent import SimpleCell as SimpleCell
     from .nn.reparametrised import SpectralNorm as SpectralNorm
     from .nn.reparametrised import WeightNorm as WeightNorm
+    from .nn.rotary import RoPE as RoPE
     from .nn.stack import Stack as Stack
     from .sharding import abstract_with_sharding as abstract_with_sharding
     from .sharding import as_abstract as as_abstract
@@ -278,7 +278,7 @@ if _typing.TYPE_CHECKING:
     object = pytreelib
 else:
     _MASKS = ("combine_masks", "make_attention_mask", "make_causal_mask")
-    _ATTENTION = ("dot_product_attention", "dot_product_attention_with_rope", "MultiHeadAttention", "RoPE", *_MASKS)
+    _ATTENTION = ("dot_product_attention", "dot_product_attention_with_rope", "MultiHeadAttention")
     _CELLS = ("RNN", "Bidirectional", "GRUCell", "LSTMCell", "OptimizedLSTMCell", "RNNCellBase", "SimpleCell")
     _LORA = ("LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "add_lora", "merge_lora")
     _CONTEXTS = ("merge_context", "split_context", "update_context", "current_update_context")
@@ -312,6 +312,8 @@ else:
         **dict.fromkeys(("Conv", "ConvTranspose"), ".nn.conv"),
         **dict.fromkeys(("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"), ".nn.norm"),
         **dict.fromkeys(_ATTENTION, ".nn.attention"),
+        **dict.fromkeys(_MASKS, ".nn.masks"),
+        "RoPE": ".nn.rotary",
         **dict.fromkeys(("avg_pool", "max_pool", "min_pool", "pool"), ".nn.pooling"),
         "Stack": ".nn.stack",
         **dict.fromkeys(_CELLS, ".nn.recurrent"),

@@ -15,7 +15,10 @@ from . import linear as linear
 from . import stochastic as stochastic
 
 # Imported when first asked for, since many programs do not use them.
-_LATER = "attention", "conv", "lora", "norm", "normalization", "pooling", "recurrent", "reparametrised", "stack"
+_LATER = (
+    *("attention", "conv", "lora", "masks", "norm", "normalization"),
+    *("pooling", "recurrent", "reparametrised", "rotary", "stack"),
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Attention: dot products of queries and keys weigh values; many heads, masks, rotary positions, and a cache to decode.
+"""Attention: dot products of queries and keys weigh values; many heads, and a cache to decode.
 
 Shapes are written with these names: ``q_length`` queries look at ``kv_length`` keys, in ``heads`` heads of ``depth``
 features. With *grouped queries* there are fewer heads of keys, ``kv_heads``, and each serves ``heads / kv_heads`` heads
@@ -10,7 +10,8 @@ made of compiled steps of a few operations: so an eager call is fast, and rounds
 (core/formulas.py).
 
 A *mask* is true (or not zero) where a query may look at a key. A query that may look at nothing gets the mean of all
-values: finite, and with finite gradients; such rows are padding, whose output is to be ignored.
+values: finite, and with finite gradients; such rows are padding, whose output is to be ignored. Masks are made in
+masks.py, and rotary positions are those of rotary.py.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from ..core.formulas import as_array, broadcasts, formula, product, step
 from ..core.module import Module
 from ..core.rngs import Rngs, RngStream
 from ..core.tracing import Tracer
-from ..core.variables import Cache, Intermediate, Variable
+from ..core.variables import Cache, Intermediate
 from . import initializers
-from .dtypes import Array, Dtype, at_least_float32, broadcast_together, convert, input_error, promote_dtype
+from .dtypes import Array, Dtype, at_least_float32, convert, input_error, promote_dtype
 from .initializers import Initializer
 from .linear import LinearGeneral
+from .masks import combine_masks as combine_masks
+from .masks import make_attention_mask as make_attention_mask
+from .masks import make_causal_mask as make_causal_mask
 from .norm import LayerNorm
+from .rotary import RoPE as RoPE
 from .settings import (
     NO_METADATA,
     NO_MODE,
@@ -357,260 +362,6 @@ def _shape_of_weights(query: Array, key: Array) -> tuple[int, ...]:
 def _check_rate(rate: Any) -> None:
     if isinstance(rate, int | float | np.number) and not 0 <= rate < 1:
         raise UsageError(f"dropout_rate must be in the range [0, 1), but got {rate}.")
-
-
-# --- rotary positions -------------------------------------------------------------------------------------------------
-
-
-@step()  # theta is an operand, and the quotient another step: XLA rounds a power of a constant differently
-def _periods(theta: Any, exponents: Any) -> Array:
-    return theta**exponents
-
-
-@step()
-def _sin_and_cos_of_quotient(positions: Array, periods: Array) -> tuple[Array, Array]:
-    angles = positions[..., None].astype(periods.dtype) / aligned(periods, positions.ndim + 1)
-    return jnp.sin(angles), jnp.cos(angles)
-
-
-@formula("theta", "half", "dtype")
-def _sin_and_cos(positions: Any, *, theta: float, half: int, dtype: Any) -> tuple[Array, Array]:
-    """Sine and cosine of ``position * theta ** (-i / half)``: ``[..., length, half]``."""
-    periods = _periods(theta, np.arange(half, dtype=dtype) / np.asarray(half, dtype))
-    return _sin_and_cos_of_quotient(positions, periods)
-
-
-@step("shape")
-def _four_products(x: Array, sin: Array, cos: Array, shape: tuple[int, ...]) -> tuple[Array, ...]:
-    sin, cos = jnp.reshape(sin, shape), jnp.reshape(cos, shape)
-    first, second = jnp.split(x.astype(sin.dtype), 2, axis=-1)
-    return first * cos, second * sin, second * cos, first * sin
-
-
-@step("dtype")
-def _two_sums(a: Array, b: Array, c: Array, d: Array, dtype: Any) -> Array:
-    return jnp.concatenate([a - b, c + d], axis=-1).astype(dtype)
-
-
-@formula("shape")
-def _rotate(x: Array, sin: Array, cos: Array, *, shape: tuple[int, ...]) -> Array:
-    a, b, c, d = _four_products(x, sin, cos, shape)
-    return _two_sums(a, b, c, d, x.dtype)
-
-
-class RoPE(Module):
-    """Rotary position embedding: turn pairs of features by an angle that grows with the position.
-
-    Features ``i`` and ``i + size / 2`` are the coordinates of a point that is turned by ``position * theta ** (-2 i /
-    size)``. So the product of a query and a key depends on their positions only by the difference.
-    Su et al., "RoFormer: enhanced transformer with rotary position embedding", https://arxiv.org/abs/2104.09864.
-
-    Args:
-      theta: base of the frequencies.
-      embedding_size: number of features, even; with ``max_seq_len`` the sines and cosines of the positions from 0 are
-        computed once.
-      max_seq_len: number of positions in the table. Given together with ``embedding_size``, or not at all.
-
-    Attributes: ``cached_sin`` and ``cached_cos``, Variables of shape ``[max_seq_len, embedding_size / 2]`` or ``None``.
-
-    >>> import nnxlib as nnx, jax.numpy as jnp
-    >>> x = jnp.ones((3, 2))  # length, features
-    >>> nnx.RoPE()(x, jnp.pi / 2 * jnp.arange(3)).round()
-    Array([[ 1.,  1.],
-           [-1.,  1.],
-           [-1., -1.]], dtype=float32)
-
-    Raises:
-      ValueError: if only one of the sizes is given, or a size is not positive, or ``embedding_size`` is odd.
-    """
-
-    cached_sin: Variable[Array] | None
-    cached_cos: Variable[Array] | None
-
-    def __init__(self, theta: float = 10000.0, embedding_size: int | None = None, max_seq_len: int | None = None):
-        self.theta = float(theta)
-        self.cached_sin = self.cached_cos = None
-        if (embedding_size is None) != (max_seq_len is None):
-            raise UsageError(
-                "The table of RoPE has two sizes: give both `embedding_size` and `max_seq_len` or none of them, but "
-                f"got {embedding_size} and {max_seq_len}."
-            )
-        if embedding_size is not None and max_seq_len is not None:
-            if embedding_size < 2 or embedding_size % 2 or max_seq_len < 1:
-                raise UsageError(
-                    "`embedding_size` must be positive and even, and `max_seq_len` positive, but got "
-                    f"{embedding_size} and {max_seq_len}."
-                )
-            dtype = jnp.result_type(float)  # float64 if JAX has these
-            sin, cos = _sin_and_cos(np.arange(max_seq_len), theta=self.theta, half=embedding_size // 2, dtype=dtype)
-            self.cached_sin, self.cached_cos = Variable(sin), Variable(cos)
-
-    def _nnx_sizes(self) -> str:
-        if self.cached_sin is None:
-            return f"theta={self.theta:g}"
-        length, half = self.cached_sin.shape
-        return f"theta={self.theta:g}, {length}x{2 * half}"
-
-    def __call__(self, x: Array, input_positions: Array | None = None) -> Array:
-        """Rotate ``x`` of shape ``[..., length, size]``; the result has the same shape and floating dtype.
-
-        Angles are computed in float32 at least, and so are sums.
-
-        Args:
-          x: the size must be even.
-          input_positions: integers or floats ``[..., length]`` that broadcast to the axes of ``x`` before the last; by
-            default 0, 1, 2 and so on, from the table if there is one.
-
-        Raises:
-          LayerInputError: if the size is odd or not that of the table, the sequence is longer than the table, or the
-            positions do not fit.
-        """
-        return self._turn(x, input_positions, axis=-2)
-
-    def _turn(self, x: Array, positions: Array | None, axis: int) -> Array:
-        """Rotate the last axis of ``x`` by positions along ``axis``; axes between the two share a position."""
-        (x,) = promote_dtype((x,))
-        if x.ndim < -axis or x.shape[-1] == 0 or x.shape[-1] % 2:
-            raise input_error(self, "inputs of shape [..., length, size], where size is even", x)
-        half, before = x.shape[-1] // 2, x.shape[: axis + 1 or None]
-        if positions is None:
-            sin, cos = self._sin_and_cos_from_zero(x, before[-1])
-        else:
-            positions = as_array(positions)
-            if not broadcasts(positions.shape, before) or positions.shape[-1:] != before[-1:]:
-                raise input_error(self, f"positions that broadcast to {list(before)}, of full length", positions)
-            sin, cos = _sin_and_cos(positions, theta=self.theta, half=half, dtype=at_least_float32(x.dtype))
-        rows = (1,) * (len(before) - sin.ndim + 1) + sin.shape[:-1]
-        return _rotate(x, sin, cos, shape=(*rows, *(1,) * (-axis - 2), half))
-
-    def _sin_and_cos_from_zero(self, x: Array, length: int) -> tuple[Array, Array]:
-        half = x.shape[-1] // 2
-        if self.cached_sin is None or self.cached_cos is None:
-            return _sin_and_cos(np.arange(length), theta=self.theta, half=half, dtype=at_least_float32(x.dtype))
-        rows, columns = self.cached_sin.shape
-        if half != columns or length > rows:
-            raise input_error(self, f"inputs of up to {rows} positions and {2 * columns} features", x)
-        sin, cos = self.cached_sin.get_value(), self.cached_cos.get_value()
-        return (sin, cos) if length == rows else (sin[:length], cos[:length])
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
-def make_attention_mask(
-    query_input: Array,
-    key_input: Array,
-    pairwise_fn: Callable[..., Any] = jnp.multiply,
-    extra_batch_dims: int = 0,
-    dtype: Dtype = jnp.float32,
-) -> Array:
-    """Make a mask from one number for each query and one for each key.
-
-    Args:
-      query_input: ``[..., q_length]``.
-      key_input: ``[..., kv_length]``.
-      pairwise_fn: whether query and key may meet, given their numbers; broadcasts. With the product, and 1 for tokens
-        and 0 for padding, tokens look at tokens.
-      extra_batch_dims: number of axes of size 1 to put in front.
-      dtype: of the mask.
-
-    Returns:
-      ``[..., 1, q_length, kv_length]``; the axis of size 1 is that of the heads.
-
-    >>> import nnxlib as nnx, jax.numpy as jnp
-    >>> nnx.make_attention_mask(jnp.array([1, 1, 0]), jnp.array([1, 0]), dtype=bool)[0]
-    Array([[ True, False],
-           [ True, False],
-           [False, False]], dtype=bool)
-
-    Raises:
-      ValueError: if an input has no axis, or their batch axes do not broadcast to each other.
-    """
-    query_input, key_input = as_array(query_input), as_array(key_input)
-    fit = broadcast_together(query_input.shape[:-1], key_input.shape[:-1])
-    if not (query_input.ndim and key_input.ndim and fit):
-        raise UsageError(
-            "make_attention_mask takes inputs [..., q_length] and [..., kv_length] whose batch axes fit each other, "
-            f"but got {describe(query_input)} and {describe(key_input)}."
-        )
-    mask = pairwise_fn(*_facing(query_input, key_input))
-    return _for_heads(mask, extra_batch_dims=extra_batch_dims, dtype=dtype)
-
-
-@step()
-def _facing(queries: Array, keys: Array) -> tuple[Array, Array]:
-    return queries[..., :, None], keys[..., None, :]
-
-
-@step("extra_batch_dims", "dtype")
-def _for_heads(mask: Array, extra_batch_dims: int, dtype: Dtype) -> Array:
-    shape = (*(1,) * extra_batch_dims, *mask.shape[:-2], 1, *mask.shape[-2:])
-    return jnp.reshape(mask, shape).astype(dtype)
-
-
-def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.float32) -> Array:
-    """Make a mask by which each position looks at itself and those before it.
-
-    Args:
-      x: an array of shape ``[..., length]``; its values do not matter.
-      extra_batch_dims: number of axes of size 1 to put in front.
-      dtype: of the mask.
-
-    Returns:
-      ``[..., 1, length, length]``.
-
-    >>> import nnxlib as nnx, jax.numpy as jnp
-    >>> nnx.make_causal_mask(jnp.ones(3), dtype=int)
-    Array([[[1, 0, 0],
-            [1, 1, 0],
-            [1, 1, 1]]], dtype=int32)
-
-    Raises:
-      TypeError: if ``x`` has no axis.
-    """
-    shape = np.shape(x)
-    if not shape:
-        raise ArgumentError(
-            "make_causal_mask takes an array of shape [..., length], whose values do not matter, but got "
-            f"{describe(x)}. For a given length write nnx.make_causal_mask(jnp.ones((1, length)))."
-        )
-    positions = _positions(shape)
-    return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
-
-
-@step("shape")
-def _positions(shape: tuple[int, ...]) -> Array:
-    return jnp.broadcast_to(jnp.arange(shape[-1]), shape)
-
-
-def combine_masks(*masks: Array | None, dtype: Dtype = jnp.float32) -> Array | None:
-    """Return the mask that allows what all masks allow; ``None`` allows everything.
-
-    >>> import nnxlib as nnx, jax.numpy as jnp
-    >>> nnx.combine_masks(jnp.array([[1, 0], [1, 1]]), None, jnp.array([[1, 1], [0, 1]]), dtype=int)
-    Array([[1, 0],
-           [0, 1]], dtype=int32)
-    >>> nnx.combine_masks(None, None) is None
-    True
-
-    Raises:
-      ValueError: if the masks differ in their number of axes, or do not broadcast to each other.
-    """
-    arrays = [as_array(mask) for mask in masks if mask is not None]
-    if not arrays:
-        return None
-    shapes = [mask.shape for mask in arrays]
-    sizes = [{size for size in axis if size != 1} for axis in zip(*shapes)]
-    if len({len(shape) for shape in shapes}) > 1 or any(len(axis) > 1 for axis in sizes):
-        raise UsageError(
-            f"combine_masks takes masks with the same number of axes that broadcast to each other, but got {shapes}."
-        )
-    return _where_all_allow(arrays, dtype=dtype)
-
-
-@step("dtype")
-def _where_all_allow(masks: list[Array], dtype: Dtype) -> Array:
-    return functools.reduce(jnp.logical_and, masks).astype(dtype)
 
 
 # --- the layer --------------------------------------------------------------------------------------------------------
