@@ -16,6 +16,7 @@ from ..core import ops
 from ..core.filters import Filter
 from ..core.graph import build, pack
 from ..core.graphstate import GraphState
+from ..core.lost import watch_draws
 from ..core.state import FlatState, one_or_all, to_flat_state
 from ..core.tracing import current_trace
 from ..core.variables import Variable
@@ -65,7 +66,10 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, strict: bool = Fal
         return made
     layout, values, _ = pack(made)
     rows = {layout.variables[k]: given[path] for path, k in layout.positions.items() if path in given}
-    return build(layout, values, rows)[0]
+    made = build(layout, values, rows)[0]
+    if trace is not None:
+        watch_draws(made)  # the streams that are copies after all
+    return made
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:

@@ -68,7 +68,7 @@ class Listener:
         then called with the output.
     """
 
-    __slots__ = ("_new", "_own", "base", "on_call", "outer", "packed", "recorded", "stack")
+    __slots__ = ("_new", "_own", "base", "objects", "on_call", "outer", "packed", "recorded", "stack")
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Listener:
         paths: Sequence[Path] | Callable[[], Sequence[Path]],
         on_call: Callable[[Any, Path, str, tuple, dict], Callable[[Any], object] | None] | None = None,
     ):
+        self.objects = objects
         self._own: _Paths | Callable[[], _Paths] = lambda: _Paths(objects, paths() if callable(paths) else paths)
         self._new: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, its path, those below it
         self.stack: list[tuple[Any, str]] = []
@@ -84,6 +85,12 @@ class Listener:
         self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
         self.base: Callable[[], Path] | None = None  # the path outside of the Module in whose call this trace began
         self.recorded: tuple[type, ...] | None = None  # what an enclosing `nnx.capture` takes out, by type
+
+    def leave(self) -> None:
+        """Note that the innermost call has ended. A model that was made in the trace is held no longer than that."""
+        module = self.stack.pop()[0]
+        if self._new is not None and self._new[0] is module and not (self.stack and self.stack[-1][0] is module):
+            self._new = None
 
     def current(self) -> Path | None:
         """The path of the Module whose method is running; None if none is."""

@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -93,7 +93,7 @@ def _follow(listener: Listener, method: Callable, name: str, self: Any, args: tu
         hide_frames(error)
         raise
     finally:
-        stack.pop()
+        listener.leave()
     if finish is not None:
         finish(out)
     return out
@@ -192,6 +192,14 @@ def followed() -> bool:
 def listened() -> bool:
     """Whether this thread has an active listener: a transform is tracing, or the calls are being followed."""
     return _active.listener is not None
+
+
+def objects_of_traces() -> Iterator[Any]:
+    """The objects that the transforms that are tracing in this thread have brought into their traces."""
+    listener = _active.listener
+    while listener is not None:
+        yield from listener.objects
+        listener = listener.outer
 
 
 def recorded_types() -> tuple[type, ...] | None:

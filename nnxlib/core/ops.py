@@ -38,6 +38,7 @@ from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
 from .iteration import holder_of
 from .layout import Layout
+from .lost import watch_draws
 from .making import make_variable, make_variables
 from .nesting import Nesting
 from .objects import Node, check_writable, set_child
@@ -45,7 +46,7 @@ from .rows import Row, VariableRow, count_leaves, touched_rows
 from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
 from .tables import build_described, table_of
-from .tracing import Tracer, boundary, current_trace
+from .tracing import Tracer, at_top_level, boundary, current_trace
 from .variables import Variable, plain_value
 
 A = TypeVar("A")
@@ -58,14 +59,21 @@ Items = list[tuple[Path, Any]]  # pairs of path and leaf
 
 def _packed(node: Any) -> tuple[Layout, list[Any], list[Any]]:
     """(layout, leaves, objects) of a node, from its table where it has one."""
+    layout, leaves, objects = _to_be_read(node)
+    return layout, leaves(), objects
+
+
+def _to_be_read(node: Any) -> tuple[Layout, Callable[[], list[Any]], list[Any]]:
+    """The same, with a function that reads the leaves."""
     if isinstance(node, Node):
         if Watch.all:
             notice(node)
         table = table_of(node)
-        return table.layout, table.leaves(), table.objects_with(node)
+        return table.layout, table.leaves, table.objects_with(node)
     if isinstance(node, GraphDef):
         raise ArgumentError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
-    return pack(node)
+    layout, leaves, objects = pack(node)
+    return layout, lambda: leaves, objects
 
 
 class _Snapshot:
@@ -105,16 +113,19 @@ def copies_of(layout: Layout, leaves: list[Any]) -> list[Any]:
 
 
 def _states(
-    layout: Layout, leaves: list[Any], objects: list[Any], filters: Sequence[Filter], *, exhaustive: bool
+    layout: Layout, leaves: Callable[[], list[Any]], objects: list[Any], filters: Sequence[Filter], *, exhaustive: bool
 ) -> tuple[Any, ...]:
-    """Copies of the leaves as a State, or one for each filter; the State of a single leaf is the leaf itself."""
+    """Copies of the leaves as a State, or one for each filter; the State of a single leaf is the leaf itself.
+
+    Where filters leave out some Variables, these are not read: so a jitted function need not take them.
+    """
     nesting, predicates = layout.nesting, filters_to_predicates(filters)
 
     if nesting is None:  # a leaf by itself, a very deep graph, or keys that JAX cannot sort
-        flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves), strict=True))
+        flat = FlatState(zip(layout.leaf_paths, copies_of(layout, leaves()), strict=True))
         return tuple([state_of_items(group) for group in _divided(flat, filters, exhaustive)])
     if not filters:
-        return (State._later(_Snapshot(layout, leaves)),)
+        return (State._later(_Snapshot(layout, leaves())),)
     variables = [objects[i] for i in layout.variables]
 
     def groups_of(leaves: list[Any]) -> list[Items]:
@@ -122,11 +133,12 @@ def _states(
 
     # The groups follow from the layout, unless there are arrays, whose types it does not know, or a filter looks at
     # values.
-    if len(variables) < len(leaves) or any(x.looks_at_values for x in predicates):
-        return tuple([state_of_items(group) for group in groups_of(copies_of(layout, leaves))])
+    if len(variables) < len(layout.leaf_paths) or any(x.looks_at_values for x in predicates):
+        return tuple([state_of_items(group) for group in groups_of(copies_of(layout, leaves()))])
     paths_of_groups = lambda: [[path for path, _ in group] for group in groups_of(variables)]
     groups = layout.grouped((predicates, exhaustive), paths_of_groups)
-    return tuple([State._later(_Snapshot(layout, group.sort(leaves), group)) for group in groups])
+    values = [[x._cell.value for x in group.sort(variables)] for group in groups]
+    return tuple([State._later(_Snapshot(layout, *of_group)) for of_group in zip(values, groups)])
 
 
 def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> list[Items]:
@@ -175,7 +187,7 @@ def split(node: Any, *filters: Filter) -> Any:
     """
     layout, leaves, objects = _packed(node)
     graphdef = graphdef_of(layout, leaves)
-    return graphdef, *_states(layout, leaves, objects, filters, exhaustive=True)
+    return graphdef, *_states(layout, lambda: leaves, objects, filters, exhaustive=True)
 
 
 @boundary
@@ -226,9 +238,13 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
         values[held] = as_held(values[held], graphdef.avals[held])
         is_described = is_described and all(is_data_leaf(x) for x in values[held])
     if is_described:
-        return build_described(layout, values)
-    made = {k: make_variable(kind, values[k], metadata) for k, (kind, metadata) in changed.items()}
-    return build(layout, values, {layout.variables[k]: variable for k, variable in made.items()})[0]
+        made = build_described(layout, values)
+    else:
+        others = {layout.variables[k]: make_variable(kind, values[k], more) for k, (kind, more) in changed.items()}
+        made = build(layout, values, others)[0]
+    if not at_top_level():
+        watch_draws(made)
+    return made
 
 
 def _of_graphdef(graphdef: GraphDef, state: Any) -> Any:
@@ -281,8 +297,7 @@ def state(node: Any, *filters: Filter) -> Any:
     >>> list(nnx.state(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.BatchStat))
     ['mean', 'var']
     """
-    layout, leaves, objects = _packed(node)
-    return one_or_all(_states(layout, leaves, objects, filters, exhaustive=False))
+    return one_or_all(_states(*_to_be_read(node), filters, exhaustive=False))
 
 
 @boundary

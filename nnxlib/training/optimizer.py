@@ -47,6 +47,7 @@ from ..core.filters import Filter, shown
 from ..core.generics import A, M
 from ..core.graph import even_if_interrupted
 from ..core.identity import change
+from ..core.lost import watch_update
 from ..core.missing import MISSING
 from ..core.objects import Node, Pytree, attributes_of
 from ..core.ops import state, update
@@ -55,7 +56,6 @@ from ..core.state import State, map_state, to_flat_state
 from ..core.tracing import Tracer, boundary
 from ..core.values import as_stored
 from ..core.variables import Param, Variable, plain_value
-from .lost import watch_update
 from .stored import check_transformation, flat, is_variable, matched, set_values, without_aliases
 
 

@@ -1,0 +1,180 @@
+"""Lost changes: a warning where a function changes a copy of a model, and nothing ever reads what it has changed.
+
+Nothing else would tell of these two mistakes:
+
+- *Lost updates.* ``jax.jit`` and the other transformations of raw JAX give a function copies of the Modules that it is
+  passed. If the function updates them with an optimizer and does not return them, nothing is trained.
+- *Lost draws.* Under ``nnx.jit`` a function changes the model itself, but what ``nnx.merge`` makes of its State is a
+  copy. If the copy draws random numbers, and the model is not updated with its State, the next call draws the same.
+
+What nothing reads has no effect. So under a transformation the cells of these Variables note whether they are read
+after they were written. When they are gone unread, a warning points to the update, or to the merge. (If their trace is
+no longer running then, the function has failed, and there is no warning.)
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from .calls import objects_of_traces
+from .cells import Cell, TracedCell
+from .finding import reachable
+from .inputs import peek
+from .rngs import RngStream
+from .tracing import EAGER, current_trace, enclosing_transform, is_users, running_trace
+from .variables import RngKey, Variable
+
+_NOTHING_RUNS = "jax.eval_shape", "jax.make_jaxpr"  # what a function changes there is not meant to be kept
+_value: Any = Cell.__dict__["value"]
+
+
+class _Place:
+    """The line of the user's code that is running, for a warning that may come later."""
+
+    __slots__ = ("_at", "function")
+
+    def __init__(self) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        self.function = frame.f_code.co_name
+        self._at = frame.f_code.co_filename, frame.f_lineno
+
+    def warn(self, text: str) -> None:
+        warnings.warn_explicit(text, UserWarning, *self._at)
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+class _Update:
+    """One update: where it was called, how many of the cells that it wrote are left, and whether any has been read."""
+
+    __slots__ = ("left", "place", "read", "transform")
+
+    def __init__(self, left: int, transform: str):
+        self.place, self.left, self.read, self.transform = _Place(), left, False, transform
+
+    def warn(self) -> None:
+        raw = "jax.jit" if self.transform == "jax" else self.transform
+        self.place.warn(_LOST_UPDATE.format(function=self.place.function, raw=raw, name=raw.rpartition(".")[2]))
+
+
+class _Unread(TracedCell):
+    """A cell whose value has not been read since an update has written it; once read, it is an ordinary one."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:  # type: ignore[override]
+        update = _updates.pop(id(self), None)
+        if update is not None:
+            update.read = True
+        self.__class__ = TracedCell  # type: ignore[assignment]
+        return _value.__get__(self)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        _value.__set__(self, value)
+
+    def __del__(self) -> None:
+        update = _updates.pop(id(self), None)
+        if update is not None:
+            update.left -= 1
+            if update.left == 0 and not update.read and current_trace() is self.trace:
+                update.warn()
+
+
+_updates: dict[int, _Update] = {}  # by the ids of cells
+
+
+def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) -> None:
+    """Warn when everything that an update has written just now is gone without having been read.
+
+    Args:
+      model: the model that was updated.
+      values: its new values.
+      others: the other Variables that the update has written: the state of the optimizer.
+    """
+    if running_trace() is EAGER:
+        return
+    transform = enclosing_transform()[0]
+    if transform in (None, "nnx", *_NOTHING_RUNS):
+        return
+    ids = set(map(id, values))
+    written = [x for _, x in reachable(model, set()) if isinstance(x, Variable) and id(x._nnx_value) in ids]
+    if written:  # nothing is found if the values are kept in a jax.Ref, which comes out of the transformation
+        cells = [x._cell for x in (*written, *others) if type(x._cell) is TracedCell]
+        update = _Update(len(cells), transform)
+        for cell in cells:
+            cell.__class__ = _Unread
+            _updates[id(cell)] = update
+
+
+_LOST_UPDATE = """\
+An optimizer updates a model in {function}, which runs under {raw}. That gives {function} copies of the Modules that \
+it is passed, and what was changed here was neither read nor returned, so nothing is trained. Use nnx.{name}, which \
+changes the Modules themselves, or return them."""
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+class _Copy:
+    """One copy of a model: where it was merged, and the ids of the counts that were written and have yet to be read."""
+
+    __slots__ = ("place", "unread")
+
+    def __init__(self) -> None:
+        self.place, self.unread = _Place(), set[int]()
+
+
+class _CountOfCopy(TracedCell):
+    """The cell of the count of a stream in a copy: each draw reads and writes it."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:  # type: ignore[override]
+        _copies[id(self)][0].unread.discard(id(self))
+        return _value.__get__(self)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        _copies[id(self)][0].unread.add(id(self))
+        _value.__set__(self, value)
+
+    def __del__(self) -> None:
+        copy, key, its_value = _copies.pop(id(self))
+        if id(self) in copy.unread and key.value is its_value and current_trace() is self.trace:
+            copy.unread.clear()  # one warning for all of its streams
+            copy.place.warn(_LOST_DRAWS.format(function=copy.place.function))
+
+
+_copies: dict[int, tuple[_Copy, Cell, Any]] = {}  # by the ids of cells; with the cell of the stream's key, and the key
+
+
+def watch_draws(model: Any) -> None:
+    """Warn when a stream of a model that was merged just now has drawn numbers and is gone, and nothing knows of it.
+
+    Only if it is a copy of a stream that a transform of nnxlib has brought into the running trace, and was not given
+    another key: any other may have its seed from an argument.
+    """
+    streams = [x for _, x in reachable(model, set()) if isinstance(x, RngStream)]
+    if streams and enclosing_transform()[0] not in _NOTHING_RUNS:
+        live = {id(peek(x._cell)) for x in objects_of_traces() if isinstance(x, RngKey)}
+        copy = _Copy()
+        for count, key in [(x.count._cell, x.key._cell) for x in streams]:
+            if id(key.value) in live and type(count) is TracedCell:
+                count.__class__ = _CountOfCopy
+                _copies[id(count)] = copy, key, key.value
+
+
+_LOST_DRAWS = """\
+A model that nnx.merge makes in {function} draws random numbers. It is a copy, and nothing has read how many it has \
+drawn, so unless the model gets a new seed, the next call draws the same numbers. Return \
+nnx.state(copy, nnx.RngState) from where the copy is used, and pass it to nnx.update(model, ...). Or use the model \
+itself, with nnx.grad or nnx.scan in place of jax.grad or jax.lax.scan."""
