@@ -370,11 +370,12 @@ def test_static_values_that_hide_nothing_of_the_trace() -> None:
 def test_a_dict_in_a_variable_is_edited_as_a_whole_or_not_at_all(transform: Callable) -> None:
     """A pytree in a Variable that a function edits in place: its changes come out, and a failed call makes none."""
     m = Block()
-    m.w, m.v = nnx.Param(jnp.float32(1)), nnx.Variable({"a": [jnp.float32(1)]})
+    m.w, m.v = nnx.Param(jnp.float32(1)), nnx.Variable({"a": [jnp.float32(1)], "b": jnp.float32(0)})
     held = m.v.value
 
     def f(m: Any, fail: bool) -> Any:
         m.v.value["a"].append(m.w * 2)
+        m.v.value["b"] += m.w
         if fail:
             raise Stop
         return m.w.value
@@ -383,8 +384,23 @@ def test_a_dict_in_a_variable_is_edited_as_a_whole_or_not_at_all(transform: Call
     with pytest.raises(Stop):
         transform(lambda m: f(m, True))(m)
     before.assert_unchanged()
-    assert held == {"a": [1]}
+    assert held == {"a": [1], "b": 0}
     for count in (2, 3):
         transform(lambda m: f(m, False))(m)
         assert len(m.v.value["a"]) == count
+        assert m.v.value["b"] == count - 1
         assert_no_tracer(m)
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.grad])
+def test_an_item_of_a_dict_in_a_variable_is_replaced_in_place(transform: Callable) -> None:
+    """The structure stays; what is in it does not."""
+    m = Block()
+    m.w, m.v = nnx.Param(jnp.float32(1)), nnx.Variable({"a": jnp.float32(1)})
+
+    def f(m: Any) -> Any:
+        m.v.value["a"] = m.w * 2
+        return m.w.value
+
+    transform(f)(m)
+    assert m.v.value == {"a": 2}

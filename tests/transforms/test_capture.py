@@ -269,6 +269,38 @@ def test_a_failure_changes_nothing():
     assert_same(model, Net())
 
 
+class Jitted(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.array(2.0))
+
+    @nnx.jit
+    def __call__(self, x):
+        return self.w * x
+
+    @nnx.jit
+    def twice(self, x):
+        return 2 * self(x)
+
+
+@nnx.jit
+def a_function(model, x):
+    return model.inner(x)
+
+
+def test_the_outputs_of_jitted_methods_are_recorded():
+    """A method that is jitted in its class is one; a jitted function of a Module is none."""
+    model = nnx.Module()
+    model.inner = Jitted()
+
+    def outputs(f):
+        return plain(nnx.capture(f, nnx.Intermediate, method_outputs=nnx.Intermediate)(model, X)[1])
+
+    assert outputs(lambda model, x: model.inner(x)) == {"inner": {"__call__": ([2, 4],)}}
+    assert outputs(lambda model, x: model.inner.twice(x)) == {"inner": {"__call__": ([2, 4],), "twice": ([4, 8],)}}
+    assert outputs(a_function) == {"inner": {"__call__": ([2, 4],)}}
+    assert outputs(lambda model, x: nnx.jit(lambda: model.inner(x))()) == {"inner": {"__call__": ([2, 4],)}}
+
+
 def test_a_capture_waits_for_another_thread():
     """While that traces a function which refers to the same Module, the Module holds tracers."""
     model, traces = Record(), threading.Event()

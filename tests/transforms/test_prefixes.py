@@ -203,6 +203,12 @@ def test_a_prefix_that_does_not_fit_what_is_returned():
         broadcast_prefix([0], [1.0, 2.0], "out_axes")
     with pytest.raises(PrefixError, match=r"^out_axes=\(0, 0\) has 2 entries, but there is one value, float32\[2\]"):
         broadcast_prefix((0, 0), jnp.ones(2), "out_axes")
+    with pytest.raises(
+        PrefixError, match=r"^out_shardings or out_specs=\(None, None\) has 2 entries, but there is one"
+    ):
+        nnx.jit(lambda x: x, out_shardings=(None, None))(jnp.ones(2))
+    with pytest.raises(PrefixError, match=r"^out_axes=\(0, 0\) has 2 entries, but there is one"):
+        nnx.vmap(lambda x: x, out_axes=(0, 0))(jnp.ones(2))
 
 
 @pytest.mark.parametrize("node", [nnx.Dict(a=nnx.Param(1.0)), (nnx.Param(1.0),)], ids=type)

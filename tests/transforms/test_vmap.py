@@ -185,6 +185,20 @@ def test_sown_values_are_stacked():
     np.testing.assert_array_equal(m.seen.value[0], XS)
 
 
+def test_captured_values_are_stacked_at_the_front_whatever_the_other_axes():
+    """What slices sow has an axis of its own, also if no argument or output has that one."""
+
+    class Sower(nnx.Module):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "seen", x)
+            return x
+
+    over_columns = nnx.vmap(lambda m, x: m(x), in_axes=(None, 1), out_axes=1)
+    out, recorded = nnx.capture(over_columns, nnx.Intermediate)(Sower(), XS)
+    np.testing.assert_array_equal(out, XS)
+    np.testing.assert_array_equal(recorded.seen.value[0], XS.T)
+
+
 def test_shared_objects_stay_shared_and_inputs_come_back_as_themselves():
     def f(m, v, x):
         assert v is m.a.w
