@@ -381,6 +381,21 @@ def test_structural_changes_come_out(mutation):
     assert any(x is y for y in objects_in(pairs[0]) for x in parts)
 
 
+def test_state_takes_what_its_filters_select():
+    """A jitted function is not given the other Variables: their arrays may even be gone."""
+    norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def parameters(norm):
+        return nnx.state(norm, nnx.Param)
+
+    for leaf in (norm.mean, norm.var):
+        leaf.value.delete()
+    assert list(parameters(norm)) == ["bias", "scale"]
+    with pytest.raises(RuntimeError, match="Array has been deleted"):
+        nnx.jit(lambda norm: nnx.state(norm))(norm)
+
+
 def test_unchanged_values_are_not_touched():
     """A Variable that the function only reads keeps the very array; one that it writes gets another."""
     model = Net()
