@@ -169,7 +169,7 @@ class After(NamedTuple):
     walk: Walk
 
     @property
-    def paths(self) -> tuple[tuple, ...]:
+    def leaf_paths(self) -> tuple[tuple, ...]:
         """The path of each leaf of the Delta; that of a leaf of the output begins with ``<output>``."""
 
         @functools.cache

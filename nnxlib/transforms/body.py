@@ -30,7 +30,7 @@ class Body(NamedTuple):
     run: Callable[[Sequence[Any]], list[Any]]
     delta: Delta
     owners: tuple[Owner, ...]  # of each leaf
-    paths: tuple[tuple, ...]  # of each leaf
+    leaf_paths: tuple[tuple, ...]
     labels: tuple[Any, ...]  # of each leaf; empty if there are none
     types: list[Any]  # of each leaf, see `type_of` in leaf_checks.py
 
@@ -76,7 +76,7 @@ def trace_body(
         labels = () if label is None else tuple(label(after, out))
         after = adjust(after, labels)
         check_returned(after)
-        return after.leaves, _Traced(after.delta, tuple(after.owners), after.paths, labels)
+        return after.leaves, _Traced(after.delta, tuple(after.owners), after.leaf_paths, labels)
 
     pure = named(pure, function, layout.leaf_paths)
     closed, (shapes, traced) = jax.make_jaxpr(pure, return_shape=True)(*leaves)

@@ -189,7 +189,7 @@ def _aligned(layout: Layout, inputs: list[Any], bodies: list[Body]) -> tuple[lis
         [body.types[k] if own else type_of(inputs[k]) for own, k in source]
         for body, source in zip(bodies, sources, strict=True)
     ]
-    known = dict(zip(first.owners, first.paths, strict=True))
+    known = dict(zip(first.owners, first.leaf_paths, strict=True))
     paths = [known[owner] if owner in known else layout.leaf_paths[positions[owner]] for owner in owners]
     for k, other in enumerate(types[1:], 1):
         changes = type_changes(types[0], other, paths, _IN_BRANCHES.format(k=k))

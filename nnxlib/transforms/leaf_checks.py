@@ -36,8 +36,8 @@ def check_returned(after: After) -> None:
             jax.tree.map(jax.typeof, leaf)
         except TypeError:
             raise OutputError(
-                f"{place_of(after.paths[k])} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come out "
-                "of a compiled function. Return arrays, and keep other values in static attributes or outside."
+                f"{place_of(after.leaf_paths[k])} is set to a {type(leaf).__name__} ({leaf!r:.80}), which cannot come "
+                "out of a compiled function. Return arrays, and keep other values in static attributes or outside."
             ) from None
 
 

@@ -67,14 +67,14 @@ class Arguments(NamedTuple):
 class Outcome:
     """What one trace of a function did: its Delta, and the lane of each leaf that comes back. Static."""
 
-    __slots__ = ("_hash", "delta", "lane_of", "paths", "read", "returns_objects")
+    __slots__ = ("_hash", "delta", "lane_of", "leaf_paths", "read", "returns_objects")
 
     def __init__(
-        self, delta: Delta, lane_of: tuple[int, ...] = (), paths: tuple[tuple, ...] = (), read: Sequence[int] = ()
+        self, delta: Delta, lane_of: tuple[int, ...] = (), leaf_paths: tuple[tuple, ...] = (), read: Sequence[int] = ()
     ):
         self.delta = delta
         self.lane_of = lane_of  # of each leaf that comes back; empty if there is only one lane
-        self.paths = paths  # of the leaves that come back, for messages
+        self.leaf_paths = leaf_paths  # of the leaves that come back, for messages
         self.read = read  # the positions of the leaves that it read, if it was watched
         # If it returns no objects, the output can be made from its leaves alone.
         self.returns_objects = any(type(spec) is Ref for _, spec in parts(delta.root))
@@ -82,7 +82,7 @@ class Outcome:
 
     def names(self, lane: int) -> list[str]:
         """The paths of the leaves of one lane, in order."""
-        return [place_of(path) for path, found in zip(self.paths, self.lane_of, strict=True) if found == lane]
+        return [place_of(path) for path, found in zip(self.leaf_paths, self.lane_of, strict=True) if found == lane]
 
     def __hash__(self) -> int:
         if self._hash is None:
@@ -207,7 +207,7 @@ class Crossing:
         lane_of: tuple[int, ...] = ()
         if self.labels is not None:
             after, lane_of = self._lanes_after(self.labels, layout, out, after)
-        outcome = Outcome(after.delta, lane_of, after.paths, self._read(after))
+        outcome = Outcome(after.delta, lane_of, after.leaf_paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
 
     def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[After, tuple[int, ...]]:

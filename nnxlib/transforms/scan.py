@@ -255,7 +255,7 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
     refuse_structural([x for x in changes if not x.added and not _is_stacked(labels, x.row)], "body of scan")
     kept = {*range(ROOT, len(layout.rows)), *replaced}.difference(change.row for change in changes)
     problems, whole = [], []
-    for owner, label, path, type_ in zip(body.owners, body.labels, body.paths, body.types, strict=True):
+    for owner, label, path, type_ in zip(body.owners, body.labels, body.leaf_paths, body.types, strict=True):
         what = place_of(path)
         if label is Carry and owner[0] not in kept:
             problems.append(f"{what}: attached inside, but Carry needs a value to start from")

@@ -254,7 +254,7 @@ def test_the_leaves_of_a_delta_are_in_the_order_of_a_layout():
     fresh.embed.kernel.value, fresh.pair, fresh.new = jnp.zeros(2), (jnp.ones(3), fresh.pair[1]), nnx.Param(1.0)
     after = diff(packed.layout, packed.leaves, objects, (fresh, jnp.ones(4), jnp.ones(5)))
     changed = [("embed", "kernel"), ("new",), ("pair", 0), ("pair", 1)]
-    assert after.paths == (*changed, ("<output>", 1), ("<output>", 2))
+    assert after.leaf_paths == (*changed, ("<output>", 1), ("<output>", 2))
     assert after.owners == after.delta.owners(after.rows) == [(2, 0), (3, 0), (0, 1), (0, 2), (-1, 0), (-1, 1)]
     assert [after.walk.cells[i].value for i in (2, 3)] == after.leaves[:2]
     assert after.leaves[2:4] == [*fresh.pair]

@@ -41,7 +41,7 @@ def test_a_body_runs_the_user_s_function_once():
 def test_a_body_tells_whose_leaves_it_returns_with_paths_and_types():
     _, body = traced(lambda m, x: m(x), Layer(), X)
     assert body.owners == ((1, 0), (-1, 0))  # row 0 is the Layer, row 1 its first attribute by name
-    assert body.paths == (("args", 0, "calls"), ("<output>",))
+    assert body.leaf_paths == (("args", 0, "calls"), ("<output>",))
     assert [(t.shape, t.dtype) for t in body.types] == [((), jnp.int32), ((3,), jnp.float32)]
 
 
