@@ -51,12 +51,12 @@ class _Place:
 
 
 class _Update:
-    """One update: where it was called, how many of the cells that it wrote are left, and whether any has been read."""
+    """One update: where it was called, and how many of the cells that it wrote are left (one that is read, for ever)."""
 
-    __slots__ = ("left", "place", "read", "transform")
+    __slots__ = ("left", "place", "transform")
 
     def __init__(self, left: int, transform: str):
-        self.place, self.left, self.read, self.transform = _Place(), left, False, transform
+        self.place, self.left, self.transform = _Place(), left, transform
 
     def warn(self) -> None:
         raw = "jax.jit" if self.transform == "jax" else self.transform
@@ -70,9 +70,7 @@ class _Unread(TracedCell):
 
     @property
     def value(self) -> Any:  # type: ignore[override]
-        update = _updates.pop(id(self), None)
-        if update is not None:
-            update.read = True
+        del _updates[id(self)]
         self.__class__ = TracedCell  # type: ignore[assignment]
         return _value.__get__(self)
 
@@ -81,11 +79,10 @@ class _Unread(TracedCell):
         _value.__set__(self, value)
 
     def __del__(self) -> None:
-        update = _updates.pop(id(self), None)
-        if update is not None:
-            update.left -= 1
-            if update.left == 0 and not update.read and current_trace() is self.trace:
-                update.warn()
+        update = _updates.pop(id(self))
+        update.left -= 1
+        if update.left == 0 and current_trace() is self.trace:
+            update.warn()
 
 
 _updates: dict[int, _Update] = {}  # by the ids of cells

@@ -123,6 +123,15 @@ def test_a_watched_cell_is_an_ordinary_one_once_it_is_read():
     assert optimizer.step.value == its_optimizer.step.value == 1
 
 
+def test_a_watched_cell_may_be_written_unread():
+    def step(model, optimizer):
+        update(model, optimizer)
+        model.w.value = 3 * jnp.ones((2, 1))
+        return model
+
+    assert (jax.jit(step)(*made()).w.value == 3).all()
+
+
 # --- draws ------------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +218,21 @@ def test_the_next_call_does_draw_the_same():
     assert (f(model) == first).all()
     nnx.reseed(model, default=1)
     assert not (f(model) == first).all()
+
+
+def test_a_copy_draws_as_the_model_would():
+    """One number after the other; and after an update the model goes on from there."""
+
+    @nnx.jit
+    def draws(model):
+        copy = nnx.merge(*nnx.split(model))
+        keys = copy.first.rngs(), copy.first.rngs()
+        nnx.update(model, nnx.state(copy, nnx.RngState))
+        return *keys, model.first.rngs()
+
+    ours, same = Dropouts(nnx.Rngs(0)), Dropouts(nnx.Rngs(0)).first
+    assert draws(ours) == tuple(same.rngs() for _ in range(3))
+    assert ours.first.rngs.count.value == 3
 
 
 def updates(model):
