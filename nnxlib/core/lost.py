@@ -51,7 +51,7 @@ class _Place:
 
 
 class _Update:
-    """One update: where it was called, and how many of the cells that it wrote are left (one that is read, for ever)."""
+    """One update: where it was called, and how many of the cells that it wrote are left or have been read."""
 
     __slots__ = ("left", "place", "transform")
 
