@@ -3,9 +3,10 @@
 Nothing else would tell of these two mistakes:
 
 - *Lost updates.* ``jax.jit`` and the other transformations of raw JAX give a function copies of the Modules that it is
-  passed. If the function updates them with an optimizer and does not return them, nothing is trained.
-- *Lost draws.* Under ``nnx.jit`` a function changes the model itself, but what ``nnx.merge`` makes of its State is a
-  copy. If the copy draws random numbers, and the model is not updated with its State, the next call draws the same.
+  passed. Under ``nnx.jit`` a function changes the Modules themselves, but what ``nnx.merge`` makes of their State is a
+  copy, too. If an optimizer updates a copy, and that is not returned, nothing is trained.
+- *Lost draws.* If a copy that ``nnx.merge`` has made draws random numbers under ``nnx.jit``, and the model is not
+  updated with its State, the next call draws the same numbers.
 
 What nothing reads has no effect. So under a transformation the cells of these Variables note whether they are read
 after they were written. When they are gone unread, a warning points to the update, or to the merge. (If their trace is
@@ -59,8 +60,12 @@ class _Update:
         self.place, self.left, self.transform = _Place(), left, transform
 
     def warn(self) -> None:
-        raw = "jax.jit" if self.transform == "jax" else self.transform
-        self.place.warn(_LOST_UPDATE.format(function=self.place.function, raw=raw, name=raw.rpartition(".")[2]))
+        if self.transform == "nnx":
+            text = _LOST_UPDATE_OF_COPY.format(function=self.place.function)
+        else:
+            raw = "jax.jit" if self.transform == "jax" else self.transform
+            text = _LOST_UPDATE.format(function=self.place.function, raw=raw, name=raw.rpartition(".")[2])
+        self.place.warn(text)
 
 
 class _Unread(TracedCell):
@@ -99,12 +104,19 @@ def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) 
     if running_trace() is EAGER:
         return
     transform = enclosing_transform()[0]
-    if transform in (None, "nnx", *_NOTHING_RUNS):
+    if transform in (None, *_NOTHING_RUNS):
         return
     ids = set(map(id, values))
-    written = [x for _, x in reachable(model, set()) if isinstance(x, Variable) and id(x._nnx_value) in ids]
-    if written:  # nothing is found if the values are kept in a jax.Ref, which comes out of the transformation
-        cells = [x._cell for x in (*written, *others) if type(x._cell) is TracedCell]
+    cells: list[Cell] = []
+    for _, x in reachable(model, set()):
+        if isinstance(x, Variable) and id(peek(x._cell)) in ids:
+            if (
+                type(x._cell) is not TracedCell
+            ):  # `nnx.jit` has brought it into the trace, and knows that it was written
+                return
+            cells.append(x._cell)
+    if cells:  # none is found if the values are kept in a jax.Ref, which comes out of the transformation
+        cells += [x._cell for x in others if type(x._cell) is TracedCell]
         update = _Update(len(cells), transform)
         for cell in cells:
             cell.__class__ = _Unread
@@ -115,6 +127,11 @@ _LOST_UPDATE = """\
 An optimizer updates a model in {function}, which runs under {raw}. That gives {function} copies of the Modules that \
 it is passed, and what was changed here was neither read nor returned, so nothing is trained. Use nnx.{name}, which \
 changes the Modules themselves, or return them."""
+
+_LOST_UPDATE_OF_COPY = """\
+An optimizer updates a model in {function} that is a copy, such as nnx.merge makes, or that was made there. What was \
+changed was neither read nor returned, so nothing is trained. Update the model that is passed to {function}; or return \
+nnx.state(copy), and pass that to nnx.update(model, ...)."""
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------

@@ -60,6 +60,33 @@ def test_an_update_that_nothing_reads_is_a_warning(name):
     assert found.filename == __file__
 
 
+def copied(model, optimizer):
+    return update(*nnx.merge(*nnx.split((model, optimizer))))
+
+
+LOST_IN_NNX = {
+    "a copy": nnx.jit(copied),
+    "a copy in a scan": lambda *both: nnx.jit(
+        lambda *both: nnx.scan(lambda carry, _: (carry, copied(*both)), length=2)(jnp.zeros(()), None)
+    )(*both),
+    "a State that is passed": lambda *both: nnx.jit(merged, static_argnums=0)(*nnx.split(both)),
+    "a copy, and the optimizer itself": nnx.jit(
+        lambda model, optimizer: update(nnx.merge(*nnx.split(model)), optimizer)
+    ),
+    "a clone": nnx.jit(lambda *both: update(*nnx.clone(both))),
+}
+
+
+@pytest.mark.parametrize("name", LOST_IN_NNX)
+def test_an_update_of_a_copy_is_a_warning_under_nnx_too(name):
+    """There the model itself would have been changed."""
+    model, optimizer = made()
+    (found,) = lost(LOST_IN_NNX[name], model, optimizer)
+    assert "in update that is a copy, such as nnx.merge makes" in str(found.message)
+    assert found.filename == __file__
+    assert (model.w.value == 1).all()
+
+
 def fails(model, optimizer):
     update(model, optimizer)
     raise KeyError
@@ -68,6 +95,18 @@ def fails(model, optimizer):
 def failing(model, optimizer):
     with pytest.raises(KeyError):
         jax.jit(fails)(model, optimizer)
+
+
+def returns_state(model, optimizer):
+    copy = nnx.merge(*nnx.split((model, optimizer)))
+    return update(*copy), nnx.state(copy)
+
+
+def updates_the_model(model, optimizer):
+    copy = nnx.merge(*nnx.split((model, optimizer)))
+    loss = update(*copy)
+    nnx.update((model, optimizer), nnx.state(copy))
+    return loss
 
 
 def scanned(model, optimizer):
@@ -92,6 +131,18 @@ KEPT = {
     "a scan": scanned,
     "shapes alone": lambda model, optimizer: jax.eval_shape(update, model, optimizer),
     "a step that fails": failing,
+    "a copy whose State is returned": nnx.jit(returns_state),
+    "a copy that the model is updated with": nnx.jit(updates_the_model),
+    "an optimizer that is made for one step": nnx.jit(
+        lambda model, optimizer: update(model, nnx.Optimizer(model, optax.adam(0.1)))
+    ),
+    "a model in the body of a scan": nnx.jit(
+        lambda *both: nnx.scan(lambda both, _: (both, update(*both)), length=2)(both, None)[1]
+    ),
+    "a model in the body of a while_loop": nnx.jit(
+        lambda *both: nnx.fori_loop(0, 2, lambda i, both: (update(*both), both)[1], both) and None
+    ),
+    "a remat in a jit": nnx.jit(lambda *both: nnx.remat(update)(*both)),
 }
 
 
