@@ -47,7 +47,7 @@ from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
-from .variables import Variable, plain_value
+from .variables import RngKey, Variable, plain_value
 
 A = TypeVar("A")
 
@@ -242,7 +242,7 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     else:
         others = {layout.variables[k]: make_variable(kind, values[k], more) for k, (kind, more) in changed.items()}
         made = build(layout, values, others)[0]
-    if not at_top_level():
+    if not at_top_level() and RngKey in layout.blueprint.variable_types:
         watch_draws(made)
     return made
 
