@@ -19,7 +19,8 @@ being traced.
 
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
 made again later. It must not wait inside the trace, since JAX makes a thread wait for what another one is tracing.
-Other threads find the values of a borrowed Variable as they were (:class:`~nnxlib.core.inputs.LentInput`).
+Other threads find the values of a borrowed Variable as they were (:class:`~nnxlib.core.inputs.LentInput`), and so they
+find what a borrowed node holds, where they pack it (:func:`outside_of_loan`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from .finding import reachable
@@ -54,7 +56,7 @@ def running_in(functions: Iterable[types.FunctionType]) -> Running:
 class CapturedObjects(BaseException):
     """Raised through JAX to end a trace that has captured objects; never reaches the user."""
 
-    def __init__(self, roots: Sequence[Any], running: Running = types.MappingProxyType({})):
+    def __init__(self, roots: Sequence[Any], running: Running = MappingProxyType({})):
         super().__init__(f"{len(roots)} captured objects")
         self.roots, self.running = list(roots), running
 
@@ -223,12 +225,19 @@ class Loans:
 
     lock = threading.RLock()  # held by the thread that borrows
     now: tuple[int, tuple[TraceRef, ...]] = 0, ()  # that thread, and its traces that have borrowed
+    saved: Mapping[int, tuple] = MappingProxyType({})  # by the ids of objects, what they are outside of these traces
 
 
 def is_lent_elsewhere(trace: TraceRef) -> bool:
     """Whether objects that belong to ``trace`` are live ones, which a trace of another thread has borrowed."""
     thread, traces = Loans.now
     return trace in traces and thread != threading.get_ident()
+
+
+def outside_of_loan(node: Any) -> tuple[Any, Any] | None:
+    """What a node that another thread has borrowed holds outside of its trace, and its marks; None if none has."""
+    saved = Loans.saved.get(id(node)) if is_lent_elsewhere(node._nnx_trace) else None
+    return None if saved is None else (saved[1], saved[2]["_nnx_marks"])
 
 
 def wait_for_loans() -> None:
@@ -250,8 +259,9 @@ def call_borrowing(objects: Sequence[Any], f: Callable[..., R], *args: Any, wait
         raise Occupied(())
     try:
         saved = [x._nnx_save() for x in objects]
-        trace, outer, lent = current_trace(), _thread.borrowed, Loans.now
+        trace, outer, lent, before = current_trace(), _thread.borrowed, Loans.now, Loans.saved
         try:
+            Loans.saved = {**dict(zip(map(id, objects), saved, strict=True)), **before}
             _thread.borrowed = (*outer, *objects)
             Loans.now = threading.get_ident(), (*lent[1], trace)
             for x in objects:
@@ -264,7 +274,7 @@ def call_borrowing(objects: Sequence[Any], f: Callable[..., R], *args: Any, wait
                 _restore(objects, saved)
                 raise
             finally:
-                _thread.borrowed, Loans.now = outer, lent
+                _thread.borrowed, Loans.now, Loans.saved = outer, lent, before
     finally:
         Loans.lock.release()
 

@@ -468,16 +468,16 @@ class HasAttributes(Node, HasDict):
         return sorted({*super().__dir__(), *attributes_of(self)})
 
     def _nnx_save(self) -> tuple:
-        return super()._nnx_save(), attributes_of(self)
+        return *super()._nnx_save(), attributes_of(self)
 
     def _nnx_join(self, trace: Any) -> None:
         super()._nnx_join(trace)
         _set_attributes(self, attributes_of(self).copy())  # tables refer to the dict itself, which is saved
 
     def _nnx_restore(self, state: tuple) -> None:
-        saved, attributes = state
+        *saved, attributes = state
         _set_attributes(self, attributes)
-        super()._nnx_restore(saved)
+        super()._nnx_restore(tuple(saved))
 
     def _nnx_mark(self, name: Any, mark: Any) -> None:
         change(self, _set, self, "_nnx_marks", {**(self._nnx_marks or {}), name: mark})

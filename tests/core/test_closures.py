@@ -980,6 +980,54 @@ def test_what_another_thread_describes_meanwhile_is_not_kept():
         assert table_of(whole).layout is pack(whole).layout
 
 
+class Arrays(nnx.Module):
+    """Arrays outside of Variables, which a trace replaces in the object itself."""
+
+    def __init__(self):
+        self.mean, self.pair = jnp.zeros(2), (jnp.ones(2), 3)
+        self.items, self.scale = nnx.List([jnp.ones(2)]), 2
+
+    def total(self):
+        return (self.mean + self.pair[0] + self.items[0]) * self.scale * len(self.items)
+
+
+_total = nnx.jit(lambda model: model.total())
+MEANWHILE = {
+    "a call that is compiled": lambda model: _total(model),
+    "a first call": lambda model: nnx.jit(lambda model: model.total())(model),
+    "of a part": lambda model: 2 * (nnx.jit(lambda items: items[0])(model.items) + 1),
+    "a model around it": lambda model: nnx.jit(lambda whole: whole.model.total())(nnx.Dict(model=model)),
+    "a State": lambda model: sum(jax.tree.leaves(nnx.state(model))) * 2,
+    "a copy": lambda model: nnx.clone(model).total(),
+    "a merged copy": lambda model: nnx.merge(*nnx.split(model)).total(),
+    "a gradient": lambda model: nnx.grad(lambda model, x: (model.total() * x).sum(), argnums=1)(model, jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("use", MEANWHILE.values(), ids=MEANWHILE)
+def test_arrays_of_a_model_that_another_thread_traces(use):
+    """They are as they were outside of the trace, and so are settings and lists; what was seen is not kept."""
+    model, seen = Arrays(), []
+    for _ in range(5):
+        _total(model)
+
+    def f(x):
+        model.mean, model.scale = model.mean + x, 7
+        model.items.append(x)
+        thread = threading.Thread(target=lambda: seen.append(use(model)))
+        thread.start()
+        thread.join()
+        return model.total()
+
+    jitted = nnx.jit(f)
+    assert jitted(jnp.ones(2)).tolist() == [42, 42]
+    assert [x.tolist() for x in seen] == [[4, 4]]
+    for k in range(3):
+        model.mean, model.scale = jnp.full(2, k), k
+        assert _total(model).tolist() == model.total().tolist() == [(k + 2) * k * 2] * 2
+        assert table_of(model).layout is pack(model).layout
+
+
 @pytest.mark.parametrize("jit", [nnx.jit, lambda f: lambda x: nnx.cond(True, f, f, x)], ids=["jit", "cond"])
 def test_a_trace_that_was_given_up_keeps_no_weights(jit):
     """A layer in a dict is found while the function is traced; the constants of that first trace are not kept."""

@@ -321,10 +321,11 @@ def test_a_refused_write_names_the_path_from_self():
 # --- classes ---
 
 
-def test_abstract_methods_without_abc():
-    """A Module is refused as a subclass of abc.ABC is, while a method that is marked as abstract has no body."""
+@pytest.mark.parametrize("base", [nnx.Module, nnx.Pytree])
+def test_abstract_methods_without_abc(base):
+    """A node is refused as a subclass of abc.ABC is, while a method that is marked as abstract has no body."""
 
-    class Layer(nnx.Module):
+    class Layer(base):
         @property
         @abc.abstractmethod
         def size(self): ...
