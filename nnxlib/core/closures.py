@@ -20,7 +20,7 @@ being traced.
 One thread at a time borrows. A trace that would borrow while another thread does is abandoned (:class:`Occupied`), and
 made again later. It must not wait inside the trace, since JAX makes a thread wait for what another one is tracing.
 Other threads find the values of a borrowed Variable as they were (:class:`~nnxlib.core.inputs.LentInput`), and so they
-find what a borrowed node holds, where they pack it (:func:`outside_of_loan`).
+find what a borrowed node holds, where they pack, copy or pickle it (:func:`contents_and_marks`).
 """
 
 from __future__ import annotations
@@ -234,10 +234,13 @@ def is_lent_elsewhere(trace: TraceRef) -> bool:
     return trace in traces and thread != threading.get_ident()
 
 
-def outside_of_loan(node: Any) -> tuple[Any, Any] | None:
-    """What a node that another thread has borrowed holds outside of its trace, and its marks; None if none has."""
-    saved = Loans.saved.get(id(node)) if is_lent_elsewhere(node._nnx_trace) else None
-    return None if saved is None else (saved[1], saved[2]["_nnx_marks"])
+def contents_and_marks(node: Any) -> tuple[Any, Any]:
+    """What a node holds, and its marks: as they are outside of the trace, if another thread has borrowed it."""
+    if node._nnx_trace is not None and is_lent_elsewhere(node._nnx_trace):
+        saved = Loans.saved.get(id(node))
+        if saved is not None:  # else it was given back meanwhile
+            return saved[1], saved[2]["_nnx_marks"]
+    return node._nnx_contents(), node._nnx_marks
 
 
 def wait_for_loans() -> None:

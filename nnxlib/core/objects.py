@@ -29,7 +29,7 @@ from typing import Any, Self, TypeVar, dataclass_transform, overload
 import jax
 
 from . import errors
-from .closures import Watch, is_captured, is_lent_elsewhere, notice, wait_for_loans
+from .closures import Watch, contents_and_marks, is_captured, is_lent_elsewhere, notice, wait_for_loans
 from .data import (
     DECLARED,
     HIDING,
@@ -149,16 +149,17 @@ class Node(Identified):
             node = stack.pop()
             if id(node) in memo or type(node).__deepcopy__ is not Node.__deepcopy__:
                 continue
-            memo[id(node)] = new_node(type(node), node._nnx_marks)
+            held, marks = contents_and_marks(node)
+            memo[id(node)] = new_node(type(node), marks)
             originals.append(node)
-            stack.extend(_nodes_in([value for _, value in node._nnx_children()]))
+            stack.extend(_nodes_in(held.values()))
         for node in originals:
             node._nnx_copy_into(memo[id(node)], memo)
         return memo[id(self)]
 
     def _nnx_copy_into(self, shell: Any, memo: dict[int, Any]) -> None:
         """Fill an empty node with deep copies of what this node holds."""
-        held = self._nnx_contents()
+        held, _ = contents_and_marks(self)
         memo |= {id(value): value for value in held.values() if isinstance(value, FUNCTION_TYPES)}
         copied = {}
         for key, value in held.items():
@@ -607,7 +608,7 @@ class Pytree(HasAttributes, PytreeSlots):
     def __getstate__(self) -> Any:
         if Watch.all:
             notice(self)
-        return self._nnx_contents(), self._nnx_marks
+        return contents_and_marks(self)
 
     def __setstate__(self, state: Any) -> None:
         items, marks = state if type(state) is tuple else (state, None)  # a subclass may have its own __getstate__

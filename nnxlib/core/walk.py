@@ -21,7 +21,7 @@ from typing import Any, cast
 import jax.tree_util as jtu
 
 from .cells import Cell
-from .closures import outside_of_loan
+from .closures import contents_and_marks, is_lent_elsewhere
 from .data import class_marks, explicit_mark, has_data, is_bound_method, is_data_leaf, is_data_part, is_node
 from .foreign import Foreign
 from .layout import Layout
@@ -202,12 +202,9 @@ class Walk:
             self.rows[number] = self.variable_row(value, path)
             self.cells[number] = value._cell
             return Ref(number)
-        self.reliable = self.reliable and value._nnx_guarded
         self.arrays[number] = []
-        outside = None if value._nnx_trace is None else outside_of_loan(value)
-        held, marks = outside or (value._nnx_contents(), value._nnx_marks)
-        self.reliable = self.reliable and outside is None
-        may_declare = value._nnx_is_pytree
+        (held, marks), may_declare = contents_and_marks(value), value._nnx_is_pytree
+        self.reliable = self.reliable and value._nnx_guarded and not is_lent_elsewhere(value._nnx_trace)
         marks = Const.of_items(marks, path) if marks else _NO_ITEMS
         self.reliable = self.reliable and not marks.mutable
         names = tuple(held)

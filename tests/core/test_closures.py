@@ -1000,6 +1000,8 @@ MEANWHILE = {
     "a State": lambda model: sum(jax.tree.leaves(nnx.state(model))) * 2,
     "a copy": lambda model: nnx.clone(model).total(),
     "a merged copy": lambda model: nnx.merge(*nnx.split(model)).total(),
+    "deepcopy": lambda model: copy.deepcopy(model).total(),
+    "the state for pickle": lambda model: (model.__getstate__()[0]["mean"] + 2) * model.__getstate__()[0]["scale"],
     "a gradient": lambda model: nnx.grad(lambda model, x: (model.total() * x).sum(), argnums=1)(model, jnp.ones(2)),
 }
 
