@@ -204,7 +204,9 @@ class Walk:
             return Ref(number)
         self.arrays[number] = []
         (held, marks), may_declare = contents_and_marks(value), value._nnx_is_pytree
-        self.reliable = self.reliable and value._nnx_guarded and not is_lent_elsewhere(value._nnx_trace)
+        self.reliable = self.reliable and value._nnx_guarded
+        if value._nnx_trace is not None and is_lent_elsewhere(value._nnx_trace):  # its arrays are elsewhere
+            self.reliable = False
         marks = Const.of_items(marks, path) if marks else _NO_ITEMS
         self.reliable = self.reliable and not marks.mutable
         names = tuple(held)
