@@ -50,7 +50,7 @@ from ..core.tracing import boundary
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve
 from .labels import Labels, join_lanes, label_arguments, labels_after, lane_numbers, lanes_of, split_lanes
-from .leaf_checks import check_returned
+from .leaf_checks import check_returned, explain_untraced
 from .naming import named
 from .prefixes import output_entries
 
@@ -268,6 +268,19 @@ def finish(packed: Packed, output: tuple[Sequence[Sequence[Any]], Outcome]) -> A
     """Commit what a pure function returned to the objects that were packed for it; returns the user's output."""
     groups, outcome = output
     return commit(packed.layout, outcome.delta, join_lanes(groups, outcome.lane_of), packed.objects)
+
+
+def tracing_all(run: Callable, crossing: Crossing) -> Callable:
+    """``run``, for a JAX transformation that traces each leaf: the error about one it cannot trace names its path."""
+
+    def traced(*groups: Sequence[Any]) -> Any:
+        try:
+            return run(*groups)
+        except TypeError as error:
+            explain_untraced(error, crossing.layout, join_lanes(groups, crossing.lane_of))
+            raise
+
+    return traced
 
 
 def lift_lanes(

@@ -15,7 +15,7 @@ from ..core.placement import settle
 from ..core.tracing import at_top_level, current_mesh
 from .callables import by_position, explained, resolve
 from .classes import lifts_classes
-from .lift import Arguments, Crossing, lift_lanes
+from .lift import Arguments, Crossing, lift_lanes, tracing_all
 from .prefixes import argument_entries, check_labels, same_entries
 
 
@@ -73,7 +73,8 @@ def shard_map(
             specs = tuple([_REPLICATED if spec is None else spec for spec in crossing.lanes])
 
             transform = functools.partial(jax.shard_map, in_specs=specs, out_specs=(specs, _REPLICATED), **options)
-            return explained(pure, transform, functools.partial(_explain, pure, crossing, specs, options))
+            call = explained(pure, transform, functools.partial(_explain, pure, crossing, specs, options))
+            return tracing_all(call, crossing)
 
         out, packed, labels = lift_lanes(over, function, arguments, entries, out_specs)
         if at_top_level() and _names_devices(mesh, axis_names):

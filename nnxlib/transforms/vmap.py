@@ -19,7 +19,7 @@ from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks
 from .callables import by_position, explained, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import join_lanes, mapped_size, split_lanes
-from .lift import Arguments, Crossing, Outcome, lift_lanes
+from .lift import Arguments, Crossing, Outcome, lift_lanes, tracing_all
 from .prefixes import argument_entries, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, program_of, watched, weakly
 
@@ -123,7 +123,7 @@ def pmap(
         key = ("pmap", crossing.lanes, crossing.lane_of, *prefixes, *settings)
         make = lambda: _compiled_once(pure, crossing.lanes, transform)
         program = program_of((function,), crossing.layout, key, make)
-        return _placing(lambda *groups: program(groups), crossing)
+        return _placing(tracing_all(lambda *groups: program(groups), crossing), crossing)
 
     def size(packed: Packed, labels: Sequence[Any]) -> int | None:
         found = _size("pmap", axis_size, packed, labels)

@@ -39,3 +39,18 @@ def test_an_error_of_the_function_itself_is_left_alone():
     with pytest.raises(Own, match="mine"):
         mapped(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2))
     assert len(calls) == 1
+
+
+def test_what_jax_cannot_trace_is_named_by_its_path():
+    """An argument that is no array, and a model of shapes without values."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    layer, x = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    mapped = nnx.shard_map(lambda m, x, *mode: m(x), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    with pytest.raises(nnx.errors.ArgumentError, match=r"args\[2\] is a str \('train'\), which JAX cannot trace"):
+        mapped(layer, x, "train")
+    abstract = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError) as caught:
+        mapped(abstract, x)
+    assert "shapes without values" in caught.value.__notes__[-1]
+    assert "args[0].kernel: float32[2, 3]" in caught.value.__notes__[-1]
+    assert (mapped(layer, x) == layer(x)).all()

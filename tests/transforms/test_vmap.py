@@ -478,6 +478,15 @@ def test_what_is_passed_whole_is_named_attribute_by_attribute():
         assert f"\n  {path}\n" in str(caught.value)
 
 
+def test_what_pmap_cannot_trace_is_named_by_its_path():
+    """Other than vmap, which hands an argument that is no array on, pmap traces all of them."""
+    layer, x = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 4, 2))
+    mapped = nnx.pmap(lambda m, x, mode: m(x), in_axes=(None, 0, None), devices=jax.devices()[:1])
+    with pytest.raises(nnx.errors.ArgumentError, match=r"args\[2\] is a str \('train'\), which JAX cannot trace"):
+        mapped(layer, x, "train")
+    assert nnx.vmap(lambda m, x, mode: m(x), in_axes=(None, 0, None))(layer, x, "train").shape == (1, 4, 3)
+
+
 def test_pmap_refuses_negative_axes():
     """JAX returns arrays of another shape for them, in silence, or fails."""
     for axes in {"in_axes": -1}, {"in_axes": (None, nnx.StateAxes({...: -1}))}, {"out_axes": (0, -2)}:
