@@ -427,9 +427,9 @@ class MultiHeadAttention(Module):
         the rate is not in [0, 1).
     """
 
-    cached_key: Cache[Array] | None
-    cached_value: Cache[Array] | None
-    cache_index: Cache[Array] | None
+    cached_key: Cache[Array] | None = None  # of the class, for a layer whose Caches have been popped
+    cached_value: Cache[Array] | None = None
+    cache_index: Cache[Array] | None = None
     rngs: RngStream | None
 
     def __init__(

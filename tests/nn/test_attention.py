@@ -508,6 +508,21 @@ def test_decoding_is_refused_where_it_cannot_work():
             layer(*args, decode=True)
 
 
+def test_a_layer_whose_caches_were_popped_is_one_without_a_cache():
+    """It is called as before, and says what to do when it is to decode."""
+    layer, x = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)), jnp.ones((2, 3, 8))
+    before = layer(x)
+    layer.init_cache(x.shape)
+    layer(x, decode=True)
+    assert set(nnx.pop(layer, nnx.Cache)) == {"cached_key", "cached_value", "cache_index"}
+    assert (layer(x) == before).all()
+    assert (nnx.jit(nnx.clone(layer))(x) == nnx.jit(layer)(x)).all()
+    with pytest.raises(ValueError, match=r"cache not initialized.*\n?.*init_cache\(\("):
+        layer(x, decode=True)
+    layer.init_cache(x.shape)
+    assert layer(x, decode=True).shape == x.shape
+
+
 def test_a_call_that_fails_at_its_end_leaves_the_cache_as_it_was():
     """So it can be made again: the tokens are not in the cache twice."""
     layer = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
