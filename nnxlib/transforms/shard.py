@@ -112,10 +112,19 @@ def _explain(pure: Callable, crossing: Crossing, specs: tuple, options: dict[str
     unchecked = jax.shard_map(named, in_specs=specs, out_specs=(specs, _REPLICATED), **{**options, "check_vma": False})
     try:
         shapes, _ = jax.eval_shape(unchecked, *groups)
-        of_leaves = tuple([OrderedDict.fromkeys(group, spec) for group, spec in zip(shapes, specs, strict=True)])
-        jax.eval_shape(jax.shard_map(named, in_specs=specs, out_specs=(of_leaves, _REPLICATED), **options), *groups)
     except ValueError as error:
         raise ValueError(str(error)) from None
+    of_leaves = tuple([OrderedDict.fromkeys(group, spec) for group, spec in zip(shapes, specs, strict=True)])
+    try:
+        jax.eval_shape(jax.shard_map(named, in_specs=specs, out_specs=(of_leaves, _REPLICATED), **options), *groups)
+    except ValueError as error:  # not without the check, so something that is to be replicated varies
+        raise ValueError(f"{error}\n\n{_VARIES}") from None
+
+
+_VARIES = """\
+Reduce what differs between devices (jax.lax.pmean; axis_name=... of a BatchNorm), or give it a spec: in out_specs, \
+or, for what a Module holds, by nnx.StateSharding in in_specs, since it comes back as it goes in; or do not change it \
+(model.eval()). With check_vma=False, each device would go on with a value of its own."""
 
 
 def _with_names(pure: Callable, count: int) -> Callable:

@@ -230,8 +230,15 @@ def test_messages():
     def varies(m, x):
         m.total.value = x.sum()
 
-    with pytest.raises(ValueError, match=r"args\[0\]\.total.* replicated"):
+    with pytest.raises(ValueError, match=r"(?s)args\[0\]\.total.* replicated.*jax.lax.pmean.*nnx.StateSharding"):
         sharded(varies)(m, X)
+    norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"(?s)args\[0\]\.mean.* replicated.*axis_name=\.\.\. of a BatchNorm.*model.eval"
+    ):
+        sharded(lambda norm, x: norm(x), in_specs=(P(), P("d")))(norm, X)
+    norm.eval()
+    sharded(lambda norm, x: norm(x), in_specs=(P(), P("d")))(norm, X)
     with pytest.raises(errors.PrefixError, match="in_specs"):
         sharded(apply, in_specs=(SPEC, P("d"), P()))(m, X)
     for wrong, said in ("d", "has 'd'; shard_map takes a"), (m, "has a Net in it"), (0, "has 0; shard_map takes a"):
