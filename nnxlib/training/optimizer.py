@@ -53,7 +53,7 @@ from ..core.objects import Node, Pytree, attributes_of
 from ..core.ops import state, update
 from ..core.placement import placed
 from ..core.state import State, map_state, to_flat_state
-from ..core.tracing import Tracer, boundary
+from ..core.tracing import Tracer, boundary, resharded
 from ..core.values import as_stored
 from ..core.variables import Param, Variable, plain_value
 from .stored import check_transformation, flat, is_variable, matched, set_values, without_aliases
@@ -245,7 +245,8 @@ class Optimizer(Pytree, Generic[M]):
             variable.check_writable()
         apart = [_place_of(_boxed(x)) for x in params if _is_apart(x)]
         if apart:  # otherwise moments are where their parameter is, and both stay there
-            moved = _placed_if(params, moved, _is_apart)
+            back = [_where(old, new) if _is_apart(x) else new for x, old, new in zip(params, values, moved)]
+            moved = _placed_if(params, back, _is_apart)
             new_kept = _placed_if(kept, new_kept, lambda moment: _place_of(moment) in apart)
         new, count = structure.unflatten(map(_with_value, params, moved)), plain_value(self.step) + 1
 
@@ -387,6 +388,19 @@ def _is_apart(param: Any) -> bool:
 
 def _place_of(variable: Variable) -> tuple[Any, tuple[int, ...] | None]:
     return variable.sharding_names, _shape(variable)
+
+
+def _where(old: Any, new: Any) -> Any:
+    """The new value of a parameter where the old one is, as far as a trace knows: over explicit axes.
+
+    Not if it was made without the mesh: on its one device, JAX would refuse it together with the moments.
+    """
+    if isinstance(old, Tracer) and isinstance(new, Tracer):
+        was, now = jax.typeof(old).sharding, jax.typeof(new).sharding
+        return resharded(new, was) if was.mesh == now.mesh and was != now else new
+    if type(old) is type(new) and isinstance(old, jax.Array):
+        return jax.device_put(new, old.sharding) if old.sharding.device_set == new.sharding.device_set else new
+    return new
 
 
 def _placed_if(variables: list[Any], values: list[Any], chosen: Callable[[Any], bool]) -> list[Any]:

@@ -92,12 +92,50 @@ def test_moments_may_be_in_other_shards_than_their_parameter(names, compiled):
             assert moments.kernel.sharding_names == (None, "model")
         grads = nnx.grad(lambda model: model(X).sum())(model)
         optimizer.update(model, grads)
-        assert is_on(model.kernel, ROWS) or not names
+        assert is_on(model.kernel, ROWS if names else WHOLE)
         step = nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.grad(lambda m: m(X).sum())(model)))
         step(model, optimizer)
     assert is_on(model.kernel, ROWS) or not names  # the update has come back to it from the shards of the moments
     assert is_on(optimizer.opt_state[0].mu.kernel, COLUMNS)
     assert model.kernel.get_metadata() == kernel
+
+
+def test_a_parameter_without_names_does_not_move_to_the_shards_of_its_moments():
+    """Over explicit axes these are part of its type, so a loop could not carry it."""
+
+    def step(carry, x):
+        model, optimizer = carry
+        optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).sum())(model))
+        return carry, None
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        kernel = {"optimizer_sharding": (None, "model")}
+        model = nnx.Linear(4, 8, kernel_metadata=kernel, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3))
+        before = jax.typeof(model.kernel.value)
+        nnx.scan(step)((model, optimizer), jnp.ones((3, 2, 4)))
+        assert jax.typeof(model.kernel.value) == before
+        nnx.jit(step)((model, optimizer), jnp.ones((2, 4)))
+        assert jax.typeof(model.kernel.value) == before
+        assert jax.typeof(optimizer.opt_state[0].mu.kernel.value).sharding.spec == PartitionSpec(None, "model")
+        assert int(optimizer.step.value) == 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_parameter_made_without_the_mesh_joins_its_moments(axis_type, compiled):
+    """A model on one device is not put back there, where JAX would not take it together with its moments."""
+
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(model))
+
+    model = nnx.Linear(4, 8, kernel_metadata={"optimizer_sharding": (None, "model")}, rngs=nnx.Rngs(0))
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)):
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3))
+        for _ in range(2):
+            (nnx.jit(step) if compiled else step)(model, optimizer)
+    assert model.kernel.value.sharding.device_set == set(jax.devices())
 
 
 def test_factored_moments_have_no_names():
