@@ -1113,6 +1113,20 @@ def test_threads_that_trace_functions_of_each_other():
         assert not isinstance(leaf, jax.core.Tracer)
 
 
+class SlowWithSetter(Slow):
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+
+
+def test_a_thread_sets_what_a_setter_of_the_class_writes_directly_while_another_traces():
+    """It waits until the object is given back, so that what it sets is not undone then."""
+    layer = SlowWithSetter()
+    jitted = nnx.jit(lambda x: layer(x))
+    in_threads(lambda: jitted(X), lambda: setattr(layer, "scale", 5))
+    assert layer.scale == 5
+    np.testing.assert_allclose(jitted(X), layer(X))
+
+
 def test_a_thread_uses_a_model_while_another_traces_it():
     """Values, States and copies are arrays, an eager call is one; what is written stays, attributes too."""
     layer = Slow()
