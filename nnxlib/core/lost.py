@@ -110,9 +110,7 @@ def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) 
     cells: list[Cell] = []
     for _, x in reachable(model, set()):
         if isinstance(x, Variable) and id(peek(x._cell)) in ids:
-            if (
-                type(x._cell) is not TracedCell
-            ):  # `nnx.jit` has brought it into the trace, and knows that it was written
+            if type(x._cell) is not TracedCell:  # `nnx.jit` has brought it into the trace, and knows that it is written
                 return
             cells.append(x._cell)
     if cells:  # none is found if the values are kept in a jax.Ref, which comes out of the transformation
