@@ -41,8 +41,9 @@ class _Place:
         frame = sys._getframe(1)
         while frame.f_back is not None and not is_users(frame.f_code.co_filename):
             frame = frame.f_back
-        self.function = frame.f_code.co_name
-        self._at = frame.f_code.co_filename, frame.f_lineno
+        self.function, names = frame.f_code.co_name, frame.f_globals
+        registry = names.setdefault("__warningregistry__", {})  # by which a warning comes once for each line
+        self._at = frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
 
     def warn(self, text: str) -> None:
         warnings.warn_explicit(text, UserWarning, *self._at)

@@ -262,6 +262,28 @@ def test_draws_of_a_copy_that_nothing_reads_are_a_warning(name):
     assert model.first.rngs.count.value == model.second.rngs.count.value == 0
 
 
+@pytest.mark.parametrize("name", ["update", "draws"])
+def test_one_line_warns_once(name):
+    """However often it is traced, unless the user asks for more; and filters by module find it."""
+
+    def step():
+        if name == "update":
+            jax.jit(lambda *both: update(*both))(*made())
+        else:
+            nnx.jit(lambda model: merges(model))(Dropouts(nnx.Rngs(0)))
+
+    assert len(lost(step)) == len(lost(step)) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        step()
+        step()
+    assert len(caught) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("ignore", module=__name__)
+        step()
+    assert not caught
+
+
 def test_the_next_call_does_draw_the_same():
     model, f = Dropouts(nnx.Rngs(0)), nnx.jit(lambda model: nnx.merge(*nnx.split(model))(X))
     with pytest.warns(UserWarning, match="unless the model gets a new seed, the next call draws the same numbers"):
