@@ -230,6 +230,13 @@ def test_only_tracing_reaches_into_jax(path):
     assert not private or path == PACKAGE / "core" / "tracing.py", f"lines {private} import jax._src"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_one_file_asks_python_for_annotations(path):
+    """Elsewhere a name that is not there would be an error from Python 3.14 on."""
+    asked = re.search(r"inspect\.(signature\(|get_annotations)|get_type_hints|__annotations__", path.read_text())
+    assert not asked or path == PACKAGE / "core" / "annotations.py", f"{asked[0]}: see core/annotations.py"
+
+
 def test_the_bridge_is_imported_when_it_is_asked_for():
     """`nnxlib.bridge` without an import of its own; without flax, an error that says what to install."""
     code = """

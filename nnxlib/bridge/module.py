@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from flax.core.scope import in_filter
 
 from ..core import errors
 from ..core import module as core
+from ..core.annotations import signature_of
 from ..core.data import is_node
 from ..core.differences import leaf_differences, refuse
 from ..core.errors import Path
@@ -405,7 +405,7 @@ def _attaching(init: Callable) -> Callable:
 
     In a compact method every part is attached, elsewhere one that is given a name.
     """
-    has_name = "name" in inspect.signature(init).parameters
+    has_name = "name" in signature_of(init).parameters
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, name: str | None = None, parent: None = MISSING, **kwargs: Any) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import nnxlib
 
+from ..core.annotations import signature_of
 from ..core.errors import format_path
 from ..core.missing import MISSING
 from ..core.tracing import boundary
@@ -196,7 +197,7 @@ class EMA(nnxlib.EMA):
 
 def _transform(transform: Callable) -> Callable:
     """A transform that takes the switches."""
-    first = next(iter(inspect.signature(transform).parameters))
+    first = next(iter(signature_of(transform).parameters))
 
     @functools.wraps(transform)
     def switched(*args: Any, graph: bool | None = None, graph_updates: bool | None = None, **options: Any) -> Any:

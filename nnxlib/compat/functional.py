@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import nnxlib
 
+from ..core.annotations import signature_of
 from ..core.calls import followed
 from ..core.data import holds_nodes, is_node
 from ..core.errors import AliasingError, format_path
@@ -209,7 +210,7 @@ class _CustomVjp(CustomVjp):
         return super().__call__(*args, **kwargs)
 
     def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False) -> None:
-        takes_changed = len(inspect.signature(bwd).parameters) > len(self._chosen) + 2
+        takes_changed = len(signature_of(bwd).parameters) > len(self._chosen) + 2
 
         def forward(*args: Any) -> Any:
             before = {id(x): x.get_raw_value() for x in _variables(args)}

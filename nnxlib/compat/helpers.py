@@ -1,9 +1,9 @@
 """Containers and Sequential, under the name that flax.nnx has for them."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ..core.annotations import signature_of
 from ..core.containers import Dict as Dict
 from ..core.containers import List as List
 from ..core.module import Sequential as Sequential
@@ -16,5 +16,5 @@ def has_keyword_arg(func: Callable[..., Any], name: str) -> bool:
     >>> nnx.helpers.has_keyword_arg(nnx.Linear, 'rngs'), nnx.helpers.has_keyword_arg(nnx.relu, 'rngs')
     (True, False)
     """
-    found = inspect.signature(func).parameters.get(name)
+    found = signature_of(func).parameters.get(name)
     return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .annotations import signature_of
 from .call_paths import Listener
 from .errors import NnxError, describe, describe_nested, format_path, note_signature
 from .tracing import is_deleted, is_own
@@ -42,7 +43,7 @@ def _hints(error: Exception, module: Any, name: str, args: tuple) -> Iterator[st
         yield _DELETED.format(names=", ".join(deleted[:_MOST]))
     called = getattr(type(module), name)
     of_sharding = "out_sharding" in str(error) and not isinstance(error, NnxError)
-    if of_sharding and "out_sharding" in inspect.signature(called).parameters:
+    if of_sharding and "out_sharding" in signature_of(called).parameters:
         yield _OUT_SHARDING
     if is_own(called.__module__) and str(error).startswith(called.__qualname__):
         yield from [_MODE.format(name=mode) for mode in _MODES if f"unexpected keyword argument '{mode}'" in str(error)]

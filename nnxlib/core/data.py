@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import inspect
 import re
 import types
 import typing
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 
 from . import errors
+from .annotations import annotations_of
 from .identity import Identified
 from .missing import MISSING
 from .variables import Variable
@@ -219,7 +219,7 @@ def class_marks(cls: type) -> dict[str, bool]:
     if marks is None:
         marks = {}
         for base in reversed(cls.__mro__):
-            found = {name: _annotated(annotation) for name, annotation in inspect.get_annotations(base).items()}
+            found = {name: _annotated(annotation) for name, annotation in annotations_of(base).items()}
             marks |= {name: mark for name, mark in found.items() if mark is not None}
         for name, field in getattr(cls, "__dataclass_fields__", {}).items():
             if DECLARED in field.metadata:
@@ -229,8 +229,9 @@ def class_marks(cls: type) -> dict[str, bool]:
 
 
 def _annotated(annotation: Any) -> bool | None:
-    if isinstance(annotation, str):
-        match = re.match(r"(?:\w+\.)*(Data|Static)\[", annotation)
+    text = annotation.__forward_arg__ if isinstance(annotation, typing.ForwardRef) else annotation
+    if isinstance(text, str):
+        match = re.match(r"(?:\w+\.)*(Data|Static)\[", text)
         return match.group(1) == "Data" if match else None
     metadata: Any = getattr(annotation, "__metadata__", ())
     if typing.get_origin(annotation) is Annotated and metadata[:1] == (DECLARED,):

@@ -6,10 +6,11 @@ Each says what is wrong, where (the path, or both paths if two clash), and what 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
+
+from .annotations import signature_of
 
 Path = tuple[Any, ...]  # the keys that lead to an object or a leaf: names of attributes, indices and keys of items
 
@@ -219,7 +220,7 @@ def accepts(function: Callable, *args: Any, **kwargs: Any) -> bool:
     (True, False)
     """
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        signature_of(function).bind(*args, **kwargs)
     except TypeError:
         return False
     except ValueError:  # a built-in without a signature
@@ -247,7 +248,7 @@ def note_signature(error: Exception, function: Callable) -> None:
     """
     if not (isinstance(error, TypeError) and str(error).startswith(f"{function.__qualname__}() ")):
         return
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(function).parameters.values()
     shown = [p for p in parameters if not (p.name == "self" or p.name.startswith("_") or p.kind is p.VAR_KEYWORD)]
     needed = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in shown if p.default is p.empty]
     optional = [p.name for p in shown if p.default is not p.empty]

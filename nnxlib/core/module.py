@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .annotations import signature_as_text, signature_of
 from .calls import observed, recorded_types
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
@@ -422,7 +423,7 @@ pass it whole, call the layers in a Module of your own"""
 def _taken(function: Callable, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that a function takes, besides this number of positional ones."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = signature_of(function).parameters.values()
     except (TypeError, ValueError):  # a function written in C may have no signature
         return {}
     ordered = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -555,5 +556,5 @@ def _described_arguments(docstring: str) -> dict[str, list[str]]:
 
 
 def _view_parameters(cls: Any) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(cls.set_view).parameters
+    parameters = signature_as_text(cls.set_view).parameters
     return {name: p for name, p in parameters.items() if name != "self" and p.kind is not p.VAR_KEYWORD}

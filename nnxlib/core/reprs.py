@@ -12,7 +12,6 @@ and GraphDefs are written alike. Then lines are made of the parts:
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import all_leaves, tree_flatten_with_path, tree_leaves
 
+from .annotations import signature_of
 from .data import is_node
 from .errors import describe, format_path
 from .missing import MISSING
@@ -375,7 +375,7 @@ _SIMPLE = {bool, float, int, str, type(None)}  # most attributes
 def _defaults(kind: type) -> Mapping[str, Any]:
     """The defaults of the arguments of a constructor, by name."""
     try:
-        parameters = inspect.signature(kind.__init__).parameters.values()
+        parameters = signature_of(kind.__init__).parameters.values()
     except (TypeError, ValueError):
         return {}
     return {x.name: x.default for x in parameters if x.default is not x.empty}

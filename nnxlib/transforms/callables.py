@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from ..core.annotations import signature_of
 from ..core.data import is_data, is_data_part, is_node
 from ..core.errors import AliasingError, ArgumentError, PrefixError, describe, describe_nested
 from ..core.objects import Node
@@ -32,7 +33,7 @@ def name_of(f: Callable) -> str:
 
 def check_options(options: Mapping[str, Any], transform: Callable) -> None:
     """Refuse options that JAX's transform does not take, before a function is called."""
-    unknown = options and options.keys() - inspect.signature(transform).parameters.keys()
+    unknown = options and options.keys() - signature_of(transform).parameters.keys()
     if unknown:
         raise TypeError(f"{name_of(transform)}() got an unexpected keyword argument '{min(unknown)}'")
 
@@ -137,7 +138,7 @@ def by_position(f: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     if not kwargs:
         return args, kwargs
     try:
-        signature = inspect.signature(f)
+        signature = signature_of(f)
     except ValueError:
         return args, kwargs
     bound = signature.bind(*args, **kwargs)
@@ -211,7 +212,7 @@ def static_arguments(call: Callable, argnums: int | Sequence[int]) -> Callable:
 def _positional(f: Callable) -> int:
     """How many parameters of a function can be given by position."""
     try:
-        parameters = inspect.signature(f).parameters.values()
+        parameters = signature_of(f).parameters.values()
     except ValueError:
         return 0
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

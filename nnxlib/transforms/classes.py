@@ -33,6 +33,7 @@ from typing import Any, Concatenate, cast
 
 import jax.tree_util as jtu
 
+from ..core.annotations import signature_of
 from ..core.data import is_data
 from ..core.errors import ArgumentError, StaticValueError
 from ..core.missing import MISSING
@@ -54,7 +55,7 @@ def lifts_classes(*default: str) -> Callable[[Callable[Concatenate[Any, O], Any]
 
 
 def _lifting_classes(default: tuple[str, ...], transform: Callable[Concatenate[Any, O], Any]) -> Transform[O]:
-    parameters = inspect.signature(transform).parameters
+    parameters = signature_of(transform).parameters
     name, plain = next(iter(parameters)), cast(Callable[..., Any], transform)
     by_position = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
@@ -105,7 +106,7 @@ _METHODS = """\
 
 
 def _with_parameter(f: Callable, parameter: inspect.Parameter) -> inspect.Signature:
-    signature = inspect.signature(f)
+    signature = signature_of(f)
     own = list(signature.parameters.values())
     place = len(own) - (bool(own) and own[-1].kind is inspect.Parameter.VAR_KEYWORD)
     return signature.replace(parameters=[*own[:place], parameter, *own[place:]])

@@ -8,7 +8,6 @@ function leaves them, and of its output. The two are one table.
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import types
 from collections.abc import Callable, Collection, Sequence
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..core.annotations import signature_of
 from ..core.data import is_data
 from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Nothing, to_predicate
@@ -140,7 +140,7 @@ class _Custom:
 
     def _positional(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """All arguments by position, as rules get them, with the defaults of those that were left out."""
-        bound = inspect.signature(self._function).bind(*self._bound, *args, **{**self._kwargs, **kwargs})
+        bound = signature_of(self._function).bind(*self._bound, *args, **{**self._kwargs, **kwargs})
         bound.apply_defaults()
         if bound.kwargs:
             raise ArgumentError(f"{self!r} takes no keyword-only arguments, but was given {sorted(bound.kwargs)}.")

@@ -21,6 +21,7 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 
+from ..core.annotations import signature_of
 from ..core.data import is_array, is_node
 from ..core.errors import (
     ArgumentError,
@@ -461,7 +462,7 @@ def _takes_rngs(module_type: Callable) -> bool:
     if getattr(module_type, "__init__", None) is object.__init__:  # whose signature has arguments of every kind
         return False
     try:
-        parameters: Iterable[inspect.Parameter] = inspect.signature(module_type).parameters.values()
+        parameters: Iterable[inspect.Parameter] = signature_of(module_type).parameters.values()
     except (TypeError, ValueError):
         return True
     return any(x.name == "rngs" or x.kind is x.VAR_KEYWORD for x in parameters)

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ..core.annotations import signature_of
 from ..core.tracing import boundary
 from .jit import jit
 
@@ -47,7 +48,7 @@ class JitPartial(functools.partial):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(functools.partial(self.func, *self.args, **self.keywords))
+        return signature_of(functools.partial(self.func, *self.args, **self.keywords))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace and lower for these further arguments; what is compiled takes further arguments, too."""

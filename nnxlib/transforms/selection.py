@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from ..core.annotations import signature_of
 from ..core.containers import List
 from ..core.errors import ArgumentError, PrefixError, did_you_mean
 from ..core.objects import Pytree
@@ -75,7 +75,7 @@ class Selection:
         self._from_end: set[int] = set()  # of a function with *args: relative to the number of arguments in a call
         self._among: dict[int, frozenset[int]] = {}  # what `among` has found
         try:
-            parameters = list(inspect.signature(function).parameters.values())
+            parameters = list(signature_of(function).parameters.values())
         except (TypeError, ValueError):  # a built-in without a signature
             parameters = []
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

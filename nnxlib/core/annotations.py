@@ -1,0 +1,25 @@
+"""Signatures and annotations, also where an annotation names what is not there.
+
+From Python 3.14 on, an annotation is evaluated only when it is asked for, so it may name a class that is defined
+further below, or that is imported for type checkers only. Such a name is a NameError by default; here it is a
+ForwardRef.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+signature_of: Callable[[Any], inspect.Signature] = inspect.signature
+annotations_of: Callable[[Any], dict[str, Any]] = inspect.get_annotations
+signature_as_text = signature_of  # with annotations as they are written; earlier, with those that are strings
+
+if sys.version_info >= (3, 14):
+    from annotationlib import Format
+
+    signature_of = functools.partial(inspect.signature, annotation_format=Format.FORWARDREF)
+    annotations_of = functools.partial(inspect.get_annotations, format=Format.FORWARDREF)
+    signature_as_text = functools.partial(inspect.signature, annotation_format=Format.STRING)
