@@ -106,4 +106,5 @@ def _methods(layout: Layout) -> list[types.FunctionType]:
 def _in_classes(layout: Layout) -> list[Any]:
     """What is in the classes of objects, and in those that they inherit from, but for those of libraries."""
     classes = {cls: None for row in layout.rows if isinstance(row, NodeRow) for cls in row.type.__mro__}
-    return [x for cls in classes if not is_of_library(vars(cls)) for x in vars(cls).copy().values()]
+    own = [vars(cls).copy() for cls in classes if not is_of_library(vars(cls))]
+    return [x for held in own for name, x in held.items() if name != "__annotate_func__"]  # which only names types

@@ -135,3 +135,28 @@ def test_messages_about_functions():
 
     with pytest.raises(InvalidFilterError, match="which predicate does not"):
         nnx.state(make_net()(2), predicate)
+
+
+def test_what_annotations_name_is_not_followed():
+    """A Module in a class that an annotation names is none that a step uses: another one there does not matter."""
+    traces = []
+
+    class Settings:
+        layer = nnx.Param(jnp.ones(2))
+
+    class Net(nnx.Module):
+        layer: Settings.layer
+
+        def __init__(self):
+            self.layer = nnx.Param(jnp.ones(2))
+
+    @nnx.jit
+    def step(net):
+        traces.append(net)
+        return net.layer * 2
+
+    net = Net()
+    step(net)
+    Settings.layer = nnx.Param(jnp.ones(3))
+    step(net)
+    assert len(traces) == 1
