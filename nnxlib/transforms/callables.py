@@ -18,6 +18,7 @@ import jax.tree_util as jtu
 from ..core.annotations import signature_of
 from ..core.data import is_data, is_data_part, is_node
 from ..core.errors import AliasingError, ArgumentError, PrefixError, describe, describe_nested
+from ..core.missing import MISSING
 from ..core.objects import Node
 from ..core.registration import register_pytree
 from ..core.rows import LEAF, Tree, value_of
@@ -47,7 +48,8 @@ def _call_method(node: Node) -> Callable:
 def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     """Unwrap partials, bound methods of Modules and callable Modules: ``(function, arguments, keyword arguments)``.
 
-    What was bound becomes an argument, so changes to Modules in it are written back; see :func:`as_bound`.
+    What was bound becomes an argument, so changes to Modules in it are written back; see :func:`as_bound`. A partial
+    that leaves places between its arguments is a function that closes over them.
 
     Raises:
       ArgumentError: for what cannot be called.
@@ -55,7 +57,7 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     args: tuple = ()
     kwargs: dict[str, Any] = {}
     while True:
-        if isinstance(f, functools.partial):
+        if isinstance(f, functools.partial) and not any(x is _PLACE for x in f.args):
             args, kwargs, f = (*f.args, *args), {**f.keywords, **kwargs}, f.func
         elif isinstance(f, types.MethodType) and isinstance(f.__self__, Node):
             args, f = (f.__self__, *args), f.__func__
@@ -69,6 +71,9 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
             "nnx.grad(f)(x), not nnx.grad(f(x))."
         )
     return f, *as_bound(args, kwargs)
+
+
+_PLACE = getattr(functools, "Placeholder", MISSING)  # from Python 3.14 on
 
 
 def as_bound(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -208,3 +208,24 @@ def test_what_cannot_be_called(transform):
         TypeError, match=r"transform takes a function, but got float32\[2\]\. .* not nnx\.grad\(f\(x\)\)"
     ):
         transform(jnp.ones(2))
+
+
+@pytest.mark.skipif(not hasattr(functools, "Placeholder"), reason="partials leave places from Python 3.14 on")
+def test_a_partial_that_leaves_places():
+    """A function that closes over what it holds: a step sees Modules as they are at each call, and changes them."""
+    place, layer, x = functools.Placeholder, Layer(), jnp.ones(2)
+    f = functools.partial(lambda x, layer, by: (by * layer(x)).sum(), place, layer)
+    assert resolve(f) == (f, (), {})
+    assert resolve(functools.partial(f, x, 3.0))[1][1] is layer  # now nothing is missing between its arguments
+    assert f(x, 3.0) == nnx.jit(f)(x, 3.0) == nnx.remat(f)(x, 3.0) == nnx.value_and_grad(f)(x, 3.0)[0] == 6.0
+    assert nnx.vmap(f, in_axes=(0, None))(x, 3.0).shape == (2,)
+    assert nnx.jit(f, static_argnums=1)(x, 3.0) == 6.0
+
+    def count(x, layer):
+        layer.w[...] += x
+
+    step = nnx.jit(functools.partial(count, place, layer))
+    step(1.0)
+    step(1.0)
+    assert layer.w.tolist() == [3.0, 3.0]
+    assert f(x, 1.0) == nnx.jit(f)(x, 1.0) == 6.0
