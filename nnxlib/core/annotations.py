@@ -23,3 +23,13 @@ if sys.version_info >= (3, 14):
     signature_of = functools.partial(inspect.signature, annotation_format=Format.FORWARDREF)
     annotations_of = functools.partial(inspect.get_annotations, format=Format.FORWARDREF)
     signature_as_text = functools.partial(inspect.signature, annotation_format=Format.STRING)
+
+
+def stand_for(wrapper: Any, f: Callable) -> None:
+    """Give an object that is called in place of a function its name, docstring and annotations.
+
+    It does not get the attributes of a callable Module.
+    """
+    functools.update_wrapper(wrapper, f, updated=())
+    if sys.version_info >= (3, 14):  # only `__annotate__` is copied, and an object would show those of its class
+        wrapper.__annotations__ = annotations_of(f)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ..core.annotations import signature_of
+from ..core.annotations import signature_of, stand_for
 from ..core.data import is_data
 from ..core.errors import OUTPUT, ArgumentError, describe, format_path
 from ..core.filters import Nothing, to_predicate
@@ -122,7 +122,7 @@ class _Custom:
     """A function with a derivative of its own."""
 
     def __init__(self, fun: Callable, nondiff_argnums: Argnums):
-        functools.update_wrapper(self, fun, updated=())
+        stand_for(self, fun)
         opaque = isinstance(fun, functools.partial) and not any(map(is_data, (*fun.args, *fun.keywords.values())))
         self._function, self._bound, self._kwargs = (fun, (), {}) if opaque else resolve(fun)
         self._chosen = choices(nondiff_argnums)

@@ -20,6 +20,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
+from ..core.annotations import stand_for
 from ..core.calls import followed, following, observed
 from ..core.closures import CapturedObjects, Occupied, Watch, all_borrowed, call_lending, is_watched, wait_for_loans
 from ..core.errors import ArgumentError
@@ -145,7 +146,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         donate_argnames: tuple[str, ...],
         options: dict[str, Any],
     ):
-        functools.update_wrapper(self, fun, updated=())  # not the attributes of a callable Module
+        stand_for(self, fun)
         self._function, self._args, self._kwargs = resolve(fun)
         self._first_class = self._args[0].__class__ if self._args else None
         self._options = options

@@ -5,7 +5,7 @@ The classes and functions are made in the tests, since earlier versions cannot m
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -160,3 +160,11 @@ def test_what_annotations_name_is_not_followed():
     Settings.layer = nnx.Param(jnp.ones(3))
     step(net)
     assert len(traces) == 1
+
+
+def test_the_annotations_of_a_jitted_function():
+    """What is not there when it is made is found later by those who ask for types."""
+    names = {"nnx": nnx}
+    exec("@nnx.jit\ndef f(x: Later): pass", names)
+    names["Later"] = int
+    assert get_type_hints(names["f"]) == {"x": int}

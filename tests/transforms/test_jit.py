@@ -12,7 +12,7 @@ import random
 import signal
 import time
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +193,18 @@ def test_looks_like_what_it_wraps():
     jitted = nnx.jit(model)
     assert callable(jitted.lower)
     assert not hasattr(jitted, "jitted")
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.vmap, nnx.remat, nnx.custom_vjp, nnx.custom_jvp])
+def test_annotations_are_those_of_the_function(transform):
+    """As with `functools.wraps`; the objects that some transforms return have no others."""
+
+    def f(x: int, y: float = 1.0) -> bool:
+        return True
+
+    expected = {"x": int, "y": float, "return": bool}
+    assert transform(f).__annotations__ == inspect.get_annotations(transform(f)) == expected
+    assert get_type_hints(transform(f)) == expected
 
 
 def test_a_module_that_cannot_be_called():
