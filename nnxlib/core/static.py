@@ -420,6 +420,7 @@ _RULES: dict[type, Callable[[_Freezer, Any], Hashable]] = {
     float: _Freezer.float,
     complex: lambda self, value: (value.real.hex(), value.imag.hex()),
     slice: lambda self, value: self.items((value.start, value.stop, value.step)),
+    range: lambda self, value: (value.start, value.stop, value.step),  # for Python, (0, 3, 2) and (0, 4, 2) are equal
     tuple: _Freezer.items,
     list: _Freezer.mutable_items,
     deque: _Freezer.queue,

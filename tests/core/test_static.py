@@ -190,6 +190,7 @@ DIFFERENT = {
     "NumPy zeros": (np.float32(0.0), np.float32(-0.0)),
     "NumPy and Python": (np.float64(1.0), 1.0),
     "list and tuple": ([1], (1,)),
+    "ranges of the same numbers": (range(0, 3, 2), range(0, 4, 2)),
     "order of a dict": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "key type": ({1: "a"}, {True: "a"}),
     "array dtype": (np.zeros(2, "int32"), np.zeros(2, "float32")),
