@@ -20,7 +20,7 @@ import functools
 import operator
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
@@ -225,7 +225,8 @@ class _Freezer:
                 value = dict(value)  # which has a method `items`, not the item of that name
             elif not hasattr(kind, "_nnx_children"):  # attributes are not compared; what has a hash is not copied
                 self.parts += filter(has_hash, (dict_of(value) or {}).values())
-            return kind, self.mapping(value)
+            made_of = self.freeze(value.default_factory) if isinstance(value, defaultdict) else None
+            return kind, (made_of, self.mapping(value))
         if isinstance(value, Mapping) and kind.__hash__ is None:
             return kind, self.mapping(value)
         if isinstance(value, Sequence) and kind.__hash__ is None:  # not by attributes: it may refer to its parent

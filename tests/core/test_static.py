@@ -8,7 +8,7 @@ import functools
 import pickle
 import threading
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +146,7 @@ SAME = {
     "slice": lambda: slice(1, None, 2),
     "deque": lambda: deque([1, 2], maxlen=3),
     "ordered dict": lambda: OrderedDict(b=1, a=2),
+    "dict with a factory": lambda: defaultdict(list, a=[1]),
     "dtype": lambda: np.dtype("float32"),
     "partition spec": lambda: jax.sharding.PartitionSpec("a", None),
     "record array": lambda: np.rec.array([(1, 2.0)]),
@@ -191,6 +192,7 @@ DIFFERENT = {
     "NumPy and Python": (np.float64(1.0), 1.0),
     "list and tuple": ([1], (1,)),
     "ranges of the same numbers": (range(0, 3, 2), range(0, 4, 2)),
+    "factories of dicts": (defaultdict(int), defaultdict(float)),
     "order of a dict": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "key type": ({1: "a"}, {True: "a"}),
     "array dtype": (np.zeros(2, "int32"), np.zeros(2, "float32")),
