@@ -213,6 +213,7 @@ def _transform(transform: Callable) -> Callable:
 
 
 scan = _transform(functional.carrying_scan(nnxlib.RngState))
+custom_vjp = _transform(functional.custom_vjp)
 
 
 def _in_a_copy(replace: Callable) -> Callable:

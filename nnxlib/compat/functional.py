@@ -26,7 +26,7 @@ from ..core.static import same_items
 from ..transforms.custom import CustomVjp
 from ..transforms.grad import without_value
 from ..transforms.prefixes import PrefixMapping
-from ..transforms.tangents import is_inexact
+from ..transforms.tangents import Argnums, is_inexact
 
 
 def call(name: str, as_tree: bool, args: tuple, options: dict[str, Any]) -> Any:
@@ -200,6 +200,17 @@ def _jvp(f: Callable, primals: Any = MISSING, tangents: Any = MISSING, **options
         return functools.wraps(f, updated=())(functools.partial(_jvp, f, **options))
     out, tangent, *aux = nnxlib.jvp(f, primals, tangents, **options)
     return out, _shaped(out, tangent), *aux
+
+
+class _CustomVjpOfAll(CustomVjp):
+    """One whose rule gets gradients of all leaves of the arguments, those that are not floating among them."""
+
+    _of_all = True
+
+
+def custom_vjp(fun: Callable, *, nondiff_argnums: Argnums = ()) -> CustomVjp:
+    """:func:`nnxlib.custom_vjp` with gradients like what ``jax.vjp`` of a function that returns the State takes."""
+    return _CustomVjpOfAll(fun, nondiff_argnums)
 
 
 class _CustomVjp(CustomVjp):

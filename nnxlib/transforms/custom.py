@@ -160,6 +160,7 @@ class _Custom:
 class CustomVjp(_Custom):
     """A function with its own rule for gradients; what :func:`custom_vjp` returns."""
 
+    _of_all = False  # whether the gradients of the arguments have leaves that are not floating, too
     _rules: tuple[Callable, Callable] | None = None
 
     def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False) -> None:
@@ -186,7 +187,7 @@ class CustomVjp(_Custom):
         def bwd(saved: tuple, gradients: tuple[list[Any], Outcome, Tangents]) -> tuple[list[Any]]:
             leaves, table = saved
             (nondiff, residuals), _ = build(table.layout, leaves)
-            of_arguments, of_output, paths = call.gradients(gradients[0], gradients[2])
+            of_arguments, of_output, paths = call.gradients(gradients[0], gradients[2], self._of_all)
             try:
                 found = backward(*nondiff, residuals, (of_arguments, of_output))
             except (TypeError, AttributeError) as error:
@@ -311,21 +312,24 @@ class _Call:
         paths = [format_path(self.layout.paths[i]) for i in sorted(changed) if i < len(self.layout.rows)]
         return ", ".join(paths) or ("the structure of the output" if a.root != b.root else "the structure of a Module")
 
-    def gradients(self, gradients: Sequence[Any], changed: Tangents) -> tuple[tuple, Any, Collection[tuple]]:
+    def gradients(
+        self, gradients: Sequence[Any], changed: Tangents, of_all: bool
+    ) -> tuple[tuple, Any, Collection[tuple]]:
         """The gradients of the arguments as the function left them, that of the output, and the paths of all leaves.
 
-        A Variable that the function has not changed does not come back, so its gradient here is zero.
+        A Variable that the function has not changed does not come back, so its gradient here is zero. Only with
+        ``of_all`` there are gradients of leaves that are not floating, as JAX has them (float0).
         """
         paths = changed.layout.leaf_paths
         found = {
             k: gradient
             for k, gradient in zip(changed.positions, gradients, strict=True)
-            if k >= 0 and paths[k] is not None and not is_float0(gradient)
+            if k >= 0 and paths[k] is not None and (of_all or not is_float0(gradient))
         }
         held = len(self._shapes) - count_leaves(self.layout.root)  # leaves in objects; plain arguments come last
         for path, shape in zip(self.layout.leaf_paths[:held], self._shapes[:held], strict=True):
             after = changed.layout.positions.get(path)
-            if after is not None and after not in found and is_inexact(shape):
+            if after is not None and after not in found and (of_all or is_inexact(shape)):
                 found[after] = zeros_like(shape)
         table = Tangents(changed.layout, tuple(found))
         (_, arguments), output = children(changed.layout.root)

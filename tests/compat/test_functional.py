@@ -183,6 +183,41 @@ def test_rules_take_and_give_modules(mode):
     assert nnx.grad(lambda m: f(m, 2)[0] + 5.0 * m.y, **mode)(m).y == 5.0
 
 
+def test_a_rule_gets_gradients_of_all_leaves():
+    """In graph mode, so that a rule can pass them on to ``jax.vjp`` of a function that returns the State."""
+
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.x, self.seen = nnx.Param(jnp.array(2.0)), nnx.BatchStat(jnp.array(0.0))
+            self.calls, self.rngs = nnx.BatchStat(jnp.array(0)), nnx.Rngs(0)
+
+        def __call__(self, a):
+            self.calls[...] += 1
+            self.seen[...] += a
+            return self.x * a
+
+    f = nnx.custom_vjp(lambda m, a: m(a))
+
+    def forward(m, a):
+        graphdef, state = nnx.split(m)
+        return f(m, a), (graphdef, state, a)
+
+    def backward(residuals, gradients):
+        graphdef, state, a = residuals
+        (of_m, _), of_output = gradients
+
+        def again(state, a):
+            m = nnx.merge(graphdef, state, copy=True)
+            return m(a), nnx.state(m)
+
+        return jax.vjp(again, state, a)[1]((of_output, of_m))
+
+    f.defvjp(forward, backward)
+    m = Counting()
+    of_m, of_a = nnx.grad(lambda m, a: f(m, a) + 10.0 * m.seen, argnums=(0, 1))(m, jnp.array(3.0))
+    assert (of_m["x"], of_a, m.calls) == (3.0, 12.0, 1)
+
+
 def test_variables_of_a_shared_module_are_shared():
     m = nnx.Dict(x=nnx.Dict(w=nnx.Param(1.0)))
     with pytest.raises(nnx.errors.AliasingError, match=r"Duplicate Param found at paths args\[0\]\.x\.w, out\.w"):
