@@ -35,6 +35,10 @@ class ArgumentError(NnxError, TypeError):
     """An argument of another kind than the one that is asked for; of a transform, one that JAX cannot trace."""
 
 
+class NotAStateError(ArgumentError, AttributeError):
+    """An object where a State, or another nested mapping, is expected: a Module, say."""
+
+
 class UsageError(NnxError, ValueError):
     """A call or a setting that cannot be meant: sizes that do not fit each other, a mode that was never said."""
 

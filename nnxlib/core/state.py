@@ -28,6 +28,7 @@ from .differences import leaf_differences, refuse
 from .errors import (
     ArgumentError,
     NonExhaustiveFiltersError,
+    NotAStateError,
     Path,
     UsageError,
     describe_nested,
@@ -55,6 +56,7 @@ from .variables import Variable, plain_value
 
 S = TypeVar("S", bound="State")
 
+_NOT_A_STATE = "Expected a State or another nested mapping, got {type}. Of a model: nnx.state(model)."
 _NOT_LEVELS = "A State is made of a mapping, or of (key, value) pairs, but got {given}. Of a model: nnx.state(model)."
 
 Pairs = Iterable[tuple[Path, Any]]
@@ -606,7 +608,7 @@ def _copy_levels(mapping: Mapping[Any, Any]) -> dict:
 def _pairs(state: Mapping[Any, Any]) -> list[tuple[Path, Any]]:
     """List the leaves with their paths, sorted by path."""
     if not isinstance(state, Mapping):
-        raise ArgumentError(f"Expected a State or another nested mapping, got {type(state).__name__}.")
+        raise NotAStateError(_NOT_A_STATE.format(type=type(state).__name__))
     top = state._mapping if isinstance(state, State) else state
     pairs: list[tuple[Path, Any]] = []
     stack: list[tuple[Path, Mapping[Any, Any], Iterator[Any]]] = [((), top, iter(sorted_keys(top)))]

@@ -456,6 +456,8 @@ def test_to_flat_state_takes_mappings_only():
     assert to_flat_state({"b": {2: 1, "x": 2, 1: 3}}).paths == (("b", 1), ("b", 2), ("b", "x"))
     with pytest.raises(TypeError, match="got int"):
         to_flat_state(5)
+    with pytest.raises(AttributeError, match=r"got Param\. Of a model: nnx.state\(model\)"):  # as in flax.nnx
+        to_flat_state(Param(1.0))
 
 
 def test_flat_state_is_a_sorted_sequence():
