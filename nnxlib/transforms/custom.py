@@ -190,8 +190,8 @@ class CustomVjp(_Custom):
             of_arguments, of_output, paths = call.gradients(gradients[0], gradients[2], self._of_all)
             try:
                 found = backward(*nondiff, residuals, (of_arguments, of_output))
-            except (TypeError, AttributeError) as error:
-                error.add_note(_GIVEN)
+            except (TypeError, AttributeError, ValueError) as error:
+                error.add_note(_GIVEN if self._of_all else f"{_GIVEN} {_FLOATING}")
                 raise
             return (call.unfold(found, paths),)
 
@@ -364,6 +364,9 @@ itself, or use the same methods."""
 _GIVEN = """\
 The backward rule of nnx.custom_vjp is called as backward(residuals, (input_updates_g, output_g)): the gradients of \
 the arguments, as the function leaves them, and that of what it returns."""
+
+_FLOATING = """\
+The State of a Module has only floating leaves there; nnxlib.compat.flax gives those of integers, too."""
 
 _WRONG_COUNT = """\
 The backward rule must return a tuple with a gradient, or None, for each of the {count} arguments that are \

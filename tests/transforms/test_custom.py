@@ -567,3 +567,12 @@ def test_an_error_in_a_rule_says_what_it_is_given():
     with pytest.raises(TypeError) as caught:
         nnx.grad(lambda x: double(x).sum())(jnp.ones((1, 1)))
     assert any("backward(residuals, (input_updates_g, output_g))" in note for note in caught.value.__notes__)
+
+
+def test_a_rule_that_passes_its_gradients_on_is_told_that_they_are_of_floating_leaves():
+    """As published code does, to jax.vjp of a function that returns the State; so the model has no integers there."""
+    f = nnx.custom_vjp(lambda m: m.x * 2)
+    f.defvjp(lambda m: (f(m), nnx.state(m)), lambda state, gradients: jax.vjp(lambda s: s, state)[1](gradients[0][0]))
+    with pytest.raises(ValueError, match="tree structure") as caught:
+        nnx.grad(f)(nnx.Dict(x=nnx.Param(A), count=nnx.BatchStat(jnp.array(0))))
+    assert any("only floating leaves" in note for note in caught.value.__notes__)
