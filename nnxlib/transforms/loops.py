@@ -18,7 +18,7 @@ from ..core.layout import Layout
 from ..core.rows import ROOT, Tree
 from ..core.tracing import at_top_level, boundary
 from ..core.variables import unwrapped
-from .body import Body, structural_rows, trace_body, zeros
+from .body import Body, trace_body, zeros
 from .body_checks import (
     RETURN_ALIKE,
     check_same_output,
@@ -220,12 +220,11 @@ def _position_of_answer(condition: Body) -> int:
 
 def _refuse_changes(layout: Layout, condition: Body) -> None:
     """Raise :class:`BodyError` if the condition of a loop has changed something, recordings apart."""
-    changes, structural = structural_changes(layout, condition), structural_rows(layout, condition)
-    changed = [layout.paths[i] for i in condition.delta.values]
-    changed += [layout.paths[i] for i, _ in condition.delta.rows if i < len(layout.paths) and i not in structural]
-    changed += [change.path for change in changes if not change.is_taken_out]
+    leaves = zip(condition.owners, condition.leaf_paths, strict=True)
+    changed = [path for (row, _), path in leaves if row in range(len(layout.rows))]
+    changed += [change.path for change in structural_changes(layout, condition) if not change.is_taken_out]
     if changed:
+        paths = ", ".join(map(format_path, dict.fromkeys(changed)))
         raise BodyError(
-            f"cond_fun of while_loop may not change anything, but it changes {', '.join(map(format_path, changed))}. "
-            "Make the change in body_fun."
+            f"cond_fun of while_loop may not change anything, but it changes {paths}. Make the change in body_fun."
         )

@@ -114,6 +114,14 @@ def test_an_index_reaches_an_upper_bound_of_another_type(bounds, how):
     assert run(*bounds) == sum(range(*map(int, bounds)))
 
 
+@pytest.mark.parametrize("last", [4, 300])
+def test_the_index_from_a_traced_bound_has_its_type_if_a_known_upper_bound_fits(last):
+    found = []
+    loop = lambda lower: nnx.fori_loop(lower, last, lambda i, x: (found.append(i.dtype), x + 1)[1], 0)
+    assert jax.jit(loop)(jnp.int8(0)) == last
+    assert set(found) == {jnp.dtype(jnp.int8 if last == 4 else jnp.int32)}
+
+
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "in jit"])
 def test_the_index_between_known_bounds_is_like_a_number_of_python(how):
     """Weakly typed, as in JAX: it yields to what it meets, and does not wrap around where a bound is unsigned."""
@@ -121,6 +129,13 @@ def test_the_index_between_known_bounds_is_like_a_number_of_python(how):
     for loop in nnx.fori_loop, jax.lax.fori_loop:
         assert how(lambda loop=loop: loop(*bounds, lambda i, x: x + (i - 2), start))() == -3
         assert how(lambda loop=loop: loop(*bounds, lambda i, x: x + i, 0))().weak_type
+
+
+def test_known_bounds_of_which_one_is_too_large_for_the_index_are_an_error_as_in_jax():
+    """The upper one would become negative, and no iteration run."""
+    for loop, upper in ((nnx.fori_loop, np.uint32(2**32 - 1)), (jax.lax.fori_loop, 2**32 - 1)):
+        with pytest.raises(OverflowError):
+            loop(0, upper, lambda i, x: x + 1, 0)
 
 
 def test_a_bool_is_no_bound():
@@ -479,6 +494,28 @@ def test_a_condition_that_changes_something_is_an_error_by_path():
     before = Snapshot(m)
     with pytest.raises(BodyError, match=r"cond_fun of while_loop may not change anything, .* args\[0\]\[0\]\.calls"):
         nnx.while_loop(test, advance, (m, X))
+    before.assert_unchanged()
+
+
+CONDITIONS = {
+    "an array attribute": (lambda m: setattr(m, "array", m.array + 1), r"args\[0\]\.array\."),
+    "a setting": (lambda m: setattr(m, "flag", True), r"args\[0\]\.flag\."),
+    "a new array attribute": (lambda m: setattr(m, "later", X), r"args\[0\]\.later\."),
+    "all of these": (
+        lambda m: (m(X), setattr(m, "array", m.array + 1), delattr(m, "flag")),
+        r"args\[0\]\.calls, args\[0\]\.array, args\[0\]\.flag\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONDITIONS)
+def test_attributes_that_a_condition_changes_are_named(case):
+    change, paths = CONDITIONS[case]
+    m = Layer()
+    m.array, m.flag = X, False
+    before = Snapshot(m)
+    with pytest.raises(BodyError, match=f"may not change anything, but it changes {paths} Make"):
+        nnx.while_loop(lambda m: (change(m), m.calls < 3)[1], lambda m: m, m)
     before.assert_unchanged()
 
 
