@@ -133,10 +133,17 @@ class TreeState(PrefixMapping):
     pytree that the prefix was made for: the function sees paths in that pytree.
     """
 
-    def __init__(self, function: Callable[[tuple, Any], Label], state: State, start: tuple, filters: Iterable[Filter]):
+    def __init__(
+        self,
+        function: Callable[[tuple, Any], Label],
+        state: State,
+        start: tuple,
+        filters: Iterable[Filter],
+        asked: Hashable,
+    ):
         super().__init__([(x, None) for x in filters])  # what the function asks; itself, if it may look at values
         self._function, self.state, self._start = function, state, start
-        self._key = function, start
+        self._key = asked, start  # two methods of equal mappings are not equal, but the mappings are
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -155,7 +162,8 @@ class TreeState(PrefixMapping):
 
     def relabelled(self, function: Callable[[Label], Label]) -> PrefixMapping:
         state = map_state(lambda path, label: function(label), self.state)
-        return TreeState(lambda path, leaf: function(self._function(path, leaf)), state, self._start, self.filters)
+        asked = lambda path, leaf: function(self._function(path, leaf))
+        return TreeState(asked, state, self._start, self.filters, asked)
 
 
 class _Below(PrefixMapping):
@@ -200,13 +208,18 @@ def prefix(node: Any, filter_map: Mapping[Filter, Label] | Callable[[tuple, Any]
     Raises:
       PrefixError: if no filter takes a leaf.
     """
-    resolve = PrefixMapping(filter_map).map_prefix if isinstance(filter_map, Mapping) else filter_map
-    filters: Any = filter_map if isinstance(filter_map, Mapping) else (filter_map,)
+    asked: Any = filter_map
+    if isinstance(asked, Mapping) and not isinstance(asked, PrefixMapping):
+        asked = PrefixMapping(asked)
+    is_mapping = isinstance(asked, PrefixMapping)
+    resolve, filters = (asked.map_prefix, asked) if is_mapping else (asked, (asked,))
 
     def label(keys: tuple, x: Any) -> Any:
         start = tuple([path_key(key) for key in keys])
         found = {path: resolve((*start, *path), value) for path, value in by_path(*pack(x))}
-        return found[()] if [*found] == [()] else TreeState(resolve, from_flat_state(found.items()), start, filters)
+        if [*found] == [()]:
+            return found[()]
+        return TreeState(resolve, from_flat_state(found.items()), start, filters, asked)
 
     return jtu.tree_map_with_path(label, node, is_leaf=is_node)
 

@@ -255,6 +255,30 @@ def test_prefix_tells_its_labels():
         axes.gain
 
 
+def test_prefixes_by_filter_are_equal_if_the_mappings_are():
+    """A scan with a prefix that is made anew at each call was traced and compiled at each call."""
+    net, count = Net(), []
+    make = lambda label: nnx.prefix(net, {nnx.Param: label, ...: None})
+    assert make(0) == make(0) != make(1)
+    assert hash(make(0)) == hash(make(0))
+    assert make(0) != nnx.StateAxes({nnx.Param: 0, ...: None})
+
+    def body(total, net):
+        count.append(1)
+        return total + net.a.sum(), None
+
+    net.a.value = jnp.ones((3, 2))
+    for _ in range(3):
+        assert nnx.scan(body, in_axes=(nnx.Carry, make(0)))(0.0, net)[0] == 6
+    assert len(count) == 1
+
+
+def test_a_prefix_may_be_made_of_another_one():
+    axes = nnx.prefix(Net(), {nnx.Param: 0, ...: None})
+    assert nnx.prefix(Net(), axes).state == axes.state
+    assert nnx.prefix(Net(), nnx.StateAxes({nnx.Param: 0, ...: None})).state == axes.state
+
+
 def test_prefixes_by_function_are_equal_if_the_function_is():
     label, net = lambda path, x: 0, Net()
     assert nnx.prefix(net, label) == nnx.prefix(net, label)
