@@ -164,6 +164,30 @@ def test_the_refused_attribute_is_named_by_path():
         nnx.cond(True, lambda m: delattr(m.a, "w"), lambda m: None, Pair())
 
 
+def test_only_the_changes_that_differ_are_named():
+    def attach(m):
+        m.new = nnx.Cache(X)
+
+    def attach_and_set(m):
+        attach(m)
+        m.flag = True
+
+    m = Pair()
+    with pytest.raises(BodyError, match=r"structures:\n  branch 1: args\[0\]\.flag: nothing became True \(bool\)\nLet"):
+        nnx.cond(True, attach_and_set, attach, m)
+    with pytest.raises(BodyError, match=r"structures:\n  what they attach is not alike\nLet"):
+        nnx.cond(True, lambda m: setattr(m, "new", nnx.Cache(X, tag="other")), attach, m)
+
+
+def test_an_array_attribute_that_no_branch_changes_stays_the_same_object():
+    m = Pair()
+    m.array, m.other = jnp.zeros(3), jnp.zeros(3)
+    before = m.other
+    nnx.cond(True, lambda m: setattr(m, "array", m.array + 1), lambda m: None, m)
+    np.testing.assert_array_equal(m.array, [1, 1, 1])
+    assert m.other is before
+
+
 def test_an_array_attribute_may_change_in_one_branch_while_both_attach_the_same():
     def attach(m):
         m.new = nnx.Cache(jnp.zeros(2))
@@ -356,6 +380,14 @@ def test_a_write_under_raw_jax_is_refused_by_path():
     before = Snapshot(m)
     with pytest.raises(errors.TraceContextError, match=r"which is m\.layer\.calls"):
         jax.jit(lambda x: nnx.cond(x.sum() > 0, lambda m, x: m.layer(x), lambda m, x: x, m, x))(X)
+    before.assert_unchanged()
+
+
+def test_an_attribute_that_all_branches_set_under_raw_jax_is_refused_by_name():
+    m = Pair()
+    before = Snapshot(m)
+    with pytest.raises(errors.TraceContextError, match=r"Cannot write attribute 'new' of the Pair at args\[0\], which"):
+        jax.jit(lambda x: nnx.cond(x.sum() > 0, *[lambda m: setattr(m, "new", nnx.Cache(X))] * 2, m))(X)
     before.assert_unchanged()
 
 

@@ -521,6 +521,28 @@ def test_a_module_called_outside_of_a_loop_and_in_it(loop):
     assert set(vars(model.one)) == {"w"}
 
 
+def test_a_branch_that_records_less_often_is_filled_up_in_any_order():
+    """And branches that record the same are traced once."""
+    traces = []
+
+    def record(count, m, x):
+        traces.append(count)
+        for k in range(count):
+            m.sow(nnx.Intermediate, "seen", x + k)
+
+    def recorded(k, *counts):
+        branches = [functools.partial(record, count) for count in counts]
+        run = lambda m, x: nnx.switch(k, branches, m, x)
+        return nnx.capture(run, nnx.Intermediate)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), 1.0)[1].seen.value
+
+    for counts in ((2, 1, 0), (0, 1, 2), (1, 2, 0)):
+        for k, count in enumerate(counts):
+            assert recorded(k, *counts) == (1.0, 2.0)[:count] + (0.0,) * (2 - count)
+    traces.clear()
+    assert recorded(0, 1, 1) == (1.0,)
+    assert len(traces) == 2
+
+
 def test_zeros_in_place_of_a_recorded_key():
     """They are a key as well."""
 
