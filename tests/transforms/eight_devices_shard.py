@@ -359,3 +359,14 @@ def test_a_norm_whose_features_are_sharded(kind):
         layer.axis_name = "d"
     y = sharded(apply, in_specs=(P("d"), last), out_specs=last)(layer, x)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pmap_over_some_of_the_devices():
+    """Which ones is part of the program, and there may be no more slices than these."""
+    devices, double = jax.devices(), lambda x: 2 * x
+    for some in (devices[:2], devices[2:4], None):
+        out = nnx.pmap(double, devices=some)(jnp.arange(2.0))
+        np.testing.assert_array_equal(out, [0, 2])
+        assert out.sharding.device_set == set(some or devices[:2])
+    with pytest.raises(errors.PrefixError, match=r"a device for each of the 4 slices .* there are 2\."):
+        nnx.pmap(double, devices=devices[:2])(jnp.arange(4.0))

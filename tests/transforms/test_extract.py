@@ -134,6 +134,8 @@ def test_functions_decide_what_stands_for_an_object():
     assert merged == [("[0]", 8), ("wrapped", 5.0)]
     with pytest.raises(PrefixError, match="prefix"):
         nnx.from_tree(tree, prefix=[0])
+    with pytest.raises(ValueError, match="NodeStates at <root>, got a float"):
+        nnx.from_tree(1.0, map_non_graph_nodes=True)
     with pytest.raises(ValueError, match=r"NodeStates at \[1\]\[0\], got a str"):
         nnx.from_tree(tree, map_non_graph_nodes=True)
 

@@ -502,6 +502,16 @@ def test_more_slices_than_devices_are_refused():
         nnx.pmap(lambda layer, x: layer(x), in_axes=(None, 0))(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((n, 2)))
 
 
+def test_pmap_of_nothing_that_is_mapped_is_the_error_of_jax():
+    for x, axes in ((X, None), (jnp.zeros(0), 0)):
+        found = []
+        for pmap in nnx.pmap, jax.pmap:
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                pmap(lambda x: x, in_axes=axes)(x)
+            found.append(str(caught.value))
+        assert found[0] == found[1]
+
+
 def test_a_function_that_fails_shows_its_own_error_whatever_out_axes_says():
     with pytest.raises(TypeError, match="dot_general requires"):
         nnx.vmap(lambda x: jnp.ones((2, 3)) @ jnp.ones((2, 3)), out_axes=5)(XS)
