@@ -129,7 +129,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, *, unro
         )
         return carry, Outcome(loop.body.delta)
 
-    key = ("fori", unroll, (first, last) if static else None)
+    key = ("fori", unroll, type(unroll), (first, last) if static else None)  # unroll=True is not unroll=1
     return call_program((step,), key, run, arguments, end).args[0]
 
 

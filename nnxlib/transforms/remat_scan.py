@@ -118,6 +118,6 @@ def _nested(
         xs = jax.tree.map(lambda x: x.reshape(n, rest, *x.shape[1:]), xs)
         unroll = 1
     # Inside of a loop the compiler cannot merge a computation with its repetition; in an unrolled one it could.
-    body = jax.checkpoint(step, prevent_cse=unroll != 1, policy=policy)
+    body = jax.checkpoint(step, prevent_cse=unroll is True or unroll > 1, policy=policy)
     last, ys = jax.lax.scan(body, init, xs, length=n, reverse=reverse, unroll=unroll)
     return last, jax.tree.map(lambda y: y.reshape(length, *y.shape[2:]), ys) if inner else ys

@@ -161,7 +161,8 @@ def looped(
             labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
             size = _length(layout, packed.leaves, leaf_labels, length)
             settings = (name, data_transform, *prefix_key(in_axes), *prefix_key(out_axes))
-            key = (loop.func, *loop.keywords.values(), tuple(leaf_labels), size, *settings, settings_of(inner))
+            options = (*loop.keywords.values(), type(loop.keywords["unroll"]))  # unroll=True is not unroll=1
+            key = (loop.func, *options, tuple(leaf_labels), size, *settings, settings_of(inner))
             of_loop = layout, labels, leaf_labels, size, body, loop
             made = _Scan(*of_loop, out_axes, carried, out_place, name, data_transform)
             return run_program(program_of((weakly(kept),), layout, key, lambda: Program(made.program)), packed)

@@ -141,3 +141,12 @@ def test_a_read_only_forward_under_raw_jax_leaves_the_live_model_as_it_was(raw):
     before = Snapshot(m)
     RAW[raw](lambda x: nnx.remat_scan(lambda x, m: m.read(x), lengths=(2, 2))(x, m))
     before.assert_unchanged()
+
+
+@pytest.mark.parametrize(("unroll", "unrolled"), [(1, False), (False, False), (2, True), (True, True)])
+def test_the_compiler_may_not_merge_what_is_computed_again_where_the_loop_is_unrolled(unroll, unrolled):
+    """With unroll=True it could, and would keep what each iteration computed."""
+    run = nnx.remat_scan(lambda c, x: (c * x, None), lengths=(4,), unroll=unroll, out_axes=(nnx.Carry, 0))
+    (loop,) = jax.make_jaxpr(run)(1.0, jnp.arange(4.0)).eqns[-1:]
+    (checkpoint,) = loop.params["jaxpr"].eqns
+    assert checkpoint.params["prevent_cse"] is unrolled

@@ -158,6 +158,28 @@ def test_axes_of_inputs_and_outputs_may_be_any():
     assert nnx.scan(lambda x: x, in_axes=0, out_axes=-3)(xs).shape == (2, 3, 4)  # -3 is the first of three
 
 
+def test_unroll_true_is_another_program_than_unroll_1():
+    """They are equal for Python; the second loop ran as the first one, in as many steps."""
+
+    def body(carry, x):
+        return carry + x, None
+
+    def step(i, x):
+        return x + i
+
+    loops = {
+        "scan": lambda unroll: nnx.scan(body, unroll=unroll)(0.0, jnp.arange(4.0)),
+        "fori_loop": lambda unroll: nnx.fori_loop(0, 4, step, 0.0, unroll=unroll),
+        "remat_scan": lambda unroll: nnx.remat_scan(body, lengths=(4,), unroll=unroll, out_axes=(nnx.Carry, 0))(
+            0.0, jnp.arange(4.0)
+        ),
+    }
+    for loop in loops.values():
+        for unroll, steps in ((1, 1), (True, 4), (False, 1), (2, 2)):
+            (equation,) = jax.make_jaxpr(lambda loop=loop, unroll=unroll: loop(unroll))().eqns[-1:]
+            assert (equation.primitive.name, equation.params["unroll"]) == ("scan", steps)
+
+
 def test_reverse_unroll_and_length_reach_jax():
     carry, seen = nnx.scan(lambda c, x: (x, c), reverse=True)(jnp.zeros(3), XS)
     np.testing.assert_array_equal(carry, XS[0])
