@@ -506,7 +506,7 @@ def test_pmap_of_nothing_that_is_mapped_is_the_error_of_jax():
     for x, axes in ((X, None), (jnp.zeros(0), 0)):
         found = []
         for pmap in nnx.pmap, jax.pmap:
-            with pytest.raises(ValueError) as caught:  # noqa: PT011
+            with pytest.raises(ValueError) as caught:
                 pmap(lambda x: x, in_axes=axes)(x)
             found.append(str(caught.value))
         assert found[0] == found[1]
