@@ -222,12 +222,20 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
             if isinstance(p, NodeRow) and isinstance(q, NodeRow) and p.type is q.type:
                 f, g = dict(p.fields), dict(q.fields)
                 stack.extend(((*path, name), f.get(name), g.get(name)) for name in reversed({**f, **g}))
-        elif isinstance(x, Tree) and isinstance(y, Tree) and same_treedef(x.treedef, y.treedef):
-            stack.extend(((*path, *key), c, d) for key, c, d in zip(x.paths, x.children, y.children, strict=True))
+        elif isinstance(x, Tree) and isinstance(y, Tree) and _may_be_compared(x, y):
+            c, d = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (x, y))
+            stack.extend(((*path, *key), c.get(key), d.get(key)) for key in reversed({**c, **d}))
         elif x != y:
             kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"
             before, after = _describe(x, a), _describe(y, b)
             yield Difference(path, kind, before, after if after != before else _another(y))
+
+
+def _may_be_compared(x: Tree, y: Tree) -> bool:
+    """Whether two pytrees are compared by their children: they have one structure, or one lacks some of the other's."""
+    before, after = set(x.paths), set(y.paths)
+    lacks_some = before != after and (not before or not after or not before.isdisjoint(after))
+    return lacks_some or same_treedef(x.treedef, y.treedef)
 
 
 def _row_differences(path: tuple, p: Row, q: Row) -> Iterator[Difference]:

@@ -101,10 +101,15 @@ def test_a_compiled_function_called_with_another_structure():
     other.scale = 3.0
     with pytest.raises(errors.ArgumentError, match=r"scale: 2\.0 \(float\) became 3\.0 \(float\)"):
         compiled(other, X)
-    with pytest.raises(errors.ArgumentError, match="differ in structure"):
-        compiled(Net(), X, X)
-    with pytest.raises(errors.ArgumentError, match="differ in structure"):
-        compiled(X, Net())
+    for args, kwargs, said in (
+        ((Net(), X, X), {}, r"args\[2\]: nothing became array"),
+        ((Net(),), {}, r"args\[1\]: array became nothing"),
+        ((Net(),), {"x": X}, r"args\[1\]: array became nothing\n  kwargs\.x: nothing became array"),
+        ((), {}, r"args\[0\]: Net .* became nothing\n  args\[1\]: array became nothing"),
+        ((X, Net()), {}, r"args\[0\]: Net .* became array"),
+    ):
+        with pytest.raises(errors.ArgumentError, match=rf"differ in structure.*:\n  {said}"):
+            compiled(*args, **kwargs)
     with pytest.raises(errors.ArgumentError, match=r"args\[1\]: float32\[2\] became float32\[3\]\nCall the jitted"):
         compiled(Net(), jnp.ones(3))
 
