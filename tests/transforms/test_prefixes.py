@@ -143,6 +143,21 @@ def test_a_dict_of_filters_is_no_prefix(transform, name):
         transform(lambda m: None, **{"in_axes": 0, "out_axes": 0, name: (FILTERS, 0)})
 
 
+@pytest.mark.parametrize("filters", [{nnx.Param: 0}, {"tag": 0, ...: None}, {nnx.PathContains("a"): 0}], ids=str)
+def test_one_key_that_only_a_filter_can_be_is_enough(filters):
+    with pytest.raises(PrefixError, match=r"in_axes has a dict of filters in it\. Write nnx\.StateAxes\("):
+        nnx.vmap(lambda m: None, in_axes=(filters,))
+
+
+@pytest.mark.parametrize("label", ["axis", 0.5, nnx.Carry], ids=repr)
+def test_what_is_no_axis_is_refused(label):
+    for axes in ((label,), (nnx.StateAxes({...: label}),), label):
+        with pytest.raises(PrefixError, match=rf"has {label!r}; vmap takes an int, None or nnx\.StateAxes of these\."):
+            nnx.vmap(lambda m: None, in_axes=axes)
+    with pytest.raises(PrefixError, match=r"; scan takes an int, None, nnx\.Carry or nnx\.StateAxes of these\."):
+        nnx.scan(lambda m: None, in_axes=("axis", nnx.Carry))
+
+
 def test_a_dict_of_filters_is_no_sharding():
     with pytest.raises(
         PrefixError, match=r"in_shardings has a dict .* nnx\.StateSharding\(\{Param: 0, \.\.\.: None\}\)"
@@ -172,6 +187,17 @@ def test_mappings_are_labels():
     """A mapping is not taken apart, although it is a mapping."""
     mapping = PrefixMapping({...: 0})
     assert broadcast_prefix((mapping, {"a": mapping}), (Net(), {"a": Net()}), "in_axes") == [mapping, mapping]
+
+
+def test_the_prefix_of_the_arguments_may_be_a_list():
+    assert argument_entries([0, None], (1.0, Net()), "in_axes") == [0, None]
+    assert argument_entries([0, [None]], (1.0, [Net()]), "in_axes") == [0, None]
+
+
+def test_a_prefix_that_does_not_fit_what_is_not_static():
+    for args, count in (((), "0 positional arguments that are"), ((1.0,), "1 positional argument that is")):
+        with pytest.raises(PrefixError, match=rf"^in_shardings=.* called with {count} not static\."):
+            broadcast_prefix((None, None), args, "in_shardings")
 
 
 def test_what_holds_no_leaf_needs_no_label():
