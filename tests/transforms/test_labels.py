@@ -222,6 +222,31 @@ def test_what_one_trace_attaches_gets_no_label_in_another():
         assert model.new.shape == x.shape
 
 
+OPTIONS = {
+    "one sharding": lambda: {"in_shardings": (replicated(), None)},
+    "shardings by filter": lambda: {"in_shardings": by_type(replicated())},
+    "donated": lambda: {"donate_argnums": 0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_captured_module_that_holds_an_argument_gives_no_label(options):
+    """Only arguments have shardings and are donated; what is captured, too, is treated as the argument is."""
+    model = nnx.Dict(w=nnx.Param(jnp.ones(3)), count=nnx.Variable(jnp.array(0)))
+    trainer = nnx.Dict(model=model, steps=nnx.Variable(jnp.array(0)))
+
+    @functools.partial(nnx.jit, **OPTIONS[options]())
+    def step(model, x):
+        trainer.steps += 1
+        model.count += 1
+        return model.w * x + trainer.model.w
+
+    for count in (1, 2):
+        assert jnp.array_equal(step(model, 2.0), jnp.full(3, 3.0))
+        assert (model.count.value, trainer.steps.value) == (count, count)
+    assert trainer.model is model
+
+
 def test_a_function_with_shardings_keeps_no_model_alive():
     total = nnx.jit(lambda model, x: model["w"].sum() + x, in_shardings=by_type(replicated()))
     model = nnx.Dict(w=nnx.Param(jnp.zeros(1)))

@@ -247,6 +247,10 @@ WRONG = {
         r"different sizes: 5 \(axis_size\), 2 \(args\[0\]\)",
     ),
     "a number": (lambda: nnx.vmap(jnp.sin)(1.0), r"args\[0\] has shape \(\), so there is no axis 0 .*\nNone is for"),
+    "a statistic": (
+        lambda: nnx.vmap(lambda d: d.n + 1)(nnx.Dict(n=nnx.BatchStat(jnp.array(0)))),
+        r"args\[0\]\.n has shape \(\), so there is no axis 0 .*\nNone is for",
+    ),
     "a stream that is not split": (
         lambda: nnx.vmap(lambda rngs: nnx.Linear(2, 3, rngs=rngs), axis_size=7)(nnx.Rngs(0)),
         r"args\[0\]\.default\.count has shape \(\), so there is no axis 0 .*\n.*@nnx.split_rngs\(splits=7\)",
