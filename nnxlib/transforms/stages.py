@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from ..core.calls import following
 from ..core.errors import ArgumentError, listed
 from ..core.graph import pack
 from ..core.graphdef import differences_listed
@@ -66,7 +65,7 @@ class Stage:
           ArgumentError: if the arguments have another structure, shape or dtype than it was compiled for; says where.
         """
         arguments, found = self._arguments(args, kwargs), None
-        if at_top_level() and not following:
+        if at_top_level():
             try:
                 return self._dispatch.call(*arguments, True if arguments.captured else None)
             except Miss as miss:

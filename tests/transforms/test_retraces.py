@@ -27,7 +27,9 @@ def step():
 def test_before_and_after_the_first_trace():
     f, m = step(), Net()
     assert "has not been traced yet" in f.explain()
-    for _ in range(3):
+    f(m, jnp.ones(2))
+    assert f.explain().endswith("has been called once and traced once, in call 1.")
+    for _ in range(2):
         f(m, jnp.ones(2))
     assert f.explain().endswith("has been called 3 times and traced once, in call 1.")
 
@@ -65,6 +67,10 @@ def test_other_arguments_are_named():
     f(m, jnp.ones(2))
     f(m, x=jnp.ones(2))
     assert "the arguments: args[0], args[1] became args[0], kwargs.x" in f.explain()
+    g = nnx.jit(lambda *args: len(args))
+    g()
+    g(1.0)
+    assert "the arguments: none became args[0]" in g.explain()
 
 
 def test_the_nearest_trace_is_compared_with():

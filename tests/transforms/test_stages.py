@@ -135,6 +135,25 @@ def test_a_compiled_function_finds_known_objects_without_a_walk(sharded, uncheck
     assert sharded or (found[0] == found[1] < 25)
 
 
+@pytest.mark.parametrize("raw", [jax.jit, jax.vmap], ids=lambda f: f.__name__)
+def test_a_compiled_function_called_with_live_objects_under_raw_jax(raw):
+    """It may read them, and not write to them; also if it has been called before."""
+
+    def count(m, x):
+        m.count += 1
+        return m.w * x
+
+    model = nnx.Dict(w=nnx.Param(X), count=nnx.Variable(jnp.array(0)))
+    counting, reading = (nnx.jit(f).lower(model, X).compile() for f in (count, lambda m, x: m.w * x))
+    for _ in range(3):
+        counting(model, X), reading(model, X)
+        np.testing.assert_array_equal(raw(lambda x: x + reading(model, X))(X[None])[0], X + X * X)
+        before = model.count.value
+        with pytest.raises(errors.TraceContextError, match=r"args\[0\]\.count, which is model\.count"):
+            raw(lambda x: x + counting(model, X))(X)
+        assert model.count.value is before
+
+
 def test_a_compiled_function_after_a_change_of_structure():
     """Whatever earlier calls have left behind: another structure is refused, and the first one taken again."""
     model, eager = Net(), Net()
