@@ -120,6 +120,13 @@ def fail(x, m):
 FAILURES = {
     "no lengths": ({}, layer, errors.ArgumentError, r"needs the lengths of its levels, .* got <missing>"),
     "a length of zero": ({"lengths": (4, 0)}, layer, errors.ArgumentError, r"got \(4, 0\)"),
+    "a length that is no int": ({"lengths": (2.0, True)}, layer, errors.ArgumentError, r"got \(2\.0, True\)"),
+    "a policy that is no function": (
+        {"lengths": (2, 2), "policy": "dots_saveable"},
+        layer,
+        errors.ArgumentError,
+        r"A policy is a function, .* got 'dots_saveable'",
+    ),
     "another length": ({"lengths": (2, 3)}, layer, errors.PrefixError, r"different sizes: 6 \(length\), 4 \(args"),
     "the body": ({"lengths": (2, 2)}, fail, KeyError, "failed"),
 }
