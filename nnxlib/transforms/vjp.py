@@ -158,7 +158,7 @@ def jvp(
     """
     if f is MISSING:
         return functools.partial(jvp, has_aux=has_aux)
-    if primals is MISSING or tangents is MISSING:
+    if primals is MISSING and tangents is MISSING:
         return functools.wraps(f, updated=())(lambda primals, tangents: jvp(f, primals, tangents, has_aux))
     for name, given in ("primals", primals), ("tangents", tangents):
         if not isinstance(given, tuple | list):

@@ -207,6 +207,25 @@ def test_jvp_takes_tuples():
         nnx.jvp(lambda m: m(X), m, nnx.state(m))
     with pytest.raises(errors.ArgumentError, match="tangents is State"):
         nnx.jvp(lambda m: m(X), (m,), nnx.state(m))
+    for given, missing in ({"primals": (X,)}, "tangents"), ({"tangents": (X,)}, "primals"):
+        with pytest.raises(errors.ArgumentError, match=f"{missing} is Missing"):
+            nnx.jvp(jnp.sin, **given)
+
+
+ABSTRACT = {
+    "grad": lambda f, m: nnx.grad(f)(m),
+    "vjp": lambda f, m: nnx.vjp(f, m),
+    "linearize": lambda f, m: nnx.linearize(f, m),
+}
+
+
+@pytest.mark.parametrize("transform", ABSTRACT)
+def test_shapes_without_values_are_noted_by_path(transform):
+    """The error of JAX speaks of the tracers that were made of them."""
+    m = nnx.eval_shape(Net)
+    with pytest.raises(TypeError) as caught:
+        ABSTRACT[transform](lambda m: jnp.sum(m.w.value * X), m)
+    assert any("shapes without values" in note and "args[0].w: float32" in note for note in caught.value.__notes__)
 
 
 def test_jvp_along_a_module():
