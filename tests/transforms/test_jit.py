@@ -953,19 +953,21 @@ def test_donation_of_one_structure_and_not_of_another():
     assert (counting.calls.value, reading.calls.value) == (80, 0)
 
 
-def test_donation_and_an_iterator_that_ends():
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["plain", "donated"])
+def test_donation_and_an_iterator_that_ends(options):
     """A StopIteration of the user's function comes through as it is, also from a trace for other shapes."""
     model, values = nnx.List([nnx.Param(jnp.zeros(()))]), iter([1.0, 2.0])
 
-    @functools.partial(nnx.jit, donate_argnums=0)
+    @functools.partial(nnx.jit, **options)
     def step(m, x):
         m[0] += next(values) * x.sum()
 
     for size in (1, 1, 1, 2):
         step(model, jnp.ones(size))
     for size in (3, 4):
-        with pytest.raises(StopIteration):
-            step(model, jnp.ones(size))
+        for given in (model, nnx.clone(model)):  # the compiled function is found in two ways
+            with pytest.raises(StopIteration):
+                step(given, jnp.ones(size))
     assert model[0].value == 3 * 1 + 2 * 2
 
 
