@@ -122,9 +122,9 @@ class _Custom:
     """A function with a derivative of its own."""
 
     def __init__(self, fun: Callable, nondiff_argnums: Argnums):
-        stand_for(self, fun)
         opaque = isinstance(fun, functools.partial) and not any(map(is_data, (*fun.args, *fun.keywords.values())))
         self._function, self._bound, self._kwargs = (fun, (), {}) if opaque else resolve(fun)
+        stand_for(self, fun)
         self._chosen = choices(nondiff_argnums)
 
     @boundary

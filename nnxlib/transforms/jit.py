@@ -146,8 +146,8 @@ class JitWrapped(Jitted, Generic[P, R]):
         donate_argnames: tuple[str, ...],
         options: dict[str, Any],
     ):
-        stand_for(self, fun)
         self._function, self._args, self._kwargs = resolve(fun)
+        stand_for(self, fun)
         self._first_class = self._args[0].__class__ if self._args else None
         self._options = options
         shift = len(self._args)
