@@ -139,25 +139,17 @@ def test_messages_about_functions():
 
 def test_what_annotations_name_is_not_followed():
     """A Module in a class that an annotation names is none that a step uses: another one there does not matter."""
-    traces = []
-
-    class Settings:
-        layer = nnx.Param(jnp.ones(2))
-
-    class Net(nnx.Module):
-        layer: Settings.layer
-
-        def __init__(self):
-            self.layer = nnx.Param(jnp.ones(2))
+    traces, names = [], {"nnx": nnx}
+    exec("class Settings: pass\nclass Net(nnx.Module):\n  layer: Settings.layer\n  def __call__(self): pass", names)
+    settings, net = names["Settings"], names["Net"]()
+    settings.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
     @nnx.jit
     def step(net):
         traces.append(net)
-        return net.layer * 2
 
-    net = Net()
     step(net)
-    Settings.layer = nnx.Param(jnp.ones(3))
+    settings.layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     step(net)
     assert len(traces) == 1
 
