@@ -201,6 +201,16 @@ def call_watched(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
             Watch.all.remove(watch)
 
 
+def call_unwatched(f: Callable[..., R], /, *args: Any) -> R:
+    """Call ``f``, which uses objects that are nobody's but the library's, without a watch of this thread."""
+    watch = _thread.watch
+    try:
+        _thread.watch = None
+        return f(*args)
+    finally:
+        _thread.watch = watch
+
+
 # --- lending and borrowing ------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from .closures import call_unwatched
 from .errors import StaticValueError, describe, place_of
 from .tracing import Tracer, is_readable
 
@@ -97,7 +98,9 @@ class Const:
 
     def fresh(self) -> Any:
         """Return the value; of a mutable one, a copy."""
-        return self.value if self.parts is None else _copy(self.value, self.parts, self._by_items)[0]
+        if self.parts is None:
+            return self.value
+        return call_unwatched(_copy, self.value, self.parts, self._by_items)[0]  # a List or Dict in it is not captured
 
     def __hash__(self) -> int:
         return self._hash

@@ -677,6 +677,63 @@ def test_a_copy_of_a_captured_module_has_its_present_settings(copied):
     assert f(1.0).item() == 3
 
 
+class Configured(Layer):
+    def __init__(self):
+        super().__init__()
+        self.config = {"rate": 2.0, "sizes": [1, 2]}
+
+    def __call__(self, x):
+        return super().__call__(x) * self.config["rate"]
+
+
+doubled = lambda model: jax.tree.map(lambda v: v * 2, model)
+AS_PYTREES = {
+    "map": lambda model, x: doubled(model)(x),
+    "raw jit": lambda model, x: jax.jit(lambda model, x: 2 * doubled(model).w.sum() * x)(model, x),
+    "raw grad": lambda model, x: (
+        jax.grad(lambda model: model.w.sum() * model.config["rate"], allow_int=True)(model).w * x
+    ),
+    "in vmap": lambda model, x: nnx.vmap(lambda model, x: doubled(model).w.sum() * x, in_axes=(None, 0))(model, x),
+    "in jit": lambda model, x: (doubled(model), nnx.jit(lambda model, x: doubled(model).w.sum() * x)(model, x))[1],
+}
+
+
+@pytest.mark.parametrize("way", AS_PYTREES)
+@pytest.mark.parametrize("captured", [False, True])
+def test_settings_that_a_treedef_has_copied_before_are_not_captured(way, captured):
+    """A dict of settings is static there; the treedef has a copy of its own, and gives each model another one."""
+    model, traces = Configured(), 0
+    expected = AS_PYTREES[way](model, X)  # outside of a trace, where the copy is made
+
+    def run(model, x):
+        nonlocal traces
+        traces += 1
+        return AS_PYTREES[way](model, x)
+
+    jitted = nnx.jit(lambda x: run(model, x)) if captured else functools.partial(nnx.jit(run), model)
+    for _ in range(2):
+        assert jnp.array_equal(jitted(X), expected)
+    assert traces == 1
+    model.config["rate"] = 3.0
+    assert jnp.array_equal(jitted(X), AS_PYTREES[way](model, X))
+
+
+def test_a_list_that_is_a_static_argument_is_not_captured():
+    """Each trace gets a copy."""
+    traces = 0
+
+    def run(sizes, x):
+        nonlocal traces
+        traces += 1
+        return x * sizes[1]
+
+    jitted, sizes = nnx.jit(run, static_argnums=0), nnx.List([1.0, 2.0])
+    assert jitted(sizes, 3.0) == jitted(nnx.List([1.0, 2.0]), 3.0) == 6.0
+    sizes[1] = 4.0
+    assert jitted(sizes, 3.0) == 12.0
+    assert traces == 3
+
+
 @pytest.mark.parametrize(
     "listed",
     [nnx.iter_graph, nnx.iter_modules, nnx.iter_children, nnx.find_duplicates, nnx.state, jax.tree.leaves],
