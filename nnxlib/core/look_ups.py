@@ -90,7 +90,7 @@ def entry(mapping: Any, key: Any) -> Any:
 
 
 def absent(namespace: dict[str, Any], name: str) -> Any:
-    """A global that is not there yet."""
+    """A global, or a module that code imports, that is not there yet."""
     return namespace.get(name)
 
 
@@ -307,7 +307,7 @@ def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable
     read, imported = _loaded_in(code)
     names = names_in(code)
     look_ups = [LookUp(entry, namespace, name) for name in sorted(read & namespace.keys())]
-    look_ups += [LookUp(entry, sys.modules, name) for name in sorted(imported)]
+    look_ups += [LookUp(entry if name in sys.modules else absent, sys.modules, name) for name in sorted(imported)]
     look_ups += [LookUp(absent, namespace, name) for name in sorted(read - namespace.keys() - _BUILTINS)]
     yield from look_ups
     stack, seen = [*look_ups, *others], set[int]()

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import gc
+import sys
 import types
 import weakref
 
@@ -153,6 +154,27 @@ def test_a_place_that_fails():
     conditions = conditions_of(f)
     for cell in f.__closure__ or ():
         del cell.cell_contents
+    assert conditions.find() is None
+
+
+def test_a_module_that_code_imports_and_that_is_not_there_yet(monkeypatch):
+    """As an import in a branch that was not taken; it would seem to have changed at each call."""
+
+    def f():
+        import not_imported_yet  # type: ignore[import-not-found]
+
+        return not_imported_yet.model
+
+    conditions = conditions_of(f)
+    assert conditions.ends
+    assert conditions.find() == ()
+    module = types.ModuleType("not_imported_yet")
+    module.model = nnx.Dict()
+    monkeypatch.setitem(sys.modules, "not_imported_yet", module)
+    assert conditions.find() is None
+    conditions = conditions_of(f, [module.model])
+    assert conditions.find() == ()
+    monkeypatch.delitem(sys.modules, "not_imported_yet")
     assert conditions.find() is None
 
 
