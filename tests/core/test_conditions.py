@@ -169,10 +169,10 @@ def test_a_module_that_code_imports_and_that_is_not_there_yet(monkeypatch):
     assert conditions.ends
     assert conditions.find() == ()
     module = types.ModuleType("not_imported_yet")
-    module.model = nnx.Dict()
+    module.__dict__["model"] = model = nnx.Dict()
     monkeypatch.setitem(sys.modules, "not_imported_yet", module)
     assert conditions.find() is None
-    conditions = conditions_of(f, [module.model])
+    conditions = conditions_of(f, [model])
     assert conditions.find() == ()
     monkeypatch.delitem(sys.modules, "not_imported_yet")
     assert conditions.find() is None
