@@ -132,8 +132,13 @@ class Captures:
             note_running(known.running)
         return found, known.addresses_now() if known.literals.positions else known.addresses
 
-    def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed) -> None:
-        """Add objects that a trace of what was ``packed`` has captured besides those that it was given ``before``."""
+    def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed) -> Captured:
+        """Add objects that a trace of what was ``packed`` has captured besides those that it was given ``before``.
+
+        Returns what to give the next trace. That is what the function captures now; but if something that it refers to
+        changes whenever it is looked up, so that what was added is found no more, that and what was given before. So
+        each trace is given more, and there is a last one.
+        """
         roots = outside.roots
         if not _others(roots, before):
             raise TraceContextError(_CAPTURED.format(names=", ".join(type(root).__name__ for root in roots)))
@@ -150,6 +155,8 @@ class Captures:
                     known = known._replace(holders=(*known.holders, *more))
                     found = self._search(known, sought)
                 self.known = self._to_look_up(found, _with_more(known.roots, roots, found), known)
+        now = self.now()
+        return now if _hold_all(map(weakref.ref, now[0]), roots) else ((*before, *roots), self._token_of(object()))
 
     def note_literals(self, packed: Packed, addresses: Any) -> Hashable:
         """The token of the addresses and of the literals in what was packed, which are known from now on."""

@@ -226,11 +226,11 @@ class JitWrapped(Jitted, Generic[P, R]):
                 return use(self._plan(captures, packed, arguments, addresses, donate), packed, arguments, addresses)
             except CapturedObjects as outside:
                 if not isinstance(outside, Occupied):
-                    captures.add(outside, captured, packed)
-                elif is_watched():  # the enclosing trace is abandoned as well
+                    now = captures.add(outside, captured, packed)
+                    continue
+                if is_watched():  # the enclosing trace is abandoned as well
                     raise
-                else:
-                    wait_for_loans()
+                wait_for_loans()
             except TypeError:  # an `if` on a traced value, say
                 if not (captured and captures.switch_integers(packed)):
                     raise

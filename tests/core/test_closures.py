@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.conditions import Conditions
 from nnxlib.core.errors import ArgumentError
 from nnxlib.core.graph import pack
 from nnxlib.core.tables import table_of
@@ -675,6 +676,29 @@ def test_a_copy_of_a_captured_module_has_its_present_settings(copied):
     assert f(1.0).item() == 2
     holder[0].scale = 3
     assert f(1.0).item() == 3
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_each_trace_is_given_more_of_what_is_captured(monkeypatch, holds):
+    """So there is a last one, even if something that the function refers to changes whenever it is looked up."""
+    if not holds:
+        monkeypatch.setattr(Conditions, "straight", property(lambda self: lambda: None))
+    hidden, layer, traces = functools.cache(Layer), Layer(3.0), 0  # no way leads into the cache
+    layers = [hidden(1.0), hidden(2.0), layer]
+
+    @nnx.jit
+    def f(x):
+        nonlocal traces
+        traces += 1
+        assert traces < 20
+        return hidden(1.0)(x) + hidden(2.0)(x) + layer(x)
+
+    for calls in range(1, 4):
+        np.testing.assert_allclose(f(X), sum(map(expected, layers)))
+        assert [x.calls.item() for x in layers] == [calls] * 3
+        assert all(x._nnx_trace is None for x in layers)
+        layers[1].w *= 2.0
+    assert traces == (3 if holds else 9)
 
 
 class Configured(Layer):
