@@ -510,9 +510,9 @@ def test_pmap_of_nothing_that_is_mapped_is_the_error_of_jax():
     for x, axes in ((X, None), (jnp.zeros(0), 0)):
         found = []
         for pmap in nnx.pmap, jax.pmap:
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises((ValueError, ZeroDivisionError)) as caught:  # the latter before JAX 0.9
                 pmap(lambda x: x, in_axes=axes)(x)
-            found.append(str(caught.value))
+            found.append((caught.type, str(caught.value)))
         assert found[0] == found[1]
 
 
