@@ -3,7 +3,7 @@
 Drawn programs hide Modules behind chains of plain objects, and write the code that reaches them: attributes, items,
 methods, properties, patterns, functions, classes. What the code then uses of a Module may be a setting alone, which no
 trace notices. After changes of the Modules, and of what leads to them, outputs and Modules must be what plain Python
-makes of them.
+makes of them. A call that writes nothing, made again at once, is not traced again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextvars
 import dataclasses
 import functools
 import itertools
+import re
 import types
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -344,15 +346,26 @@ class World:
         return graphdef, [np.asarray(x) for x in nnx.to_flat_state(values).leaves]
 
 
+def traces(jitted: Any) -> str:
+    """How often a jitted function was traced, in words."""
+    return re.findall(r"traced (once|\d+ times)", jitted.explain())[0]
+
+
+@pytest.mark.filterwarnings("ignore::nnxlib.core.errors.RetraceWarning")  # a setting may be changed at each call
 @examples(60)
 @given(chains, st.lists(codes, min_size=1, max_size=2), st.lists(steps, min_size=6, max_size=12))
 def test_a_function_sees_what_plain_python_leads_to(chains: list, codes: list, program: list[tuple]) -> None:
-    """Outputs, values, and which object is where."""
+    """Outputs, values, and which object is where; and a call that writes nothing is not traced again when repeated."""
     plain, jitted = World(chains, codes, lambda f: f), World(chains, codes, nnx.jit)
     for step in program:
         expected, found = plain.run(step), jitted.run(step)
         if step[0] == "call":
             np.testing.assert_allclose(found, expected, rtol=1e-5)
+            if all(write == "pass" for _, write, *_ in codes):
+                function = jitted.functions[step[1] % len(codes)]
+                before = traces(function)
+                np.testing.assert_allclose(jitted.run(step), found)
+                assert traces(function) == before
         (structure, values), (now, found) = plain.state(), jitted.state()
         assert structure == now
         np.testing.assert_allclose(found, values, rtol=1e-5)
