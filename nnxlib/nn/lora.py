@@ -149,7 +149,8 @@ class LoRALinear(Linear):
     Args:
       in_features: size of the last axis of the input.
       out_features: size of the last axis of the output.
-      lora_rank, lora_dtype, lora_param_dtype, lora_param_type, lora_promote_dtype: of the :class:`LoRA`.
+      lora_rank, lora_param_dtype, lora_param_type, lora_promote_dtype: of the :class:`LoRA`.
+      lora_dtype: what the :class:`LoRA` computes in (default: ``dtype``, as the Linear).
       a_initializer, b_initializer, a_metadata, b_metadata: of the :class:`LoRA`.
       rngs: the stream ``params`` gives keys for kernel and bias, then for ``A`` and ``B``.
       **kwargs: of the :class:`Linear`.
@@ -186,7 +187,7 @@ class LoRALinear(Linear):
             in_features,
             lora_rank,
             out_features,
-            dtype=lora_dtype,
+            dtype=self.dtype if lora_dtype is None else lora_dtype,
             param_dtype=lora_param_dtype,
             a_initializer=a_initializer,
             b_initializer=b_initializer,

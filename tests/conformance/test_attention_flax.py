@@ -400,6 +400,9 @@ def _first_four(x):
 @fewer
 @given(settings_of(dtype=[jnp.bfloat16], lora_dtype=[jnp.bfloat16], lora_param_dtype=[jnp.bfloat16], use_bias=[False]))
 def test_lora_linear(kwargs):
+    """The adaptation computes in the dtype of the layer; in flax.nnx, only if this is its ``lora_dtype``, too."""
+    kwargs = {"lora_dtype": kwargs.get("dtype"), **kwargs}
+
     def make(lib):
         return lib.LoRALinear(3, 4, lora_rank=2, b_initializer=normal, **kwargs, rngs=lib.Rngs(0))
 

@@ -195,6 +195,13 @@ def test_dtypes_are_those_of_the_layer():
     )
 
 
+def test_the_dtype_of_a_layer_is_that_of_its_adaptation_too():
+    """So a LoRALinear that computes in bfloat16 does not turn the rest of the model to float32."""
+    sizes = {"in_features": 3, "out_features": 4, "lora_rank": 2, "dtype": jnp.bfloat16}
+    assert nnx.LoRALinear(**sizes, rngs=nnx.Rngs(0))(jnp.ones(3)).dtype == jnp.bfloat16
+    assert nnx.LoRALinear(**sizes, lora_dtype=jnp.float32, rngs=nnx.Rngs(0))(jnp.ones(3)).dtype == jnp.float32
+
+
 def test_merge_lora_replaces_wrappers():
     """A LoRA around a Linear gives its place to it, in attributes and items, in a list in both; one alone stays."""
 
