@@ -50,7 +50,8 @@ from .tangents import (
 def custom_vjp(fun: Callable = MISSING, *, nondiff_argnums: Argnums = ()) -> Any:
     """Give a function its own rule for gradients; ``jax.custom_vjp`` with state.
 
-    The rule is set with ``defvjp(forward, backward)``.
+    The rule is set with ``defvjp(forward, backward)``. It is for the arguments: nothing else that ``fun`` refers to can
+    be differentiated.
 
     - ``forward`` takes the arguments of ``fun`` and returns ``(output, residuals)``. It makes the same changes to its
       arguments as ``fun``, most simply by calling it. There may be Modules in the residuals.
@@ -135,7 +136,11 @@ class _Custom:
     def _call(self, args: tuple) -> Any:
         """Call the function on all of its arguments, the bound ones among them."""
         call, packed = _prepare(self._function, args, self._chosen)
-        leaves, outcome, _ = self._transformed(call)(packed.leaves)
+        try:
+            leaves, outcome, _ = self._transformed(call)(packed.leaves)
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(_CLOSED_OVER)
+            raise
         return finish(packed, ((leaves,), outcome))
 
     def _positional(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -352,6 +357,10 @@ class _Call:
 
 
 _PAIR = jtu.tree_structure((0, 0))  # the arguments, the output
+
+_CLOSED_OVER = """\
+If the function, or its rule, refers to a Module or an array that is differentiated, pass it as an argument: a rule is \
+for the arguments alone."""
 
 _FORWARD = "The forward rule must return a pair (output, residuals)"
 

@@ -478,7 +478,8 @@ class _Label:  # no dataclass, which takes a hundredth of the time to import nnx
         return hash((self.sharding, self.donated))
 
     def __repr__(self) -> str:
-        return f"{self.sharding}{', donated' if self.donated else ''}"
+        sharding = "no sharding" if self.sharding is None else repr(self.sharding)
+        return f"{sharding}, {'donated' if self.donated else 'not donated'}"
 
     def yields_to(self, other: _Label) -> bool:
         """Whether an object with the ``other`` label stays in its lane where this label is asked for."""

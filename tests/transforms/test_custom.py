@@ -444,6 +444,25 @@ def test_across_traces():
     assert jax.jit(lambda a: read(m, a))(A) == 6.0
 
 
+@pytest.mark.parametrize("kind", ["vjp", "jvp"])
+def test_what_is_differentiated_is_an_argument(kind):
+    """JAX speaks of a leaked tracer where a function refers to a Module that is differentiated; a note says what to do."""
+
+    def scaled(m):
+        if kind == "vjp":
+            f = nnx.custom_vjp(lambda x: x * m.x)
+            f.defvjp(lambda x: (f(x), None), lambda _, gradients: (gradients[1] * m.x,))
+        else:
+            f = nnx.custom_jvp(lambda x: x * m.x)
+            f.defjvp(lambda primals, tangents: (f(*primals), tangents[0] * m.x))
+        return f(A)
+
+    assert scaled(Net()) == A
+    with pytest.raises(jax.errors.UnexpectedTracerError) as error:
+        nnx.grad(scaled)(Net())
+    assert "pass it as an argument" in "\n".join(error.value.__notes__)
+
+
 def test_a_rule_in_the_manner_of_jax_is_told_how_it_is_called():
     @nnx.custom_vjp
     def call(layer, x):
