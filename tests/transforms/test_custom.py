@@ -446,7 +446,7 @@ def test_across_traces():
 
 @pytest.mark.parametrize("kind", ["vjp", "jvp"])
 def test_what_is_differentiated_is_an_argument(kind):
-    """JAX speaks of a leaked tracer where a function refers to a Module that is differentiated; a note says what to do."""
+    """Where a function refers to a Module that is differentiated, JAX speaks of a leak; a note says what to do."""
 
     def scaled(m):
         if kind == "vjp":
