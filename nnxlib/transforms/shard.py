@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..core.errors import format_path
+from ..core.errors import format_path, listed
 from ..core.missing import MISSING
 from ..core.placement import settle
 from ..core.tracing import at_top_level, current_mesh
@@ -108,17 +108,37 @@ def _names_devices(mesh: Any, axis_names: Collection[Hashable]) -> bool:
 def _explain(pure: Callable, crossing: Crossing, specs: tuple, options: dict[str, Any], groups: Sequence[Any]) -> None:
     """Raise what JAX says when it knows the leaves by their names."""
     paths = crossing.split([format_path(path) for path in crossing.layout.leaf_paths])
+    misplaced = _misplaced(paths, groups, specs)
     groups, named = tuple(map(_by_name, paths, groups)), _with_names(pure, len(specs))
     unchecked = jax.shard_map(named, in_specs=specs, out_specs=(specs, _REPLICATED), **{**options, "check_vma": False})
     try:
         shapes, _ = jax.eval_shape(unchecked, *groups)
     except ValueError as error:
-        raise ValueError(str(error)) from None
+        explicit = "match the specs of the input" in str(error)  # JAX gives the shape of the array, not its name
+        raise ValueError(f"{error}\n\n{listed(_MISPLACED, misplaced, _RESHARD)}" if explicit else str(error)) from None
     of_leaves = tuple([OrderedDict.fromkeys(group, spec) for group, spec in zip(shapes, specs, strict=True)])
     try:
         jax.eval_shape(jax.shard_map(named, in_specs=specs, out_specs=(of_leaves, _REPLICATED), **options), *groups)
     except ValueError as error:  # not without the check, so something that is to be replicated varies
         raise ValueError(f"{error}\n\n{_VARIES}") from None
+
+
+_MISPLACED = "Over explicit axes, the spec is to be the sharding that an array has:"
+
+_RESHARD = """\
+Give these their own spec (for a Module with nnx.StateSharding, such as {filter: spec, ...: spec}), or move them \
+first, by jax.reshard(array, spec)."""
+
+
+def _misplaced(paths: Sequence[Sequence[str]], groups: Sequence[Sequence[Any]], specs: Sequence[Any]) -> list[str]:
+    """The leaves that are sharded in another way than their spec says, if the mesh is of explicit axes."""
+    found = []
+    for names, leaves, spec in zip(paths, groups, specs, strict=True):
+        for name, leaf in zip(names, leaves, strict=True):
+            own = jax.typeof(leaf).sharding.spec
+            if tuple(own) != (*spec, *[None] * (len(own) - len(spec))):
+                found.append(f"{name}: {own}, but its spec is {spec}")
+    return found
 
 
 _VARIES = """\

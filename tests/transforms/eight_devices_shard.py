@@ -1,6 +1,7 @@
 """nnx.shard_map; run by test_shard.py in a process that has eight CPU devices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -370,3 +371,16 @@ def test_pmap_over_some_of_the_devices():
         assert out.sharding.device_set == set(some or devices[:2])
     with pytest.raises(errors.PrefixError, match=r"a device for each of the 4 slices .* there are 2\."):
         nnx.pmap(double, devices=devices[:2])(jnp.arange(4.0))
+
+
+def test_a_spec_that_is_not_the_sharding_over_explicit_axes():
+    """JAX gives only a shape; the message adds which arrays they are. (Earlier versions of JAX move them.)"""
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        model, x = Net(), jax.device_put(X, P("d"))
+        model.w.value = jax.device_put(X, P("d"))
+        call = nnx.shard_map(lambda model, x: x, in_specs=(P(), P("d")), out_specs=P("d"))
+        try:
+            assert call(model, x).tolist() == X.tolist()
+        except ValueError as error:
+            found = re.search(r"\n  (args.*)\n(.*)", str(error))
+            assert found and found[1] == "args[0].w: P('d', None), but its spec is P()" and "StateSharding" in found[2]
