@@ -383,4 +383,6 @@ def test_a_spec_that_is_not_the_sharding_over_explicit_axes():
             assert call(model, x).tolist() == X.tolist()
         except ValueError as error:
             found = re.search(r"\n  (args.*)\n(.*)", str(error))
-            assert found and found[1] == "args[0].w: P('d', None), but its spec is P()" and "StateSharding" in found[2]
+            assert found is not None
+            assert found[1] == "args[0].w: P('d', None), but its spec is P()"
+            assert "StateSharding" in found[2]
