@@ -19,7 +19,8 @@ import flax.nnx
 
 from nnxlib.compat import flax as compat
 
-from .drawn import Note, assert_same, facts
+from .drawn import Note, assert_same
+from .results import facts
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 

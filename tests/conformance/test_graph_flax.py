@@ -2,49 +2,17 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import nnxlib
 
 pytest.importorskip("flax", reason="flax is not installed (it is not, where it would change the version of JAX)")
 
-import flax.nnx
+
+from .results import outcome, same
 
 # flax warns of its own deprecated names, and its tag lookup reads `.value`.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-BUILTIN_ERRORS = (KeyError, IndexError, AttributeError, TypeError, ValueError)
-
-
-def plain(nnx, x):
-    """What both libraries should agree on, in terms of built-in types."""
-    match x:
-        case nnx.Variable():
-            return type(x).__name__, plain(nnx, x.get_raw_value())
-        case nnx.State():
-            return {key: plain(nnx, value) for key, value in x.items()}
-        case nnx.FlatState():
-            return [(path, plain(nnx, value)) for path, value in x]
-        case nnx.List() | nnx.Module():
-            return type(x).__name__
-        case jax.Array() | np.ndarray():
-            return str(x.dtype), np.asarray(x).tolist()
-        case dict():
-            return {key: plain(nnx, value) for key, value in x.items()}
-        case list() | tuple():
-            return type(x)(plain(nnx, item) for item in x)
-        case type():
-            return x.__name__
-    return x
-
-
-def outcome(nnx, script):
-    """The result of the script, or the built-in class of the error it raises."""
-    try:
-        return plain(nnx, script(nnx))
-    except BUILTIN_ERRORS as error:
-        return next(kind for kind in BUILTIN_ERRORS if isinstance(error, kind))
 
 
 def model(nnx):
@@ -212,10 +180,10 @@ SCRIPTS = {
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
 def test_graph(script):
     """Paths, values, identities, errors."""
-    assert outcome(nnxlib, script) == outcome(flax.nnx, script)
+    same(script)
 
 
 def test_most_scripts_run_through():
     """Agreement on errors is the exception: only these raise."""
-    raising = {name for name, script in SCRIPTS.items() if outcome(nnxlib, script) in BUILTIN_ERRORS}
+    raising = {name for name, script in SCRIPTS.items() if isinstance(outcome(nnxlib, script), Exception)}
     assert raising == {"split leaving some", "merge missing", "pop without a filter"}

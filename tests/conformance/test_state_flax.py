@@ -2,19 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-
-import nnxlib
 
 pytest.importorskip("flax", reason="flax is not installed (it is not, where it would change the version of JAX)")
 
-import flax.nnx
+
+from .results import same
 
 # flax warns of its own deprecated names, and its tag lookup reads `.value`.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-BUILTIN_ERRORS = (KeyError, AttributeError, ValueError, TypeError)
 
 
 def model(nnx):
@@ -25,40 +21,6 @@ def model(nnx):
             "layers": {i: {"kernel": nnx.Param(jnp.full((2, 2), float(i)))} for i in (0, 10, 2)},
         }
     )
-
-
-def plain(nnx, x):
-    """What both libraries should agree on, in terms of built-in types."""
-    match x:
-        case nnx.State():
-            return "State", {key: plain(nnx, value) for key, value in x.items()}
-        case nnx.FlatState():
-            return "FlatState", [plain(nnx, pair) for pair in x]
-        case nnx.Variable():
-            return type(x).__name__, plain(nnx, x.get_raw_value())
-        case jax.Array() | np.ndarray():
-            return str(x.dtype), np.asarray(x).tolist()
-        case dict():
-            return {plain(nnx, key): plain(nnx, value) for key, value in x.items()}
-        case list() | tuple():
-            return type(x)(plain(nnx, item) for item in x)
-        case type():
-            return x.__name__
-        case nnx.traversals.empty_node:
-            return "empty"
-    return x
-
-
-def outcome(nnx, script):
-    """The result of the script, or the built-in class of the error it raises."""
-    try:
-        return plain(nnx, script(nnx))
-    except BUILTIN_ERRORS as error:
-        return next(kind for kind in BUILTIN_ERRORS if isinstance(error, kind))
-
-
-def same(nnx_script):
-    assert outcome(nnxlib, nnx_script) == outcome(flax.nnx, nnx_script)
 
 
 PATHS = [(), ("scale",), ("layers", 0, "kernel"), ("layers", 11), ("1", "kernel_2")]
