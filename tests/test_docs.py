@@ -35,7 +35,7 @@ def run_examples(text: str, name: str, path: str, line: int, namespace: dict) ->
 def test_code_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     """The ```python blocks of a page run from top to bottom, in one namespace, in an empty folder.
 
-    The pictures that they save are those of the page; where they differ, see docs/test_pictures.py.
+    The pictures that they save are those of the page; where they differ, see tests/docs/test_pictures.py.
     Those that need flax, or Orbax, which comes with it, are left out where it is not installed.
     """
     monkeypatch.chdir(tmp_path)

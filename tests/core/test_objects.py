@@ -48,10 +48,6 @@ def state_paths(node):
     return [path for path, _ in nnx.state(node).flat_state()]
 
 
-def structures(*nodes):
-    return {nnx.graphdef(node) for node in nodes}
-
-
 # --- values that hold nodes without being nodes ---
 
 
@@ -556,7 +552,6 @@ def test_a_class_may_define_its_own_setattr():
     """Changes made through a user's __setattr__ and __delattr__ are seen by a jitted function."""
     m = OwnSetattr()
     m.n = 1
-    f = nnx.jit(lambda m: (m.n if hasattr(m, "n") else 0, m.last))
     read = lambda: nnx.jit(lambda m: jnp.asarray(getattr(m, "n", 0)))(m).item()
     assert (read(), m.last) == (1, "n")
     m.n = 2
@@ -565,7 +560,6 @@ def test_a_class_may_define_its_own_setattr():
     assert (read(), m.last) == (0, "no n")
     with pytest.raises(nnx.TraceContextError, match="attribute 'n' of OwnSetattr"):
         jax.jit(lambda x: setattr(m, "n", x))(1.0)
-    del f
 
 
 class StrictProperty(nnx.Module):

@@ -10,25 +10,6 @@ import pytest
 
 import nnxlib as nnx
 
-
-class Scaled(nnx.Variable):
-    """Hooks as methods of the class: stored as halves, read as wholes."""
-
-    def on_create_value(self, value):
-        return value / 2
-
-    def on_set_value(self, value):
-        return value / 2
-
-    def on_get_value(self, value):
-        return value * 2
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        self.layers = [nnx.Dict(w=nnx.Param(jnp.zeros(2)))]
-
-
 ARITHMETIC = "add sub mul truediv floordiv mod pow".split()
 INTEGER = "and_ or_ xor lshift rshift".split()
 COMPARISONS = "lt le eq ne gt ge".split()

@@ -1,11 +1,9 @@
 """State and FlatState."""
 
 import copy
-import gc
 import operator
 import pickle
 import re
-import sys
 from functools import reduce
 
 import cloudpickle
@@ -18,6 +16,7 @@ import treescope
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.timing import count_calls
 from nnxlib.core.errors import ArgumentError, FilterOrderError, NonExhaustiveFiltersError, PathError, StateMismatchError
 from nnxlib.core.filters import OfType, PathContains, PathIn
 from nnxlib.core.state import (
@@ -60,10 +59,6 @@ def deep_state(depth=1000):
     for _ in range(depth):
         mapping = {"next": mapping, "bias": BatchStat(0.0)}
     return State(mapping)
-
-
-def values(state):
-    return {path: getattr(leaf, "value", leaf) for path, leaf in to_flat_state(state)}
 
 
 # --- a mapping ---
@@ -381,35 +376,17 @@ def test_subclasses_are_pytrees():
     assert type(Special.merge(state, {"c": 2})) is Special
 
 
-def python_calls(f):
-    """Count the calls of Python functions that `f()` makes."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
-    gc.disable()  # JAX has the collector call Python
-    sys.setprofile(profile)
-    try:
-        f()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count - 1
-
-
 def wide(n):
     return {i: {"kernel": 1.0, "bias": 2.0} for i in range(n // 2)}
 
 
 def test_flattening_leaves_the_levels_to_jax():
-    """However many levels and leaves there are, flattening and unflattening make the same few Python calls."""
+    """However many levels and leaves there are, flattening and unflattening make the same few calls."""
 
     def calls(n):
         state = State({"layers": wide(n)})
         leaves, treedef = jax.tree.flatten(state)
-        return python_calls(lambda: jax.tree.flatten(state)), python_calls(lambda: treedef.unflatten(leaves))
+        return count_calls(lambda: jax.tree.flatten(state)), count_calls(lambda: treedef.unflatten(leaves))
 
     assert calls(2000) == calls(10)
     assert max(calls(10)) < 10
@@ -425,9 +402,9 @@ def test_flattening_leaves_the_levels_to_jax():
     ],
 )
 def test_work_is_linear_in_the_leaves(f):
-    """Twice the leaves take twice the Python calls."""
+    """Twice the leaves take twice the calls."""
     small, large = State(wide(1000)), State(wide(2000))
-    assert python_calls(lambda: f(large)) < 2.1 * python_calls(lambda: f(small))
+    assert count_calls(lambda: f(large)) < 2.1 * count_calls(lambda: f(small))
 
 
 # --- nested and flat ---

@@ -44,10 +44,6 @@ def loss(run: Callable) -> Callable:
     return lambda *args: (jnp.float32(0), run(*args))
 
 
-def unwrapped(f: Callable) -> Callable:
-    return lambda *args: f(*args)[1][1]
-
-
 TRANSFORMS: dict[str, Callable[[Callable], Callable]] = {
     "jit": nnx.jit,
     "jit in jit": lambda f: nnx.jit(lambda *args: nnx.jit(f)(*args)),

@@ -13,8 +13,6 @@ from tests.properties.compare import Snapshot, assert_no_tracer
 
 from .models import RAW, Layer, Norm, Pair, X
 
-MODEL = Layer()
-
 
 class Decorated(Layer):
     @nnx.remat
