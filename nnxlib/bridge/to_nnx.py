@@ -29,7 +29,7 @@ from ..core.rngs import Rngs
 from ..core.static import same_items
 from ..core.traversals import unflatten_mapping
 from ..core.variables import Variable
-from .variables import collection_of, from_collections, linen_vars_to_nnx_attrs, to_linen_var, to_nnx_var, unboxed
+from .variables import from_collections, linen_vars_to_nnx_attrs, nearest_collection, to_linen_var, to_nnx_var, unboxed
 
 _OWN = ("to_nnx__module", "to_nnx__rngs", "to_nnx__initializing", "to_nnx__scope")
 
@@ -153,7 +153,9 @@ class ToNNX(Module):
         if mutable is None:
             mutable = False if scope is None else scope.mutable
         old = dict(variables_of(self))
-        collections = unflatten_mapping({(collection_of(type(v)), *path): to_linen_var(v) for path, v in old.items()})
+        collections = unflatten_mapping(
+            {(nearest_collection(type(v)), *path): to_linen_var(v) for path, v in old.items()}
+        )
         try:
             result = module.apply(collections, *args, rngs=keys, method=method, mutable=mutable, **kwargs)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError) as error:
@@ -184,7 +186,7 @@ class ToNNX(Module):
     def _write(self, old: Mapping[Path, Variable], collections: Mapping[str, Any]) -> None:
         """Write these collections into the Variables there are; make those that there are not."""
         found = from_collections(collections)
-        kept = {path: v for path, v in old.items() if path in found and collection_of(type(v)) == found[path][0]}
+        kept = {path: v for path, v in old.items() if path in found and nearest_collection(type(v)) == found[path][0]}
         made = {path: to_nnx_var(col, x) for path, (col, x) in found.items() if path not in kept}
         for variable in kept.values():
             variable.check_writable()

@@ -236,7 +236,7 @@ def nnx_attrs_to_linen_vars(nnx_attrs: Mapping[str, Any]) -> dict[str, Any]:
             raise errors.ArgumentError(
                 f"Linen has collections of Variables, but {errors.format_path(path)} is {variable!r}."
             )
-        leaves[collection_of(type(variable)), *path] = to_linen_var(variable)
+        leaves[nearest_collection(type(variable)), *path] = to_linen_var(variable)
     return unflatten_mapping(leaves)
 
 
@@ -250,7 +250,7 @@ def get_col_name(keypath: Sequence[Any]) -> Any:
     return path_key(keypath[0])
 
 
-def collection_of(kind: type[Variable]) -> str:
+def nearest_collection(kind: type[Variable]) -> str:
     """The name of the collection of a type, or of the nearest base that has one: a kind of Param is among params."""
     for base in kind.__mro__:
         if base is Variable:
