@@ -81,7 +81,7 @@ def assert_alike(ours: Any, theirs: Any, where: str, tolerance: Mapping[str, flo
     elif isinstance(ours, np.ndarray):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
         wide = np.complex128 if np.iscomplexobj(ours) else np.float64
-        scale = max(1.0, np.nanmax(np.abs(theirs.astype(wide)), initial=0.0, where=np.isfinite(theirs)))
+        scale = np.abs(theirs[np.isfinite(theirs)].astype(wide)).max(initial=1.0)
         relative = tolerance.get(str(ours.dtype), 0)
         np.testing.assert_allclose(ours.astype(wide), theirs.astype(wide), relative, relative * scale, err_msg=where)
     elif isinstance(ours, list) and isinstance(theirs, list):
