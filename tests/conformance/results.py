@@ -103,6 +103,8 @@ def outcome(lib: Any, script: Callable[[Any], Any]) -> Any:
     """What can be seen of the result of a script, or the error that it raises."""
     try:
         return facts(lib, script(lib))
+    except (AssertionError, NameError):  # of the script itself
+        raise
     except Exception as error:
         return error
 
