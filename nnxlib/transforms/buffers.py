@@ -1,7 +1,7 @@
-"""Notes on errors about donated arrays, which name the arrays.
+"""Notes on errors about donated arrays, and about arrays on other devices, which name the arrays.
 
-JAX only gives the shape of an array that was deleted, and the number in a flat list of one that is donated twice. Here
-the paths of the arguments are known.
+JAX only gives the shape of an array that was deleted, and the number in a flat list of one that is donated twice; of
+arrays on different devices it names one of each. Here the paths of all arguments are known.
 """
 
 from __future__ import annotations
@@ -18,19 +18,31 @@ from ..core.tracing import Tracer
 from .lift import Arguments
 
 
-def note_buffers(error: RuntimeError, arguments: Arguments) -> None:
-    """Note which arrays were deleted by an earlier donation, or which are the same array, donated twice."""
+def note_buffers(error: RuntimeError | ValueError, arguments: Arguments) -> None:
+    """Note which arrays an earlier donation has deleted, which are donated twice, or are on other devices."""
     text = str(error)
-    if "donate the same buffer twice" not in text and "deleted" not in text:
-        return
     with contextlib.suppress(Exception):  # an explanation that fails must not hide the error
-        _note_arrays(error, arguments)
+        if "donate the same buffer twice" in text or "deleted" in text:
+            _note_donated(error, _arrays(arguments))
+        elif text.startswith("Received incompatible devices"):
+            _note_devices(error, _arrays(arguments))
 
 
-def _note_arrays(error: RuntimeError, arguments: Arguments) -> None:
+def _arrays(arguments: Arguments) -> list[tuple[str, jax.Array]]:
     packed = pack(arguments)
     leaves = zip(packed.layout.leaf_paths, packed.leaves, strict=True)
-    arrays = [(format_path(path), x) for path, x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    return [(format_path(path), x) for path, x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+
+
+def _note_devices(error: Exception, arrays: list[tuple[str, jax.Array]]) -> None:
+    """Name those that are on fewer devices than others; where none was asked for, JAX moves the array itself."""
+    placed = [(name, len(x.sharding.device_set)) for name, x in arrays if x.committed]
+    most = max(number for _, number in placed)
+    if few := [f"{name}: {number} of {most} devices" for name, number in placed if number < most]:
+        error.add_note(listed(_DEVICES, few, _PLACE))
+
+
+def _note_donated(error: Exception, arrays: list[tuple[str, jax.Array]]) -> None:
     if deleted := [name for name, x in arrays if x.is_deleted()]:
         error.add_note(listed(_DELETED, deleted, _COPY))
         return
@@ -53,6 +65,13 @@ These arrays are gone: an earlier call, to which they were donated (donate_argnu
 reused their memory:"""
 
 _TWICE = "These are one array each, and are to be donated (donate_argnums); memory can be reused only once:"
+
+_DEVICES = "These arrays are on fewer devices than the others, and were placed there:"
+
+_PLACE = """\
+A call leaves what it only reads on the device where it was made, and a checkpoint puts it back there. Place the whole \
+model (and likewise its optimizer): nnx.update(model, jax.device_put(nnx.state(model), jax.NamedSharding(mesh, \
+jax.P())))."""
 
 _COPY = """\
 nnx.split, nnx.state and nnx.merge share the arrays of the model that they are given. nnx.clone(model) copies them; \

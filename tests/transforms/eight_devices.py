@@ -273,3 +273,23 @@ def test_filters_that_look_at_values():
     model.bias.value = jnp.ones((8, 8))
     jitted(model)
     assert is_like(model.bias.value, ROWS)
+
+
+def test_arrays_that_a_checkpoint_has_put_on_one_device():
+    """What a step only reads stays on one device; put there by a checkpoint, it is named, and so is the remedy."""
+    model, reads = Net(), nnx.jit(lambda m, x: m(x))
+    rows = jax.device_put(jnp.ones((8, 8)), ROWS)
+    model.mean.set_value(jnp.zeros((8, 8)))
+    reads(model, rows)
+    assert is_like(model.mean.get_value(), ROWS)
+    assert not model.kernel.get_value().committed
+    model.kernel.set_value(jax.device_put(model.kernel.get_value(), jax.devices()[0]))
+    with pytest.raises(ValueError, match="incompatible devices") as error:
+        reads(model, rows)
+    note = "\n".join(error.value.__notes__)
+    assert "args[0].kernel: 1 of 8 devices" in note
+    assert "bias" not in note
+    assert "mean" not in note
+    assert "nnx.update(model, jax.device_put(nnx.state(model), jax.NamedSharding(mesh, jax.P())))" in note
+    nnx.update(model, jax.device_put(nnx.state(model), jax.NamedSharding(MESH, jax.P())))
+    np.testing.assert_allclose(reads(model, rows), 9.0)
