@@ -100,13 +100,11 @@ def _replace(targets: list[tuple[Path, RngStream, Callable[[RngStream], RngStrea
     for path, stream, _ in targets:
         _check_whole(path, stream)
         _check_writable(stream)
-    backups = SplitBackups()
-    for _, stream, make in targets:
-        key = stream.key.get_value()
-        made = make(stream)
-        backups.append(StreamBackup(stream, key, stream.count.get_value()))
-        stream.key.set_value(made.key.get_value())
-        stream.count.set_value(made.count.get_value())
+    made = [make(stream) for _, stream, make in targets]  # which may fail, for a key without a value
+    backups = SplitBackups([StreamBackup(x, x.key.get_value(), x.count.get_value()) for _, x, _ in targets])
+    for (_, stream, _), new in zip(targets, made, strict=True):
+        stream.key.set_value(new.key.get_value())
+        stream.count.set_value(new.count.get_value())
     return backups
 
 

@@ -131,6 +131,16 @@ def test_a_stream_that_is_split_already_stops_all():
     assert facts(m) == before
 
 
+@pytest.mark.parametrize("act", [lambda node: split_rngs(node, splits=2), fork_rngs])
+def test_a_stream_without_a_value_stops_all(act):
+    """Those before it keep their roots."""
+    m = model()
+    before = facts(m)
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+        act([m, nnx.eval_shape(model)])
+    assert [x[:2] for x in facts(m)] == [x[:2] for x in before]
+
+
 @pytest.mark.parametrize("wrong", ["x", -1, (2, 0.5)])
 def test_what_is_no_number_of_lanes_is_refused_before_any_key_is_used(wrong):
     """Also if it is meant for the last of the streams."""
