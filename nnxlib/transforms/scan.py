@@ -399,7 +399,7 @@ def _refuse_explicit(layout: Layout, leaves: Sequence[Any], labels: Sequence[Any
         for leaf, label, path in zip(leaves, labels, layout.leaf_paths, strict=True)
         if _is_axis(label)
         for type_ in map(jax.typeof, jtu.tree_leaves(leaf))
-        if not type_.sharding.mesh.empty and type_.sharding.spec[label] is not None
+        if type_.sharding.spec[label] is not None
     ]
     if sharded:
         raise PlacementError(listed("scan cannot loop over an axis that is sharded explicitly:", sharded, _RESHARD))
