@@ -36,6 +36,7 @@ from ..core.inputs import ABSENT
 from ..core.placement import settle
 from ..core.rows import count_leaves
 from ..core.tracing import at_top_level, jaxpr_as_fun
+from .closure_inputs import captured_rows
 from .jit_crossing import JitCrossing
 from .labels import join_lanes
 from .leaf_checks import explain_untraced
@@ -289,3 +290,14 @@ class Plan:
                 if as_one_trace:
                     raise
                 compiled = None
+            except jax.errors.UnexpectedTracerError as error:
+                if captured_rows(self.crossing.layout):
+                    error.add_note(_KEPT_TRACE)
+                raise
+
+
+_KEPT_TRACE = """\
+The function refers to a Module or Variable that it was not passed. JAX keeps the traces of a function that is given \
+to jax.checkpoint, jax.lax.cond, jax.lax.switch or jax.jit, with the values that this had then. So do not give them a \
+Module, or a function that lives longer than the call: use nnx.remat, nnx.cond, nnx.switch or nnx.jit, or wrap it in \
+a new function, lambda x: module(x)."""

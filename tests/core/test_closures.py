@@ -939,6 +939,35 @@ def test_under_raw_jax():
     assert int(layer.calls) == 0
 
 
+@pytest.mark.parametrize(
+    ("raw", "own"),
+    [
+        (lambda f: jax.checkpoint(f)(X), lambda f: nnx.remat(f)(X)),
+        (lambda f: jax.lax.cond(True, f, f, X), lambda f: nnx.cond(True, f, f, X)),
+        (lambda f: jax.jit(f)(X), lambda f: nnx.jit(f)(X)),
+    ],
+    ids=["remat", "cond", "jit"],
+)
+def test_a_captured_module_as_the_function_of_a_raw_transform(raw, own):
+    """JAX keeps the trace, with tracers of the first call; the error says what to use, which sees all changes."""
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    calls = {
+        "raw": nnx.jit(lambda: raw(layer)),
+        "own": nnx.jit(lambda: own(layer)),
+        "new function": nnx.jit(lambda: raw(lambda x: layer(x))),
+    }
+    for call in calls.values():
+        np.testing.assert_allclose(call(), layer(X), rtol=1e-6)
+    layer.kernel.value *= 2
+    layer.note = "changed"
+    expected = layer(X)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        calls.pop("raw")()
+    assert any("use nnx.remat, nnx.cond, nnx.switch or nnx.jit" in note for note in caught.value.__notes__)
+    for call in calls.values():
+        np.testing.assert_allclose(call(), expected, rtol=1e-6)
+
+
 def test_without_jit():
     """Under jax.disable_jit a closure is what it is in Python."""
     layer = Layer()
