@@ -24,7 +24,7 @@ from .graph import build
 from .layout import Layout
 from .registration import exportable
 from .reprs import Group, Leaf, node_group, read, static_repr, write
-from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_treedef
+from .rows import LEAF, BoundMethod, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_node, same_treedef
 from .static import Const
 from .tracing import at_top_level
 
@@ -225,6 +225,9 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
         elif isinstance(x, Tree) and isinstance(y, Tree) and _may_be_compared(x, y):
             c, d = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (x, y))
             stack.extend(((*path, *key), c.get(key), d.get(key)) for key in reversed({**c, **d}))
+        elif isinstance(x, Tree) and isinstance(y, Tree):
+            for keys, before, after in differing_pytrees(x, y):
+                yield Difference((*path, *keys), "type", before, after if after != before else _another(y))
         elif x != y:
             kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"
             before, after = _describe(x, a), _describe(y, b)
@@ -236,6 +239,26 @@ def _may_be_compared(x: Tree, y: Tree) -> bool:
     before, after = set(x.paths), set(y.paths)
     lacks_some = before != after and (not before or not after or not before.isdisjoint(after))
     return lacks_some or same_treedef(x.treedef, y.treedef)
+
+
+def differing_pytrees(x: Tree, y: Tree) -> list[tuple[tuple, str, str]]:
+    """The path, and both texts, of each of the innermost pytrees in which the treedefs of two specs differ."""
+    found = []
+
+    def visit(a: Any, b: Any, paths: Sequence[tuple], depth: int) -> None:
+        below = ([], []) if BoundMethod in (type(a), type(b)) else (a.children(), b.children())
+        ends = list(itertools.accumulate(child.num_leaves for child in below[0]))
+        pairs = zip(*below, [0, *ends], ends, strict=False)
+        differ = [(c, d, paths[i:k]) for c, d, i, k in pairs if not same_treedef(c, d)]
+        have_paths = differ and all(more and c.node_data() and d.node_data() for c, d, more in differ)
+        if have_paths and len(below[0]) == len(below[1]) and same_node(a.node_data(), b.node_data()):
+            for c, d, more in differ:
+                visit(c, d, more, depth + 1)
+        else:
+            found.append((paths[0][:depth] if paths else (), f"pytree {_tree_text(a)}", f"pytree {_tree_text(b)}"))
+
+    visit(x.treedef, y.treedef, x.paths, 0)
+    return found
 
 
 def _row_differences(path: tuple, p: Row, q: Row) -> Iterator[Difference]:

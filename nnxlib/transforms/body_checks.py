@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 
 from ..core.calls import recorded_types
 from ..core.errors import BodyError, format_path, listed
-from ..core.graphdef import describe_spec
+from ..core.graphdef import describe_spec, differing_pytrees
 from ..core.layout import Layout
 from ..core.recordings import is_appended_to, is_recorded
 from ..core.rows import SAME, NodeRow, Ref, Row, Spec, Tree, VariableRow, same_treedef
@@ -218,7 +218,9 @@ def check_same_output(
     lines = []
     if isinstance(expected, Tree) and isinstance(found, Tree):
         before, after = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (expected, found))
-        lines = what_became(layout, before, after, root, said)
+        lines = what_became(layout, before, after, root, said) or [
+            f"{format_path(path, root)}: {said.format(a, b)}" for path, a, b in differing_pytrees(expected, found)
+        ]
     raise BodyError(listed(what, lines or what_became(layout, {(): expected}, {(): found}, root, said), hint))
 
 

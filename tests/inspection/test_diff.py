@@ -233,7 +233,7 @@ def test_what_is_written_alike_is_another():
         "another function",
     )
     (found,) = nnx.diff([{"a": nnx.Param(1.0)}], [(nnx.Param(1.0), None)])
-    assert (found.before, found.after) == ("pytree [{'a': *}]", "pytree [(*, None)]")
+    assert (found.path, found.before, found.after) == ((0,), "pytree {'a': *}", "pytree (*, None)")
 
 
 def test_static_values_whose_comparison_fails_differ():

@@ -314,6 +314,11 @@ def test_a_body_that_returns_another_structure_is_an_error_that_shows_both(case)
     before.assert_unchanged()
 
 
+def test_another_container_in_the_output_is_named():
+    with pytest.raises(BodyError, match=r"args\[0\]\.x: pytree \[\*, None\] became pytree \(\*, None\)"):
+        nnx.fori_loop(0, 3, lambda i, value: {"x": tuple(value["x"]), "y": value["y"]}, {"x": [X, None], "y": X})
+
+
 def frozen(m):
     other = nnx.clone(m)
     other.training = False

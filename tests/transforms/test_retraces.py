@@ -73,6 +73,24 @@ def test_other_arguments_are_named():
     assert "the arguments: none became args[0]" in g.explain()
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "lines"),
+    [
+        ({"b": [1.0, None]}, {"b": (1.0, None)}, ["args[0].b: pytree [*, None] became pytree (*, None)"]),
+        ([[1.0], 1.0, {0: 2.0}], [(1.0,), 1.0, [2.0]], ["[0]: pytree [*] became", "[2]: pytree {0: *} became"]),
+        ([1.0, None], [1.0], ["args[0]: pytree [*, None] became pytree [*]"]),
+        ({"b": [], "c": 1.0}, {"b": (), "c": 1.0}, ["args[0]: pytree {'b': [], 'c': *} became"]),
+    ],
+)
+def test_another_container_is_named(a, b, lines):
+    """Where nothing in it is at another path."""
+    f = nnx.jit(lambda x: None)
+    f(a), f(b)
+    found = f.explain().splitlines()[1:]
+    assert len(found) == len(lines)
+    assert all(map(str.__contains__, found, lines))
+
+
 def test_the_nearest_trace_is_compared_with():
     """Of several earlier traces, the one with the fewest differences."""
     f, m = step(), Net()
