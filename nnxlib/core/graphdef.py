@@ -227,7 +227,7 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
             stack.extend(((*path, *key), c.get(key), d.get(key)) for key in reversed({**c, **d}))
         elif isinstance(x, Tree) and isinstance(y, Tree):
             for keys, before, after in differing_pytrees(x, y):
-                yield Difference((*path, *keys), "type", before, after if after != before else _another(y))
+                yield Difference((*path, *keys), "type", before, after)
         elif x != y:
             kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"
             before, after = _describe(x, a), _describe(y, b)
@@ -255,7 +255,8 @@ def differing_pytrees(x: Tree, y: Tree) -> list[tuple[tuple, str, str]]:
             for c, d, more in differ:
                 visit(c, d, more, depth + 1)
         else:
-            found.append((paths[0][:depth] if paths else (), f"pytree {_tree_text(a)}", f"pytree {_tree_text(b)}"))
+            before, after = f"pytree {_tree_text(a)}", f"pytree {_tree_text(b)}"
+            found.append((paths[0][:depth] if paths else (), before, after if after != before else _another(y)))
 
     visit(x.treedef, y.treedef, x.paths, 0)
     return found

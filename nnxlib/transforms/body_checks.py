@@ -217,10 +217,12 @@ def check_same_output(
         return
     lines = []
     if isinstance(expected, Tree) and isinstance(found, Tree):
-        before, after = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (expected, found))
-        lines = what_became(layout, before, after, root, said) or [
-            f"{format_path(path, root)}: {said.format(a, b)}" for path, a, b in differing_pytrees(expected, found)
-        ]
+        if expected.paths == found.paths and not same_treedef(expected.treedef, found.treedef):
+            differing = differing_pytrees(expected, found)
+            lines = [f"{format_path(path, root)}: {said.format(a, b)}" for path, a, b in differing]
+        else:
+            before, after = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (expected, found))
+            lines = what_became(layout, before, after, root, said)
     raise BodyError(listed(what, lines or what_became(layout, {(): expected}, {(): found}, root, said), hint))
 
 

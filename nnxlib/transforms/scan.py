@@ -28,20 +28,20 @@ from ..core.graph import After
 from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.recordings import recorded_anew
-from ..core.rows import ROOT, Spec, children
+from ..core.rows import ROOT, BoundMethod, Spec, Tree, children, same_treedef
 from ..core.tables import pack_call
 from ..core.variables import RngCount
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, stack_recorded, strip_axes
 from .body import Body, own_states, trace_body
 from .body_checks import (
     RETURN_ALIKE,
+    check_same_output,
     check_types,
     refuse_structural,
     refuse_written,
     retyped,
     structural_changes,
     successors,
-    what_became,
 )
 from .callables import by_position, resolve
 from .classes import lifts_classes
@@ -365,16 +365,31 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
     kept = [spec for path, spec in below(layout.root, ()) if place is None or path[: len(place)] != place]
     before, after = ([], []) if place is None else (below(layout.root, place), below(body.delta.root, out_place))
     pairs = [*zip(kept, kept, strict=True), *((a, b) for (_, a), (_, b) in zip(before, after, strict=False))]
-    is_alike = [path for path, _ in before] == [path for path, _ in after]
+    given = _NO_CARRY if place is None else _tree(layout.root, (0, *place[1:]), before)
+    returned = _NO_CARRY if place is None else _tree(body.delta.root, out_place, after)
+    is_alike = given.paths == returned.paths and same_treedef(given.treedef, returned.treedef)
     replaced = successors(layout, body, pairs, functools.partial(_is_stacked, labels)) if is_alike else None
-    if replaced is None and before != after:
+    if replaced is None:
         first = [path[1:] for path, _ in after if path[:1] == (0,)]
-        if out_place == () and before and first == [path for path, _ in before]:
+        if out_place == () and before and given != returned and first == [path for path, _ in before]:
             raise BodyError(_CARRY_ALONE)
-        raise BodyError(listed(_OTHER_CARRY, what_became(layout, dict(before), dict(after), "carry"), RETURN_ALIKE))
+        check_same_output(layout, given, returned, _OTHER_CARRY, RETURN_ALIKE, "carry")
     replaced = replaced or {}
     refuse_written(layout, body, replaced, "body of scan")
     return replaced
+
+
+_NO_CARRY = Tree(jtu.tree_structure(()), (), ())
+
+
+def _tree(spec: Spec, place: tuple[int, ...], items: list[tuple[tuple, Spec]]) -> Tree:
+    """The pytree at a place in another one, given by the numbers of children; ``items`` are what is in it."""
+    treedef: Any = jtu.tree_structure(0)
+    if isinstance(spec, Tree) and type(spec.treedef) is not BoundMethod:
+        treedef = spec.treedef
+    for k in place:
+        treedef = treedef.children()[k]
+    return Tree(treedef, tuple([path for path, _ in items]), tuple([item for _, item in items]))
 
 
 _OTHER_CARRY = "The carry of scan must come out with the structure, and the objects, that went in:"

@@ -1,5 +1,6 @@
 """nnx.scan: stacked, carried and whole Modules; equal to the plain Python loop; errors that name paths."""
 
+import dataclasses
 import functools
 
 import jax
@@ -616,6 +617,35 @@ def test_a_carry_that_comes_out_differently_is_an_error_with_both_sides():
         nnx.scan(lambda c, x: ((c, x), x))(X, XS)
     with pytest.raises(BodyError, match=r"come out with the structure(.|\n)*carry: nothing became array"):
         nnx.scan(lambda c, x: x, out_axes=nnx.Carry)(None, XS)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Count:
+    n: int
+
+
+@pytest.mark.parametrize(
+    ("init", "body", "said"),
+    [
+        ({"x": [X]}, lambda c: {"x": tuple(c["x"])}, r"carry\.x: pytree \[\*\] became pytree \(\*\)"),
+        (
+            {"x": None, "y": X},
+            lambda c: {"y": c["y"]},
+            r"carry: pytree \{'x': None, 'y': \*\} became pytree \{'y'",
+        ),
+        ((Count(0), X), lambda c: (Count(c[0].n + 1), c[1]), r"carry: pytree \(Count, \*\) became another structure"),
+        (None, lambda c: (), r"carry: pytree None became pytree \(\)"),
+    ],
+)
+def test_a_carry_that_comes_out_as_another_pytree_is_an_error(init, body, said):
+    """As in JAX: the body is traced once, so a count in the structure would stay at its first value."""
+    with pytest.raises(BodyError, match="come out with the structure(.|\n)*" + said):
+        nnx.scan(lambda c, x: (body(c), x))(init, XS)
+    with pytest.raises(TypeError, match="same pytree structure"):
+        jax.lax.scan(lambda c, x: (body(c), x), init, XS)
+    with pytest.raises(BodyError, match="come out with the structure(.|\n)*" + said):
+        nnx.scan(body, in_axes=nnx.Carry, out_axes=nnx.Carry, length=3)(init)
 
 
 def test_a_state_of_sums_may_be_carried():
