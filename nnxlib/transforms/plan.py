@@ -216,7 +216,7 @@ class Plan:
     ) -> Callable[..., Traced]:
         """The function that was traced on all leaves, as a function of some of them; user code does not run again."""
         everything = self.everything
-        if len(inputs) == len(self._all) and not self._options and not self.has_shardings:
+        if len(inputs) == len(self._all) and not self._options:
             # A call in a call, for which JAX has the trace. (Options are refused there, or would hold twice.)
             return lambda *values: (groups_of(everything.jitted(*values)), outcome)
         sizes = [0 if k in self.crossing.literals else len(jtu.tree_leaves(leaf)) for k, leaf in enumerate(leaves)]

@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import gc
+import itertools
 import threading
 import time
 import types
@@ -925,6 +926,22 @@ def test_nested_jits():
     layer.w.value *= 2
     check(outer, layer, times=3)
     check(inner, layer)
+
+
+def test_code_that_ran_when_an_inner_function_was_traced():
+    """It counts as code of the outer one, which calls the compiled inner one: what it refers to is looked up there."""
+    namespace = {"layer": Layer()}
+    exec("def apply(x): return layer(x)", namespace)
+    hidden = itertools.repeat(namespace.pop("apply"))
+    inner, traces = nnx.jit(lambda x: next(hidden)(x)), []
+    outer = nnx.jit(lambda x: (traces.append(1), inner(x))[1])
+    check(inner, namespace["layer"])
+    check(outer, namespace["layer"])
+    before = len(traces)
+    namespace["layer"] = Layer(3.0)
+    check(outer, namespace["layer"])
+    check(outer, namespace["layer"])
+    assert len(traces) <= before + 1
 
 
 def test_under_raw_jax():
