@@ -178,3 +178,16 @@ def test_a_stage_can_be_copied():
 
 def test_a_stage_is_written_as_that_of_jax():
     assert repr(nnx.jit(lambda x: x).lower(X).compile()).startswith("Stage(<jax")
+
+
+def test_a_stage_takes_all_leaves_also_if_some_are_donated():
+    """So `args_info` lists them all."""
+    read_one = lambda m, x: m.first.set_value(m.first * x)
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.first, self.second = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(3))
+
+    plain, donating = (nnx.jit(read_one, donate_argnums=d).lower(Two(), 2.0).args_info for d in ((), 0))
+    assert [x.shape for x in jax.tree.leaves(plain)] == [x.shape for x in jax.tree.leaves(donating)] == [(2,), (3,), ()]
+    assert [x.donated for x in jax.tree.leaves(donating)] == [True, False, False]
