@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -24,6 +25,8 @@ from .rows import LEAF, ROOT, BoundMethod, NodeRow, Owner, Ref, Row, Spec, Tree,
 from .static import Const
 
 A = TypeVar("A")
+
+_interning = threading.RLock()  # `setdefault` of a WeakValueDictionary is several steps; and `==` may be the user's
 
 KEPT = 64  # how many entries a cache keeps whose keys may belong to functions or objects that are gone
 
@@ -76,7 +79,8 @@ class Layout:
             self.rows, self.root, self.avals, self.held = rows, root, None, None
             self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
             self.shapes, self._around, self._grouped, self._variants = {}, {}, {}, weakref.WeakValueDictionary()
-            self = cls._interned.setdefault(key, self)
+            with _interning:
+                self = cls._interned.setdefault(key, self)
         return self
 
     def __reduce__(self):

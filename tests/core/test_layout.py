@@ -2,12 +2,15 @@
 
 import gc
 import pickle
+import threading
+import time
 import weakref
 
 import jax.numpy as jnp
 
 import nnxlib as nnx
 from nnxlib.core.graph import pack
+from nnxlib.core.layout import Layout
 
 from .tied import Embed, Net
 
@@ -44,3 +47,26 @@ def test_trees_and_graphs_are_told_apart():
     assert pack(m).layout.is_tree
     m.pair = (m.embed, 1)
     assert not pack(m).layout.is_tree
+
+
+class _Slow(weakref.WeakValueDictionary):
+    """Its `setdefault` is several steps, as in Python's; here another thread comes in between."""
+
+    def setdefault(self, key, default=None):
+        found = self.get(key)
+        if found is None:
+            time.sleep(0.05)
+            self[key] = found = default
+        return found
+
+
+def test_threads_that_make_equal_layouts_make_one(monkeypatch):
+    """Otherwise one of two models of the same structure would seem to have been changed."""
+    monkeypatch.setattr(Layout, "_interned", _Slow())
+    layouts, models = [], [Net(), Net()]
+    threads = [threading.Thread(target=lambda m=m: layouts.append(pack(m).layout)) for m in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert layouts[0] is layouts[1]
