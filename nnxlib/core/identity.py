@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from .stamps import Stamps, invalidate
+from .stamps import Stamps, invalidate, stamping
 from .trace_state import TraceState
 
 A = TypeVar("A")
@@ -43,11 +43,17 @@ class Identified:
         """Replace the whole contents, without checks: for a node that no user has seen yet, and for commit."""
 
     def _nnx_changed(self) -> None:
-        """Note that its structure has changed: the stamps are told, and it loses them."""
+        """Note that its structure has changed: the stamps are told, and it loses them (usually)."""
         stamps = self._nnx_stamps
         invalidate(stamps, self)
-        if self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
-            _set(self, "_nnx_stamps", ())
+        # Not while another thread adds a stamp, which would be lost. Then it keeps them, and tells them of more.
+        (acquired,) = map(stamping.acquire, (False,))  # Python handles no interrupt between a step and `=`
+        try:
+            if acquired and self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
+                _set(self, "_nnx_stamps", ())
+        finally:
+            if acquired:
+                stamping.release()
 
     def _nnx_save(self) -> tuple:
         return type(self), self._nnx_contents(), {name: getattr(self, name) for name in self._nnx_saved}

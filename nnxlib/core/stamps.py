@@ -84,7 +84,7 @@ def invalidate(stamps: Iterable[weakref.ref[Stamp]], x: Any) -> None:
     for reference in stamps:
         stamp = reference()
         if stamp is not None:
-            stamp.changed.append(changed)  # atomic: another thread that patches the description swaps the list
+            stamp.changed.append(changed)  # before `valid`: a thread that patches the description looks at both
             stamp.valid = False
 
 

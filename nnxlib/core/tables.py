@@ -29,6 +29,7 @@ import bisect
 import itertools
 import operator
 import os
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -156,9 +157,7 @@ def table_of(root: Any) -> LiveTable:
     if not (table.stamp.valid or patched(table, root)):
         return _make(root)
     table.until_check -= 1
-    if not table.until_check:
-        _check(table, root)
-    return table
+    return table if table.until_check > 0 else _checked(table, root)
 
 
 def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
@@ -229,22 +228,31 @@ def _kept(table: LiveTable, root: Any) -> LiveTable:
     return table
 
 
-def _check(table: LiveTable, root: Any) -> None:
-    """Walk the object anyway, and compare.
+def _checked(table: LiveTable, root: Any) -> LiveTable:
+    """Walk the object anyway, and compare; returns its table, another one if another thread has changed the object.
 
     Raises:
       StaleLayoutError: if the object was changed in a way that its table has not noticed.
     """
+    stamp = table.stamp
+    edition = stamp.edition  # before the walk
     packed = pack(root)
     table.until_check = 1 if CHECK_ALWAYS else table.next_check
     table.next_check += table.until_check
     same = packed.layout is table.layout and all(map(operator.is_, packed.objects[1:], table.objects[1:]))
-    if not same:
-        object.__setattr__(root, "_nnx_table", None)
-        changes = differences_listed(table.layout, packed.layout)
-        raise errors.StaleLayoutError(
-            errors.listed(_STALE.format(kind=type(root).__name__), changes or [_EXCHANGED], _REMEDY)
-        )
+    if same:
+        return table
+    changes = differences_listed(table.layout, packed.layout)
+    time.sleep(_UNTIL_TOLD)
+    if stamp.valid != edition or have_changed(table.mutable):
+        return table_of(root)
+    object.__setattr__(root, "_nnx_table", None)
+    raise errors.StaleLayoutError(
+        errors.listed(_STALE.format(kind=type(root).__name__), changes or [_EXCHANGED], _REMEDY)
+    )
+
+
+_UNTIL_TOLD = 0.05  # seconds in which another thread that has changed an object will note it
 
 
 _STALE = """\
@@ -310,7 +318,8 @@ def patched(table: LiveTable, root: Any) -> bool:
 def _patch(table: LiveTable, root: Any) -> bool:
     """As :func:`patched`; no loop within the `with` block, whose end an interrupt would skip."""
     stamp = table.stamp
-    changed, stamp.changed = stamp.changed, [gone]  # unless all goes well, the table is made anew
+    stamp.changed.insert(0, gone)  # unless all goes well, the table is made anew
+    changed = stamp.changed[1:]  # the list stays: another thread may be about to append to it
     objects = {id(x): x for x in [reference() for reference in changed]}
     nodes = [x for x in objects.values() if isinstance(x, Node)]
     if len(nodes) < len(objects):  # a Variable has changed, or an object was removed and is gone
@@ -320,7 +329,7 @@ def _patch(table: LiveTable, root: Any) -> bool:
         return False
     table.variant, table.layout = found
     table.shortcuts = table.variant.shortcuts
-    del stamp.changed[0]
+    del stamp.changed[: 1 + len(changed)]
     stamp.renew()
     if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
         stamp.valid = False

@@ -40,6 +40,7 @@ from ..core.errors import NnxError
 from ..core.graph import commit, pack
 from ..core.layout import keep
 from ..core.rows import LEAF, Spec, Tree, value_of
+from ..core.stamps import stamping
 from ..core.static import StaticArgument
 from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
 from .closure_inputs import Literals, WithLiterals, literals_in, literals_of
@@ -53,12 +54,19 @@ _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are add
 class KnownCall(NamedTuple):
     """What was found out about a call."""
 
-    key: Hashable  # of its entry: the signature, the layout of each object, what they share
+    key: tuple[Hashable, tuple[Any, ...], Any]  # of its entry: the signature, the layouts of objects, what they share
     signature: Hashable
     sharing: tuple[Sharing, ...]  # empty if they share nothing
     leaves: Sequence[Any]  # objects are leaves, too
     tables: list[LiveTable]  # of the objects
     plain: list[Any]  # the other leaves
+
+    def holds(self) -> bool:
+        """Whether the tables are still what the key says; not if another thread has described a change since."""
+        layouts = tuple([layout for layout in self.key[1] if layout is not None])
+        return layouts == tuple([table.layout for table in self.tables]) and self.sharing == _shared(
+            self.leaves, self.tables
+        )
 
 
 class Miss(Exception):
@@ -115,7 +123,7 @@ class Dispatch:
             first, others, plain, alone = site.arrangement
             try:
                 table = leaves[first]._nnx_table
-                if table.until_check == 1 or not (table.stamp.valid or patched(table, leaves[first])):
+                if table.until_check < 2 or not (table.stamp.valid or patched(table, leaves[first])):
                     raise LookupError
                 part = table.shortcuts[site]
                 shortcut, outputs = part.shortcut, part.outputs
@@ -129,7 +137,7 @@ class Dispatch:
                     arrays = part.arrays
                     for index in others:
                         table = leaves[index]._nnx_table
-                        if table.until_check == 1 or not (table.stamp.valid or patched(table, leaves[index])):
+                        if table.until_check < 2 or not (table.stamp.valid or patched(table, leaves[index])):
                             raise LookupError
                         part = table.shortcuts[site]
                         if part.index != index or part.shortcut is not shortcut:
@@ -248,8 +256,12 @@ def _describe(leaves: Sequence[Any], signature: Hashable) -> KnownCall | None:
             plain.append(x)
         else:
             return None
-    sharing = sharing_of([x for x in leaves if is_node(x)], tables) if len(tables) > 1 else ()
+    sharing = _shared(leaves, tables)
     return KnownCall((signature, tuple(layouts), sharing), signature, sharing, leaves, tables, plain)
+
+
+def _shared(leaves: Sequence[Any], tables: Sequence[LiveTable]) -> tuple[Sharing, ...]:
+    return sharing_of([x for x in leaves if is_node(x)], tables) if len(tables) > 1 else ()
 
 
 def _is_leaf(x: Any) -> bool:
@@ -328,7 +340,8 @@ class CacheEntry:
         def finish(returned: tuple[Any, ...]) -> Any:
             outcome = compiled.outcome_of(returned)
             if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
-                self._keep_shortcut(found, sites, reads, self._writes_of(outcome))
+                with stamping:
+                    self._keep_shortcut(found, sites, reads, self._writes_of(outcome))
             out = self.finish(found.leaves, tables, leaves_returned(returned), outcome)
             if self.plan.has_shardings:
                 self.plan.settle([tables[k].cells[j] for k, j in self._cells])
@@ -353,6 +366,9 @@ class CacheEntry:
         return out
 
     def _keep_shortcut(self, found: KnownCall, sites: dict[Hashable, CallSite], reads: _Reads, writes: _Writes) -> None:
+        """Keep one, with ``stamping`` held: in a table, shortcuts belong to the layout that it has."""
+        if not found.holds():
+            return
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k in range(len(found.leaves)) if k not in objects]
         arrangement = objects[0], objects[1:], plain, len(found.leaves) == 1

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import types
 import weakref
 
@@ -435,6 +436,67 @@ def test_a_change_by_another_thread_that_is_not_told_yet(monkeypatch, unchecked)
         layouts.append(layout_of(m))
         assert layouts[-1] is pack(m).layout
         m.layers[0].n = value
+
+
+def _in_another_thread(f):
+    thread = threading.Thread(target=f)
+    thread.start()
+    return thread
+
+
+def _change(m):
+    m.layers[0].n = 5
+
+
+def _change_and_describe(m):
+    _change(m)
+    table_of(m)
+
+
+def _change_slowly(m):
+    attributes_of(m.layers[0])["n"] = 5
+    time.sleep(0.01)  # between the write and the note of it
+    m.layers[0]._nnx_changed()
+
+
+@pytest.mark.parametrize("change", [_change, _change_and_describe, _change_slowly])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_change_by_another_thread_during_a_check_is_no_error(when, change, monkeypatch, unchecked):
+    """What is written by `setattr` meanwhile was not changed behind the library's back."""
+    m, threads = Net(), []
+    table_of(m).until_check = 1
+
+    def interrupted(root):
+        monkeypatch.undo()
+        packed = pack(root) if when == "after" else None
+        threads.append(_in_another_thread(lambda: change(m)))
+        if change is _change_slowly:
+            while m.layers[0].n != 5:
+                pass
+        else:
+            threads[0].join()
+        return packed or pack(root)
+
+    monkeypatch.setattr(tables, "pack", interrupted)
+    table_of(m)
+    threads[0].join()
+    assert layout_of(m) is pack(m).layout
+
+
+@pytest.mark.parametrize("left", [0, -1])
+def test_a_check_that_two_threads_have_counted_past(left, unchecked):
+    """A count that is not 1 when it is looked at, since two threads counted at once, does not put the check off."""
+    m, jitted = Layer(), nnx.jit(lambda m: m.w * m.n)
+    jitted(m)
+    jitted(m)
+    table_of(m).until_check = left
+    attributes_of(m)["n"] = 2
+    with pytest.raises(StaleLayoutError):
+        jitted(m)
+    table_of(m).until_check = left
+    attributes_of(m)["n"] = 3
+    with pytest.raises(StaleLayoutError):
+        table_of(m)
 
 
 # --- a Variable in place of another ---------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import nnxlib as nnx
 from nnxlib.core import identity, stamps
 from nnxlib.core.errors import ArgumentError, StaleLayoutError
 from nnxlib.core.tables import table_of
-from nnxlib.transforms import closure_inputs, jit
+from nnxlib.transforms import closure_inputs, dispatch, jit
 from tests.properties.compare import assert_no_tracer, assert_same
 
 
@@ -463,6 +463,99 @@ def test_a_change_of_one_part_while_a_call_patches_another(monkeypatch, unchecke
     m[1].scale = 3
     monkeypatch.undo()
     np.testing.assert_array_equal(jitted(m), 6 * m[0].w)
+
+
+def test_a_change_by_another_thread_while_a_call_runs(monkeypatch, unchecked):
+    """The program of a call is not kept for the structure that another thread has given the object, and called with."""
+    m, jitted = Layer(), nnx.jit(lambda m: m.scale * m.w)
+    m.scale = 1
+    jitted(m)
+    only_writes_cells = dispatch._only_writes_cells
+
+    def interrupted(*args):
+        in_another_thread(lambda: (setattr(m, "scale", 2), table_of(m)))
+        return only_writes_cells(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_only_writes_cells", interrupted)
+        jitted(m)  # by an entry, and from now on by a shortcut
+    for _ in range(3):
+        np.testing.assert_array_equal(jitted(m), 2 * m.w)
+
+
+def test_another_thread_exchanges_a_variable_while_a_call_runs(monkeypatch, unchecked):
+    """What two arguments share is part of the key, too: the sharing that a call began with is not kept."""
+    a, b = Layer(), Layer()
+
+    @nnx.jit
+    def double(a, b):
+        a.w *= 2
+        b.w *= 2
+
+    double(a, b)
+    only_writes_cells, shared = dispatch._only_writes_cells, nnx.Param(jnp.ones(2))
+
+    def interrupted(*args):
+        in_another_thread(lambda: (setattr(a, "w", shared), setattr(b, "w", shared), table_of(a), table_of(b)))
+        return only_writes_cells(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_only_writes_cells", interrupted)
+        double(a, b)
+    before = shared[...]
+    for k in (1, 2, 3):
+        double(a, b)
+        np.testing.assert_array_equal(shared[...], before * 4**k)
+
+
+class _Interrupted(list):
+    """The changes that a stamp was told of; while one is being added, another thread calls."""
+
+    call = None
+
+    def append(self, x):
+        if self.call is not None:
+            in_another_thread(self.call)
+        super().append(x)
+
+
+def test_a_change_of_one_part_while_the_change_of_another_is_noted(unchecked):
+    """Free-threaded Python may come in between the list and its `append`."""
+    m, jitted = nnx.List([Layer(), Layer()]), nnx.jit(lambda m: m[0].scale * m[1].scale * m[0].w)
+    m[0].scale = m[1].scale = 1
+    jitted(m)
+    jitted(m)
+    table = table_of(m)
+    table.until_check = 100
+    changed = table.stamp.changed = _Interrupted()
+    m[0].scale = 2
+    changed.call = lambda: jitted(m)
+    m[1].scale = 3
+    changed.call = None
+    np.testing.assert_array_equal(jitted(m), 6 * m[0].w)
+
+
+def test_a_first_call_by_another_thread_while_a_change_is_noted(monkeypatch, unchecked):
+    """The stamp that it attaches is not removed with those that were told of the change."""
+    m, jitted = Layer(), nnx.jit(lambda m: m.scale * m.w)
+    m.scale = 1
+    table_of(m)
+    threads = []
+
+    def interrupted(x, name, value):
+        first = threading.Thread(target=lambda: (object.__setattr__(m, "_nnx_table", None), jitted(m)))
+        first.start()
+        first.join(0.5)  # it waits for the lock
+        threads.append(first)
+        object.__setattr__(x, name, value)
+
+    monkeypatch.setattr(identity, "_set", interrupted)
+    m.scale = 2
+    monkeypatch.undo()
+    threads[-1].join()
+    jitted(m)
+    m.scale = 3
+    np.testing.assert_array_equal(jitted(m), 3 * m.w)
 
 
 # --- interrupts -----------------------------------------------------------------------------------------------------
