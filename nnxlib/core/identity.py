@@ -46,14 +46,7 @@ class Identified:
         """Note that its structure has changed: the stamps are told, and it loses them (usually)."""
         stamps = self._nnx_stamps
         invalidate(stamps, self)
-        # Not while another thread adds a stamp, which would be lost. Then it keeps them, and tells them of more.
-        (acquired,) = map(stamping.acquire, (False,))  # Python handles no interrupt between a step and `=`
-        try:
-            if acquired and self._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
-                _set(self, "_nnx_stamps", ())
-        finally:
-            if acquired:
-                stamping.release()
+        _lose(self, stamps)
 
     def _nnx_save(self) -> tuple:
         return type(self), self._nnx_contents(), {name: getattr(self, name) for name in self._nnx_saved}
@@ -67,6 +60,17 @@ class Identified:
         for name, value in slots.items():
             _set(self, name, value)
         invalidate(seen_inside, self)
+
+
+def _lose(x: Identified, stamps: Stamps) -> None:
+    """Remove these stamps, which have been told; not while another thread adds one, which would be lost."""
+    (acquired,) = map(stamping.acquire, (False,))  # Python handles no interrupt between a step and `=`
+    try:
+        if acquired and x._nnx_stamps is stamps:  # else another thread has added a stamp, which is still valid
+            _set(x, "_nnx_stamps", ())
+    finally:
+        if acquired:
+            stamping.release()
 
 
 def change(x: Any, write: Callable[..., A], *args: Any) -> A:

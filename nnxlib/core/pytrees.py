@@ -34,6 +34,7 @@ from .foreign import Foreign
 from .graph import build
 from .identity import Identified
 from .layout import Layout
+from .making import NO_METADATA
 from .objects import PYTREE_REGISTRARS, Node, Pytree, attributes_of, new_node
 from .registration import register_pytree
 from .reprs import static_repr
@@ -104,6 +105,11 @@ class NodeShape:
             marks = Const.of_items(self.marks or {})
             self._key = self.kind, self.names, tuple(self.statics.items()), self.children, marks
         return self._key
+
+    def is_of(self, row: NodeRow) -> bool:
+        """Whether a row describes the same node, as far as it is static."""
+        marks, statics = Const.of_items(self.marks or NO_METADATA), dict(row.fields)
+        return (self.kind, self.names, marks) == row.head and all(statics[k] == x for k, x in self.statics.items())
 
     def __eq__(self, other: object) -> bool:
         return type(other) is NodeShape and (self is other or self.key == other.key)
@@ -193,17 +199,21 @@ def _known_shape(node: Any) -> KnownShape | None:
     if known is not None:
         return known
     table = table_of(node)
-    if not table.layout.is_tree:
+    layout = table.layout
+    if not layout.is_tree:
         return None
-    objects, rows, shapes = table.objects_with(node), table.layout.rows, table.layout.shapes
+    objects, rows, shapes = table.objects_with(node), layout.rows, layout.shapes
     below: list[Mutable | None] = [()] * len(rows)
     for i in range(len(rows) - 1, -1, -1):  # what a node holds has a higher number
         x, row = objects[i], rows[i]
         if type(row) is NodeRow:
             below[i] = mutable = _mutable_below(x, row, below)
-            if i not in shapes:
-                shapes[i] = _shape_of(x)
-            known = KnownShape(shapes[i], table.stamp, mutable or ())
+            shape = shapes.get(i)
+            if shape is None:
+                shape = _shape_of(x)
+                if shape.is_of(row):  # else another thread has just changed the node
+                    shapes[i] = shape
+            known = KnownShape(shape, table.stamp, mutable or ())
             _set(x, "_nnx_tree", None if mutable is None else known)
     return known
 

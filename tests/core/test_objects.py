@@ -8,6 +8,7 @@ import functools
 import gc
 import pickle
 import sys
+import sysconfig
 import threading
 import types
 import typing
@@ -1454,6 +1455,7 @@ def test_a_plain_dict_whose_keys_have_no_order_is_static():
         nnx.state(m)
 
 
+@pytest.mark.skipif(sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="3.13 specialises nothing without a GIL")
 def test_attributes_are_read_by_a_specialised_instruction():
     """CPython has none for a dict that shares its keys with those of other objects, unless that is in the object."""
 

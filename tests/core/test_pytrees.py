@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import threading
 import weakref
 
 import jax
@@ -160,6 +161,34 @@ def test_a_treedef_does_not_follow_later_changes():
     assert treedef == jax.tree.structure(Net())
     assert treedef.unflatten(leaves).config == {"sizes": [1, 2]}
     assert treedef != jax.tree.structure(m)
+
+
+def _in_another_thread(f):
+    thread = threading.Thread(target=f)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_change_by_another_thread_while_a_shape_is_found(is_told, monkeypatch):
+    """What the node holds then is not taken for the shape of all nodes that were like it."""
+
+    class New(Layer):
+        """A class whose shapes are not known."""
+
+    m, shape_of = New(), pytrees._shape_of
+
+    def interrupted(node):
+        monkeypatch.undo()
+        write = setattr if is_told else object.__setattr__  # the note of the change comes after it
+        _in_another_thread(lambda: write(m, "n", 7))
+        return shape_of(node)
+
+    monkeypatch.setattr(pytrees, "_shape_of", interrupted)
+    jax.tree.leaves(m)
+    m.n = 7
+    for node in (New(), m, New()):
+        assert jax.tree.map(lambda x: x, node).n == node.n
 
 
 # --- raw transforms ---
