@@ -295,6 +295,9 @@ def call_borrowing(objects: Sequence[Any], f: Callable[..., R], *args: Any, wait
 def _restore(objects: Sequence[Any], saved: Sequence[tuple]) -> None:
     for x, state in zip(objects, saved, strict=True):
         x._nnx_restore(state)
+    if len(sys._current_frames()) > 1:  # another thread may have written before `saved`, and noted it before now
+        for x in objects:
+            x._nnx_changed()
 
 
 def all_borrowed() -> tuple[Any, ...]:

@@ -558,6 +558,35 @@ def test_a_first_call_by_another_thread_while_a_change_is_noted(monkeypatch, unc
     np.testing.assert_array_equal(jitted(m), 3 * m.w)
 
 
+def test_a_change_that_is_noted_while_another_thread_has_borrowed_the_object(monkeypatch, unchecked):
+    """The stamps of the object, which it does not have meanwhile, are told when it is given back."""
+    m, jitted = Layer(), nnx.jit(lambda m: m.scale * m.w)
+    for m.scale in (1, 2, 1, 2, 1):
+        jitted(m)
+    table_of(m).until_check = 100
+    written, borrowed = threading.Event(), threading.Event()
+
+    def slowly():
+        m.w[...]
+        if m._nnx_trace is not None:
+            borrowed.set()
+            written.wait()  # until the change is noted
+        return m.scale * m.w
+
+    def changed(node):  # between the write and the note of it another thread traces
+        monkeypatch.undo()
+        thread.start()
+        borrowed.wait(5)
+        node._nnx_changed()
+        written.set()
+
+    thread = threading.Thread(target=nnx.jit(slowly))
+    monkeypatch.setattr(Layer, "_nnx_changed", changed)
+    m.scale = 2
+    thread.join()
+    np.testing.assert_array_equal(jitted(m), 2 * m.w)
+
+
 # --- interrupts -----------------------------------------------------------------------------------------------------
 
 
