@@ -477,8 +477,11 @@ class _Label:  # no dataclass, which takes a hundredth of the time to import nnx
     def __hash__(self) -> int:
         return hash((self.sharding, self.donated))
 
-    def __repr__(self) -> str:
-        sharding = "no sharding" if self.sharding is None else repr(self.sharding)
+    def __repr__(self) -> str:  # in a prefix: what the user gave
+        return repr(self.sharding)
+
+    def __str__(self) -> str:
+        sharding = "no sharding" if self.sharding is None else self.sharding
         return f"{sharding}, {'donated' if self.donated else 'not donated'}"
 
     def yields_to(self, other: _Label) -> bool:

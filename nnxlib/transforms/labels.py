@@ -133,8 +133,8 @@ class Labelling:
                 if new != old and not (gives_way and _yields(new, old)):
                     raise AliasingError(
                         f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
-                        f"different treatment: {other.place((*first, *key))}: {old!r}, but "
-                        f"{visit.place((*path, *key))}: {new!r}. Give both the same prefix, or make one a copy "
+                        f"different treatment: {other.place((*first, *key))}: {old}, but "
+                        f"{visit.place((*path, *key))}: {new}. Give both the same prefix, or make one a copy "
                         "(nnx.clone)."
                     )
 
