@@ -28,7 +28,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .timing import QUICK, Call, Effort, Measurement, Report, Table, agree, collector_seconds, main, measure
+from .timing import (
+    QUICK,
+    Call,
+    Effort,
+    Measurement,
+    Report,
+    Table,
+    agree,
+    collector_seconds,
+    in_new_process,
+    main,
+    measure,
+)
 
 Case = tuple[str, int]  # kind of step, number of Variables
 SIZES = (10, 100, 1000, 5000)
@@ -452,6 +464,17 @@ def warm(case: Case, adapters: Mapping[str, Adapter]) -> tuple[dict[str, Call], 
     return group, failures
 
 
+def measured(
+    case: Case, labels: Sequence[str], effort: Effort, watched: bool
+) -> tuple[dict[str, Measurement], dict[str, str], dict[str, float]]:
+    """Measure one case: each contender, why others failed, and the seconds of the garbage collector if `watched`."""
+    adapters, _ = load()
+    group, failures = warm(case, {label: adapters[label] for label in labels})
+    measurements = measure(group, effort)
+    collected = {label: collector_seconds(call, effort.watch) for label, call in group.items()} if watched else {}
+    return measurements, failures, collected
+
+
 def name(case: Case) -> str:
     kind, variables = case
     return f"{kind} {variables:,}"
@@ -466,7 +489,10 @@ COLLECTED = "Ratio to raw jax.jit, the time of the garbage collector added"
 
 
 def run(cases: Sequence[Case], effort: Effort, measured_in: Callable[[Case, str], bool] = lambda *_: True) -> Report:
-    """Measure all cases and put them in tables; `measured_in(case, label)` says which contenders a case has."""
+    """Measure all cases and put them in tables; `measured_in(case, label)` says which contenders a case has.
+
+    Each case has a process of its own.
+    """
     adapters, missing = load()
     tables = {title: Table(title, [name(case) for case in cases], list(ADAPTERS)) for title in MEASURED}
     watched = [case for case in cases if case in WATCHED]
@@ -475,15 +501,14 @@ def run(cases: Sequence[Case], effort: Effort, measured_in: Callable[[Case, str]
     spreads: list[tuple[float, str]] = []
     for case in cases:
         print(f"{name(case)} ...", file=sys.stderr, flush=True)
-        group, failures = warm(case, {label: own for label, own in adapters.items() if measured_in(case, label)})
-        measurements = measure(group, effort)
+        labels = [label for label in adapters if measured_in(case, label)]
+        measurements, failures, collecting = in_new_process(measured, case, labels, effort, case in watched)
         raw = measurements[BASELINE]
         for title, table in tables.items():
             table.add(name(case), {label: MEASURED[title](own, raw) for label, own in measurements.items()})
         if case in watched:
             total_seconds = {
-                label: measurements[label].over(raw) * raw.seconds + collector_seconds(call, effort.watch)
-                for label, call in group.items()
+                label: own.over(raw) * raw.seconds + collecting[label] for label, own in measurements.items()
             }
             raw_seconds = total_seconds[BASELINE]
             collected.add(name(case), {label: f"{own / raw_seconds:.2f}" for label, own in total_seconds.items()})
