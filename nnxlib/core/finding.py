@@ -1,7 +1,7 @@
 """Finding objects without a table: everything below an object, and the path by which running code reaches one.
 
-The search asks classes for ``_nnx_children`` and knows nothing else of nodes and Variables, so that their files can use
-it for messages. When a write is refused, the frames also tell which transform to use instead.
+The search knows of nodes and Variables only what they have in common (identity.py), so that their files can use it for
+messages. When a write is refused, the frames also tell which transform to use instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from .errors import PathError, format_path
+from .identity import Identified
 from .tracing import enclosing_transform, is_users
 from .traversals import path_key, sorted_keys
 
@@ -34,7 +35,7 @@ def locate(target: Any, skip: int = 1) -> str | None:
     frames.sort(key=lambda frame: not is_users(frame.f_code.co_filename))
     found = [item for frame in frames for item in list(frame.f_locals.items()) if item[0].isidentifier()]
     found.sort(key=lambda item: item[0].startswith("_"))
-    nodes = [(name, value) for name, value in found if hasattr(type(value), "_nnx_children")]
+    nodes = [(name, value) for name, value in found if issubclass(type(value), Identified)]
     containers = [(name, value) for name, value in found if type(value) in (list, tuple, dict)]
     seen: set[int] = set()
     for name, value in (*nodes, *containers):
@@ -89,7 +90,7 @@ def reachable(
         path, value = stack.pop()
         if id(value) in seen:
             continue
-        if hasattr(type(value), "_nnx_children"):
+        if issubclass(type(value), Identified):
             path = known.get(id(value), path)
             seen.add(id(value))
             yield path, value
@@ -119,6 +120,5 @@ def _in_pytree(value: Any) -> list[tuple[tuple, Any]]:
     """The nodes and Variables in a pytree of another kind."""
     if jax.tree_util.all_leaves([value]):
         return []
-    keyed, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: hasattr(type(x), "_nnx_children"))
-    nodes = [(keys, x) for keys, x in keyed if hasattr(type(x), "_nnx_children")]
-    return [(tuple(map(path_key, keys)), x) for keys, x in nodes]
+    keyed, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: issubclass(type(x), Identified))
+    return [(tuple(map(path_key, keys)), x) for keys, x in keyed if issubclass(type(x), Identified)]

@@ -29,6 +29,7 @@ import numpy as np
 
 from .closures import call_unwatched
 from .errors import StaticValueError, describe, place_of
+from .identity import Identified
 from .tracing import Tracer, is_readable
 
 # The types of values that are their own key and refer to nothing else.
@@ -226,7 +227,7 @@ class _Freezer:
             if _is_record(value):
                 self.by_items.append(value)
                 value = dict(value)  # which has a method `items`, not the item of that name
-            elif not hasattr(kind, "_nnx_children"):  # attributes are not compared; what has a hash is not copied
+            elif not issubclass(kind, Identified):  # attributes are not compared; what has a hash is not copied
                 self.parts += filter(has_hash, (dict_of(value) or {}).values())
             made_of = self.freeze(value.default_factory) if isinstance(value, defaultdict) else None
             return kind, (made_of, self.mapping(value))
@@ -317,7 +318,7 @@ class _Freezer:
         return Identity(value)
 
     def hashable(self, value: Any) -> Hashable:
-        if hasattr(type(value), "_nnx_children"):  # a node or Variable in a container that is opaque to nnxlib
+        if issubclass(type(value), Identified):  # a node or Variable in a container that is opaque to nnxlib
             return self.identity(value)
         options = getattr(type(value), "__dataclass_params__", None)
         if options is None:
