@@ -71,7 +71,7 @@ class AbsentInput(BaseException):
 
 class _Thread(threading.local):
     watch: Watch | None = None
-    loan: tuple[object, Callable[[], Sequence[Any]]] | None = None
+    loan: tuple[object, Sequence[Any]] | None = None
     borrowed: tuple[Any, ...] = ()  # the live objects that running traces have borrowed
     caller: TraceRef = None  # the trace from which the innermost jitted function was called
 
@@ -214,7 +214,7 @@ def call_unwatched(f: Callable[..., R], /, *args: Any) -> R:
 # --- lending and borrowing ------------------------------------------------------------------------------------------
 
 
-def call_lending(lender: object, objects: Callable[[], Sequence[Any]], f: Callable[..., R], *args: Any) -> R:
+def call_lending(lender: object, objects: Sequence[Any], f: Callable[..., R], *args: Any) -> R:
     """Call ``f``; a trace for ``lender`` may meanwhile borrow these objects, given by row."""
     outer = _thread.loan, _thread.caller
     try:
@@ -227,7 +227,7 @@ def call_lending(lender: object, objects: Callable[[], Sequence[Any]], f: Callab
 def borrowable(lender: object) -> Sequence[Any]:
     """The objects, by row, that a trace for ``lender`` may borrow now; none if another one is lending."""
     loan = _thread.loan
-    return loan[1]() if loan is not None and loan[0] is lender else ()
+    return loan[1] if loan is not None and loan[0] is lender else ()
 
 
 class Loans:

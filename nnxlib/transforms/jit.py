@@ -319,7 +319,7 @@ class JitWrapped(Jitted, Generic[P, R]):
                 compiled = plan.staged(packed.leaves)
                 return compiled, getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
 
-            compiled, stage = call_lending(self._traces, lambda: packed.objects, trace)
+            compiled, stage = call_lending(self._traces, packed.objects, trace)
             call = functools.partial(self._arguments, addresses, left_out, named)
             return Stage(stage, call, plan, compiled, self._has_static)
 

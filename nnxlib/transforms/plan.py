@@ -273,7 +273,7 @@ class Plan:
           ArgumentError: for a leaf that JAX cannot trace.
         """
         try:
-            return call_lending(self.crossing.traces, lambda: packed.objects, self._call, packed)
+            return call_lending(self.crossing.traces, packed.objects, self._call, packed)
         except TypeError as error:
             explain_untraced(error, packed.layout, packed.leaves)
             raise

@@ -105,7 +105,7 @@ class Program:
             self._traced = None  # then JAX forgets the trace, too
             return found
 
-        closed, out = call_lending(self, tuple, trace)
+        closed, out = call_lending(self, (), trace)
         return jtu.tree_unflatten(jtu.tree_structure(out), evaluate(closed, *flat))
 
 
