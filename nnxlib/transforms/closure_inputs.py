@@ -57,9 +57,6 @@ class Literals(NamedTuple):
         return self.positions == others.positions and all(map(operator.is_, self.variables, others.variables))
 
 
-NO_LITERALS = Literals((), ())
-
-
 class WithLiterals(tuple):
     """A token of addresses, and the positions, values and types of the literals; None for one that is no literal now.
 
@@ -85,7 +82,7 @@ class Known(NamedTuple):
 
     roots: Sequence[weakref.ref] = ()  # the objects
     running: Running = MappingProxyType({})  # the code that was running when they were noticed
-    literals: Literals = NO_LITERALS
+    literals: Literals = Literals((), ())
     holders: Sequence[Any] = ()  # what the arguments held, and where ways to the objects begin, too
     conditions: Conditions = Conditions(Reached([], [], set()))
     addresses: object = None  # the token of the addresses, without the literals
