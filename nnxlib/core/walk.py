@@ -203,12 +203,11 @@ class Walk:
             self.cells[number] = value._cell
             return Ref(number)
         self.arrays[number] = []
-        (held, marks), may_declare = contents_and_marks(value), value._nnx_is_pytree
-        self.reliable = self.reliable and value._nnx_guarded
-        if value._nnx_trace is not None and is_lent_elsewhere(value._nnx_trace):  # its arrays are elsewhere
-            self.reliable = False
+        held, marks = contents_and_marks(value)
+        has_lent = value._nnx_trace is not None and is_lent_elsewhere(value._nnx_trace)  # its arrays are elsewhere
         marks = Const.of_items(marks, path) if marks else _NO_ITEMS
-        self.reliable = self.reliable and not marks.mutable
+        self.reliable = self.reliable and value._nnx_guarded and not marks.mutable and not has_lent
+        declares = value._nnx_is_pytree and (marks is not _NO_ITEMS or class_marks(type(value)))
         names = tuple(held)
         order = names if isinstance(value, list) and len(names) == len(value) else sorted_keys(names)
 
@@ -216,10 +215,7 @@ class Walk:
             self.rows[number] = NodeRow(type(value), names, tuple(zip(order, specs, strict=True)), marks)
             return Ref(number)
 
-        if may_declare and (marks is not _NO_ITEMS or class_marks(type(value))):
-            items = (((name,), held[name], explicit_mark(value, name)) for name in order)
-        else:
-            items = (((name,), held[name], None) for name in order)
+        items = (((name,), held[name], explicit_mark(value, name) if declares else None) for name in order)
         return _Frame(items, number, path, finish)
 
     def variable_row(self, variable: Variable, path: tuple) -> VariableRow:
