@@ -125,9 +125,8 @@ def is_data(value: Any, /) -> bool:
     >>> nnx.is_data(jnp.zeros(2)), nnx.is_data((nnx.Param(1), 2)), nnx.is_data([1, 2]), nnx.is_data('relu')
     (True, True, False, False)
     """
-    if is_node(value) or type(value) in _DATA_TYPES:
-        return True
-    return is_data_leaf(value) or (type(value) not in _PLAIN and any(map(is_data_part, _leaves(value))))
+    kind = type(value)
+    return kind in _DATA_TYPES or is_data_leaf(value) or (kind not in _PLAIN and any(map(is_data_part, _leaves(value))))
 
 
 _PLAIN = {int, float, bool, str, bytes, type(None), type, types.FunctionType, complex}
