@@ -244,7 +244,7 @@ def _forget(reference: weakref.ref[_Programs], key: tuple, _: weakref.ref) -> No
         programs.pop(key, None)
 
 
-def run_program(program: Program, packed: Packed, *extra: Any) -> Any:
+def run_program(program: Callable[[list[Any]], Any], packed: Packed, *extra: Any) -> Any:
     """Run a program on the packed leaves and ``extra`` ones; commit the leaves and the Outcome that it returns."""
     try:
         leaves, outcome = program([*packed.leaves, *extra])

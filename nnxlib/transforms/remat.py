@@ -19,9 +19,8 @@ from ..core.tables import pack_call
 from ..core.tracing import boundary
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
-from .leaf_checks import explain_untraced
-from .lift import Arguments, Crossing, finish
-from .program import Program, program_of, weakly
+from .lift import Arguments, Crossing
+from .program import Program, program_of, run_program, weakly
 
 
 @lifts_classes("__call__")
@@ -62,16 +61,13 @@ def remat(
 
         def program(leaves: list[Any]) -> Any:
             pure = Crossing(layout).purify(function)  # a new one, for JAX would not trace the same one again
-            return jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)(leaves)
+            (returned,), outcome = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)(leaves)
+            return returned, outcome
 
         key, make = ("remat", prevent_cse, policy), lambda: Program(program, compiled=False)
-        try:
-            out = program_of((function,), layout, key, make)(packed.leaves)
-        except TypeError as error:
-            explain_untraced(error, layout, packed.leaves)
-            raise
+        made = program_of((function,), layout, key, make)
         # Called eagerly, jax.checkpoint hands out constants as literals of its own, which have no method `at`.
-        return finish(packed, jax.tree.map(as_array, out))
+        return run_program(lambda leaves: jax.tree.map(as_array, made(leaves)), packed)
 
     return static_arguments(wrapped, static_argnums)
 
