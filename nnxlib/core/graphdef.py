@@ -226,7 +226,7 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
             c, d = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (x, y))
             stack.extend(((*path, *key), c.get(key), d.get(key)) for key in reversed({**c, **d}))
         elif isinstance(x, Tree) and isinstance(y, Tree):
-            for keys, before, after in differing_pytrees(x, y):
+            for keys, before, after in differing_pytrees(x.treedef, y.treedef, x.paths):
                 yield Difference((*path, *keys), "type", before, after)
         elif x != y:
             kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"
@@ -241,25 +241,22 @@ def _may_be_compared(x: Tree, y: Tree) -> bool:
     return lacks_some or same_treedef(x.treedef, y.treedef)
 
 
-def differing_pytrees(x: Tree, y: Tree) -> list[tuple[tuple, str, str]]:
-    """The path, and both texts, of each of the innermost pytrees in which the treedefs of two specs differ."""
-    found = []
+def differing_pytrees(a: Any, b: Any, paths: Sequence[tuple], depth: int = 0) -> Iterator[tuple[tuple, str, str]]:
+    """Yield the path, and both texts, of each of the innermost pytrees in which two treedefs differ.
 
-    def visit(a: Any, b: Any, paths: Sequence[tuple], depth: int) -> None:
-        below = ([], []) if BoundMethod in (type(a), type(b)) else (a.children(), b.children())
-        ends = list(itertools.accumulate(child.num_leaves for child in below[0]))
-        pairs = zip(*below, [0, *ends], ends, strict=False)
-        differ = [(c, d, paths[i:k]) for c, d, i, k in pairs if not same_treedef(c, d)]
-        have_paths = differ and all(more and c.node_data() and d.node_data() for c, d, more in differ)
-        if have_paths and len(below[0]) == len(below[1]) and same_node(a.node_data(), b.node_data()):
-            for c, d, more in differ:
-                visit(c, d, more, depth + 1)
-        else:
-            before, after = f"pytree {_tree_text(a)}", f"pytree {_tree_text(b)}"
-            found.append((paths[0][:depth] if paths else (), before, after if after != before else _another(y)))
-
-    visit(x.treedef, y.treedef, x.paths, 0)
-    return found
+    The leaves of the first have these ``paths``, whose first ``depth`` keys lead to it.
+    """
+    children = ([], []) if BoundMethod in (type(a), type(b)) else (a.children(), b.children())
+    starts = [0, *itertools.accumulate(child.num_leaves for child in children[0])]
+    ranges = zip(*children, starts, starts[1:], strict=False)
+    below = [(c, d, paths[i:k]) for c, d, i, k in ranges if not same_treedef(c, d)]
+    have_paths = below and all(more and c.node_data() and d.node_data() for c, d, more in below)
+    if have_paths and len(children[0]) == len(children[1]) and same_node(a.node_data(), b.node_data()):
+        for c, d, more in below:
+            yield from differing_pytrees(c, d, more, depth + 1)
+    else:
+        before, after = f"pytree {_tree_text(a)}", f"pytree {_tree_text(b)}"
+        yield paths[0][:depth] if paths else (), before, after if after != before else "another structure"
 
 
 def _row_differences(path: tuple, p: Row, q: Row) -> Iterator[Difference]:

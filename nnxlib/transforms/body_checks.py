@@ -218,7 +218,7 @@ def check_same_output(
     lines = []
     if isinstance(expected, Tree) and isinstance(found, Tree):
         if expected.paths == found.paths and not same_treedef(expected.treedef, found.treedef):
-            differing = differing_pytrees(expected, found)
+            differing = differing_pytrees(expected.treedef, found.treedef, expected.paths)
             lines = [f"{format_path(path, root)}: {said.format(a, b)}" for path, a, b in differing]
         else:
             before, after = (dict(zip(tree.paths, tree.children, strict=True)) for tree in (expected, found))
