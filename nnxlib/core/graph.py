@@ -182,22 +182,18 @@ class After(NamedTuple):
         variables = self.walk.cells
         return tuple([self.walk.paths[row] if row in variables else held_by(row)[k] for row, k in self.owners])
 
-    def with_delta(self, delta: Delta) -> After:
-        """The same table with another Delta, and the leaves of that Delta."""
-        return _after(self.walk, self.rows, delta)
+    @classmethod
+    def of(cls, walk: Walk, rows: Sequence[Row], delta: Delta) -> After:
+        """What a walk has found, with the leaves of a Delta as JAX can return them: of a jax.Ref the value in it."""
 
+        def leaf(row: int, k: int) -> Any:
+            if row not in walk.cells:
+                return walk.arrays[row][k]
+            value = walk.cells[row].value
+            return as_stored(value, NO_METADATA) if "ref" in cast(VariableRow, rows[row]).metadata.value else value
 
-def _after(walk: Walk, rows: Sequence[Row], delta: Delta) -> After:
-    """What a walk has found, with the leaves of a Delta as JAX can return them: the value of a jax.Ref in its place."""
-
-    def leaf(row: int, k: int) -> Any:
-        if row not in walk.cells:
-            return walk.arrays[row][k]
-        value = walk.cells[row].value
-        return as_stored(value, NO_METADATA) if "ref" in cast(VariableRow, rows[row]).metadata.value else value
-
-    owners = delta.owners(rows)
-    return After(rows, delta, owners, [leaf(*owner) for owner in owners], walk)
+        owners = delta.owners(rows)
+        return cls(rows, delta, owners, [leaf(*owner) for owner in owners], walk)
 
 
 def diff(
@@ -234,7 +230,7 @@ def diff(
     rows |= {i: walk.rows[i] for i in range(len(layout.rows), len(walk.objects))}  # those of new objects
 
     delta = Delta(tuple(values), tuple(sorted(rows.items())), root)
-    return _after(walk, walk.all_rows(), delta)
+    return After.of(walk, walk.all_rows(), delta)
 
 
 def changed_row(old: NodeRow, old_arrays: Iterator[Any], new: NodeRow, arrays: Iterator[Any]) -> NodeRow | None:

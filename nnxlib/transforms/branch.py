@@ -143,7 +143,7 @@ def _with_all_arrays(layout: Layout, after: After, labels: Sequence[Any]) -> Aft
             pairs = zip(row.fields, now.fields, strict=True)
             fields = [field if count_leaves(field[1]) else changed for changed, field in pairs]
             rows[i] = row._replace(fields=tuple(fields))
-    return after.with_delta(after.delta._replace(rows=tuple(rows.items())))
+    return After.of(after.walk, after.rows, after.delta._replace(rows=tuple(rows.items())))
 
 
 def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:
