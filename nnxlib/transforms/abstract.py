@@ -75,11 +75,11 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         def run() -> tuple[list[Any], Outcome]:
             for x in variables:
                 lend(x, x.get_raw_value())
-            out, after = cross(f, layout, leaves, part=lambda out: None if layout.rows else out)
+            out, after = cross(f, layout, leaves, part=lambda out: None)
             check_returned(after)
-            if layout.rows:  # the output is described by itself, so objects of the caller's in it become new ones
-                after = without_escapes(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
-                check_returned(after)
+            # The output is described by itself, so that objects of the caller's in it become new ones.
+            after = without_escapes(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
+            check_returned(after)
             return after.leaves, Outcome(after.delta)
 
         return call_borrowing(referred, run, wait=True)
