@@ -33,10 +33,7 @@ class TracedCell(Cell):
 
 def new_cell(value: Any) -> Cell:
     """Make a cell of the running trace."""
-    trace = current_trace()
-    cell = Cell() if trace is None else TracedCell(value, trace)
-    cell.value = value
-    return cell
+    return cell_of(value, current_trace())
 
 
 def cell_of(value: Any, trace: TraceRef) -> Cell:
