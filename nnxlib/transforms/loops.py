@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from ..core.errors import BodyError, describe, format_path
 from ..core.layout import Layout
+from ..core.operators import unwrapped
 from ..core.rows import ROOT, Tree
 from ..core.tracing import at_top_level, boundary
-from ..core.variables import unwrapped
 from .body import Body, trace_body, zeros
 from .body_checks import (
     RETURN_ALIKE,
