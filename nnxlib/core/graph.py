@@ -9,9 +9,8 @@ cycles need no special case::
                                                      row 2  Param
 
 The static half of the table is a :class:`~nnxlib.core.layout.Layout`: the rows (rows.py says what is in them), and the
-*root*, the pytree around the objects. The other half is a list of *leaves*: the values of the Variables in row order,
-then the arrays held directly by nodes, then the leaves of the pytree itself. ``build`` makes fresh objects from the
-two.
+*root*, the pytree around the objects. The other half is a list of *leaves* (layout.py says in which order). ``build``
+makes fresh objects from the two.
 
 After a function has run on those objects, ``diff`` packs them again **without renumbering**: an object that existed
 before keeps its row, new objects get higher numbers. So "row < n" means "an object that the caller owns". The
