@@ -311,7 +311,7 @@ def even_if_interrupted(write: Callable[[], None]) -> None:
 
 
 def _new_variables(rows: Sequence[VariableRow], leaves: Iterator[Any]) -> list[Any]:
-    """Variables of the running trace, as rows say, whose values are the next leaves."""
+    """Variables of the running trace, as rows say, with the next leaves in them; all at once, as they may be many."""
     values = list(map(_stored, rows, leaves))
     return make_variables([row.type for row in rows], values, [row.metadata.fresh() for row in rows])
 
