@@ -38,10 +38,6 @@ class Labels(NamedTuple):
         """The labels that leaves of the object in this row may have, whatever it comes to hold."""
         return labels_in(self.reached[row][1].entry)
 
-    def of_variables(self, layout: Layout) -> list[Label]:
-        """The labels of the Variables of the visited layout, in order."""
-        return [self.of_row[i][0] for i in layout.variables]
-
     def of_leaves(self, owners: Sequence[Owner], own: Sequence[Label]) -> list[Label]:
         """The labels of leaves with these owners, given the ``own`` ones of the pytree around the objects."""
         return [own[k] if i == ROOT else self.of_row[i][k] for i, k in owners]

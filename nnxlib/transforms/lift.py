@@ -201,7 +201,7 @@ class Crossing:
         """
         layout = self.layout
         if self.labels is not None and self.axis_name is not MISSING:  # the leaves are slices
-            layout = strip_axes(layout, leaves, self.labels.of_variables(layout), self.axis_name)
+            layout = strip_axes(layout, leaves, [self.lanes[lane] for lane in self.lane_of], self.axis_name)
         out, after = self._cross(f, layout, leaves, forced)
         check_returned(after)
         lane_of: tuple[int, ...] = ()
