@@ -222,9 +222,10 @@ class Plan:
         sizes = [0 if k in self.crossing.literals else len(jtu.tree_leaves(leaf)) for k, leaf in enumerate(leaves)]
         starts = [0, *accumulate(sizes)]  # a leaf may be a pytree
         evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(groups_of(traced.out_info))
+        unread = jtu.tree_leaves(everything.of(leaves))  # no equation uses these, but with jax_enable_checks JAX looks
 
         def evaluated(*values: Any) -> Traced:
-            flat: list[Any] = [None] * starts[-1]
+            flat = list(unread)
             for position, value in zip(inputs, values, strict=True):
                 flat[starts[position] : starts[position + 1]] = jtu.tree_leaves(value)
             return structure.unflatten(evaluate(*flat)), outcome

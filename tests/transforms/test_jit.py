@@ -1107,6 +1107,20 @@ def test_settings_of_jax():
             check(nnx.jit(model), model)
 
 
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}])
+def test_checks_of_jax_with_leaves_that_are_not_read(options):
+    """With jax_enable_checks JAX looks at all values with which a jaxpr is evaluated, also those that no one reads."""
+
+    def count(model):
+        model.layers[0].calls += 1
+
+    model = Net()
+    with jax.enable_checks(True):
+        step = nnx.jit(count, **options)
+        step(model), step(model)
+    assert model.layers[0].calls == 2
+
+
 def test_without_jit_the_function_sees_values():
     """As a debugger wants it: with jax.disable_jit Python may branch on them."""
     double = nnx.jit(lambda m, x: m.scale * x if x.sum() > 0 else x)
