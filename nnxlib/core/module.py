@@ -153,11 +153,7 @@ class Module(Pytree, metaclass=ModuleMeta):
         Raises:
           ValueError: naming the attributes that no Module has, unless ``raise_if_not_found`` is False; none is set.
         """
-        refusal = lambda missing: (
-            f"No Module in {type(self).__name__}{' that the filters take' if filters else ''} has the attributes "
-            f"{sorted(missing)}; pass raise_if_not_found=False to set those that exist.{_near(self, missing)}"
-        )
-        _set_where_found(self, filters or (...,), attributes, refusal if raise_if_not_found else None)
+        _set_where_found(self, filters or (...,), attributes, raise_if_not_found)
 
     # --- recording ---
 
@@ -276,18 +272,18 @@ def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:
     Nothing else would tell that ``model.train(mode=False)`` trains. But a model without dropout may well have no
     ``deterministic``.
     """
-    missing = _set_where_found(root, (...,), attributes).difference(_MODES) if attributes else ()
+    missing = _set_where_found(root, (...,), attributes, False).difference(_MODES) if attributes else ()
     if missing:
         warnings.warn(
             f"No Module in {type(root).__name__} has the attributes {sorted(missing)}, so they were not set; the mode "
-            f"itself is set by model.train() and model.eval().{_near(root, missing)}",
+            f"itself is set by model.train() and model.eval().{_near([x for _, x in iter_modules(root)], missing)}",
             UserWarning,
             stacklevel=3,
         )
 
 
-def _near(root: Any, missing: Iterable[str]) -> str:
-    known = {name for _, module in iter_modules(root) for name, _ in module._nnx_children()}
+def _near(modules: Iterable[Any], missing: Iterable[str]) -> str:
+    known = {name for module in modules for name, _ in module._nnx_children()}
     return did_you_mean(missing, known)
 
 
@@ -308,22 +304,30 @@ def _has_attribute(module: Any, name: str) -> bool:
 
 
 def _set_where_found(
-    node: Any, filters: Iterable[Filter], attributes: dict[str, Any], refusal: Callable[[set[str]], str] | None = None
+    node: Any, filters: tuple[Filter, ...], attributes: dict[str, Any], raise_if_not_found: bool
 ) -> set[str]:
     """Set the attributes where they exist; returns those that exist nowhere.
 
     Raises:
-      UsageError: if there are such, with the text that ``refusal`` gives; then nothing has been set.
+      UsageError: if there are such, unless ``raise_if_not_found`` is False; then nothing has been set.
     """
     predicates = [to_predicate(f) for f in filters]
     modules = [x for path, x in _of_kind(iter_objects(node), Pytree) if any(p(path, x) for p in predicates)]
     places = [(module, name) for module in modules for name in attributes if _has_attribute(module, name)]
     missing = attributes.keys() - {name for _, name in places}
-    if missing and refusal is not None:
-        raise UsageError(refusal(missing))
+    if missing and raise_if_not_found:
+        raise UsageError(
+            f"No Module in {type(node).__name__}{_taken_by(*filters)} has the attributes {sorted(missing)}; pass "
+            f"raise_if_not_found=False to set those that exist.{_near(modules, missing)}"
+        )
     for module, name in places:
         setattr(module, name, attributes[name])
     return missing
+
+
+def _taken_by(*filters: Filter) -> str:
+    """For a message: that not all Modules are meant."""
+    return "" if filters == (...,) else " that the filters take"
 
 
 @boundary
@@ -455,8 +459,7 @@ def with_attributes(node: A, /, *, only: Filter = ..., raise_if_not_found: bool 
       ValueError: naming the attributes that no node has, unless ``raise_if_not_found`` is False.
     """
     made = clone(node, variables=False)
-    refusal = lambda missing: f"No Module has the attributes {sorted(missing)}; pass raise_if_not_found=False to go on."
-    _set_where_found(made, (only,), attributes, refusal if raise_if_not_found else None)
+    _set_where_found(made, (only,), attributes, raise_if_not_found)
     return made
 
 
@@ -495,18 +498,17 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     Raises:
       ValueError: naming the settings that no Module takes, unless ``raise_if_not_found`` is False.
     """
-    made, predicate, missing = clone(node, variables=False), to_predicate(only), set(settings)
+    made, predicate, known = clone(node, variables=False), to_predicate(only), set()
     for path, module in list(iter_objects(made)):
         if _has_view(module) and predicate(path, module):
             accepted = set(_view_parameters(type(module)))
             module.set_view(**{name: value for name, value in settings.items() if name in accepted})
-            missing -= accepted
+            known |= accepted
+    missing = settings.keys() - known
     if raise_if_not_found and missing:
-        kinds = {type(module) for _, module in iter_objects(made) if _has_view(module)}
-        known = {name for kind in kinds for name in _view_parameters(kind)}
         raise UsageError(
-            f"Unused keys found in nnx.view: {sorted(missing)}; no Module has such settings. nnx.view_info(model) "
-            f"lists them.{did_you_mean(missing, known)}"
+            f"Unused keys found in nnx.view: {sorted(missing)}; no Module{_taken_by(only)} has such settings. "
+            f"nnx.view_info(model) lists them.{did_you_mean(missing, known)}"
         )
     return made
 

@@ -204,6 +204,25 @@ def test_set_attributes_that_exist_nowhere():
         m.set_attributes(nnx.Linear, rate=0.1)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m, name: m.set_attributes(nnx.BatchNorm, **{name: True}),
+        lambda m, name: nnx.with_attributes(m, only=nnx.BatchNorm, **{name: True}),
+        lambda m, name: nnx.view(m, only=nnx.BatchNorm, **{name: True}),
+    ],
+    ids=["set_attributes", "with_attributes", "view"],
+)
+def test_a_setting_that_only_other_modules_have(write):
+    """The error does not say that no Module has it, and does not ask whether just this name was meant."""
+    m = nnx.Sequential(nnx.Dropout(0.5), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"[Nn]o Module .*that the filters take has") as refused:
+        write(m, "deterministic")
+    assert "Did you mean" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"Did you mean 'use_running_average'\?"):
+        write(m, "use_running_averag")
+
+
 # --- recording ---
 
 
