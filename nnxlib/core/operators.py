@@ -7,6 +7,7 @@ operators (``v += 1``) and assignments to items write to the Variable; they do s
 from __future__ import annotations
 
 import copy as copy_lib
+import math
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
@@ -88,6 +89,8 @@ class ArrayOperators(Generic[A]):
 
         def __round__(self, ndigits: int = ...) -> Any: ...
 
+        def __trunc__(self) -> int: ...
+
     @overload
     def __getitem__(self: ArrayOperators[jax.Array], key: Any) -> jax.Array: ...
     @overload
@@ -156,7 +159,7 @@ def _add_operators() -> None:
     methods |= {"__divmod__": forward(divmod), "__rdivmod__": reflected(divmod)}
     methods |= {f"__{name}__": forward(getattr(operator, name)) for name in "lt le eq ne gt ge".split()}
     methods |= {f"__{name}__": unary(getattr(operator, name)) for name in "neg pos abs invert index".split()}
-    methods |= {f"__{op.__name__}__": unary(op) for op in (int, float, complex, round)}
+    methods |= {f"__{op.__name__}__": unary(op) for op in (int, float, complex, round, math.trunc)}
     for name, method in methods.items():
         method.__name__, method.__qualname__ = name, f"Variable.{name}"
         setattr(ArrayOperators, name, method)

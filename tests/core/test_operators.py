@@ -83,6 +83,7 @@ def test_conversions_to_python_numbers():
     assert (bool(v), int(v), float(v), complex(v)) == (True, 2, 2.75, 2.75 + 0j)
     assert round(v, 1).item() == round(v.value, 1).item()
     assert (math.floor(v), math.sqrt(nnx.Param(jnp.array(4.0)))) == (2, 2.0)
+    assert (math.trunc(nnx.Param(-2.75)), math.trunc(nnx.Param(np.float64(2.75)))) == (-2, 2)
     assert [10, 20, 30][nnx.Param(jnp.array(1))] == 20
     assert not nnx.Param(jnp.array(0.0))
 
