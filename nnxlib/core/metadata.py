@@ -8,7 +8,7 @@ stacks a Variable or takes a slice of it, the names follow (:func:`name_axis`, :
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jax.experimental.layout import Format
@@ -19,12 +19,22 @@ from .generics import A
 from .tracing import Tracer
 
 F = TypeVar("F", bound=Callable)
+Hooks = Callable | Sequence[Callable]
 
 HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
 
 
 class VariableMetadata(Generic[A]):
     """A value for a Variable, with the metadata and hooks that an initializer has attached to it.
+
+    Args:
+      raw_value: the value.
+      on_set_value: a hook, or a sequence of hooks; so are the next four.
+      on_get_value: see there.
+      on_create_value: see there.
+      on_add_axis: see there.
+      on_remove_axis: see there.
+      metadata: other metadata, by name.
 
     >>> import nnxlib as nnx
     >>> nnx.Param(nnx.VariableMetadata(1.0, metadata={'layer': 'first'}))
@@ -33,12 +43,24 @@ class VariableMetadata(Generic[A]):
 
     __slots__ = (*HOOKS, "metadata", "raw_value")
 
-    def __init__(self, raw_value: A, *, metadata: Mapping[str, Any] | None = None, **hooks: Any):
+    def __init__(
+        self,
+        raw_value: A,
+        on_set_value: Hooks = (),
+        on_get_value: Hooks = (),
+        on_create_value: Hooks = (),
+        on_add_axis: Hooks = (),
+        on_remove_axis: Hooks = (),
+        metadata: Mapping[str, Any] | None = None,
+    ):
+        hooks = (on_get_value, on_set_value, on_create_value, on_add_axis, on_remove_axis)
+        for name, given in zip(HOOKS, hooks, strict=True):
+            setattr(self, name, as_hooks(given))
         self.raw_value, self.metadata = raw_value, dict(metadata or {})
-        for name in HOOKS:
-            setattr(self, name, as_hooks(hooks.pop(name, ())))
-        if hooks:
-            raise errors.ArgumentError(f"VariableMetadata got unexpected hooks {sorted(hooks)}; it takes {HOOKS}.")
+        if isinstance(raw_value, VariableMetadata):  # of an initializer that was wrapped twice: the outer one wins
+            self.raw_value, self.metadata = raw_value.raw_value, {**raw_value.metadata, **self.metadata}
+            for name in HOOKS:
+                setattr(self, name, getattr(self, name) or getattr(raw_value, name))
 
     def all_metadata(self) -> dict[str, Any]:
         """Return the metadata and the hooks in one dict, as a Variable takes them."""
@@ -49,7 +71,15 @@ class VariableMetadata(Generic[A]):
         return f"VariableMetadata({self.raw_value!r}, {self.all_metadata()!r})"
 
 
-def with_metadata(initializer: F, **metadata: Any) -> F:
+def with_metadata(
+    initializer: F,
+    on_set_value: Hooks = (),
+    on_get_value: Hooks = (),
+    on_create_value: Hooks = (),
+    on_add_axis: Hooks = (),
+    on_remove_axis: Hooks = (),
+    **metadata: Any,
+) -> F:
     """Wrap an initializer so that the Variable made from its value gets ``metadata``, which may include hooks.
 
     >>> import nnxlib as nnx, jax
@@ -57,11 +87,11 @@ def with_metadata(initializer: F, **metadata: Any) -> F:
     >>> nnx.Param(init(jax.random.key(0), (2, 3))).layer
     'first'
     """
-    hooks = {name: metadata.pop(name) for name in HOOKS if name in metadata}
+    hooks = (on_set_value, on_get_value, on_create_value, on_add_axis, on_remove_axis)
 
     @functools.wraps(initializer)
     def wrapped(*args: Any, **kwargs: Any) -> VariableMetadata:
-        return VariableMetadata(initializer(*args, **kwargs), metadata=metadata, **hooks)
+        return VariableMetadata(initializer(*args, **kwargs), *hooks, metadata)
 
     return wrapped  # type: ignore[return-value]  # still an initializer, but of a VariableMetadata
 
