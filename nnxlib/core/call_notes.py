@@ -18,6 +18,11 @@ from .variables import Variable, stored_value
 
 def add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) -> None:
     """Note that an error leaves the innermost of the running calls, which has these arguments."""
+    with suppress(Exception):  # a note that fails must not hide the error: one that is a frozen dataclass takes none
+        _add_note(error, listener, args, kwargs)
+
+
+def _add_note(error: Exception, listener: Listener, args: tuple, kwargs: dict) -> None:
     module, name = listener.stack[-1]
     if listener.stack[-2:-1] == [(module, name)]:  # called by super(): the caller adds the same note
         return

@@ -315,7 +315,7 @@ def hide_frames(error: BaseException) -> None:
             elif mode == "tracebackhide":
                 frame.f_locals["__tracebackhide__"] = True
         if mode != "tracebackhide":
-            found.__traceback__ = kept
+            found.with_traceback(kept)  # sets no attribute, which the error may refuse: a frozen dataclass, say
         if is_own(type(found.__context__).__module__) and not isinstance(found.__context__, Exception):
             found.__context__ = None  # it ended a trace, to begin another one (CapturedObjects, AbsentInput)
         found = found.__cause__ or found.__context__

@@ -1,5 +1,7 @@
 """Notes on errors: each call that an error leaves, with path, layer and inputs; and what helps."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -320,3 +322,26 @@ def test_a_note_says_that_only_the_constructor_makes_layers(name):
     with pytest.raises(ValueError, match="takes inputs") as caught:
         made(jnp.ones((1, 5)))
     assert not any("nnxlib calls no" in note for note in caught.value.__notes__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class NotShown(Exception):
+    def __str__(self):
+        raise RuntimeError("it has no text")
+
+
+@pytest.mark.parametrize("error", [Frozen(1), NotShown()])
+def test_an_error_that_takes_no_notes_is_raised_as_it_is(error):
+    """An error that cannot be noted, or whose traceback cannot be set as an attribute, is not replaced by another."""
+
+    class Failing(Layer):
+        def __call__(self, x):
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        Failing()(X)
+    assert caught.value is error
