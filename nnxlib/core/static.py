@@ -235,6 +235,8 @@ class _Freezer:
             return kind, self.mapping(value)
         if isinstance(value, Sequence) and kind.__hash__ is None:  # not by attributes: it may refer to its parent
             return kind, self.mutable_items(value)
+        if issubclass(kind, Identified):  # a node or Variable that is opaque to nnxlib; its class may be set
+            return self.identity(value)
         return kind, self.hashable(value) if has_hash(value) else self.attributes(value)
 
     def items(self, values: Any) -> Hashable:
@@ -318,8 +320,6 @@ class _Freezer:
         return Identity(value)
 
     def hashable(self, value: Any) -> Hashable:
-        if issubclass(type(value), Identified):  # a node or Variable in a container that is opaque to nnxlib
-            return self.identity(value)
         options = getattr(type(value), "__dataclass_params__", None)
         if options is None:
             self.parts.append(value)

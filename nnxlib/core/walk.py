@@ -141,6 +141,8 @@ class Walk:
     def _visit(self, value: Any, mark: bool | None, frame: _Frame, suffix: tuple) -> Spec | _Frame:
         """The spec of a child of ``frame``; or a frame, which makes it, if there is more to visit below the child."""
         if is_node(value):
+            if type(value) in weakref.ProxyTypes:
+                value = value._nnx_changed.__self__  # the object that it stands for
             number = self.index.get(id(value))
             if number is not None:
                 return Ref(number)

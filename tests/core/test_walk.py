@@ -1,5 +1,7 @@
 """The walk: what becomes a row, a leaf, a pytree with data or a static value."""
 
+import weakref
+
 import jax.numpy as jnp
 
 import nnxlib as nnx
@@ -21,6 +23,26 @@ def test_sharing_across_arguments():
     assert (len(packed.objects), packed.layout.leaf_paths) == (2, ((0, "kernel"),))
     (a, (v, b)), _ = build(packed.layout, packed.leaves)
     assert (a is b, a.kernel is v) == (True, True)
+
+
+def test_a_weak_proxy_is_the_object_that_it_stands_for():
+    """A child may refer to its parent weakly: the two are one object inside a transform and in a copy."""
+    parent = nnx.Dict(child=Embed(), scale=2.0)
+    parent.child.parent = weakref.proxy(parent)
+    assert pack(parent).objects == [parent, parent.child, parent.child.kernel]
+
+    def rescale(m, x):
+        m.child.parent.scale = x
+        return m.child.parent is m
+
+    assert nnx.jit(rescale, static_argnums=1)(parent, 3.0)
+    assert parent.scale == 3.0
+    assert type(parent.child.parent) in weakref.ProxyTypes
+    copy = nnx.clone(parent)
+    assert copy.child.parent is copy
+    reference = weakref.ref(parent)
+    del parent
+    assert reference() is None
 
 
 def test_what_pytrees_become():
