@@ -135,6 +135,12 @@ class _Container:
         return copied
 
 
+def _fill(container: Any, items: dict[Any, Any]) -> None:
+    """Fill a container, which is new, unless its ``__init__`` is called again."""
+    check_writable(container, "replace the items")
+    change(container, fill_adopted, container, items)
+
+
 def _index(items: List, name: str) -> int | None:
     """The index that a name of digits stands for, as in flax.nnx; None for other names, and beyond the end."""
     return int(name) if name.isdecimal() and int(name) < list.__len__(items) else None
@@ -182,7 +188,7 @@ class List(_Container, ListSlots[A], list[A], HasAttributes):  # type: ignore[mi
 
     def __init__(self, it: Iterable[A] | None = None, /):
         if it is not None:
-            fill_adopted(self, dict(enumerate(declared_items(it))))
+            _fill(self, dict(enumerate(declared_items(it))))
 
     def __getattr__(self, name: str) -> Any:
         if (index := _index(self, name)) is not None:
@@ -294,7 +300,7 @@ class Dict(_Container, DictSlots[A], dict[str, A], Node):  # type: ignore[misc]
     _nnx_slots = DictSlots
 
     def __init__(self, items: Mapping[str, A] | Iterable[tuple[str, A]] = (), /, **kwargs: A):
-        fill_adopted(self, dict(items, **kwargs))
+        _fill(self, dict(items, **kwargs))
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]  # vars() accepts any mapping; the items are the attributes

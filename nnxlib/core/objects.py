@@ -304,11 +304,10 @@ def refill(node: Any, items: dict[Any, Any], marks: dict[Any, Any] | None) -> No
 
 
 def fill_adopted(node: Any, items: Mapping[Any, Any], memo: dict[int, Any] | None = None) -> None:
-    """Fill a new List or Dict with adopted items, and note which of them were declared data or static."""
+    """Fill a List or Dict with adopted items, and note which of them were declared data or static."""
     marks = {k: mark_of(x) for k, x in items.items() if declares(x)}
     node._nnx_fill({k: adopt(undeclared(x), memo) for k, x in items.items()})
-    if marks:
-        _set(node, "_nnx_marks", marks)
+    _set(node, "_nnx_marks", marks or None)
 
 
 # --- Pytree ---------------------------------------------------------------------------------------------------------

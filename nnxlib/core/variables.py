@@ -80,6 +80,11 @@ class Variable(ArrayOperators[A], VariableSlots):
     _nnx_saved = ("_cell", "_metadata", "_nnx_stamps")
 
     def __init__(self, value: A | VariableMetadata[A], **metadata: Any):
+        if hasattr(self, "_cell"):  # `__init__` is called again: a write like any other
+            made: Any = object.__new__(type(self))
+            Variable.__init__(made, value, **metadata)
+            self.copy_from(made)
+            return
         if isinstance(value, VariableMetadata):
             metadata = {**value.all_metadata(), **metadata}
             value = value.raw_value

@@ -384,3 +384,16 @@ def test_a_trace_takes_no_memory_for_frames_again_and_again(run):
     run(calls_at_all_depths)
     assert MOST
     assert max(MOST) < 100
+
+
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.List, nnx.Dict])
+def test_a_constructor_that_is_called_again_is_a_write(kind):
+    """So it leaves no tracer in an object from outside of the trace, and the object is as it was."""
+    x = jnp.ones(2)
+    make = {nnx.Param: lambda x: x, nnx.List: lambda x: [x], nnx.Dict: lambda x: {"a": x}}[kind]
+    live = kind(make(x))
+    with pytest.raises(nnx.TraceContextError):
+        jax.jit(lambda x: live.__init__(make(x)))(x)
+    assert jax.tree.leaves(live)[0] is x
+    live.__init__(make(2 * x))
+    assert jax.tree.leaves(live)[0].tolist() == [2, 2]

@@ -233,6 +233,9 @@ CHANGES = {
     "state of a List": lambda m: m.layers.__setstate__(({"name": "x"}, None)),
     "state of a Dict": lambda m: m.heads.__setstate__({("a",): True}),
     "state of a Variable": lambda m: m.tagged.__setstate__((m.tagged.get_raw_value(), {"tag": "s"})),
+    "Variable made again": lambda m: m.tagged.__init__(jnp.zeros(2), tag="s"),
+    "List made again": lambda m: m.layers.__init__([Layer(), 1]),
+    "Dict made again": lambda m: m.heads.__init__(a=1, c=Layer()),
     "popped": lambda m: nnx.pop(m, nnx.BatchStat),
     "updated": lambda m: nnx.update(m, {"first": {"w": jnp.zeros(2)}}),
     "tuple replaced": lambda m: setattr(m, "pairs", (Layer(), 1)),
@@ -357,6 +360,18 @@ def test_the_globals_of_a_callable_object_are_those_of_its_method(jitted):
     f = jitted(Asking())
     for asked.model.rate in (2.0, 3.0, 2.0):
         assert f(1.0) == asked.model.rate
+
+
+@pytest.mark.parametrize("hold", [lambda layer: functools.partial(Layer.__call__, layer), lambda layer: {layer}])
+def test_the_class_of_a_module_in_a_static_value_is_set(hold):
+    """It is no part of the value, which holds the same Module, so it is no edit behind the back of the library."""
+    m, layer = Net(), Layer()
+    m.call = nnx.static(hold(layer))
+    f = nnx.jit(lambda m, x: next(iter(m.call))(x) if isinstance(m.call, set) else m.call.args[0](x))
+    assert f(m, 2.0).tolist() == [2.0, 2.0]
+    layer.__class__ = OtherLayer
+    for _ in range(3):
+        assert f(m, 2.0).tolist() == [-2.0, -2.0]
 
 
 @pytest.mark.xfail(reason="an object that is hashed by identity is compared by identity: JAX does the same")
