@@ -40,18 +40,29 @@ def keep(cache: dict[Any, A], key: Hashable, value: A) -> A:
 
 
 class _Key:
-    """Rows and root, hashed once: a tuple would hash a thousand rows again at each look-up."""
+    """The rows and root of a layout, hashed once: a tuple would hash a thousand rows again at each look-up.
 
-    __slots__ = ("_hash", "_parts")
+    Once the layout is interned, they are found through it, weakly: what they hold, such as a function in an attribute,
+    may refer to the model and so to the layout, which no collector could free if the key held them.
+    """
 
-    def __init__(self, *parts: Any):
-        self._parts, self._hash = parts, hash(parts)
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, rows: tuple[Row, ...], root: Spec):
+        parts = rows, root
+        self._hash = hash(parts)
+        self.parts: Callable[[], tuple | None] = lambda: parts
+
+    def keep_in(self, layout: Layout) -> None:
+        """From now on refer to a layout that has these rows and this root."""
+        reference = weakref.ref(layout)
+        self.parts = lambda: (found.rows, found.root) if (found := reference()) is not None else None
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _Key and self._parts == other._parts
+        return type(other) is _Key and (parts := self.parts()) is not None and parts == other.parts()
 
 
 class Layout:
@@ -80,7 +91,9 @@ class Layout:
             self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
             self.shapes, self._around, self._grouped, self._variants = {}, {}, {}, weakref.WeakValueDictionary()
             with _interning:
-                self = cls._interned.setdefault(key, self)
+                made, self = self, cls._interned.setdefault(key, self)
+                if self is made:
+                    key.keep_in(self)
         return self
 
     def __reduce__(self):

@@ -128,7 +128,8 @@ class StaticArgument:
         return Const.of(self.value, self.path)
 
 
-_MUTABLE: weakref.WeakValueDictionary[Hashable, Const] = weakref.WeakValueDictionary()  # the mutable Consts, by key
+# The mutable Consts, by the hash of their key. The key itself may refer to a model that refers to the Const.
+_MUTABLE: weakref.WeakValueDictionary[int, Const] = weakref.WeakValueDictionary()
 
 
 def _copy(value: Any, parts: Sequence[Any], by_items: Sequence[Mapping]) -> tuple[Any, list[Mapping]]:
@@ -198,11 +199,11 @@ class _Freezer:
             raise StaticValueError(f"The static value at {place_of(self.path)} contains itself.") from None
         if not self.mutable:
             return Const(value, key, None, remake)
-        const = _MUTABLE.get(key)
-        if const is None:
+        const = _MUTABLE.get(hash(key))
+        if const is None or const.key != key:
             parts = tuple(self.parts)
             copied, by_items = _copy(value, parts, self.by_items)
-            const = _MUTABLE[key] = Const(copied, key, parts, remake, by_items)
+            const = _MUTABLE[hash(key)] = Const(copied, key, parts, remake, by_items)
         return const
 
     def freeze(self, value: Any) -> Hashable:

@@ -4,9 +4,11 @@ import gc
 import pickle
 import threading
 import time
+import types
 import weakref
 
 import jax.numpy as jnp
+import pytest
 
 import nnxlib as nnx
 from nnxlib.core.graph import pack
@@ -70,3 +72,35 @@ def test_threads_that_make_equal_layouts_make_one(monkeypatch):
     for thread in threads:
         thread.join()
     assert layouts[0] is layouts[1]
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda m: nnx.jit(m.scale_by),
+        lambda m: nnx.jit(lambda x: m.w * x),
+        lambda m: lambda x: m.w * x,
+        lambda m: nnx.static(types.SimpleNamespace(model=m)),
+    ],
+    ids=["a jitted method", "a jitted closure", "a function", "a configuration"],
+)
+def test_a_model_with_an_attribute_that_refers_to_it_is_freed(hold):
+    """The collector frees it as any reference cycle: what is known of its structure does not keep it alive."""
+
+    class Scale(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(1.0)
+            self.held = hold(self)
+
+        def scale_by(self, x):
+            return self.w * x
+
+    def use():
+        m = Scale()
+        held = m.held if callable(m.held) else m.held.model.scale_by
+        assert held(2.0) == nnx.jit(lambda m, x: m.w * x)(m, 2.0)
+        return weakref.ref(m)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
