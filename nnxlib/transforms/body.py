@@ -2,7 +2,8 @@
 
 ``cond``, ``while_loop`` and ``scan`` must know which Variables have to be carried, and which rows every branch must
 return. So a body is first traced to a jaxpr, on the shapes of the leaves. Its Delta is taken from the trace and checked
-(body_checks.py), and the operation is built from the jaxpr (program.py). User code runs once.
+(body_checks.py), and the operation is built from the jaxpr (program.py). User code runs once; under ``jax.disable_jit``
+it runs again in each iteration, where it sees values, as a debugger wants it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ def trace_body(
     evaluate = jaxpr_as_fun(closed)
 
     def run(leaves: Sequence[Any]) -> list[Any]:
+        if jax.config.jax_disable_jit:
+            return pure(*leaves)[0]
         return structure.unflatten(evaluate(*jtu.tree_leaves(list(leaves))))
 
     delta, owners, paths, labels = traced.found

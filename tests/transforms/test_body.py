@@ -292,3 +292,37 @@ def test_without_jit_control_flow_still_works():
         nnx.cond(True, lambda m: m(X), lambda m: X, m)
         nnx.scan(lambda m, x: m(x), in_axes=(nnx.StateAxes({...: nnx.Carry}), 0), out_axes=0)(m, jnp.stack([X, X]))
     assert m.calls.value == 5
+
+
+def test_without_jit_bodies_see_values():
+    """As a debugger wants it: after the trace that finds out what a body does, each iteration runs on values."""
+    seen = []
+
+    def step(x, *_):
+        if not isinstance(x, jax.core.Tracer):
+            seen.append(float(x))
+        return x + 1
+
+    def stacked(carry, x):
+        return step(carry), x
+
+    with jax.disable_jit():
+        nnx.fori_loop(0, 2, lambda i, x: step(x), jnp.array(0.0))
+        nnx.while_loop(lambda x: step(x) < 12, step, jnp.array(10.0))
+        nnx.cond(True, step, lambda x: x, jnp.array(20.0))
+        nnx.scan(stacked, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(jnp.array(30.0), jnp.arange(2))
+    assert seen == [0, 1, 10, 10, 11, 20, 30, 31]
+
+
+def test_without_jit_a_body_that_fails_changes_nothing():
+    m = nnx.Dict(count=nnx.Variable(jnp.array(0)))
+
+    def body(i, m):
+        m.count.value += 1
+        if not isinstance(m.count.value, jax.core.Tracer) and m.count.value > 1:
+            raise ValueError("too many")
+        return m
+
+    with jax.disable_jit(), pytest.raises(ValueError, match="too many"):
+        nnx.fori_loop(0, 3, body, m)
+    assert m.count.value == 0
