@@ -113,8 +113,9 @@ class Node(Identified):
     def _check_valid_context(self, error_msg: Callable[[], str]) -> None:
         """Refuse a write under another trace than this node's: raise :class:`TraceContextError`.
 
-        A class may override it to allow writes that leave no traced value behind. A jitted function that refers to a
-        Module of such a class captures only the Variables that it reads.
+        A class may override it to allow writes that leave no traced value behind. What its own ``__setattr__`` writes
+        by ``object.__setattr__`` is not checked, then. A jitted function that refers to a Module of such a class
+        captures only the Variables that it reads.
         """
         raise errors.TraceContextError(error_msg())
 
@@ -383,11 +384,16 @@ def _reporting(method: Callable, name: str) -> Callable:
 
 
 def _is_harmless(node: Any, value: tuple[Any, ...]) -> bool:
-    """Whether an untraced value is about to be set in a node of another trace that no jitted function captures."""
+    """Whether an untraced value is about to be set in a node of another trace that no jitted function captures.
+
+    Or any value, if the class has its own ``_check_valid_context``: it is asked when the value comes to our method.
+    """
     trace = current_trace()
     if not value or getattr(node, "_nnx_trace", trace) is trace or is_lent_elsewhere(node._nnx_trace):
         return False
-    if Watch.all and node._nnx_is_captured:
+    if not node._nnx_is_captured:
+        return True
+    if Watch.all:
         notice(node)
         if is_captured(node):
             return False

@@ -109,7 +109,7 @@ class Layer(Base, Operation):
         self.nodes = Tracked(self)
 
     def __setattr__(self, name, value):
-        if name == "called":
+        if name in ("called", "losses"):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -209,6 +209,26 @@ def test_a_layer_of_a_library_is_trained():
     assert own._cache_size() == 1
 
 
+def test_a_model_keeps_traced_losses_for_a_moment():
+    """It writes them around ours in its own __setattr__, as Keras does where a layer adds a loss, and clears them."""
+    model = built()
+
+    def loss(w, x):
+        model.losses = [0.5 * (w[0] ** 2).sum()]
+        try:
+            return model.stateless(w, x) + sum(model.losses)
+        finally:
+            model.losses.clear()
+
+    step = nnx.jit(lambda x: jax.grad(loss)([w.value for w in model.all_weights()], x))
+    for _ in range(2):
+        assert step(jnp.ones((4, 2)))[0].tolist() == [[5.0] * 3] * 2  # the kernel itself, and 4
+    assert model.losses == []
+    assert step._cache_size() == 1
+    with pytest.raises(nnx.TraceContextError, match="'other'"):
+        jax.jit(lambda x: setattr(model, "other", x))(1.0)
+
+
 IN_PLACE = """
 import importlib, sys
 import flax
@@ -249,6 +269,9 @@ model = keras.Sequential(layers)
 model.compile("adam", "mse")
 losses = model.fit(x, x[:, :1], epochs=3, verbose=0).history["loss"]
 assert losses[-1] < losses[0]
+regular = keras.Sequential([keras.layers.Dense(1, activity_regularizer="l2")])
+regular.compile("sgd", "mse")
+assert np.isfinite(regular.fit(x, x[:, :1], verbose=0).history["loss"]).all()
 assert isinstance(layers[0], nnx.Module)
 merged = nnx.merge(*nnx.split(layers[0]))
 assert np.allclose(merged(x), layers[0](x))
