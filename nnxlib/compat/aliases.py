@@ -18,7 +18,7 @@ from ..core.graph import build, pack
 from ..core.graphstate import GraphState
 from ..core.lost import watch_draws
 from ..core.state import FlatState, one_or_all, to_flat_state
-from ..core.tracing import current_trace
+from ..core.tracing import boundary, current_trace
 from ..core.variables import Variable
 
 
@@ -70,6 +70,15 @@ def merge(graphdef: Any, /, *states: Any, copy: bool = False, strict: bool = Fal
     if trace is not None:
         watch_draws(made)  # the streams that are copies after all
     return made
+
+
+@boundary
+def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
+    """:func:`nnxlib.update`, which attaches new Variables of any type.
+
+    A call may make one, for a loss, say, in each layer of a stack that is called in a raw scan.
+    """
+    ops.write_states(node, (state, *states), strict, Variable)
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:

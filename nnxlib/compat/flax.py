@@ -169,8 +169,8 @@ def _without_switches(function: Callable) -> Callable:
 
 
 state, split, merge = map(_without_switches, (aliases.state, aliases.split, aliases.merge))
+variables, update = state, _without_switches(aliases.update)
 unpack, flatten, unflatten = map(_without_switches, (aliases.unpack, aliases.flatten, aliases.unflatten))
-variables = state
 
 
 class Optimizer(nnxlib.Optimizer[M]):

@@ -33,7 +33,7 @@ from .static import Const, same_items
 from .tracing import Tracer, at_top_level
 from .traversals import sorted_by_path
 from .values import all_unshared, unshared
-from .variables import Intermediate, Variable, stored_value
+from .variables import Variable, stored_value
 
 # The values of leaves; and by position, the type and metadata of Variables where these are not those of the layout.
 Values = tuple[list[Any], dict[int, tuple[type, Any]]]
@@ -63,13 +63,18 @@ class ToWrite(NamedTuple):
 
     values: dict[int, Any]  # by position
     metadata: dict[int, Any]  # by position, if they differ from those that its Variable has
-    recordings: list[tuple[int, Any, Variable]]  # new Variables: the row of the node, the name there
+    new: list[tuple[int, Any, Variable]]  # new Variables: the row of the node, the name there
 
 
 def values_to_write(
-    layout: Layout, leaves: list[Any], objects: list[Any], states: tuple[Any, ...], strict: bool
+    layout: Layout,
+    leaves: list[Any],
+    objects: list[Any],
+    states: tuple[Any, ...],
+    strict: bool,
+    attached: type[Variable],
 ) -> ToWrite:
-    """What States bring to an object with these leaves.
+    """What States bring to an object with these leaves, and new Variables of the type ``attached``.
 
     Raises:
       StateMismatchError: if there are leaves that do not fit, unless these are to be skipped.
@@ -85,7 +90,7 @@ def values_to_write(
     if not given:
         matched, unexpected = _matched(layout, states, avals_of(leaves))
         given = {k: x["value"] if is_boxed(x, leaves[k]) else x for k, x in matched.items()}
-    recordings = _recordings(layout, unexpected)
+    made = _new_variables(layout, unexpected, attached)
     new: dict[Any, Any] = {k: x for k, x in given.items() if x is not None or not is_without_leaves(leaves[k])}
     avals = dict(zip(new, avals_of([leaves[k] for k in new]), strict=True))
     before = {k: None if isinstance(leaves[k], Tracer) else aval for k, aval in avals.items()}
@@ -97,15 +102,17 @@ def values_to_write(
         refuse(found, head, f"Pass strict=False to skip these.{hint}{_boxes_hint(new)}")
     for x in found:
         new.pop(layout.positions.get(x.path), None)
-    return ToWrite(*_values_and_metadata(layout, new), recordings)
+    return ToWrite(*_values_and_metadata(layout, new), made)
 
 
-def _recordings(layout: Layout, unexpected: dict[Path, Any]) -> list[tuple[int, Any, Variable]]:
-    """Take what a call has recorded, in attributes that the nodes do not have yet, out of the unexpected leaves."""
-    recorded = [path for path, x in unexpected.items() if isinstance(x, Intermediate) and path]
-    rows = {path: i for i, path in enumerate(layout.paths) if type(layout.rows[i]) is NodeRow} if recorded else {}
+def _new_variables(
+    layout: Layout, unexpected: dict[Path, Any], kind: type[Variable]
+) -> list[tuple[int, Any, Variable]]:
+    """Take Variables of a type, for attributes that the nodes do not have yet, out of the unexpected leaves."""
+    paths = [path for path, x in unexpected.items() if isinstance(x, kind) and path]
+    rows = {path: i for i, path in enumerate(layout.paths) if type(layout.rows[i]) is NodeRow} if paths else {}
     found = []
-    for path in recorded:
+    for path in paths:
         i, name = rows.get(path[:-1]), path[-1]
         if i is not None and isinstance(name, str) and _is_vacant(cast(NodeRow, layout.rows[i]), name):
             x = unexpected.pop(path)

@@ -47,7 +47,7 @@ from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
 from .tables import build_described, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
-from .variables import RngKey, Variable, plain_value
+from .variables import Intermediate, RngKey, Variable, plain_value
 
 A = TypeVar("A")
 
@@ -352,9 +352,14 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
         nothing has been written then.
       TraceContextError: under another trace than the one that made the node; nothing has been written then.
     """
+    write_states(node, (state, *states), strict, Intermediate)
+
+
+def write_states(node: Any, states: tuple[Any, ...], strict: bool, attached: type[Variable]) -> None:
+    """What :func:`update` does; Variables of type ``attached`` that the node does not have are attached."""
     layout, leaves, objects = _packed(node)
-    values, metadata, recordings = values_to_write(layout, leaves, objects, (state, *states), strict)
-    for i, name, _ in recordings:
+    values, metadata, new = values_to_write(layout, leaves, objects, states, strict, attached)
+    for i, name, _ in new:
         check_writable(objects[i], f"attach {name!r}")
     # Most leaves are committed. Those of a pytree around the objects are set in the container that holds them, and
     # those that are kept in a jax.Ref are written there, which is possible under any trace.
@@ -368,7 +373,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
             objects[layout.variables[k]].set_raw_value(value)
         for holder, key, value in items:
             holder[key] = value
-        for i, name, variable in recordings:
+        for i, name, variable in new:
             set_child(objects[i], name, variable)
 
     try:

@@ -80,6 +80,37 @@ def test_merge_takes_other_shapes():
         nnx.merge(graphdef, nnx.filter_state(state, nnx.PathContains("kernel")))
 
 
+def test_update_attaches_variables_that_a_call_has_made():
+    """As in a raw scan over a stack of layers, each of which keeps its loss in a Variable of a type of its own."""
+
+    class Loss(nnx.Variable):
+        pass
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(3))
+
+        def __call__(self, x):
+            self.loss = Loss(x * self.w)
+            return x + 1
+
+    def body(x, params):
+        layer = nnx.merge(graphdef, params)
+        return layer(x), nnx.state(layer, Loss)
+
+    layers = Layer()
+    graphdef, params = nnx.split(layers)
+    losses = jax.lax.scan(body, jnp.ones(()), params)[1]
+    nnx.update(layers, losses)
+    assert layers.loss.tolist() == [1, 2, 3]
+    assert nnx.pop(layers, Loss)["loss"].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="loss: unexpected Loss"):
+        nnxlib.update(layers, losses)
+    with pytest.raises(ValueError, match="b: unexpected"):  # an array is none
+        nnx.update(layers, {"b": jnp.ones(3)})
+    assert set(vars(layers)) == {"w"}
+
+
 def test_whatever_a_model_is_taken_apart_into_holds_the_very_variables():
     """The States that know their structure, and those with paths; what is made of them holds them, too."""
     model = Net(nnx.Rngs(0))
