@@ -16,8 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core.closures import all_borrowed, call_borrowing
 from ..core.errors import TraceContextError
 from ..core.escapes import without_escapes
-from ..core.finding import reachable
-from ..core.graph import Delta, Packed, commit, diff, pack
+from ..core.graph import Delta, Packed, build, commit, diff, pack
 from ..core.identity import Identified
 from ..core.inputs import lend
 from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
@@ -25,11 +24,10 @@ from ..core.references import search
 from ..core.rows import VariableRow
 from ..core.tables import pack_call
 from ..core.tracing import boundary, with_room
-from ..core.variables import Variable
 from .axes import place_new
 from .callables import resolve
 from .leaf_checks import check_returned, check_traceable
-from .lift import Arguments, Outcome, cross
+from .lift import Arguments, Outcome, cross, own_pytrees
 from .naming import named
 
 R = TypeVar("R")
@@ -66,23 +64,22 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
     Changes of the arguments are only checked, as by any transform, and then discarded. If ``f`` writes to live objects
     that it captures, it is traced again while it borrows them, and these changes are discarded, too.
     """
-    layout = packed.layout
-    referred: list[Any] = []
+    layout, captured = packed.layout, _NOTHING
 
     def pure(leaves: list[Any]) -> tuple[list[Any], Outcome]:
-        variables = [x for x in referred if isinstance(x, Variable)]
-
         def run() -> tuple[list[Any], Outcome]:
-            for x in variables:
-                lend(x, x.get_raw_value())
+            own, _ = own_pytrees(captured.leaves)
+            for i, leaf in zip(captured.layout.variables, own, strict=False):
+                lend(captured.objects[i], leaf)
+            build(captured.layout, own, dict(enumerate(captured.objects)))  # nodes hold copies of what can be edited
             out, after = cross(f, layout, leaves, part=lambda out: None)
             check_returned(after)
             # The output is described by itself, so that objects of the caller's in it become new ones.
-            after = without_escapes(diff(_NOTHING, (), (), out), _NOTHING, all_borrowed())
+            after = without_escapes(diff(_NOTHING.layout, (), (), out), _NOTHING.layout, all_borrowed())
             check_returned(after)
             return after.leaves, Outcome(after.delta)
 
-        return call_borrowing(referred, run, wait=True)
+        return call_borrowing(captured.objects, run, wait=True)
 
     pure = named(pure, f, layout.leaf_paths, ())
     try:
@@ -91,12 +88,12 @@ def eval_packed(f: Callable, packed: Packed) -> Any:
         check_traceable(layout, packed.leaves)
         raise
     except TraceContextError:
-        referred += _live_below([way.value for way in search(f).ways])
-        if not referred:
+        captured = pack([way.value for way in search(f).ways if issubclass(type(way.value), Identified)])
+        if not captured.objects:
             raise
         leaves, outcome = with_room(jax.eval_shape, pure, packed.leaves)
     shapes = place_new(outcome.delta, leaves, 0)  # JAX forgets the shardings that values were constrained to
-    return commit(_NOTHING, outcome.delta, _on_devices(outcome.delta, shapes), ())
+    return commit(_NOTHING.layout, outcome.delta, _on_devices(outcome.delta, shapes), ())
 
 
 def _on_devices(delta: Delta, shapes: list[Any]) -> list[Any]:
@@ -120,10 +117,4 @@ def _placed(default: NamedSharding | None, x: Any) -> Any:
     return x.update(sharding=default) if default and isinstance(x, jax.ShapeDtypeStruct) and sharding is None else x
 
 
-def _live_below(roots: list[Any]) -> list[Any]:
-    """The nodes and Variables among some values, and all below them."""
-    seen = set[int]()
-    return [x for root in roots if issubclass(type(root), Identified) for _, x in reachable(root, seen)]
-
-
-_NOTHING = pack(()).layout
+_NOTHING = pack(())

@@ -121,7 +121,7 @@ def cross(
     Raises:
       TraceContextError: if a tracer, or an object of the trace, would leave it inside of a static value.
     """
-    leaves, edited = _own_pytrees(leaves)
+    leaves, edited = own_pytrees(leaves)
     lent = [(loan[i], leaf) for i, leaf in zip(layout.variables, leaves, strict=False) if i in loan]
 
     def run() -> tuple[Any, After]:
@@ -136,7 +136,7 @@ def cross(
     return call_borrowing(list(loan.values()), run)  # which are restored as they were
 
 
-def _own_pytrees(leaves: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], list[int]]]:
+def own_pytrees(leaves: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], list[int]]]:
     """The leaves, with copies of those that are pytrees, which a function may edit, such as a dict in a Variable.
 
     Also returns a function that tells, later, the positions of those that were edited.

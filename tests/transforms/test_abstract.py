@@ -1,5 +1,6 @@
 """nnx.eval_shape: shapes without computing, and no live object changed."""
 
+import contextlib
 import functools
 import types
 
@@ -10,7 +11,7 @@ import pytest
 
 import nnxlib as nnx
 from nnxlib.core import errors
-from tests.properties.compare import assert_same, objects_in
+from tests.properties.compare import Snapshot, assert_same, objects_in
 
 SPEC = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 
@@ -184,6 +185,32 @@ def test_live_objects_that_the_function_refers_to():
     out, abstract = nnx.eval_shape(rebuilds, SPEC)
     assert (out.shape, abstract.note, is_abstract(abstract)) == ((4, 4), "inside", True)
     assert_same(model, make())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("evaluate", [nnx.eval_shape, lambda f, x: nnx.jit(f).eval_shape(x)])
+def test_what_a_live_object_holds_is_not_edited_in_place(evaluate, fails):
+    """A dict in a Variable, and a configuration: the function edits copies, and no tracer stays in a live one."""
+
+    class Recording(nnx.Module):
+        def __init__(self):
+            self.seen, self.count = nnx.Variable({"all": [jnp.zeros(())]}), nnx.Variable(jnp.zeros(()))
+            self.config = types.SimpleNamespace(calls=0)
+
+        def __call__(self, x):
+            self.count.value += 1  # first, so that the object is found to be written to
+            self.seen.value["all"].append(x.sum())
+            self.config.calls += 1
+            if fails:
+                raise ZeroDivisionError
+            return self
+
+    model = Recording()
+    before = Snapshot(model)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        abstract = evaluate(lambda x: model(x), SPEC)
+        assert (len(abstract.seen.value["all"]), abstract.config.calls) == (2, 1)
+    before.assert_unchanged()
 
 
 def test_failures_change_nothing():
