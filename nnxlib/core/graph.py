@@ -287,12 +287,13 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     ]
     objects = [*live, *new]
     nodes = [(i, row, _contents(objects[i], row, objects, remaining)) for i, row in delta.rows if type(row) is NodeRow]
+    metadata = [row.metadata.fresh() for _, row in restructured]
     out = value_of(delta.root, objects, remaining)
 
     def write() -> None:
         write_cells(cells, values)
-        for i, row in restructured:
-            _restructure_variable(objects[i], row)
+        for (i, row), items in zip(restructured, metadata, strict=True):
+            _restructure_variable(objects[i], row, items)
         for i, row, contents in nodes:
             _restructure_node(objects[i], row, contents, i >= n or not only_arrays_change(layout.rows[i], row))
 
@@ -378,9 +379,9 @@ def _restructure_node(node: Any, row: NodeRow, contents: dict[Any, Any], structu
         node._nnx_changed()
 
 
-def _restructure_variable(variable: Variable, row: VariableRow) -> None:
-    """Give a live Variable the class and metadata of its new row."""
+def _restructure_variable(variable: Variable, row: VariableRow, metadata: Any) -> None:
+    """Give a live Variable the class of its new row, and the metadata, a copy of those in it."""
     if type(variable) is not row.type:
         object.__setattr__(variable, "__class__", row.type)
-    object.__setattr__(variable, "_metadata", row.metadata.fresh())
+    object.__setattr__(variable, "_metadata", metadata)
     variable._nnx_changed()

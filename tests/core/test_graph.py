@@ -351,6 +351,32 @@ def test_commit_checks_before_the_first_write():
     assert (dict(vars(model)), model.embed.kernel.value) == before
 
 
+def test_commit_calls_user_code_before_the_first_write():
+    """Metadata that can be edited are copied by the __deepcopy__ of their class, which may fail."""
+
+    class Fails:
+        __hash__ = None
+
+        def __deepcopy__(self, memo):
+            made = Fails()
+            if fail:
+                raise MemoryError
+            return made
+
+    fail = False
+    model = Net()
+    packed = pack(model)
+    fresh, objects = build(packed.layout, packed.leaves)
+    fresh.embed.kernel.value, fresh.scale = jnp.ones(2), 7
+    fresh.embed.kernel.set_metadata(note=Fails())
+    after = diff(packed.layout, packed.leaves, objects, None)
+    before = dict(vars(model)), model.embed.kernel.value, model.embed.kernel.get_metadata()
+    fail = True
+    with pytest.raises(MemoryError):
+        commit(packed.layout, after.delta, after.leaves, packed.objects)
+    assert (dict(vars(model)), model.embed.kernel.value, model.embed.kernel.get_metadata()) == before
+
+
 def test_large_tables():
     """10,000 nodes in a chain and 10,000 Variables side by side pack, build and compare without recursion."""
     node = None
