@@ -375,8 +375,9 @@ class Variable(ArrayOperators[A], VariableSlots):
                 "alone, write variable.value = ..."
             )
         self.check_writable()
+        same = same_items(variable_state._metadata, self._metadata)  # before the first write: user code may raise
         self._store(unshared(plain_value(variable_state)))
-        if not same_items(variable_state._metadata, self._metadata):
+        if not same:
             self._replace_metadata(dict(variable_state._metadata))
 
     @classmethod

@@ -597,6 +597,12 @@ def test_copy_from_and_update_from_state():
         v.copy_from(nnx.BatchStat(3.0))
     with pytest.raises(TypeError, match=r"takes a Variable, but got float32\[2\].*variable.value = "):
         v.update_from_state(jnp.ones(2))
+
+    class Incomparable(Exception):
+        __hash__ = None
+
+    with pytest.raises(TypeError, match="of type Incomparable has no hash"):
+        v.copy_from(nnx.Param(3.0, b=Incomparable()))
     assert (v.value, v.get_metadata()) == (1.0, {"b": 2}), "nothing was written"
     v.update_from_state(nnx.Param(4.0))
     assert (v.value, v.get_metadata()) == (4.0, {})
