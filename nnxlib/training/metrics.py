@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from ..core.errors import ArgumentError, UsageError, describe_nested
 from ..core.finding import reachable
 from ..core.formulas import as_array, full, step
 from ..core.generics import A
-from ..core.objects import Pytree
+from ..core.objects import Node, Pytree, refill
 from ..core.ops import split
 from ..core.tracing import boundary
 from ..core.variables import Variable, plain_value
@@ -280,7 +281,7 @@ class MultiMetric(Metric):
 
     @boundary
     def update(self, **updates: Any) -> None:
-        """Update each metric with all the arguments; if one of them fails, each keeps its values.
+        """Update each metric with all the arguments; if one of them fails, each stays as it was.
 
         A ``mask`` is for all metrics, or a dict of masks for some of them: ``mask={"accuracy": ...}``. A metric that
         has none is called without the argument.
@@ -293,15 +294,20 @@ class MultiMetric(Metric):
         masks = mask if isinstance(mask, Mapping) else dict.fromkeys(self._metric_names, mask)
         if unknown := [name for name in masks if name not in self._metric_names]:
             raise UsageError(f"There are masks for {unknown}, but the metrics are {list(self._metric_names)}.")
-        variables = [x for _, x in reachable(self, set()) if isinstance(x, Variable)]
-        before = [plain_value(variable) for variable in variables]
+        objects = [x for _, x in reachable(self, set())]
+        nodes = [(x, x._nnx_contents(), x._nnx_marks) for x in objects if isinstance(x, Node)]
+        variables = [x for x in objects if isinstance(x, Variable)]
+        values = [plain_value(variable) for variable in variables]
         for name in self._metric_names:
             own = {} if masks.get(name) is None else {"mask": masks[name]}
             try:
                 getattr(self, name).update(**updates, **own)
             except BaseException as error:
-                set_values(variables, before)
-                error.add_note(f"in the metric {name!r} of a {type(self).__name__}")
+                for node, held, marks in nodes:
+                    refill(node, held, marks)
+                set_values(variables, values)
+                with suppress(Exception):  # an error that takes no notes, such as a frozen dataclass
+                    error.add_note(f"in the metric {name!r} of a {type(self).__name__}")
                 raise
 
     def compute(self) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -356,6 +358,38 @@ def test_an_update_that_fails_changes_no_metric_that_is_kept_in_a_ref():
     with pytest.raises(TypeError, match="missing 2 required keyword-only arguments"):
         metrics.update(values=1.0)
     assert metrics.loss.compute() == 2.0
+
+
+class Own(Metric):
+    """A metric of a user, with state of every kind."""
+
+    def __init__(self, error=None):
+        self.array, self.seen, self.batches, self.error = jnp.zeros(()), [], 0, error
+
+    def update(self, **_):
+        if self.error is not None:
+            raise self.error
+        self.array, self.batches, self.last = self.array + 1, self.batches + 1, MetricState(jnp.ones(()))
+        self.seen.append(jnp.ones(()))
+
+
+def test_an_update_that_fails_changes_no_metric_of_a_user():
+    """Nor arrays, items and attributes outside of Variables; and an error that takes no notes comes out as it is."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        reason: str = "none"
+
+    metrics = nnx.MultiMetric(own=Own(), loss=Average(), failing=Own(Frozen()))
+    held = dict(vars(metrics.own))
+    with pytest.raises(Frozen):
+        metrics.update(values=1.0)
+    assert dict(vars(metrics.own)) == held
+    assert metrics.own.seen == []
+    assert metrics.loss.count == 0
+    metrics.failing.error = None
+    metrics.update(values=1.0)
+    assert (metrics.own.batches, metrics.own.array, len(metrics.own.seen), metrics.loss.count) == (1, 1, 1, 1)
 
 
 def test_what_is_no_metric_is_refused():
