@@ -383,12 +383,14 @@ def merge_lora(model: Any, *, filter: Filter = ...) -> list[Path]:
     for path, layer in beside + around:
         if problem := _not_mergeable(layer, holders):
             raise UsageError(f"Cannot merge the LoRA at {format_path(path)}: {problem}")
+    pairs = [(layer, layer.lora) for _, layer in beside] + [(wrapper.base_module, wrapper) for _, wrapper in around]
+    kernels = [_with_lora(layer, lora) for layer, lora in pairs]  # all of them, since this may fail
+    for (layer, _), kernel in zip(pairs, kernels):
+        layer.kernel.set_value(kernel)
     for _, layer in beside:
-        _add_to_kernel(layer, layer.lora)
         layer.__class__ = _PLAIN[_library_class(layer)]
         del layer.lora
     for _, wrapper in around:
-        _add_to_kernel(wrapper.base_module, wrapper)
         for node, key in holders[id(wrapper)]:
             set_child(node, key, wrapper.base_module)
     return [path for path, _ in beside + around]
@@ -428,5 +430,5 @@ def _merged(kernel: Array, a: Array, b: Array) -> Array:
     return (kernel.astype(wide) + change).astype(kernel.dtype)
 
 
-def _add_to_kernel(layer: Any, lora: LoRA) -> None:
-    layer.kernel.set_value(_merged(layer.kernel.get_value(), lora.lora_a.get_value(), lora.lora_b.get_value()))
+def _with_lora(layer: Any, lora: LoRA) -> Array:
+    return _merged(layer.kernel.get_value(), lora.lora_a.get_value(), lora.lora_b.get_value())

@@ -260,6 +260,13 @@ def test_what_cannot_be_adapted_or_merged_is_refused_and_nothing_changes():
     stack = stacked()
     with pytest.raises(ValueError, match=r"its kernel is float32\[3, 4, 4\], so it is a stack of layers"):
         nnx.add_lora(stack, 2, filter=..., rngs=rngs)
+    model = nnx.List([nnx.LoRALinear(2, 2, lora_rank=1, rngs=rngs) for _ in range(2)])
+    model[1].kernel.value = jnp.ones((3, 3))
+    kernel = model[0].kernel.value
+    with pytest.raises(TypeError, match="reshape"):
+        nnx.merge_lora(model)
+    assert type(model[0]) is nnx.LoRALinear
+    assert model[0].kernel.value is kernel
     assert type(stack) is nnx.Linear
 
     def merge(base, hold=lambda wrapper: nnx.List([wrapper]), sizes=(2, 1, 2)):
