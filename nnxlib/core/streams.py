@@ -353,6 +353,10 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
             f"No RngStream of this object has the tag {min(missing)!r}, so there is nothing to reseed; the tags are: "
             f"{known}. A stream that was looked up in an Rngs without one of that name has the tag 'default'."
         )
+    for path, stream in chosen:  # before a stream among `stream_keys` is drawn from
+        _check_writable(stream)
+        if stream.key.ndim and not callable(policy) and policy != "match_shape":
+            raise UsageError(_SPLIT.format(path=format_path(path), shape=stream.key.shape))
     kinds = [(stream.tag, implementation_of(stream.key.get_value())) for _, stream in chosen]
     sources = {
         (tag, impl): x if isinstance(x := stream_keys[tag], RngStream) else RngStream(as_key(x, impl), tag=tag)
@@ -363,8 +367,6 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
         as_key(_new_key(path, root, stream.key.shape, policy), impl)
         for (path, stream), root, (_, impl) in zip(chosen, roots, kinds)
     ]
-    for _, stream in chosen:
-        _check_writable(stream)
     for (_, stream), key in zip(chosen, keys):
         stream.key.set_value(key)
         stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
@@ -373,11 +375,9 @@ def reseed(node: Any, /, *, policy: Policy = "scalars_only", **stream_keys: RngV
 def _new_key(path: Path, key: jax.Array, shape: tuple[int, ...], policy: Policy) -> jax.Array:
     if callable(policy):
         return policy(path, key, shape)
-    if not shape:
-        return key
-    if policy == "match_shape":
-        return jax.random.split(key, shape)
-    raise UsageError(
-        f"Cannot reseed the stream at {format_path(path)}: it is split into lanes of shape {shape}. If each lane is to "
-        "have a key of its own pass policy='match_shape', else a function (path, key, shape) -> key."
-    )
+    return jax.random.split(key, shape) if shape else key
+
+
+_SPLIT = """\
+Cannot reseed the stream at {path}: it is split into lanes of shape {shape}. If each lane is to have a key of its own \
+pass policy='match_shape', else a function (path, key, shape) -> key."""

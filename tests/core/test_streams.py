@@ -217,6 +217,10 @@ def test_reseeding_split_streams_needs_a_policy():
     rngs = nnx.Rngs(params=0).split(3)
     with pytest.raises(ValueError, match=r"at params: it is split into lanes of shape \(3,\).*match_shape"):
         reseed(rngs, params=1)
+    source = nnx.RngStream(1, tag="source")
+    with pytest.raises(ValueError, match="split into lanes"):
+        reseed(rngs, params=source)
+    assert source.count == 0, "nothing was drawn from it"
     assert bits(rngs.params.key.value) == bits(nnx.Rngs(params=0).split(3).params.key.value)
     reseed(rngs, params=1, policy="match_shape")
     expected = jax.random.split(jax.random.fold_in(jax.random.key(1), 0), 3)
