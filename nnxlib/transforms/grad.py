@@ -125,10 +125,10 @@ def value_and_grad(
                 error.add_note("If the function returns (loss, aux), pass has_aux=True.")
             note_abstract(error, packed.layout, packed.leaves)
             raise
-        aux = commit(packed.layout, outcome.delta, leaves, packed.objects)
         tangents = Tangents.of_lanes(packed.layout, lane_of)
         found = tangents.fold_arguments(tangents.as_variables(grads), filters)
         result = found[0] if is_single(argnums) else tuple(found)
+        aux = commit(packed.layout, outcome.delta, leaves, packed.objects)  # last, after everything that may fail
         return ((value, aux) if has_aux else value), result
 
     return wrapped

@@ -122,10 +122,10 @@ def _jacobian(transform: Callable, f: Callable, argnums: Argnums, has_aux: bool,
             return out, rest
 
         rows, (leaves, outcome, outputs) = transform(pure, has_aux=True, **options)(call.leaves)
-        _, aux = call.finish(leaves, outcome)
         blocks = [call.tangents.fold_arguments(row, numbers) for row in rows]
         columns = [block[0] if single else tuple(block) for block in blocks]
         jacobian = outputs.fold(columns)[OUTPUT]
+        _, aux = call.finish(leaves, outcome)  # last, after everything that may fail
         return (jacobian, *aux) if has_aux else jacobian
 
     return wrapped

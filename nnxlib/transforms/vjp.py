@@ -173,8 +173,9 @@ def jvp(
     call.choose_lanes(tuple([int(k not in found) for k in range(len(call.packed.leaves))]))
     given = [found[k] for k in call.tangents.positions]
     _, along, (leaves, outcome, outputs) = jax.jvp(call.pure, (call.leaves,), (given,), has_aux=True)
-    out, aux = call.finish(leaves, outcome)
-    return (out, outputs.fold(outputs.as_variables(along))[OUTPUT], *aux)
+    tangent = outputs.fold(outputs.as_variables(along))[OUTPUT]
+    out, aux = call.finish(leaves, outcome)  # last, after everything that may fail
+    return (out, tangent, *aux)
 
 
 def _check_count(primals: Sequence[Any], tangents: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ compiles or runs the function.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -221,6 +222,42 @@ def test_an_interrupt_while_jax_runs_python_code() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         f(m)
+    before.assert_unchanged()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Positive:
+    """A pytree that refuses negative numbers."""
+
+    x: Any
+
+    def __post_init__(self) -> None:
+        if type(self.x) is not object and not isinstance(self.x, jax.core.Tracer) and self.x < 0:
+            raise Stop
+
+
+DERIVATIVES = {
+    "grad": lambda f, m: nnx.grad(lambda m, p: f(m, p.x).x, argnums=(0, 1))(m, Positive(jnp.float32(1))),
+    "jvp": lambda f, m: nnx.jvp(lambda m: f(m, m.w.value), (m,), ({"w": jnp.float32(1)},)),
+    "jacrev": lambda f, m: nnx.jacrev(f, argnums=1)(m, jnp.float32(1)),
+    "jacfwd": lambda f, m: nnx.jacfwd(f, argnums=1)(m, jnp.float32(1)),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_derivative_that_is_refused_by_its_class(name: str) -> None:
+    """The derivative of a pytree is one of the same class, which may refuse it."""
+    m = Block()
+    m.w, m.calls = nnx.Param(jnp.float32(1)), nnx.Variable(jnp.int32(0))
+
+    def f(m: Any, x: Any) -> Positive:
+        m.calls.value += 1
+        return Positive(2 - x)
+
+    before = Snapshot(m)
+    with pytest.raises(Stop):
+        DERIVATIVES[name](f, m)
     before.assert_unchanged()
 
 
