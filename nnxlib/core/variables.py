@@ -418,6 +418,8 @@ class Variable(ArrayOperators[A], VariableSlots):
         try:
             return getattr(self.get_value(), name)
         except AttributeError:
+            if hasattr(type(self), name):  # what it calls has raised the error, such as a hook of `value`
+                return object.__getattribute__(self, name)
             names = "; the names of its axes are `sharding_names`" if name == "sharding" and self.sharding_names else ""
             raise AttributeError(
                 f"{type(self).__name__} has no metadata {name!r}, and its value ({errors.describe(self._nnx_value)}) "

@@ -60,6 +60,24 @@ def test_unknown_attribute_names_both_places_that_were_searched():
         nnx.Param(jnp.zeros(2)).nonsense
 
 
+def test_an_attribute_error_of_a_hook_or_property_is_raised_as_it_is():
+    """Python then asks `__getattr__`, which would say that the Variable has no `value`."""
+
+    class Scaled(nnx.Param):
+        @property
+        def double(self):
+            return 2 * self.factor
+
+    def hook(variable, value):
+        return value.nonsense
+
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        nnx.Param(jnp.zeros(2), on_get_value=hook).value
+    with pytest.raises(AttributeError, match="Scaled has no metadata 'factor'"):
+        Scaled(jnp.zeros(2)).double
+    assert Scaled(jnp.zeros(2), factor=2).double == 4
+
+
 def test_a_traced_value_has_no_sharding():
     """Where flax.nnx once had the names of the axes; the message says where they are."""
     named, bare = nnx.Param(jnp.zeros((2, 3)), sharding=("a", "b")), nnx.Param(jnp.zeros((2, 3)))
