@@ -4,7 +4,8 @@ The data: the Linen module (``to_nnx__module``, static), random streams (``to_nn
 for each variable or submodule of Linen, under its Linen name: ``model.Dense_0['kernel']`` is a Param.
 
 A call gathers these into collections, runs Linen's ``apply``, and writes what came back into the same Variables.
-Within :func:`lazy_init` it runs Linen's ``init`` instead, which makes them. What raises on the way has written nothing.
+Within :func:`lazy_init` it runs Linen's ``init`` instead, which makes them. What raises on the way has used up
+keys, and written nothing else.
 """
 
 from __future__ import annotations
