@@ -14,6 +14,7 @@ later, too.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -156,12 +157,20 @@ class WeakFunction:
 
 def weakly(f: Callable) -> Callable:
     """``f`` as a program has to refer to it: weakly, if it is a function, on which the program may be kept."""
-    return WeakFunction(f) if isinstance(f, types.FunctionType) or is_jitted(f) else f
+    return WeakFunction(f) if _is_function(f) else f
+
+
+def _is_function(f: Any) -> bool:
+    """Whether this is a function, or does what a function does: a jitted one, or one of JAX itself (jax.nn.relu)."""
+    if isinstance(f, types.FunctionType) or is_jitted(f):
+        return True
+    module = getattr(f, "__module__", None) or ""
+    return module.startswith("jax.") and getattr(sys.modules.get(module), getattr(f, "__name__", ""), None) is f
 
 
 def as_function(f: Callable) -> Callable:
     """``f``, or a new function that calls it, on which programs can be kept; the caller has to keep that alive."""
-    if isinstance(f, types.FunctionType) or is_jitted(f):
+    if _is_function(f):
         return f
     method = f if isinstance(f, types.MethodType) else f.__call__  # a search reads its code
 
@@ -181,7 +190,7 @@ def settings_of(f: Callable) -> Hashable:
     function has no such attributes.
     """
     holder = f.__self__ if isinstance(f, types.MethodType) else f
-    if isinstance(holder, types.FunctionType | Node) or is_jitted(holder):
+    if isinstance(holder, Node) or _is_function(holder):
         return ()
     try:
         held = vars(holder) if isinstance(holder, type) else state_of(holder)
@@ -210,9 +219,9 @@ def program_of(functions: tuple[Callable, ...], layout: Layout, key: tuple, make
     The ``key`` says what the program depends on besides these, and the settings of Modules that functions among the
     arguments' static values hold, such as ``attention_fn=partial(attend, rope=RoPE())``.
 
-    It is cached for plain and jitted functions only, since other callables may change what they do. ``functions`` are
-    what :func:`weakly` returns, and the program has to refer to them by that. While functions of JAX are replaced, each
-    call has a program of its own.
+    It is cached for functions only (:func:`_is_function`), since other callables may change what they do. ``functions``
+    are what :func:`weakly` returns, and the program has to refer to them by that. While functions of JAX are replaced,
+    each call has a program of its own.
     """
     if not all(isinstance(f, WeakFunction) for f in functions) or functions_are_replaced():
         return make()

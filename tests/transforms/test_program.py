@@ -173,26 +173,46 @@ ALONE = {name: EAGER[name] for name in ("switch", "scan")} | {
 WRAPS = {"plain": same, "nnx.jit": nnx.jit, "jax.jit": jax.jit, "donated": functools.partial(nnx.jit, donate_argnums=0)}
 
 
+@contextlib.contextmanager
+def compilations():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", ALONE)
 def test_a_function_is_compiled_once_also_if_it_is_jitted(name, wrap):
     """And what is kept for it keeps it no longer alive."""
     f = WRAPS[wrap](lambda *args: args[-1] + 1)
     assert ALONE[name](f) == 2  # compiles what is around it, too
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
-    )
-    try:
+    with compilations() as compiled:
         for _ in range(3):
             assert ALONE[name](f) == 2
-    finally:
-        jax.monitoring.clear_event_listeners()
     assert not compiled
     reference = weakref.ref(f)
     del f
     gc.collect()
     assert reference() is None
+
+
+OF_JAX = {"custom_jvp": jax.nn.relu, "ufunc": functools.partial(jnp.add, 0.5)}
+
+
+@pytest.mark.parametrize("kind", OF_JAX)
+@pytest.mark.parametrize("name", ["cond", "switch", "scan"])
+def test_a_function_of_jax_is_compiled_once_whatever_its_type(name, kind):
+    """As by `jax.lax`."""
+    ALONE[name](OF_JAX[kind])
+    with compilations() as compiled:
+        for _ in range(3):
+            ALONE[name](OF_JAX[kind])
+    assert not compiled
 
 
 class Trainer:
