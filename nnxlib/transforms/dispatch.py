@@ -173,10 +173,10 @@ class Dispatch:
         except BaseException as error:
             if returned is None:
                 _refuse(error, Arguments(args, kwargs, captured), addresses)
-            elif compiled.donates:  # an interrupt: the arrays that went in are gone
+            elif compiled.donates:  # an interrupt, or a refused output: the arrays that went in are gone
                 assert site is not None
                 with contextlib.suppress(Exception):
-                    shortcut.finish(compiled, leaves, site.arrangement, outputs, returned)
+                    shortcut.finish(compiled, leaves, site.arrangement, outputs, compiled.without_output(returned))
             raise
 
     def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, addresses: object) -> Any:

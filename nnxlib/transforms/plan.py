@@ -35,6 +35,7 @@ from ..core.graph import Packed, commit
 from ..core.inputs import ABSENT
 from ..core.placement import settle
 from ..core.rows import count_leaves
+from ..core.static import Const
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from .closure_inputs import captured_rows
 from .jit_crossing import JitCrossing
@@ -123,8 +124,8 @@ class Compiled:
         """``finish(jitted(*inputs))``, where ``finish`` writes what was returned to the objects.
 
         If inputs are donated, ``finish`` is also called when an interrupt, such as Ctrl-C, arrives as soon as the
-        function has returned; perhaps for a second time. The arrays that went in are gone, so the objects would be lost
-        without those that came out.
+        function has returned, or when the class of an output refuses it; perhaps for a second time. The arrays that
+        went in are gone, so the objects would be lost without those that came out.
         """
         if not self.donates:
             return finish(self.jitted(*inputs))
@@ -137,8 +138,13 @@ class Compiled:
         except BaseException:
             if returned is not None:
                 with contextlib.suppress(Exception):  # it may be the one that is raised
-                    finish(returned)
+                    finish(self.without_output(returned))
             raise
+
+    def without_output(self, returned: tuple[Any, ...]) -> WithOutcome:
+        """What the jitted function returned, but for the user's output."""
+        outcome = self.outcome_of(returned)
+        return WithOutcome(groups_of(returned), Outcome(outcome.delta._replace(root=Const.of(None)), outcome.lane_of))
 
     def outcome_of(self, returned: tuple[Any, ...]) -> Outcome:
         """The outcome of what the jitted function returned; the same object for the same trace."""

@@ -1,9 +1,11 @@
 """A compiled function is given what its trace read, and gives back what it changed: no more."""
 
+import dataclasses
 import functools
 import gc
 import logging
 import tracemalloc
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -228,6 +230,42 @@ def test_what_is_passed_unused_is_not_donated():
     for x in [jnp.ones(2), jnp.ones(3)] * 2:
         jitted(m, x)
     assert m.count == 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """A pytree that refuses a number."""
+
+    x: Any
+    refused: ClassVar[int] = -1
+
+    def __post_init__(self):
+        if not isinstance(self.x, jax.core.Tracer) and self.x == Checked.refused:
+            raise ValueError("refused")
+
+
+@pytest.mark.parametrize("calls", [0, 1, 4])
+@pytest.mark.parametrize("attaches", [False, True])
+def test_an_output_that_is_refused_does_not_lose_what_was_donated(calls, attaches):
+    """Nor the new values: what went in is gone, so the objects are as they are after the step."""
+
+    def step(m):
+        write(m.count, m.count + 1)
+        if attaches:
+            m.note = "seen"
+        return Checked(m.count.value)
+
+    m, f = Net(), nnx.jit(step, donate_argnums=0)
+    m.count.value = jnp.array(0)
+    Checked.refused = -1
+    for _ in range(calls):
+        f(m)
+    Checked.refused = calls + 1
+    with pytest.raises(ValueError, match="refused"):
+        f(m)
+    assert m.count.value == calls + 1
+    assert f(m).x == calls + 2
 
 
 def test_stages_donate_what_calls_do():
