@@ -71,12 +71,15 @@ def trace_body(
       OutputError: if the function returns, or sets, what JAX cannot return; names the path.
     """
 
-    def pure(*leaves: Any) -> tuple[list[Any], _Traced]:
-        seen = leaves if enter is None else enter(leaves)
+    def call(seen: Sequence[Any]) -> tuple[After, tuple[Any, ...]]:
         out, after = cross(function, layout, seen)
         labels = () if label is None else tuple(label(after, out))
         after = adjust(after, labels)
         check_returned(after)
+        return after, labels
+
+    def pure(*leaves: Any) -> tuple[list[Any], _Traced]:
+        after, labels = call(leaves if enter is None else enter(leaves))
         return after.leaves, _Traced(after.delta, tuple(after.owners), after.leaf_paths, labels)
 
     pure = named(pure, function, layout.leaf_paths)
@@ -86,7 +89,10 @@ def trace_body(
 
     def run(leaves: Sequence[Any]) -> list[Any]:
         if jax.config.jax_disable_jit:
-            return pure(*leaves)[0]
+            seen = leaves if enter is None else enter(leaves)
+            after, _ = call(seen)
+            found = dict(zip(after.owners, after.leaves, strict=True))  # a branch may leave what another one changes
+            return [found[x] if x in found else seen[layout.owner_positions[x]] for x in owners]
         return structure.unflatten(evaluate(*jtu.tree_leaves(list(leaves))))
 
     delta, owners, paths, labels = traced.found

@@ -314,6 +314,34 @@ def test_without_jit_bodies_see_values():
     assert seen == [0, 1, 10, 10, 11, 20, 30, 31]
 
 
+@pytest.mark.parametrize("loop", ["fori_loop", "while_loop", "scan"])
+def test_without_jit_an_iteration_may_leave_what_another_changes(loop):
+    """A body returns all that its trace has changed: here, what either branch does."""
+
+    def even(m, i):
+        m["even"].value += 1
+        m["array"] = m["array"] * 2
+
+    def odd(m, i):
+        m["odd"].value += i
+
+    def body(i, m):
+        nnx.cond(i % 2 == 0, even, odd, m, i)
+        return m
+
+    loops = {
+        "fori_loop": lambda m: nnx.fori_loop(0, 4, body, m),
+        "while_loop": lambda m: nnx.while_loop(lambda c: c[1] < 4, lambda c: (body(c[1], c[0]), c[1] + 1), (m, 0)),
+        "scan": lambda m: nnx.scan(lambda m, i: body(i, m), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            m, jnp.arange(4)
+        ),
+    }
+    m = nnx.Dict(even=nnx.Variable(jnp.array(0)), odd=nnx.Variable(jnp.array(0)), array=jnp.array(1.0))
+    with jax.disable_jit():
+        loops[loop](m)
+    assert (m["even"].value, m["odd"].value, m["array"]) == (2, 4, 4)
+
+
 def test_without_jit_a_body_that_fails_changes_nothing():
     m = nnx.Dict(count=nnx.Variable(jnp.array(0)))
 
