@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ..core.errors import PrefixError, listed
+from ..core.errors import PlacementError, PrefixError, format_path, listed
 from ..core.graph import Packed
 from ..core.missing import MISSING
+from ..core.placement import mesh_axes_in
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks
 from .callables import by_position, explained, resolve, static_arguments
 from .classes import lifts_classes
@@ -63,13 +64,16 @@ def vmap(
       PrefixError: if ``in_axes`` or ``out_axes`` does not fit, or if something that is passed whole (axis None) gets a
         value that depends on the mapped axis; names its path.
       AliasingError: if a shared object is given two axes.
+      PlacementError: if arrays are sharded differently along the axis, over mesh axes of the type ``Explicit``; names
+        their paths.
     """
     options: dict[str, Any] = {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
 
     def over(pure: Callable, crossing: Crossing) -> Callable:
         lanes = crossing.lanes
-        run = _checked(pure, lanes, lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options))
-        return _placing(run, crossing)
+        transform = lambda fun, out: jax.vmap(fun, in_axes=lanes, out_axes=out, **options)
+        refuse = lambda groups: _refuse_explicit(crossing, groups)
+        return _placing(_checked(pure, lanes, transform, refuse), crossing)
 
     size = functools.partial(_size, "vmap", axis_size)
     return mapped(f, over, in_axes, out_axes, "vmap", axis_name_in(transform_metadata), size)
@@ -197,14 +201,20 @@ def _size(what: str, axis_size: int | None, packed: Packed, labels: Sequence[Any
     return mapped_size(packed.layout, packed.leaves, labels, what, "axis_size", axis_size)
 
 
-def _checked(pure: Callable, lanes: tuple, transform: Callable) -> Callable:
-    """``transform(pure, out_axes)``, with errors that name the values that come back and that JAX refuses."""
+def _checked(
+    pure: Callable, lanes: tuple, transform: Callable, also: Callable[[Sequence[Any]], None] = lambda groups: None
+) -> Callable:
+    """``transform(pure, out_axes)``, with errors that name the values that come back and that JAX refuses.
+
+    If there are none, ``also(groups)`` may raise an error.
+    """
 
     def explain(groups: Sequence[Sequence[Any]]) -> None:
         if without_axis := _without_axis(pure, lanes, transform, groups):
             raise PrefixError(listed("The axis in out_axes does not exist:", without_axis)) from None
         if None in lanes and (found := _mapped_leaves(pure, lanes, transform, groups)):
             raise PrefixError(listed(_MAPPED, found, _REDUCE)) from None
+        also(groups)
 
     return explained(pure, lambda function: transform(function, (lanes, None)), explain)
 
@@ -262,6 +272,34 @@ def _mapped_leaves(pure: Callable, lanes: tuple, transform: Callable, groups: Se
             found.append(name)
     return found
 
+
+def _refuse_explicit(crossing: Crossing, groups: Sequence[Sequence[Any]]) -> None:
+    """Say which arrays do not go with one whose mapped axis is sharded as a part of its type, if there is one."""
+    places = zip(crossing.layout.leaf_paths, join_lanes(groups, crossing.lane_of), crossing.lane_of, strict=True)
+    types = [
+        (f"{format_path(path)}: {type_.str_short(short_dtypes=False)}", crossing.lanes[lane], type_.sharding.spec)
+        for path, leaf, lane in places
+        for type_ in map(jax.typeof, jtu.tree_leaves(leaf))
+    ]
+    sharded = [(name, spec[axis]) for name, axis, spec in types if axis is not None and spec[axis] is not None]
+    if not sharded:
+        return
+    name, over = sharded[0]
+    unlike = [f"{x}, at axis {axis}" for x, axis, spec in types if axis is not None and spec[axis] != over]
+    axes = {*mesh_axes_in(jax.sharding.PartitionSpec(over))}
+    unlike += [
+        f"{x}, passed whole" for x, axis, spec in types if axis is None and axes.intersection(mesh_axes_in(spec))
+    ]
+    if unlike:
+        raise PlacementError(listed(_SHARDED.format(name=name, over=over), unlike, _RESHARD)) from None
+
+
+_SHARDED = "vmap is to map over an axis that is sharded explicitly, over {over!r}, in {name}. These do not go with it:"
+
+_RESHARD = """\
+Along its axis, all that is mapped needs the same sharding, and what is passed whole none over these axes of the mesh: \
+jax.sharding.reshard(x, jax.P(...)). Or make the axis of the mesh automatic: \
+jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto, ...))."""
 
 _MAPPED = "These are passed whole (axis None), but get a value that depends on the mapped axis:"
 _REDUCE = """\

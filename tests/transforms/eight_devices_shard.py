@@ -386,3 +386,28 @@ def test_a_spec_that_is_not_the_sharding_over_explicit_axes():
             assert found is not None
             assert found[1] == "args[0].w: P('d', None), but its spec is P()"
             assert "StateSharding" in found[2]
+
+
+def test_vmap_over_arrays_that_are_sharded_differently_over_explicit_axes():
+    """JAX names no array; the message says which ones do not go with one that is sharded along the mapped axis."""
+    layers = nnx.vmap(lambda key: nnx.Linear(2, 2, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 16))
+    one, forward = nnx.Linear(2, 2, rngs=nnx.Rngs(1)), lambda one, layer, x: layer(one(x))
+    expected = nnx.vmap(forward, in_axes=(None, 0, 0))(one, layers, X)
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        call, x = nnx.vmap(forward, in_axes=(None, 0, 0)), jax.device_put(X, P("d"))
+        with pytest.raises(errors.PlacementError, match=r"over 'd', in args\[2\]: float32\[16@d,2\]") as info:
+            call(one, layers, x)
+        assert "args[1].kernel: float32[16,2,2], at axis 0\n" in str(info.value)
+        assert "args[0]" not in str(info.value)
+        assert "jax.sharding.reshard" in str(info.value)
+        with pytest.raises(errors.PlacementError, match=r"args\[1\].kernel: float32\[16,2,2\], at axis 0\n"):
+            nnx.jit(call)(one, layers, x)
+        nnx.update(layers, jax.sharding.reshard(nnx.state(layers), P("d")))
+        np.testing.assert_allclose(call(one, layers, x), expected, rtol=1e-5, atol=1e-5)
+        try:  # earlier versions of JAX allow it
+            nnx.vmap(lambda row, whole: row + whole.sum(), in_axes=(0, None))(x, jax.device_put(jnp.ones(8), P("d")))
+        except ValueError as error:
+            found = re.findall(r"\n  (args.*)", str(error))
+            assert found == ["args[1]: float32[8@d], passed whole"]
+        with pytest.raises(ValueError, match="unrelated"):  # whatever else the function raises
+            nnx.vmap(lambda layers, x: int("unrelated"))(layers, x)
