@@ -7,6 +7,8 @@ arguments lead to is found before the trace (transforms/closure_inputs.py, progr
 - the class of an object;
 - a plain object in an attribute, such as a configuration;
 - what a method of the class refers to, such as a global with settings.
+
+Static arguments count as attributes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,20 +24,27 @@ from .identity import Identified
 from .layout import Layout
 from .look_ups import is_jitted, is_of_library, is_plain_object, look_ups_in
 from .references import search
-from .rows import NodeRow
+from .rows import NodeRow, parts
 from .state import State
+from .static import Const
 
-_HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict
+_HOLDERS = types.FunctionType, types.MethodType, functools.partial, list, tuple, dict, set, frozenset, deque
 
 
 def held_in(layout: Layout) -> tuple[Any, ...]:
-    """The Modules and Variables that functions, partials and bound methods hold, in static values of objects.
+    """The Modules and Variables that functions, partials, bound methods and containers hold, in static values.
 
     A mask for optax, say, is a State of Variables. Not what the functions read from globals.
     """
     if layout.held is None:
-        layout.held = tuple(_held([const.value for _, _, const in layout.statics]))
+        layout.held = tuple(_held(_statics(layout)))
     return layout.held
+
+
+def _statics(layout: Layout) -> list[Any]:
+    """The static values of objects, and static arguments."""
+    arguments = [spec.value for _, spec in parts(layout.root) if type(spec) is Const]
+    return [*[const.value for *_, const in layout.statics], *arguments]
 
 
 def _held(stack: list[Any]) -> list[Any]:
@@ -55,7 +65,7 @@ def _held(stack: list[Any]) -> list[Any]:
 
 def statics_and_classes(*layouts: Layout) -> list[Any]:
     """What objects have besides data, and may hold other objects: static values, and their classes."""
-    statics = [const.value for layout in layouts for *_, const in layout.statics]
+    statics = [x for layout in layouts for x in _statics(layout)]
     classes = {row.type: None for layout in layouts for row in layout.rows if isinstance(row, NodeRow)}
     return [*statics, *[cls for cls in classes if not is_of_library(vars(cls))]]
 
@@ -76,8 +86,7 @@ def _used_in_objects(functions: Sequence[Callable], layout: Layout) -> list[Any]
 
     Their code names the attributes on the way.
     """
-    statics = [const.value for *_, const in layout.statics]
-    plain = [x for x in statics if is_plain_object(x) and not is_of_library(vars(type(x)))]
+    plain = [x for x in _statics(layout) if is_plain_object(x) and not is_of_library(vars(type(x)))]
     if not plain:
         return []
     return search(functions[0], given=(*functions[1:], *_methods(layout), *plain)).used_unnoticed()

@@ -1498,6 +1498,39 @@ def test_a_setting_of_a_module_in_an_object_that_an_argument_holds(hold, f, by):
     assert kept(m) == f(m)
 
 
+HOLDERS_BY_VALUE = {
+    "list": (lambda m: [m], lambda held: held[0]),
+    "dict": (lambda m: {"m": m}, lambda held: held["m"]),
+    "deque": (lambda m: collections.deque([m]), lambda held: held[0]),
+    "set": (lambda m: {m}, lambda held: next(iter(held))),
+    "namespace": (lambda m: types.SimpleNamespace(m=m), lambda held: held.m),
+    "dataclass": (Config, lambda held: held.rate),
+    "partial": (lambda m: functools.partial(lambda m: m, m), lambda held: held()),
+    "method": (lambda m: m.read, lambda held: held.__self__),
+}
+
+
+class Scale(nnx.Module):
+    def __init__(self, scale):
+        self.scale = scale
+
+    def read(self):
+        return self.scale
+
+
+@pytest.mark.parametrize("kind", HOLDERS_BY_VALUE)
+@pytest.mark.parametrize("bound", [False, True], ids=["static", "bound"])
+def test_a_setting_of_a_module_in_a_static_argument_that_is_compared_by_value(kind, bound):
+    """A trace does not notice that it is read."""
+    make, get = HOLDERS_BY_VALUE[kind]
+    f, scale = lambda held, x: x * get(held).scale, Scale(1.0)
+    held = make(scale)
+    jitted = nnx.jit(functools.partial(f, held)) if bound else functools.partial(nnx.jit(f, static_argnums=0), held)
+    for value in 1.0, 2.0, 3.0:
+        scale.scale = value
+        assert jitted(1.0) == value
+
+
 def test_static_values_are_not_looked_into_if_they_are_compared_by_value():
     """Another one that is equal is the same argument, and needs no search."""
     held = nnx.jit(lambda config, x: x * config.rate, static_argnums=0)
