@@ -45,7 +45,7 @@ from .straight import straight_line
 
 _MOST_MEMBERS = 100  # of a container whose members are compared at each call; of a longer one only the length is
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
-_NO_HOLDERS = Identified, GraphDef, type, types.ModuleType, *_FUNCTIONS, threading.local
+_NO_HOLDERS = Identified, GraphDef, type, types.ModuleType, *_FUNCTIONS, threading.local, *weakref.ProxyTypes
 
 _FIXED = ()  # stands for the attributes of a frozen dataclass
 

@@ -130,6 +130,11 @@ def referent(reference: weakref.ref, key: None) -> Any:
     return reference()
 
 
+def behind(proxy: Any, key: None) -> Any:
+    """What a weak proxy stands for."""
+    return proxy.__init__.__self__
+
+
 def has_length(container: Any, length: int) -> bool:
     """Not what is in a container, but whether it is as long as it was."""
     return len(container) == length
@@ -156,7 +161,8 @@ def weakly(key: Any) -> Any:
 PROGRAMS = "_nnx_programs"  # an attribute of a function, see transforms/program.py
 # The methods that run without being named, by the syntax of Python; not those that make, compare, copy or print.
 BY_SYNTAX = frozenset([f"__{name}__" for name in (
-    "call getattr getattribute getitem contains iter next len bool enter get missing "
+    "call getattr getattribute getitem contains iter next len bool enter exit get missing "
+    "aenter aexit aiter anext await "
     "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow "
     "lshift rlshift rshift rrshift or ror and rand xor rxor neg pos invert abs round reversed int float complex index"
 ).split()])  # fmt: skip
@@ -169,7 +175,9 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
 
     Of the methods and properties of a class only those with these names are looked up.
     """
-    if isinstance(x, types.FunctionType):
+    if type(x) in weakref.ProxyTypes:
+        yield LookUp(behind, x)
+    elif isinstance(x, types.FunctionType):
         yield from closure_of(x)
         yield from _attributes(x, "__defaults__", "__kwdefaults__")
         yield from [LookUp(own, x.__dict__, name) for name in list(x.__dict__) if name != PROGRAMS]
@@ -177,6 +185,7 @@ def look_ups_in(x: Any, names: Collection[str]) -> Iterator[LookUp]:
         yield from _attributes(x, "__self__", "__func__")
     elif isinstance(x, functools.partial):
         yield from _attributes(x, "func", "args", "keywords")
+        yield from [LookUp(own, x.__dict__, name) for name in list(x.__dict__)]
     elif isinstance(x, staticmethod | classmethod):
         yield from _attributes(x, "__func__")
     elif isinstance(x, _CLOSED):
@@ -310,7 +319,22 @@ def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable
     look_ups += [LookUp(entry if name in sys.modules else absent, sys.modules, name) for name in sorted(imported)]
     look_ups += [LookUp(absent, namespace, name) for name in sorted(read - namespace.keys() - _BUILTINS)]
     yield from look_ups
-    stack, seen = [*look_ups, *others], set[int]()
+    yield from _in_namespaces([*look_ups, *others], names)
+
+
+def globals_by_text(names: Collection[str], namespace: dict[str, Any]) -> Iterator[LookUp]:
+    """The look-ups of globals and modules of these names, which code may reach by text: ``globals()["model"]``."""
+    look_ups = [LookUp(entry, x, name) for x in (namespace, sys.modules) for name in sorted(x.keys() & names)]
+    yield from look_ups
+    yield from _in_namespaces(look_ups, names)
+
+
+def _in_namespaces(stack: list[LookUp], names: Collection[str]) -> Iterator[LookUp]:
+    """The look-ups of these names in the modules and classes that look-ups find, and in what is found there.
+
+    A module may also have a ``__getattr__``, which is called without being named.
+    """
+    names, seen = {*names, "__getattr__"}, set[int]()
     while stack:
         look_up = stack.pop()
         x = look_up.found()

@@ -9,7 +9,8 @@ A place that the function looks at may also hold None or a number when it is tra
 such places are followed, too, if code of the function names them: each is an *end*, see conditions.py.
 
 From the globals of its functions half of a program can be reached. So those that functions of other files read are
-looked into last, and only if something that is sought has not been found; but Modules and None are found at once.
+looked into last, and only if something that is sought has not been found; but Modules and None are found at once. If it
+is still missing, code may have reached it by text, as in ``globals()["model"]``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from .look_ups import (
     absent,
     attribute,
     entry,
+    globals_by_text,
     globals_in,
     globals_of,
     has_length,
@@ -71,7 +73,9 @@ _TRANSPARENT = (
 )  # fmt: skip
 _BY_ANY_NAME = "getattr", "hasattr", "vars", "dir", "__dict__"  # code with one of these names may read any attribute
 _DEFAULTS = "__defaults__", "__kwdefaults__"
-_WRAPPED = "__wrapped__", "data", "maps"  # attributes with what a function, a UserDict or weak dict, a ChainMap wraps
+_OVER_ALL = "vars", "dir", "__dict__"  # code with one of these may go over all attributes of an object
+# Attributes with what a function, a UserDict or weak dict, a ChainMap, a member of an Enum wraps.
+_WRAPPED = "__wrapped__", "data", "maps", "_value_"
 
 
 class Step(NamedTuple):
@@ -125,8 +129,9 @@ class Way(NamedTuple):
 
     def is_looked_along(self, names: Collection[str]) -> bool:
         """Whether code with these names may go along the way: it leads over no attribute of another name."""
-        by_name = (way.look_up.key for way, holder in self.back() if _is_by_name(way.look_up, holder))
-        return all(key in names or key in BY_SYNTAX for key in by_name)
+        by_name = (way.look_up for way, holder in self.back() if _is_by_name(way.look_up, holder))
+        over_all = any(name in names for name in _OVER_ALL)
+        return all(x.key in names or x.key in BY_SYNTAX or (over_all and x.kind is own) for x in by_name)
 
     def address(self, shapes: dict[int, Hashable]) -> tuple[Hashable, ...]:
         """What is looked up at each step, from the last one on; it stays the same if the way leads to another value.
@@ -230,6 +235,12 @@ class _Search:
             if self.missing:
                 self.go_on(way, globals_of(way.value))
                 self.visit_all()
+        if self.missing:
+            self.look_ups_left = max(self.look_ups_left, _MOST)
+            namespaces = [self.namespace or {}, *[code.namespace for code in self.running]]
+            for namespace in {id(x): x for x in namespaces}.values():
+                self.go_on(self.start, globals_by_text(self.names, namespace))
+            self.visit_all()
         return Reached([*self.found.values(), *self.others], self.ends, self.names)
 
     def visit_all(self) -> None:

@@ -9,7 +9,9 @@ import concurrent.futures
 import contextvars
 import copy
 import dataclasses
+import enum
 import functools
+import importlib
 import itertools
 import pickle
 import sys
@@ -1911,6 +1913,127 @@ def test_a_setting_of_a_module_that_a_method_of_an_argument_reads(kind, by, monk
         for _ in range(3):
             np.testing.assert_array_equal(kept(model, 1.0), settings.scale)
             settings.scale += 1.0
+
+
+class Opens:
+    """What code reaches by ``async with`` and ``async for``."""
+
+    async def __aenter__(self):
+        return SETTINGS
+
+    async def __aexit__(self, *_):
+        pass
+
+    def __aiter__(self):
+        self.left = 1
+        return self
+
+    async def __anext__(self):
+        self.left -= 1
+        if self.left < 0:
+            raise StopAsyncIteration
+        return SETTINGS
+
+
+def result_of(coroutine):
+    """What a coroutine returns that waits for nothing."""
+    with pytest.raises(StopIteration) as info:
+        coroutine.send(None)
+    return info.value.value
+
+
+async def opened():
+    async with Opens() as settings:
+        return settings.scale
+
+
+async def iterated():
+    return sum([settings.scale async for settings in Opens()])
+
+
+def in_partial():
+    held = functools.partial(print)
+    return lambda: held.settings.scale, lambda settings: setattr(held, "settings", settings)
+
+
+def in_enum():
+    held = []
+    show = lambda settings: held.__setitem__(slice(None), [enum.Enum("Kind", {"A": settings})])
+    return lambda: held[0].A.value.scale, show
+
+
+def behind_proxy():
+    held = {}
+    kept = []  # a proxy keeps nothing alive
+    show = lambda settings: held.update(settings=weakref.proxy(kept.append(settings) or settings))
+    return lambda: held["settings"].scale, show
+
+
+def among_all_attributes():
+    held = types.SimpleNamespace()
+    return lambda: sum(x.scale for x in vars(held).values()), lambda settings: setattr(held, "settings", settings)
+
+
+def as_settings(read):
+    return lambda: (read, lambda settings: globals().update(SETTINGS=settings))
+
+
+UNUSUAL = {
+    "a partial": in_partial,
+    "an enum": in_enum,
+    "a proxy": behind_proxy,
+    "vars": among_all_attributes,
+    "async with": as_settings(lambda: result_of(opened())),
+    "async for": as_settings(lambda: result_of(iterated())),
+}
+
+
+@pytest.mark.parametrize("place", UNUSUAL)
+def test_a_setting_of_a_module_that_is_reached_in_an_unusual_way(place, monkeypatch):
+    """So is another Module there."""
+    monkeypatch.setitem(globals(), "SETTINGS", SETTINGS)  # which is put back
+    read, show = UNUSUAL[place]()
+    jitted = nnx.jit(lambda x: x * read())
+    for settings in (Settings(1.0), Settings(4.0)):
+        show(settings)
+        for _ in range(3):
+            np.testing.assert_array_equal(jitted(1.0), settings.scale)
+            settings.scale += 1.0
+
+
+def test_another_attribute_is_gone_over():
+    """By code that goes over all attributes of an object."""
+    held = types.SimpleNamespace(first=Layer(1.0))
+    jitted = nnx.jit(lambda x: sum(layer(x) for layer in vars(held).values()))
+    np.testing.assert_array_equal(jitted(1.0), [1, 1])
+    held.second = Layer(2.0)
+    np.testing.assert_array_equal(jitted(1.0), [3, 3])
+
+
+LAYER, LAZILY = Layer(1.0), types.ModuleType("lazily")
+BY_TEXT = {
+    "globals": lambda x: globals()["LAYER"](x),
+    "eval": lambda x: eval("LAYER")(x),
+    "modules": lambda x: sys.modules[__name__].LAYER(x),
+    "imported": lambda x: importlib.import_module("lazily").LAYER(x),
+    "lazily": lambda x: LAZILY.LAZY_LAYER(x),
+}
+
+
+@pytest.mark.parametrize("way", BY_TEXT)
+def test_a_global_that_is_reached_by_text(way, monkeypatch):
+    """Another Module in its place is seen, with its weights; also in a module that makes its attributes lazily."""
+    lazily = types.ModuleType("lazily")
+    exec("held = {}\ndef __getattr__(name): return held[name]", vars(lazily))
+    monkeypatch.setitem(sys.modules, "lazily", lazily)
+    monkeypatch.setitem(globals(), "LAZILY", lazily)
+    jitted = nnx.jit(BY_TEXT[way])
+    for layer in (Layer(1.0), Layer(2.0), Layer(3.0)):
+        monkeypatch.setitem(globals(), "LAYER", layer)
+        lazily.LAYER = lazily.held["LAZY_LAYER"] = layer
+        for _ in range(2):
+            np.testing.assert_array_equal(jitted(1.0), layer(1.0))
+            layer.w.value *= 2
 
 
 def test_what_a_trace_leaves_in_a_list_does_not_count():
