@@ -76,8 +76,9 @@ class Conditions:
             directly = Step(LookUp(referent, root), root)
             last, *further = [step for way in ways for step in way.steps(known)] or [directly]
             steps += [last._replace(is_root=True), *further]
+        steps += [step for way in found.again for step in way.steps(known)]
         containers = _containers(found)
-        alone = [way for way in [*found.ends, *others] if _is_alone(way) and way.is_looked_along(found.names)]
+        alone = found.looked_along([way for way in [*found.ends, *others] if _is_alone(way)])
         known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
         ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
         steps += [step for way in ways for step in way.steps(known)]
@@ -178,8 +179,8 @@ def _is_other(x: Any) -> bool:
 
 def _containers(found: Reached) -> list[tuple[Way, Any]]:
     """The ways to containers and plain objects that the function may look at, with what holds the members of each."""
-    held = [(way, members) for way in found.ways for members in _held_by(way.value)]
-    return [(way, members) for way, members in held if way.is_looked_along(found.names)]
+    ways = found.looked_along([way for way in found.ways if _held_by(way.value)])
+    return [(way, members) for way in ways for members in _held_by(way.value)]
 
 
 def _held_by(x: Any) -> list[Any]:

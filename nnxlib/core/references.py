@@ -67,6 +67,7 @@ _MOST_ELSEWHERE = 100  # functions of other files, the globals of which are then
 MAPPINGS = dict, types.MappingProxyType  # the latter shows a dict, which may be edited
 MUTABLE_CONTAINERS = list, deque, set, *MAPPINGS
 _CONSTANTS = jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)
+_LEADS_NOWHERE = *_CONSTANTS, type, types.ModuleType
 # What is in these is also found without being named.
 _TRANSPARENT = (
     dict, types.MappingProxyType, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod
@@ -127,11 +128,21 @@ class Way(NamedTuple):
         of = self.before.look_up
         return (of.kind is attribute and of.key in _DEFAULTS) or _is_by_name(self.look_up, self.before.value)
 
-    def is_looked_along(self, names: Collection[str]) -> bool:
-        """Whether code with these names may go along the way: it leads over no attribute of another name."""
-        by_name = (way.look_up for way, holder in self.back() if _is_by_name(way.look_up, holder))
+    def is_looked_along(self, names: Collection[str], along: Collection[int] = ()) -> bool:
+        """Whether code with these names may go along the way: it leads over no attribute of another name.
+
+        ``along`` are the ids of values to which the code may go on another way.
+        """
         over_all = any(name in names for name in _OVER_ALL)
-        return all(x.key in names or x.key in BY_SYNTAX or (over_all and x.kind is own) for x in by_name)
+        for way, holder in self.back():
+            kind, _, key = way.look_up
+            if id(way.value) in along:
+                return True
+            if not _is_by_name(way.look_up, holder) or (over_all and kind is own):
+                continue
+            if key not in names and key not in BY_SYNTAX:
+                return False
+        return True
 
     def address(self, shapes: dict[int, Hashable]) -> tuple[Hashable, ...]:
         """What is looked up at each step, from the last one on; it stays the same if the way leads to another value.
@@ -160,11 +171,17 @@ class Reached(NamedTuple):
     ways: list[Way]  # the shortest one to each value, then all others to Modules and Variables
     ends: list[Way]  # all ways to constants
     names: set[str]  # in the code of the functions among them
+    again: Sequence[Way] = ()  # further ways that it may go to what leads to Modules and Variables, as to a container
+
+    def looked_along(self, ways: Iterable[Way]) -> list[Way]:
+        """Those of some ways that the function may go."""
+        along = {id(way.value) for way in self.again}
+        return [way for way in ways if way.is_looked_along(self.names, along)]
 
     def ways_to_objects(self) -> list[Way]:
         """The ways to Modules and Variables that the function may look at: it names each attribute on the way."""
         found = [way for way in self.ways if issubclass(type(way.value), Identified) and not is_left_over(way.value)]
-        return [way for way in found if way.is_looked_along(self.names)]
+        return self.looked_along(found)
 
     def used_unnoticed(self) -> list[Any]:
         """The Modules that it may use without a trace noticing it: a trace does not notice that a flag is read.
@@ -224,6 +241,7 @@ class _Search:
         self.visited = set[int]()  # the code of functions, by id
         self.elsewhere = list[Way]()  # to functions of other files
         self.found, self.others, self.ends = dict[int, Way](), list[Way](), list[Way]()
+        self.again = dict[Hashable, Way]()
 
     def run(self) -> Reached:
         self.visit_all()
@@ -241,7 +259,15 @@ class _Search:
             for namespace in {id(x): x for x in namespaces}.values():
                 self.go_on(self.start, globals_by_text(self.names, namespace))
             self.visit_all()
-        return Reached([*self.found.values(), *self.others], self.ends, self.names)
+        ways = [*self.found.values(), *self.others]
+        objects = [way for way in ways if issubclass(type(way.value), Identified)]
+        leading = {id(holder) for way in objects for _, holder in way.back()} if self.again else ()
+        again, along = list[Way](), set[int]()
+        for way in self.again.values():
+            if id(way.value) in leading and way.is_looked_along(self.names, along):
+                again.append(way)
+                along.add(id(way.value))
+        return Reached(ways, self.ends, self.names, again)
 
     def visit_all(self) -> None:
         while self.queue and (self.missing or len(self.found) < _MOST):
@@ -269,6 +295,10 @@ class _Search:
         if id(value) in self.found:
             if issubclass(type(value), Identified):  # isinstance would ask a proxy, perhaps to what is gone
                 self.others.append(way)
+            elif not issubclass(type(value), _LEADS_NOWHERE):
+                place = _place(way.look_up)
+                if place != _place(self.found[id(value)].look_up):
+                    self.again[place] = way
         elif way.look_up.found() is value:  # a look-up that finds another value each time leads nowhere
             self.found[id(value)] = way
             self.missing.discard(id(value))
@@ -297,6 +327,12 @@ class _Search:
             for look_up in itertools.islice(look_ups, self.look_ups_left):
                 self.look_ups_left -= 1
                 self.queue.append(Way(look_up.found(), look_up, way))
+
+
+def _place(look_up: LookUp) -> Hashable:
+    """What is equal for two look-ups of the same key in the same holder."""
+    kind, holder, key = look_up
+    return kind, holder.address if kind is inside else id(holder), key
 
 
 def is_constant_type(kind: type) -> bool:

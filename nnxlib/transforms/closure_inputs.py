@@ -258,6 +258,7 @@ class Captures:
         conditions = Conditions(found, others, zip(roots, to_roots, strict=True))
         if not conditions:
             return EMPTY
+        others += found.again
         addresses = self._addresses_of(to_roots, others) if to_roots or others else None
         return before._replace(roots=roots, conditions=conditions, addresses=addresses)
 

@@ -919,6 +919,29 @@ def test_a_closure_with_several_ways_to_a_module():
         np.testing.assert_array_equal(jitted(1.0), trainer.state.model(1.0))
 
 
+TWICE = {
+    "namespace": (lambda m: types.SimpleNamespace(m=m), lambda held: held.m),
+    "dict": (lambda m: {"m": m}, lambda held: held["m"]),
+    "list": (lambda m: [m], lambda held: held[0]),
+    "function": (lambda m: lambda: m, lambda held: held()),
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+@pytest.mark.parametrize("use", [lambda m, x: m(x), lambda m, x: x * m.rate], ids=["call", "setting"])
+def test_a_closure_over_a_container_that_is_found_twice(kind, use):
+    """The function goes along the second way, where another container is put."""
+    make, get = TWICE[kind]
+    first = make(Layer(1.0))
+    trainer = types.SimpleNamespace(best=first, current=first)
+    jitted = nnx.jit(lambda x: use(get(trainer.current), x))
+    for value in 1.0, 2.0, 3.0:
+        for held in first, make(Layer(value)):
+            trainer.current = held
+            get(held).rate = value
+            np.testing.assert_array_equal(jitted(1.0), use(get(held), 1.0))
+
+
 def test_a_closure_over_a_plain_list_that_grows():
     """A Module appended to a plain list that the function iterates over."""
     layers = [Layer(1.0)]
