@@ -28,7 +28,7 @@ import numpy as np
 
 from .graphdef import GraphDef
 from .identity import Identified
-from .static import dict_of
+from .static import ATOMS, dict_of
 
 
 class Jitted:
@@ -233,10 +233,13 @@ def _in_container(x: Any) -> Iterator[LookUp]:
 
 
 def _members(x: Any, members: list[Any]) -> Iterator[LookUp]:
-    """The look-ups of Modules and Variables among the members of a set, or the keys of a dict; also if held weakly."""
+    """The look-ups of what may lead to Modules among the members of a set, or the keys of a dict."""
     for k, held in enumerate(members):
-        if issubclass(type(held), (Identified, weakref.ref)):
+        if type(held) not in _SIMPLE:
             yield LookUp(member, x, k)
+
+
+_SIMPLE = ATOMS | {float, complex, tuple}
 
 
 def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:

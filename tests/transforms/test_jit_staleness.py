@@ -2024,6 +2024,21 @@ def test_a_setting_of_a_module_that_is_reached_in_an_unusual_way(place, monkeypa
             settings.scale += 1.0
 
 
+@pytest.mark.parametrize(
+    "make", [lambda x: {x}, lambda x: {x: 1}, lambda x: frozenset([x])], ids=["set", "key", "frozenset"]
+)
+def test_a_plain_object_that_is_a_member_of_a_set_or_a_key(make):
+    """Another Module in it is seen."""
+    held = PlainConfig()
+    held.layer = Layer(1.0)
+    collection = make(held)
+    jitted = nnx.jit(lambda x: sum(one.layer(x) for one in collection))
+    for value in 1.0, 2.0, 3.0:
+        held.layer, former = Layer(value), held.layer
+        np.testing.assert_array_equal(jitted(1.0), held.layer(1.0))
+        assert former is not held.layer
+
+
 def test_another_attribute_is_gone_over():
     """By code that goes over all attributes of an object."""
     held = types.SimpleNamespace(first=Layer(1.0))
