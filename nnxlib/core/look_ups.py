@@ -247,10 +247,13 @@ def _in_plain_object(x: Any, names: Collection[str]) -> Iterator[LookUp]:
     attributes = dict_of(x)
     if type(attributes) is dict:
         yield from [LookUp(own, attributes, name) for name in list(attributes)]
+    seen = set[str]()
     for cls in _classes_of(x):
         for name, held in vars(cls).copy().items():
             if type(held) not in _METHODS and _is_read_from(x, name, held) and name != "__dict__":
-                yield LookUp(attribute, x, name)
+                # What a class below it hides is found by `super()`.
+                yield LookUp(in_class, cls, name) if name in seen else LookUp(attribute, x, name)
+                seen.add(name)
     yield from methods_in(x, names if isinstance(x, type) else {*names, "__call__"})
 
 

@@ -867,6 +867,26 @@ def test_a_closure_through_a_class():
         assert reads_a_setting() == second.setting
 
 
+def test_a_closure_over_what_a_class_hides():
+    """It is found by ``super()``."""
+
+    class Shown:
+        layer = Layer(1.0)
+
+    class Hides(Shown):
+        layer = Layer(-1.0)
+
+        def shown(self):
+            return super().layer
+
+    held = Hides()
+    jitted = nnx.jit(lambda x: held.shown()(x))
+    for value in 1.0, 2.0, 3.0:
+        Shown.layer, former = Layer(value), Shown.layer
+        np.testing.assert_array_equal(jitted(1.0), Shown.layer(1.0))
+        assert former is not Shown.layer
+
+
 def test_a_closure_over_what_each_thread_has_for_itself():
     """A Module in a threading.local: a call of another thread uses the one that is there."""
     local, seen = threading.local(), []
