@@ -39,7 +39,7 @@ from ..core.ops import clone
 from ..core.rngs import Rngs, RngStream
 from ..core.traversals import flatten_mapping, sort_key, unflatten_mapping
 from ..core.variables import Param, Variable
-from ..transforms.functional import leaves_of
+from ..transforms.functional import collection_of, leaves_of
 from .to_linen import values_of
 from .to_nnx import ToNNX, put
 from .variables import from_collections, to_linen_var, to_nnx_var, unboxed
@@ -71,13 +71,16 @@ class Scope(Pytree):
 class ModuleStackEntry:
     """A Module that is run, or whose ``setup`` or compact method is.
 
-    ``type_counter`` counts the parts named so far. ``to_fill`` are the Params, by id, that a constructor has made there
-    for the given variables to fill, each with the value that is to be replaced.
+    ``method`` is the compact method, ``names`` are those of the parts made so far, which ``type_counter`` counts.
+    ``to_fill`` are the Params, by id, that a constructor has made there for the given variables to fill, each with the
+    value that is to be replaced.
     """
 
     module: Module
     in_compact: bool
     in_setup: bool = False
+    method: str = "setup"
+    names: set[str] = dataclasses.field(default_factory=set)
     type_counter: Counter = dataclasses.field(default_factory=Counter)
     to_fill: dict[int, tuple[Param, Any]] = dataclasses.field(default_factory=dict)
 
@@ -135,6 +138,9 @@ def _check_filled(entry: ModuleStackEntry) -> None:
 def compact(f: F) -> F:
     """Let a method of a :class:`nnxlib.bridge.Module` make parameters and parts where it uses them.
 
+    If it is called again, its parts have the variables of those of the first call. One that it calls counts as a part
+    of it.
+
     >>> class Scale(nnx.bridge.Module):
     ...   @nnx.bridge.compact
     ...   def __call__(self, x):
@@ -145,7 +151,8 @@ def compact(f: F) -> F:
 
     @functools.wraps(f)
     def method(self: Module, *args: Any, **kwargs: Any) -> Any:
-        with _running(ModuleStackEntry(self, in_compact=True)):
+        running = [x for x in _stack.get() if x is not None and x.module is self and x.in_compact]
+        with _running(running[-1] if running else ModuleStackEntry(self, in_compact=True, method=f.__qualname__)):
             return f(self, *args, **kwargs)
 
     return method  # type: ignore[return-value]
@@ -175,6 +182,7 @@ class Module(core.Module):
     scope: Any = None
     _own_init = False
     _attr_priorities = MappingProxyType({})  # by the name of the attribute
+    _made_by = MappingProxyType({})  # the method that has made a part, by the name of the part
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -217,10 +225,11 @@ class Module(core.Module):
 
         Raises:
           StateMismatchError: if the Param has another shape than ``init_fn`` gives, or the given variables lack it.
+          PathError: if the Module has something else under this name.
           ValueError: if there is none, and the Module is not run.
         """
         found = attributes_of(self).get(name)
-        if isinstance(found, Variable) and self.scope is not None and not self.scope.initializing:
+        if isinstance(found, Variable) and self.scope is not None:
             declared = jax.eval_shape(
                 lambda: to_nnx_var("params", init_fn(jax.random.key(0), *init_args, **kwargs)).get_raw_value()
             )
@@ -248,16 +257,18 @@ class Module(core.Module):
         ``unbox`` has no effect, as in :meth:`param`.
 
         Raises:
+          PathError: if the Module has something else under this name.
           ValueError: if there is none, and the Module is not run.
         """
         return self._variable(col, name, lambda: None if init_fn is None else init_fn(*init_args, **kw))
 
     def _variable(self, col: str, name: str, make: Callable[[], Any]) -> Variable:
         found = attributes_of(self).get(name)
-        if isinstance(found, Variable):
+        if isinstance(found, Variable) and collection_of(found) == col:
             return found
         if self.scope is None:
             raise errors.UsageError(_NOT_RUNNING.format(kind=type(self).__name__, what=f"make {name!r}"))
+        _check_vacant(self, name)
         scope = self.scope
         if col == "params" and not scope.initializing and not in_filter(scope.mutable, col):
             raise errors.StateMismatchError(
@@ -426,8 +437,25 @@ def _attach(entry: Any, part: Any, name: str | None, kind: type) -> None:
     if name is None:
         name = f"{kind.__name__}_{entry.type_counter[kind]}"
         entry.type_counter[kind] += 1
-    entry.module.set_attr_priority(name, AttrPriority.INIT_PARENT)
-    setattr(entry.module, name, part)
+    module, before = entry.module, attributes_of(entry.module).get(name)
+    if isinstance(before, core.Module) and name not in entry.names and module._made_by.get(name) == entry.method:
+        setattr(module, name, unflatten_mapping(leaves_of(before, _by_priority)))  # they wait for this part now
+    else:
+        _check_vacant(module, name)
+    entry.names.add(name)
+    module._made_by = {**module._made_by, name: entry.method}
+    module.set_attr_priority(name, AttrPriority.INIT_PARENT)
+    setattr(module, name, part)
+
+
+def _check_vacant(module: Module, name: str) -> None:
+    """Raise if a Module has something under a name, other than variables that wait for what is to get it."""
+    found = attributes_of(module).get(name)
+    if is_node(found) and not isinstance(found, dict):
+        raise errors.PathError(
+            f"The name {name!r} is in use in a {type(module).__name__}, for a {type(found).__name__}. Give one of the "
+            "two another name; to use a part twice, make it once and call it twice."
+        )
 
 
 def has_setup(x: Any) -> bool:

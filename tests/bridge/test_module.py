@@ -356,3 +356,119 @@ def test_a_parameter_of_another_shape_than_declared_is_refused():
     with pytest.raises(nnx.errors.StateMismatchError, match=message):
         Dense().apply(wide, X)
     assert Dense().apply(variables, X).shape == (2, 3)
+
+
+@pytest.mark.parametrize("kind", [Compact, Names])
+def test_a_part_that_is_called_twice_makes_its_own_parts_once(kind):
+    """As in Linen: the second call has the variables of the first, and what the first has written to them."""
+
+    class Block(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            return kind(name="inner")(x)
+
+    class Twice(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            block = Block(name="block")
+            return block(block(x))
+
+    variables = Twice().init(0, X)
+    own = {collection: tree["block"]["inner"] for collection, tree in variables.items()}
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, kind().init(0, X))
+    y, once = kind().apply(own, X, mutable=True)
+    y, twice = kind().apply({**own, **once}, y, mutable=True)
+    z, updates = Twice().apply(variables, X, mutable=True)
+    assert jnp.allclose(y, z)
+    found = {collection: tree["block"]["inner"] for collection, tree in updates.items()}
+    assert jax.tree.all(jax.tree.map(jnp.allclose, found, twice))
+
+
+def test_compact_methods_that_call_each_other_number_their_parts_together():
+    """So do those of a class and its base: `init` makes all of them, and `apply` finds them."""
+
+    class Base(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            return self.decode(Dense(4)(x))
+
+        @bridge.compact
+        def decode(self, x):
+            return Dense(2)(x)
+
+    class Child(Base):
+        @bridge.compact
+        def __call__(self, x):
+            return super().__call__(Dense(5)(x))
+
+    y, variables = Child().init_with_output(0, X)
+    assert jax.tree.map(jnp.shape, variables["params"]) == {
+        "Dense_0": {"w": (3, 5)},
+        "Dense_1": {"w": (5, 4)},
+        "Dense_2": {"w": (4, 2)},
+    }
+    assert jnp.array_equal(Child().apply(variables, X), y)
+
+
+def test_a_name_is_for_one_thing():
+    """Two parts, a part and a parameter, parameters of two collections, parts of two methods: one would be lost."""
+
+    class Model(bridge.Module):
+        def part(self):
+            return Dense(3, name="a")(X)
+
+        def param_a(self):
+            return self.param("a", nnx.initializers.ones, ())
+
+        def variable_a(self):
+            return self.variable("cache", "a", jnp.zeros, ())
+
+        def linen_a(self):
+            return bridge.linen_in_bridge_mdl(nn.Dense(3), name="a")(X)
+
+        @bridge.compact
+        def both(self, first, second):
+            first(self)
+            second(self)
+
+        @bridge.compact
+        def one(self, make):
+            make(self)
+
+        @bridge.compact
+        def other(self, make):
+            make(self)
+
+        def apart(self, make):
+            self.one(make)
+            self.other(make)
+
+        def again(self, make):
+            self.one(make)
+            self.one(make)
+
+    makes = {"Dense": Model.part, "Param": Model.param_a, "Cache": Model.variable_a, "ToNNX": Model.linen_a}
+    for kind, first in makes.items():
+        for second in makes.values():
+            if first is second and kind in ("Param", "Cache"):
+                continue
+            with pytest.raises(nnx.errors.PathError, match=rf"The name 'a' is in use in a Model, for a {kind}\."):
+                Model().init(0, first, second, method="both")
+    with pytest.raises(nnx.errors.PathError, match="is in use in a Model, for a Dense"):
+        Model().init(0, Model.part, method="apart")
+    assert Model().init(0, Model.part, method="again")["params"].keys() == {"a"}
+
+
+def test_a_parameter_that_another_call_declares_with_another_shape_is_refused():
+    """In `init`, too: it is one parameter."""
+
+    class Twice(bridge.Module):
+        @bridge.compact
+        def __call__(self, x):
+            dense = Dense(5)
+            return dense(dense(x))
+
+    with pytest.raises(
+        nnx.errors.StateMismatchError, match=r"'w' of a Dense .* \(5, 5\), but the variables have \(3, 5\)"
+    ):
+        Twice().init(0, X)
