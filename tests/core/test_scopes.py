@@ -105,6 +105,14 @@ def test_names_in_every_stage():
         assert re.search(rf'op_name="[^"]*model[^"]*/{name}/query', compiled)
 
 
+def test_under_raw_jax_what_runs_under_a_transform_is_named():
+    """JAX does not tell Modules that it traces them; a transform within does."""
+    loss = lambda m, x: m(x).sum()
+    names = lambda f: [plain(stack) for stack, name in name_stacks(jax.make_jaxpr(f)(Net(), X).jaxpr) if name == "sin"]
+    assert not any("layers" in name for name in names(loss))
+    assert {"Net/block/layers/0", "Net/block/layers/1"} <= set(names(lambda m, x: nnx.remat(loss)(m, x)))
+
+
 def test_names_can_be_switched_off():
     """Nothing is named then; what was traced is not traced again, and computes the same."""
     traces = []
