@@ -18,8 +18,8 @@ settings = _Settings()
 class use_name_scopes:
     """Set whether operations carry the path of the Module that makes them; as a context manager, for a block.
 
-    The names appear in jaxprs, in lowered and compiled programs, and so in profiles. They are given while a transform of
-    nnxlib traces, and change neither results nor the need to compile: a function keeps the names it was traced with.
+    The names appear in jaxprs, in lowered and compiled programs, and so in profiles. They are given while a transform
+    of nnxlib traces, and change neither results nor the need to compile: a function keeps the names it was traced with.
 
     Args:
       value: whether operations of this thread do; initially True.

@@ -95,7 +95,7 @@ def _checked(mask: Array | None, x: Array) -> Array | None:
     """The mask; one that excludes everything for an array without elements."""
     if mask is not None and not broadcasts(jnp.shape(mask), x.shape):
         raise LayerInputError(f"The mask has to broadcast to the inputs, {describe(x)}, but is {describe(mask)}.")
-    return jnp.zeros((1,) * x.ndim, bool) if mask is None and not x.size else mask
+    return mask if x.size else jnp.zeros((1,) * x.ndim, bool)
 
 
 @formula("axes", "axis_name", "axis_index_groups", "use_fast_variance")
@@ -259,7 +259,7 @@ class BatchNorm(Module):
       use_scale: whether to multiply by a scale.
       bias_init, scale_init: initializers.
       axis_name: name of a mapped axis over which the batch is spread, to take statistics over the whole batch.
-      axis_index_groups: groups of indices of that axis that take statistics separately.
+      axis_index_groups: groups of indices of that axis that take statistics separately; JAX has them for ``pmap`` only.
       use_fast_variance: whether to compute the variance as ``E[x**2] - E[x]**2``, clipped at 0: in one pass over the
         data, but less exact where the mean is large against the deviation.
       promote_dtype: what brings ``(x, mean, var, scale, bias)`` to one dtype.

@@ -187,11 +187,11 @@ def test_statistics_are_updated_in_lifted_transforms_and_carry_no_gradient():
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("masked", [False, True])
-def test_shards_take_the_statistics_of_the_whole_batch(fast, masked):
+@pytest.mark.parametrize("counts", [None, [6, 1, 3, 2], [0, 0, 4, 0]])
+def test_shards_take_the_statistics_of_the_whole_batch(fast, counts):
     """With `axis_name` each shard sees the statistics of all, weighted by how many elements count in each."""
-    x = array(4, 6, 3)
-    mask = np.arange(6)[None, :, None] < np.array([6, 1, 3, 2])[:, None, None] if masked else np.ones((4, 6, 1), bool)
+    x, masked = array(4, 6, 3), counts is not None
+    mask = np.arange(6)[None, :, None] < np.array(counts or [6] * 4)[:, None, None]
     layer = nnx.BatchNorm(3, axis_name="shards", use_fast_variance=fast, momentum=0.0, rngs=rngs())
     graphdef, state = nnx.split(layer)
 
@@ -266,7 +266,33 @@ def test_statistics_of_low_precision_inputs_are_taken_in_float32(name):
     assert y.dtype == jnp.bfloat16
     exact = MAKERS[name]()(x.astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2e-2, atol=2e-2)
-    assert np.isfinite(MAKERS[name](dtype=jnp.float16)(1000 * x).astype(jnp.float32)).all()
+    large = (1000 * x).astype(jnp.float16)
+    exact = MAKERS[name]()(large.astype(jnp.float32))
+    np.testing.assert_allclose(MAKERS[name](dtype=jnp.float16)(large).astype(jnp.float32), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm"])
+def test_the_fast_variance_is_less_exact_and_never_negative(name):
+    """The other one is exact also where the mean is large against the deviation."""
+    x = array(8, 6, 4, mean=1000.0, scale=0.1)
+    wide = np.asarray(x, np.float64)
+    axes = {"BatchNorm": (0, 1), "LayerNorm": -1, "GroupNorm": (1, 3), "InstanceNorm": 1}[name]
+    wide = wide.reshape(8, 6, 2, 2) if name == "GroupNorm" else wide
+    exact = ((wide - wide.mean(axes, keepdims=True)) / wide.std(axes, keepdims=True)).reshape(x.shape)
+    error = lambda fast: np.abs(MAKERS[name](use_fast_variance=fast, epsilon=1e-9)(x) - exact).max()
+    assert error(False) < 0.01 < error(True)
+    assert not np.isnan(error(True))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_variance_of_complex_numbers_is_that_of_their_magnitude(name):
+    x = array(8, 6, 4) + 1j * array(8, 6, 4)[::-1]
+    axes = {"BatchNorm": (0, 1), "LayerNorm": -1, "RMSNorm": -1, "GroupNorm": (1, 3), "InstanceNorm": 1}[name]
+    wide = np.asarray(x).reshape(8, 6, 2, 2) if name == "GroupNorm" else np.asarray(x)
+    centred = wide if name == "RMSNorm" else wide - wide.mean(axes, keepdims=True)
+    expected = centred / np.sqrt((np.abs(centred) ** 2).mean(axes, keepdims=True))
+    for fast in (False, True):
+        close(MAKERS[name](use_fast_variance=fast, dtype=jnp.complex64)(x), expected.reshape(x.shape))
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -411,3 +411,26 @@ def test_vmap_over_arrays_that_are_sharded_differently_over_explicit_axes():
             assert found == ["args[1]: float32[8@d], passed whole"]
         with pytest.raises(ValueError, match="unrelated"):  # whatever else the function raises
             nnx.vmap(lambda layers, x: int("unrelated"))(layers, x)
+
+
+SPREAD = {"BatchNorm": 0, "LayerNorm": -1, "RMSNorm": -1, "GroupNorm": 1, "InstanceNorm": 1}  # along which axis
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("name", SPREAD)
+def test_groups_of_shards_take_statistics_of_their_own(name, fast, masked):
+    """With `axis_index_groups` each pair of devices normalises what it holds together; on one nothing may count."""
+    axis, settings = SPREAD[name], {"use_fast_variance": fast, "use_scale": False, "rngs": nnx.Rngs(0)}
+    settings |= {"RMSNorm": {}, "GroupNorm": {"num_groups": 2, "use_bias": False}}.get(name, {"use_bias": False})
+    make = functools.partial(getattr(nnx, name), 4, **settings)
+    x = jnp.asarray(np.random.default_rng(0).normal(1.0, 2.0, (4, 2, 3, 4)), jnp.float32)
+    mask = jnp.ones(x.shape, bool).at[1].set(False).at[2, :, 0].set(False) if masked else None
+    spread = make(axis_name="shards", axis_index_groups=[[0, 1], [2, 3]])
+    y = jax.pmap(lambda x, mask: nnx.clone(spread)(x, mask=mask), axis_name="shards", devices=jax.devices()[:4])(
+        x, mask
+    )
+    for pair in ([0, 1], [2, 3]):
+        together = None if mask is None else jnp.concatenate(mask[jnp.array(pair)], axis)
+        expected = make()(jnp.concatenate(x[jnp.array(pair)], axis), mask=together)
+        np.testing.assert_allclose(jnp.concatenate(y[jnp.array(pair)], axis), expected, atol=1e-5)
