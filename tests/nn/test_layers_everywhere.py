@@ -4,6 +4,7 @@ A row of the table is a layer: how to make one from a stream of keys, how to cal
 checked of each is below; it is the same for all. A layer is called as `call(layer, x)`, which returns an array.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from nnxlib.nn.dtypes import promote_dtype
 
 
 class Row(NamedTuple):
@@ -121,6 +123,23 @@ def test_float64(name):
             change = 1e-6 * jnp.asarray(np.random.default_rng(1).normal(size=x.shape))
             _, expected = jax.jvp(call, (x,), (change,))
             np.testing.assert_allclose((call(x + change) - call(x - change)) / 2, expected, rtol=1e-4, atol=1e-12)
+
+
+@every_layer
+def test_a_promote_dtype_of_the_users_takes_the_place_of_ours(name):
+    """Under each name that the layer has for one."""
+    row, layer, _, x = given(name)
+    expected = row.call(layer, x)
+    for parameter in inspect.signature(type(layer)).parameters:
+        if parameter.endswith("promote_dtype"):
+            calls = []
+
+            def promote(values, calls=calls, **options):
+                calls.append(len(values))
+                return promote_dtype(values, **options)
+
+            close(row.call(row.make(nnx.Rngs(0), **{parameter: promote}), x), expected)
+            assert calls
 
 
 @every_layer
