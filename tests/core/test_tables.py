@@ -125,6 +125,17 @@ class Slotted(nnx.Module):
         self.pair = (jnp.ones(1), 1)
 
 
+class Plain:
+    """A class of another library."""
+
+
+class Mixed(Plain, nnx.Module):
+    """`vars` of it is Python's own dict."""
+
+    def __init__(self):
+        self.n = 1
+
+
 def test_what_can_change_unseen_is_walked_each_time():
     """An array in a slot is in no place that a table could read it from."""
     m = Net()
@@ -152,6 +163,34 @@ def test_an_edit_of_a_mutable_static_value_is_seen(value, edit):
     assert len(table.mutable) == 1  # compared once, though two Modules refer to it
     edit(m.x)
     assert layout_of(m) is not table.layout
+
+
+@pytest.mark.parametrize("copied", [nnx.clone, lambda m: nnx.merge(*nnx.split(m))], ids=["clone", "merge"])
+def test_copies_are_described_without_a_walk_only_if_every_change_is_seen(copied):
+    """Not if they have slots or a `__dict__` of another class, or values that can be edited, in metadata, too."""
+    made = copied(nnx.Dict(a=nnx.Dict(x=nnx.static(np.ones(2)))))
+    first = layout_of(made)
+    made.a.x.fill(0)
+    assert layout_of(made) is not first
+    original = nnx.Dict(w=nnx.Param(1.0, settings=types.SimpleNamespace(a=1)))
+    made, other = copied(original), copied(original)
+    first = layout_of(made)
+    made.w.settings.a = 2
+    assert layout_of(made) is not first
+    assert layout_of(other) is first
+    graphdef, state = nnx.split(original)
+    made, other = (nnx.merge(graphdef, state) for _ in range(2))
+    made.w.settings.a = 2
+    assert state.w.settings.a == other.w.settings.a == 1
+    made = copied(nnx.Dict(a=Mixed()))
+    first = layout_of(made)
+    vars(made.a)["n"] = 2
+    assert layout_of(made) is not first
+    made = copied(nnx.Dict(a=Slotted()))
+    made.a.pair = (jnp.zeros(1), 1)
+    assert table_of(made).leaves()[0] is made.a.pair[0]
+    made.a.pair = (jnp.zeros(2), 2)
+    assert table_of(made).leaves()[0] is made.a.pair[0]
 
 
 def test_a_static_value_that_can_no_longer_be_compared_is_refused_with_its_path():
