@@ -95,6 +95,37 @@ def test_a_step_is_the_formula(name):
         close(cell(carry, x), STEP[name](cell, *wide))
 
 
+@pytest.mark.parametrize("name", CELLS)
+def test_a_carry_may_lack_batch_axes(name):
+    """Or have 1 in their place: it is the same for all."""
+    cell, x = make(name), array(2, 5, 3)
+    carry = cell.initialize_carry((3,), nnx.Rngs(1), normal)
+    whole = jax.tree.map(lambda h: jnp.broadcast_to(h, (2, 5, 4)), carry)
+    for axes in [(), (5,), (1, 1), (2, 1)]:
+        given = jax.tree.map(lambda h, axes=axes: jnp.broadcast_to(h, (*axes, 4)), carry)
+        close(cell(given, x), cell(whole, x))
+
+
+GATES = {"LSTMCell": ("i", "f", "g", "o")}  # of those with a map for each
+WIDTH = {"SimpleCell": 4, "LSTMCell": 4, "OptimizedLSTMCell": 16, "GRUCell": 12}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_parameters_of_a_cell(name):
+    """Their names, shapes and metadata; there is a stream only if it is to be kept."""
+    metadata = {f"{kind}_metadata": {"role": kind} for kind in ("kernel", "recurrent_kernel", "bias")}
+    cell, n = make(name, **metadata), WIDTH[name]
+    expected = {}
+    for gate in GATES.get(name, ("",)):
+        of_input = {"": "dense_i", "f": "if_"}.get(gate, f"i{gate}")
+        of_carry = f"h{gate}" if gate else "dense_h"
+        expected[of_input, "kernel"], expected[of_carry, "kernel"] = ((3, n), "kernel"), ((4, n), "recurrent_kernel")
+        expected[of_carry if "LSTM" in name else of_input, "bias"] = (n,), "bias"
+    assert {path: (v.shape, v.role) for path, v in nnx.state(cell).flat_state()} == expected
+    assert cell.rngs is None
+    assert isinstance(make(name, keep_rngs=True).rngs, nnx.RngStream)
+
+
 def test_a_residual_cell_adds_its_state_inside_of_the_activation():
     cell = make("SimpleCell", residual=True)
     h, x = array(2, 4), array(2, 3)
