@@ -413,6 +413,13 @@ def test_a_traced_length_and_unroll():
     close(unrolled(x, seq_lengths=lengths), expected)
 
 
+def test_to_unroll_all_is_not_to_unroll_one():
+    """Though True == 1: each has its own program."""
+    cell, x = make("GRUCell"), array(2, 5, 3)
+    texts = [str(jax.make_jaxpr(nnx.RNN(cell, unroll=unroll))(x)) for unroll in (1, True, 1)]
+    assert texts[0] == texts[2] != texts[1]
+
+
 def test_bidirectional():
     """Both directions in the order of the input, each with its carry, merged along the last axis or as told."""
     rngs = nnx.Rngs(0)
