@@ -426,7 +426,7 @@ def test_bidirectional():
     forward, backward = (nnx.RNN(nnx.GRUCell(3, 4, rngs=rngs)) for _ in range(2))
     both = nnx.Bidirectional(forward, backward)
     x, lengths = array(2, 5, 3), jnp.array([3, 5])
-    carries = (jnp.ones((2, 4)), jnp.zeros((2, 4)))
+    carries = (jnp.ones((2, 4)), -jnp.ones((2, 4)))
     for kwargs in ({}, {"seq_lengths": lengths}):
         (a, b), y = both(x, return_carry=True, initial_carry=carries, **kwargs)
         c, u = forward(x, initial_carry=carries[0], return_carry=True, **kwargs)
@@ -443,6 +443,16 @@ def test_bidirectional_draws_a_carry_for_each_direction():
     for rngs in (True, nnx.Rngs(0)):
         a, b = nnx.Bidirectional(rnn(), rnn(), return_carry=True, rngs=rngs)(jnp.zeros((2, 0, 3)))[0]
         assert not jnp.array_equal(a, b)
+    both, nothing = nnx.Bidirectional(rnn(), rnn(), return_carry=True, rngs=False), jnp.zeros((2, 0, 3))
+    of_rngs, of_stream = both(nothing, rngs=nnx.Rngs(3))[0], both(nothing, rngs=nnx.Rngs(3).carry)[0]
+    assert jnp.array_equal(of_rngs[1], of_stream[1])
+    zeros = lambda: nnx.RNN(make("GRUCell"))
+    for pair in ((rnn(), zeros()), (zeros(), rnn())):
+        both = nnx.Bidirectional(*pair, return_carry=True, rngs=nnx.Rngs(0))
+        first, second = both(nothing)[0], both(nothing)[0]
+        changed = [not jnp.array_equal(*carries) for carries in zip(first, second, strict=True)]
+        assert changed == [rnn.cell.carry_init is not None for rnn in pair]
+        assert both.rngs.count.value == 4, "the stream of both is used, for zeros, too, and not that of the RNN"
 
 
 # --- errors ---
