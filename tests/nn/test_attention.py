@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -104,15 +105,17 @@ def test_low_precision_keeps_scores_and_softmax_in_float32():
 
 def test_dropout_of_weights():
     """Scaled weights sum to 1 on average, are shared by heads and examples on demand, and need a key and a rate."""
-    query = key = array(2, 20, 3, 4)
     rng = jax.random.key(0)
-    plain = dot_product_attention_weights(query, key)
-    for broadcast in (True, False):
+    for batch, broadcast in itertools.product([(), (1, 2), (2,)], [True, False]):
+        query = key = array(*batch, 20, 3, 4)
+        plain = dot_product_attention_weights(query, key)
         weights = dot_product_attention_weights(query, key, None, None, broadcast, rng, 0.4)
         kept = np.asarray(weights != 0)
         assert abs(kept.mean() - 0.6) < 0.05
-        assert (kept == kept[:1, :1]).all() == broadcast
+        assert (kept == kept.reshape(-1, 20, 20)[0]).all() == broadcast
         np.testing.assert_allclose(weights, np.where(kept, plain / 0.6, 0), rtol=1e-5)
+        by_default = dot_product_attention_weights(query, key, dropout_rng=rng, dropout_rate=0.4)
+        assert not broadcast or jnp.array_equal(by_default, weights)
     for off in ({"deterministic": True, "dropout_rate": 0.4}, {"dropout_rate": 0.0}):
         np.testing.assert_array_equal(dot_product_attention_weights(query, key, dropout_rng=rng, **off), plain)
     with pytest.raises(ValueError, match=r"required for .* dropout_rate=0\.4.*dropout_rng=rngs\.dropout\(\)"):
