@@ -167,7 +167,23 @@ def is_data_leaf(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
-    return jax.tree.leaves(value, is_leaf=lambda x: is_node(x) and x is not value)
+    try:
+        return jax.tree.leaves(value, is_leaf=lambda x: is_node(x) and x is not value)
+    except (TypeError, ValueError):
+        parts = jax.tree.leaves(value, is_leaf=lambda x: (is_node(x) and x is not value) or is_without_order(x))
+        inner = [_leaves([*x.values()]) if is_without_order(x) else [x] for x in parts]
+        return [leaf for leaves in inner for leaf in leaves]
+
+
+def is_without_order(value: Any) -> bool:
+    """Whether this is a dict that JAX cannot flatten, since its keys cannot be sorted."""
+    if type(value) not in (dict, collections.defaultdict):  # JAX does not sort those of an OrderedDict
+        return False
+    try:
+        sorted(value)
+    except TypeError:
+        return True
+    return False
 
 
 def has_data(value: Any, /) -> list[Any]:

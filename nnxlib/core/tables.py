@@ -422,7 +422,10 @@ def _links(row: NodeRow) -> list[tuple[Any, Any]]:
 
 def pack_call(arguments: tuple) -> Packed:
     """Pack the arguments of a call; without a walk if there is a single object among them, from its table."""
-    leaves = jtu.tree_leaves(arguments, is_leaf=is_node)
+    try:
+        leaves = jtu.tree_leaves(arguments, is_leaf=is_node)
+    except (TypeError, ValueError):
+        return pack(arguments)  # which says in which dict the keys cannot be sorted
     roots = [x for x in leaves if is_node(x)]
     if len(roots) != 1 or any(map(is_bound_method, leaves)):
         return pack(arguments)

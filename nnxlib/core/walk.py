@@ -22,7 +22,17 @@ import jax.tree_util as jtu
 
 from .cells import Cell
 from .closures import contents_and_marks, is_lent_elsewhere
-from .data import class_marks, explicit_mark, has_data, is_bound_method, is_data_leaf, is_data_part, is_node
+from .data import (
+    class_marks,
+    explicit_mark,
+    has_data,
+    is_bound_method,
+    is_data_leaf,
+    is_data_part,
+    is_node,
+    is_without_order,
+)
+from .errors import PathError, place_of
 from .foreign import Foreign
 from .layout import Layout
 from .making import NO_METADATA
@@ -180,7 +190,7 @@ class Walk:
                 return self._constant(value, mark, path)
             self.arrays[frame.owner].append(value)
             return LEAF
-        keys, children, treedef = flatten_once(value)
+        keys, children, treedef = flatten_once(value, path, frame.owner == ROOT)
         if mark is None and not any(map(is_data_part, children)):
             return self._constant(value, mark, path)
 
@@ -233,20 +243,36 @@ class Walk:
         return row
 
 
-def flatten_once(value: Any) -> tuple[tuple[tuple, ...], list[Any], Any]:
-    """The paths of the leaves and nodes in a pytree, these themselves, and its treedef or :class:`BoundMethod`."""
+def flatten_once(value: Any, path: tuple = (), is_argument: bool = False) -> tuple[tuple[tuple, ...], list[Any], Any]:
+    """The paths of the leaves and nodes in a pytree, these themselves, and its treedef or :class:`BoundMethod`.
+
+    A pytree with a dict whose keys cannot be sorted is a leaf, if it holds no data and is no argument.
+
+    Raises:
+      PathError: naming such a dict, in the pytree at ``path``.
+    """
     if is_bound_method(value):
         return ((),), [value.__self__], BoundMethod(value.__func__)
     try:
         keyed, treedef = jtu.tree_flatten_with_path(value, is_leaf=is_node)
-    except ValueError:  # a dict whose keys cannot be sorted; it is static if it holds no data
-        if type(value) is not dict or has_data(list(value.values())):
+    except (TypeError, ValueError):
+        parts, _ = jtu.tree_flatten_with_path(value, is_leaf=lambda x: is_node(x) or is_without_order(x))
+        places = [(keys, x) for keys, x in parts if is_without_order(x)]
+        if not places:
             raise
+        if is_argument or has_data(value):
+            keys, found = places[0]
+            where = place_of((*path, *map(path_key, keys)))
+            raise PathError(_WITHOUT_ORDER.format(where=where, keys=[*found])) from None
         return ((),), [value], _LEAF_TREEDEF
     return tuple([tuple(map(path_key, keys)) for keys, _ in keyed]), [child for _, child in keyed], treedef
 
 
 _LEAF_TREEDEF = jtu.tree_structure(0)
+
+_WITHOUT_ORDER = """\
+JAX cannot flatten the dict at {where}, since its keys {keys} cannot be sorted. Use keys of one type, or nnx.Dict(...) \
+in its place."""
 
 _STATIC_TYPES = (type, types.FunctionType)  # of values that are static wherever nothing else is declared
 

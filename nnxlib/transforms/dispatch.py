@@ -212,7 +212,7 @@ def _refuse(error: BaseException, arguments: Arguments, addresses: object) -> No
         raise Miss(None) from None
     if isinstance(error, Stopped):
         raise error.error from None
-    if isinstance(error, TypeError) and not isinstance(error, NnxError):  # which says what is wrong itself
+    if isinstance(error, TypeError | ValueError) and not isinstance(error, NnxError):  # which says what is wrong itself
         packed = pack(arguments)
         if literals_in(packed.layout, packed.leaves) != literals_of(addresses):  # text where there was a number
             raise Miss(None) from None
