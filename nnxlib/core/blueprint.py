@@ -65,7 +65,7 @@ class Blueprint:
         self._others = [x for x in self._contents if x[0] not in lists]
 
         mutable = any(const.mutable for const in self.metadata)
-        guarded = all(row.type._nnx_guarded for _, row in nodes)
+        guarded = all(row.type._nnx_guarded and not row.marks.mutable for _, row in nodes)
         self.reliable = guarded and not (mutable or self._made_anew)
 
     def make(self, leaves: Sequence[Any], cell: Callable[[Any], Cell], stamps: Stamps) -> list[Any]:

@@ -284,7 +284,7 @@ def _mutable_below(node: Any, row: NodeRow, below: Sequence[Mutable | None]) -> 
 
     ``below`` has them for the objects that the node holds, by row.
     """
-    if not node._nnx_guarded:
+    if not node._nnx_guarded or row.marks.mutable:
         return None
     found: dict[int, tuple[Any, Const]] = {}
     fields = list(row.fields)

@@ -218,7 +218,7 @@ class Walk:
         held, marks = contents_and_marks(value)
         has_lent = value._nnx_trace is not None and is_lent_elsewhere(value._nnx_trace)  # its arrays are elsewhere
         marks = Const.of_items(marks, path) if marks else _NO_ITEMS
-        self.reliable = self.reliable and value._nnx_guarded and not has_lent
+        self.reliable = self.reliable and value._nnx_guarded and not marks.mutable and not has_lent
         declares = value._nnx_is_pytree and (marks is not _NO_ITEMS or class_marks(type(value)))
         names = tuple(held)
         order = names if isinstance(value, list) and len(names) == len(value) else sorted_keys(names)
