@@ -53,7 +53,7 @@ def cond(pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *op
       BodyError: if the outputs, or the structure of the operands afterwards, differ between the two.
     """
     number = as_scalar(pred, "The predicate of nnx.cond")
-    if jnp.iscomplexobj(number):  # the cast would look at its real part alone
+    if not any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
         raise ArgumentError(f"The predicate of nnx.cond must be a boolean or a real number, got {describe(number)}.")
     return _apply_one(jnp.asarray(number, bool), (false_fun, true_fun), operands)
 

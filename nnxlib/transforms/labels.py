@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 import numpy as np
 
-from ..core.errors import OUTPUT, AliasingError, PrefixError, format_path
+from ..core.errors import OUTPUT, AliasingError, ArgumentError, PrefixError, format_path
 from ..core.graph import After
 from ..core.layout import Layout
 from ..core.rows import LEAF, ROOT, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, children, own_leaf_paths, parts
 from ..core.static import Const
 from ..core.variables import RngState
+from .leaf_checks import is_traceable
 from .prefixes import Label, PrefixMapping, labels_in
 
 
@@ -227,11 +228,15 @@ def mapped_size(
 
     Raises:
       PrefixError: if there are several sizes, or an array does not have the axis; names the paths.
+      ArgumentError: if there is no array where there is to be one; names its path.
     """
     sizes = {} if given is None else {given: option}
     lacking: list[tuple[tuple, tuple[int, ...], int]] = []
     for path, leaf, axis in zip(layout.leaf_paths, leaves, labels, strict=True):
         for x in jtu.tree_leaves(leaf) if isinstance(axis, int) else ():
+            if not is_traceable(x):
+                where, kind = format_path(path), type(x).__name__
+                raise ArgumentError(_NO_ARRAY.format(where=where, kind=kind, value=x, what=what))
             shape = np.shape(x)
             if -len(shape) <= axis < len(shape):
                 sizes.setdefault(shape[axis], format_path(path))
@@ -255,6 +260,9 @@ def _on_stream(layout: Layout, path: tuple, size: Any) -> str:
         return ""
     return _STREAM.format(tag=row.metadata.value.get("tag"), size=size)
 
+
+_NO_ARRAY = """\
+{where} is a {kind} ({value!r:.80}), not an array, so {what} cannot map over it. Pass it whole: None in in_axes."""
 
 _WHOLE = "in_axes says which axis of each argument it is; None is for one that is passed whole: in_axes=(0, None)."
 

@@ -27,7 +27,7 @@ from ..core.state import State, from_flat_state, to_flat_state
 from ..core.tracing import zeros_of
 from ..core.variables import Param, stored_value
 from .labels import label_arguments
-from .leaf_checks import type_of
+from .leaf_checks import is_traceable, type_of
 from .prefixes import PrefixMapping
 
 _LANES = ("differentiated", "rest")
@@ -156,22 +156,27 @@ def _dtype(leaf: Any) -> Any:
 def check_differentiable(packed: Packed, lane_of: tuple[int, ...], holomorphic: bool, allow_int: bool | None) -> None:
     """Check that what is to be differentiated is of floating type, or of complex type if ``holomorphic``.
 
-    Nothing is checked if the user allows integers; ``allow_int`` is None if the transform has no such option.
+    The user may allow integers; ``allow_int`` is None if the transform has no such option.
 
     Raises:
       ArgumentError: if not; names its path.
     """
-    if allow_int:
-        return
     kind = jnp.complexfloating if holomorphic else jnp.inexact
     needed = ", and holomorphic=True is for complex numbers" if holomorphic else ""
     advice = "" if holomorphic or allow_int is None else ", or pass allow_int=True"
     for path, leaf, lane in zip(packed.layout.leaf_paths, packed.leaves, lane_of, strict=True):
+        if lane != 0:
+            continue
         dtype = _dtype(leaf)
-        if lane == 0 and dtype is not None and not jnp.issubdtype(dtype, kind):
+        if dtype is not None and not allow_int and not jnp.issubdtype(dtype, kind):
             raise ArgumentError(
                 f"Cannot differentiate {format_path(path)}: its dtype is {dtype}{needed}. Choose the "
                 f"leaves with argnums=nnx.DiffState(argnum, filter){advice}."
+            )
+        if dtype is None and not is_traceable(leaf):
+            raise ArgumentError(
+                f"Cannot differentiate {format_path(path)}: it is a {type(leaf).__name__} ({leaf!r:.80}), not an "
+                "array. Choose other arguments with argnums, or leaves with argnums=nnx.DiffState(argnum, filter)."
             )
 
 

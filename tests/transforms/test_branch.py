@@ -273,10 +273,10 @@ def test_no_branches_and_choices_that_are_no_scalar_are_errors():
             nnx.switch(choice, [skip, skip], Layer(), X)
 
 
-def test_a_complex_predicate_is_refused():
-    """A cast to bool looks at the real part alone: 1j chose the branch for false."""
-    for predicate in (1j, jnp.array(1j)):
-        with pytest.raises(errors.ArgumentError, match=r"a boolean or a real number, got complex"):
+def test_a_predicate_that_is_no_real_number_is_refused():
+    """A cast to bool looks at the real part alone: 1j chose the branch for false; and a key cannot be cast."""
+    for predicate in (1j, jnp.array(1j), jax.random.key(0)):
+        with pytest.raises(errors.ArgumentError, match=r"a boolean or a real number, got (complex|key)"):
             nnx.cond(predicate, lambda x: x, lambda x: -x, 1.0)
 
 

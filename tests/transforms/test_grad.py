@@ -453,10 +453,16 @@ def test_argnums_are_numbers(argnums, shown):
             lambda m: nnx.grad(loss, holomorphic=True)(m, X),
             r"args\[0\]\.b: its dtype is float32, and holomorphic=True is for complex numbers\. .*filter\)\.$",
         ),
+        (lambda m: nnx.grad(loss, argnums=1)(m, "x"), r"args\[1\]: it is a str \('x'\), not an array.*argnums"),
+        (
+            lambda m: nnx.grad(loss, argnums=1, allow_int=True)(m, ["x"]),
+            r"args\[1\]\[0\]: it is a str \('x'\), not an array",
+        ),
+        (lambda m: nnx.value_and_grad(lambda p: 1.0)(nnx.Param("x")), r"args\[0\]: it is a str \('x'\), not an array"),
     ],
 )
 def test_leaves_that_cannot_be_differentiated(call, message):
-    """The error names the leaf and its dtype, and says how to choose others; nothing changes."""
+    """The error names the leaf and its dtype or type, and says how to choose others; nothing changes."""
     layer = Layer()
     with pytest.raises(errors.ArgumentError, match=message):
         call(layer)

@@ -1,5 +1,6 @@
 """nnx.vmap and nnx.pmap: an axis for each kind of leaf; state comes out with the axis it went in with."""
 
+import collections
 import functools
 import re
 
@@ -281,6 +282,16 @@ def test_wrong_axes_are_errors_that_say_what_and_where(case):
     call, message = WRONG[case]
     with pytest.raises(errors.PrefixError, match=message):
         call()
+
+
+def test_what_is_no_array_cannot_be_mapped():
+    """The error names it; passed whole it may be anything."""
+    say = lambda x, by: x * len(by["text"])
+    with pytest.raises(errors.ArgumentError, match=r"args\[1\]\.text is a str \('abc'\).* vmap .*None in in_axes"):
+        nnx.vmap(say)(XS, {"text": "abc"})
+    np.testing.assert_array_equal(nnx.vmap(say, in_axes=(0, None))(XS, {"text": "abc"}), XS * 3)
+    with pytest.raises(errors.ArgumentError, match=r"(?s)args\[0\] is a deque .* scan .*None in in_axes"):
+        nnx.scan(lambda x: x, in_axes=0, out_axes=0)(collections.deque([1, XS]))
 
 
 def test_a_filter_may_take_nothing():
