@@ -329,18 +329,18 @@ def globals_in(code: types.CodeType, namespace: dict[str, Any], others: Iterable
 
 
 def globals_by_text(names: Collection[str], namespace: dict[str, Any]) -> Iterator[LookUp]:
-    """The look-ups of globals and modules of these names, which code may reach by text: ``globals()["model"]``."""
+    """The look-ups of globals and modules of these names, which code may reach by text: ``globals()["model"]``.
+
+    And in those of the ``__getattr__`` of a module, which is called for what the module lacks.
+    """
     look_ups = [LookUp(entry, x, name) for x in (namespace, sys.modules) for name in sorted(x.keys() & names)]
     yield from look_ups
-    yield from _in_namespaces(look_ups, names)
+    yield from _in_namespaces(look_ups, {*names, "__getattr__"})
 
 
 def _in_namespaces(stack: list[LookUp], names: Collection[str]) -> Iterator[LookUp]:
-    """The look-ups of these names in the modules and classes that look-ups find, and in what is found there.
-
-    A module may also have a ``__getattr__``, which is called without being named.
-    """
-    names, seen = {*names, "__getattr__"}, set[int]()
+    """The look-ups of these names in the modules and classes that look-ups find, and in what is found there."""
+    seen = set[int]()
     while stack:
         look_up = stack.pop()
         x = look_up.found()

@@ -231,7 +231,7 @@ class _Search:
         self.start = Way(function, LookUp(itself, function), None)
         further = [Way(x, LookUp(item, given, k), self.start) for k, x in enumerate(given)]
         self.queue = deque([self.start, *further])  # the ways that are yet to be visited, the shortest first
-        self.look_ups_left = _MOST_TO_FIND
+        self.look_ups_left, self.elsewhere_left = _MOST_TO_FIND, _MOST_ELSEWHERE
         self.missing = set(map(id, sought))
         self.namespace = _namespace_of(function)
         self.running = [code for code in running if not is_of_library(code.namespace)]
@@ -239,7 +239,7 @@ class _Search:
         self.looked_for = set[str]()  # those with which methods have been looked for in all objects
         self.unnamed = list[Way]()  # to objects with methods that are called without being named, not looked into yet
         self.visited = set[int]()  # the code of functions, by id
-        self.elsewhere = list[Way]()  # to functions of other files
+        self.elsewhere = deque[Way]()  # to functions of other files
         self.found, self.others, self.ends = dict[int, Way](), list[Way](), list[Way]()
         self.again = dict[Hashable, Way]()
 
@@ -249,16 +249,14 @@ class _Search:
             if id(code) not in self.visited:
                 self.go_on(self.start, globals_in(code, namespace))
                 self.visit_all()
-        for way in itertools.islice(self.elsewhere, _MOST_ELSEWHERE):  # which become more
-            if self.missing:
-                self.go_on(way, globals_of(way.value))
-                self.visit_all()
+        self.visit_elsewhere()
         if self.missing:
             self.look_ups_left = max(self.look_ups_left, _MOST)
             namespaces = [self.namespace or {}, *[code.namespace for code in self.running]]
             for namespace in {id(x): x for x in namespaces}.values():
                 self.go_on(self.start, globals_by_text(self.names, namespace))
             self.visit_all()
+            self.visit_elsewhere()
         ways = [*self.found.values(), *self.others]
         objects = [way for way in ways if issubclass(type(way.value), Identified)]
         leading = {id(holder) for way in objects for _, holder in way.back()} if self.again else ()
@@ -274,6 +272,14 @@ class _Search:
             self.visit(self.queue.popleft())
             if not self.queue:
                 self.look_for_methods()
+
+    def visit_elsewhere(self) -> None:
+        """Go on to the globals of functions of other files, which become more, as long as something is missing."""
+        while self.missing and self.elsewhere and self.elsewhere_left:
+            self.elsewhere_left -= 1
+            way = self.elsewhere.popleft()
+            self.go_on(way, globals_of(way.value))
+            self.visit_all()
 
     def look_for_methods(self) -> None:
         """Go on to methods that code names which was visited after the objects, and to those that no code names."""

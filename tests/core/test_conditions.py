@@ -9,6 +9,7 @@ import weakref
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import nnxlib as nnx
@@ -224,3 +225,11 @@ def test_members_that_are_data_may_come_and_go():
     assert members.types == [float, str, type(None)]
     held["d"] = nnx.Dict()  # type: ignore[assignment]
     assert not members.are_as_before()
+
+
+def test_a_step_that_names_a_library_adds_no_condition():
+    """Not even one whose module has a `__getattr__`, which refers to old names, as that of optax does."""
+    library = types.ModuleType("library")
+    exec("old = {'name': 1}\ndef __getattr__(name): return old[name]\ndef loss(x): return x", vars(library))
+    assert not conditions_of(lambda x: library.loss(x))
+    assert not conditions_of(lambda x: optax.l2_loss(x))
