@@ -10,7 +10,7 @@ such places are followed, too, if code of the function names them: each is an *e
 
 From the globals of its functions half of a program can be reached. So those that functions of other files read are
 looked into last, and only if something that is sought has not been found; but Modules and None are found at once. If it
-is still missing, code may have reached it by text, as in ``globals()["model"]``.
+is still missing, code may have reached it by text, as in ``globals()["model"]``, or by the ``__getattr__`` of a module.
 """
 
 from __future__ import annotations

@@ -271,8 +271,8 @@ def flatten_once(value: Any, path: tuple = (), is_argument: bool = False) -> tup
 _LEAF_TREEDEF = jtu.tree_structure(0)
 
 _WITHOUT_ORDER = """\
-JAX cannot flatten the dict at {where}, since its keys {keys} cannot be sorted. Use keys of one type, or nnx.Dict(...) \
-in its place."""
+JAX cannot flatten the dict at {where}, since its keys {keys!r:.80} cannot be sorted. Use keys of one type, or \
+nnx.Dict(...) in its place."""
 
 _STATIC_TYPES = (type, types.FunctionType)  # of values that are static wherever nothing else is declared
 
