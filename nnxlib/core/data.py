@@ -167,6 +167,7 @@ def is_data_leaf(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
+    """The leaves and nodes in a value, if it is a node those in it; also in dicts that JAX cannot flatten."""
     try:
         return jax.tree.leaves(value, is_leaf=lambda x: is_node(x) and x is not value)
     except (TypeError, ValueError):

@@ -251,7 +251,7 @@ class _Search:
                 self.visit_all()
         self.visit_elsewhere()
         if self.missing:
-            self.look_ups_left = max(self.look_ups_left, _MOST)
+            self.look_ups_left = max(self.look_ups_left, _MOST)  # a few, even if all have been made
             namespaces = [self.namespace or {}, *[code.namespace for code in self.running]]
             for namespace in {id(x): x for x in namespaces}.values():
                 self.go_on(self.start, globals_by_text(self.names, namespace))

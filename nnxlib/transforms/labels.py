@@ -262,7 +262,8 @@ def _on_stream(layout: Layout, path: tuple, size: Any) -> str:
 
 
 _NO_ARRAY = """\
-{where} is a {kind} ({value!r:.80}), not an array, so {what} cannot map over it. Pass it whole: None in in_axes."""
+{where} is a {kind} ({value!r:.80}), not an array, so {what} cannot map over it. Bind it beforehand with \
+functools.partial; for nnx.vmap it may also be passed whole, with None in in_axes."""
 
 _WHOLE = "in_axes says which axis of each argument it is; None is for one that is passed whole: in_axes=(0, None)."
 
