@@ -66,9 +66,14 @@ class ModuleMeta(_ProtocolMeta):
     It derives from the metaclasses of :class:`abc.ABC` and Protocol, so that a Module may have these as bases.
     """
 
-    # Protocol's metaclass would first ask whether the class is a protocol, which a Module never is, and take longer.
-    __instancecheck__ = ABCMeta.__instancecheck__
+    # Not the checks of Protocol's metaclass, which first ask whether the class is a protocol, which a Module never is.
     __subclasscheck__ = ABCMeta.__subclasscheck__
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        """A List or Dict with data in it counts as a Module; one without is like a plain list or dict."""
+        if ABCMeta.__instancecheck__(cls, x):
+            return True
+        return cls is Module and isinstance(x, List | Dict) and holds_data(x)
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
         # Not the `__new__` of the metaclass of Protocol, which takes a class with the base Generic for a protocol.
@@ -312,7 +317,8 @@ def _set_where_found(
       UsageError: if there are such, unless ``raise_if_not_found`` is False; then nothing has been set.
     """
     predicates = [to_predicate(f) for f in filters]
-    modules = [x for path, x in _of_kind(iter_objects(node), Pytree) if any(p(path, x) for p in predicates)]
+    found = ((path, x) for path, x in iter_objects(node) if isinstance(x, (Pytree, Module)))
+    modules = [x for path, x in found if any(p(path, x) for p in predicates)]
     places = [(module, name) for module in modules for name in attributes if _has_attribute(module, name)]
     missing = attributes.keys() - {name for _, name in places}
     if missing and raise_if_not_found:
@@ -340,12 +346,7 @@ def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
     >>> [path for path, _ in nnx.iter_modules(nnx.Sequential(nnx.Dropout(0.5)))]
     [('layers', 0), ('layers',), ()]
     """
-    return _of_kind(iter_objects(module), Module)
-
-
-def _of_kind(found: Iterable[tuple[A, Any]], kind: type[Node]) -> Iterator[tuple[A, Any]]:
-    """Of pairs (path or key, object), those of a class, and of each List and Dict that holds data at any depth."""
-    return ((k, x) for k, x in found if isinstance(x, kind) or (isinstance(x, List | Dict) and holds_data(x)))
+    return ((path, x) for path, x in iter_objects(module) if isinstance(x, Module))
 
 
 @boundary
@@ -357,7 +358,7 @@ def iter_module_children(node: Any, /) -> Iterator[tuple[Any, Any]]:
     >>> [(key, type(child).__name__) for key, child in nnx.iter_module_children(model)]
     [(0, 'Linear'), (1, 'Dropout')]
     """
-    return _of_kind(iter_children(node), Module)
+    return ((key, x) for key, x in iter_children(node) if isinstance(x, Module))
 
 
 class Sequential(Module):

@@ -557,6 +557,9 @@ def test_settings_are_no_modules():
     expected = [("heads", "a"), ("heads",), ("layers", 0), ("layers",), ()]
     assert [path for path, _ in m.iter_modules()] == expected
     assert [name for name, _ in nnx.iter_module_children(m)] == ["heads", "layers"]
+    modules = [name for name, x in vars(m).items() if isinstance(x, nnx.Module)]  # as code for flax.nnx asks
+    assert modules == ["layers", "heads"]
+    assert not any(isinstance(x, nnx.Sequential | nnx.Rngs) for x in vars(m).values())
     m.layers.rate = 0.5
     m.set_attributes(rate=0.0)
     assert (m.layers.rate, m.layers[0].rate, m.heads.rate, m.heads.a.rate, m.names["rate"]) == (0, 0, 0, 0, 0.5)
