@@ -114,21 +114,25 @@ class Module(Pytree, metaclass=ModuleMeta):
         """Switch to training: ``deterministic`` and ``use_running_average`` get back the user's own setting.
 
         An attribute that :meth:`eval` has overridden gets the value it had before. One that the user has set (such as
-        ``use_running_average=True`` on a BatchNorm that is to stay frozen) keeps its value. One that was never set
-        (``None``) becomes False. ``**attributes`` are set on all Modules that have them; if none has, there
-        is a warning.
+        ``use_running_average=True`` on a BatchNorm that is to stay frozen) keeps its value; if that leaves all dropout
+        of the model off, there is a warning. One that was never set (``None``) becomes False. ``**attributes`` are set
+        on all Modules that have them; if none has, there is a warning.
 
         >>> import nnxlib as nnx
         >>> frozen = nnx.BatchNorm(2, use_running_average=True, rngs=nnx.Rngs(0))
-        >>> frozen.train()
-        >>> frozen.use_running_average
-        True
+        >>> model = nnx.Sequential(frozen, nnx.Dropout(0.5))
+        >>> model.train()
+        >>> frozen.use_running_average, model[1].deterministic
+        (True, False)
         """
-        for module, name in _with_mode(self):
+        found = list(_with_mode(self))
+        for module, name in found:
             own = (module._nnx_marks or {}).get((name,), MISSING)
             if own is not MISSING or getattr(module, name) is None:
                 setattr(module, name, False if own is MISSING or own is None else own)
         _set_with_mode(self, attributes)
+        if "deterministic" not in attributes:
+            _warn_of_evaluation(self, found)
 
     def eval(self, **attributes: Any) -> None:
         """Switch to evaluation: ``deterministic`` and ``use_running_average`` become True; :meth:`train` undoes it."""
@@ -282,6 +286,22 @@ def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:
         warnings.warn(
             f"No Module in {type(root).__name__} has the attributes {sorted(missing)}, so they were not set; the mode "
             f"itself is set by model.train() and model.eval().{_near([x for _, x in iter_modules(root)], missing)}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_evaluation(root: Any, found: list[tuple[Any, str]]) -> None:
+    """Warn if ``train`` has left each layer with a ``deterministic`` in evaluation: in flax.nnx they would now train.
+
+    One that is to drop nothing has a rate of 0. (Statistics, however, are often frozen, those of a whole model, too.)
+    """
+    modes = [module.deterministic for module, name in found if name == "deterministic"]
+    if modes and all(mode is True for mode in modes):
+        warnings.warn(
+            f"After train(), all dropout in {type(root).__name__} is still off: its layers were given "
+            "deterministic=True, which train() takes for a setting of your own. To turn it on, leave that out where "
+            "they are made, or write set_attributes(deterministic=False).",
             UserWarning,
             stacklevel=3,
         )

@@ -74,6 +74,19 @@ def test_a_frozen_module_stays_frozen():
     assert modes(m) == (False, True, True)
 
 
+def test_dropout_that_train_leaves_off_is_warned_of():
+    """In flax.nnx it would be on. Frozen statistics, some dropout off, and a mode that is given are no mistakes."""
+    made = lambda: nnx.Sequential(Drop(deterministic=True), Norm(use_running_average=True))
+    remedy = r"train\(\), all dropout in Sequential is still off: .*set_attributes\(deterministic=False\)"
+    with pytest.warns(UserWarning, match=remedy) as caught:
+        made().train()
+    assert [warning.filename for warning in caught] == [__file__]
+    made().train(deterministic=True)
+    nnx.List([Norm(use_running_average=True)]).train()
+    nnx.Linear(2, 3, rngs=nnx.Rngs(0)).train()
+    nnx.Sequential(made(), Drop(deterministic=False)).train()
+
+
 def test_a_setting_made_during_evaluation_is_the_users_own():
     """What the user sets after eval() is no longer undone by train()."""
     m = Net()
@@ -94,7 +107,8 @@ def test_such_a_setting_is_seen_by_a_compiled_function_also_if_it_is_no_other_va
     m.eval()
     nnx.state(m)  # by which its structure is known
     m.drop.deterministic = m.drop.deterministic
-    train(m)
+    with pytest.warns(UserWarning, match="is still off"):
+        train(m)
     assert modes(m) == (True, False, True)
 
 
