@@ -32,7 +32,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, final
 
 import jax.tree_util as jtu
 
@@ -449,23 +449,56 @@ class Sharing(NamedTuple):
     arrays: Sequence[int]  # the numbers of its own arrays
 
 
-def sharing_of(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple[Sharing, ...]:
-    """What several objects share, given their tables; empty if nothing. Computed once for these tables."""
-    known = tables[0].sharing
-    serials = tuple([table.serial for table in tables])
+@final
+class VariableGroup:
+    """In place of a table for each: Variables that are arguments by themselves, such as those of a State.
+
+    They are often new at each call, as gradients are, and a table takes longer than to read a Variable. So a group is
+    made for one call.
+    """
+
+    __slots__ = ("cells", "objects")
+
+    array_rows = ()  # there are no arrays besides those in the cells
+
+    def __init__(self, variables: Sequence[Variable]):
+        self.objects = [*variables]
+        self.cells = [variable._cell for variable in variables]
+
+    def objects_with(self, root: Any) -> list[Any]:
+        """The Variables; there is no root."""
+        return self.objects
+
+
+Tables = Sequence[LiveTable | VariableGroup]  # of objects in arguments, in order; a group is without root (None)
+
+
+def sharing_of(roots: Sequence[Any], tables: Tables) -> tuple[Sharing, ...]:
+    """What several objects share, given their tables; empty if nothing. Computed once for tables that are kept."""
+    kept = [table for table in tables if type(table) is LiveTable]
+    if len(kept) < len(tables):
+        alone = [x for table in tables if type(table) is VariableGroup for x in table.objects]
+        ids = set(map(id, alone))
+        if len(ids) < len(alone) or not all(table.index.keys().isdisjoint(ids) for table in kept):
+            return _find_sharing(roots, tables)
+    if len(kept) < 2:
+        return ()
+    known = kept[0].sharing
+    serials = tuple([-len(table.cells) if type(table) is VariableGroup else table.serial for table in tables])
     found = known.get(serials)
     if found is None:
         found = keep(known, serials, _find_sharing(roots, tables))
     return found
 
 
-def _find_sharing(roots: Sequence[Any], tables: Sequence[LiveTable]) -> tuple[Sharing, ...]:
+def _find_sharing(roots: Sequence[Any], tables: Tables) -> tuple[Sharing, ...]:
     first: dict[int, tuple[int, int]] = {}  # id of an object -> the number of a table, and the row there
     found = []
     for k, (x, table) in enumerate(zip(roots, tables, strict=True)):
         places = [(row, first.setdefault(id(y), (k, row))) for row, y in enumerate(table.objects_with(x))]
         shared = {row: place for row, place in places if place != (k, row)}
-        cells = tuple([j for j, row in enumerate(table.layout.variables) if row not in shared])
+        rows = range(len(table.cells)) if type(table) is VariableGroup else table.layout.variables
+        cells = tuple([j for j, row in enumerate(rows) if row not in shared])
         arrays = tuple([j for j, row in enumerate(table.array_rows) if row not in shared])
         found.append(Sharing(tuple(shared.items()), cells, arrays))
     return tuple(found) if any(x.shared for x in found) else ()

@@ -27,7 +27,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.tree_util as jtu
@@ -41,8 +41,9 @@ from ..core.graph import commit, pack
 from ..core.layout import keep
 from ..core.rows import LEAF, Spec, Tree, value_of
 from ..core.stamps import stamping
-from ..core.static import StaticArgument
-from ..core.tables import LiveTable, Sharing, patched, sharing_of, table_of
+from ..core.static import Const, StaticArgument
+from ..core.tables import LiveTable, Sharing, Tables, VariableGroup, patched, sharing_of, table_of
+from ..core.variables import Variable
 from .closure_inputs import Literals, WithLiterals, literals_in, literals_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
@@ -58,15 +59,13 @@ class KnownCall(NamedTuple):
     signature: Hashable
     sharing: tuple[Sharing, ...]  # empty if they share nothing
     leaves: Sequence[Any]  # objects are leaves, too
-    tables: list[LiveTable]  # of the objects
+    tables: Tables  # of the objects
     plain: list[Any]  # the other leaves
 
     def holds(self) -> bool:
         """Whether the tables are still what the key says; not if another thread has described a change since."""
-        layouts = tuple([layout for layout in self.key[1] if layout is not None])
-        return layouts == tuple([table.layout for table in self.tables]) and self.sharing == _shared(
-            self.leaves, self.tables
-        )
+        layouts = [layout for layout in self.key[1] if layout is not None]
+        return layouts == [t.layout for t in _kept(self.tables)] and self.sharing == _shared(self.leaves, self.tables)
 
 
 class Miss(Exception):
@@ -189,6 +188,9 @@ class Dispatch:
             self._flatten = _flatten_containers if self._flatten is None else _flatten_pytrees
             raise Miss(None)
         entry = self._entries.get(found.key)
+        if entry is not None and entry.meets_again(found):
+            found = _describe(leaves, signature, grouping=False) or found
+            entry = self._entries.get(found.key)
         if entry is None:
             raise Miss(found)
         if type(addresses) is WithLiterals and not entry.has(addresses.literals, found.tables):
@@ -238,17 +240,35 @@ def _unfolded(leaves: Sequence[Any], key: Hashable, flatten: Callable, has_stati
     return [x for x in found if type(x) is not StaticArgument], (key, treedef, *static)
 
 
-def _describe(leaves: Sequence[Any], signature: Hashable) -> KnownCall | None:
-    """Describe a call by its leaves; None if the table of an object is not reliable, or if a leaf is a container."""
-    layouts, tables, plain = [], [], []
-    for x in leaves:
-        if type(x) in _LEAF_TYPES:
+def _describe(leaves: Sequence[Any], signature: Hashable, grouping: bool = True) -> KnownCall | None:
+    """Describe a call by its leaves; None if the table of an object is not reliable, or if a leaf is a container.
+
+    Variables without tables are grouped, unless that is not wanted.
+    """
+    layouts: list[Any] = []
+    tables: list[LiveTable | VariableGroup] = []
+    plain, together = [], list[Variable]()
+    kinds = list(map(type, leaves))
+    grouped = {kind for kind in set(kinds) if issubclass(kind, Variable)}
+    if grouped and not (grouping and next(x for x in leaves if type(x) in grouped)._nnx_table is None):
+        grouped = set()
+    for kind, x in zip(kinds, leaves, strict=True):
+        if kind in _LEAF_TYPES:
             layouts.append(None)
             plain.append(x)
+        elif kind in grouped:
+            metadata = Const.of_items(x._metadata) if x._metadata else None
+            if metadata is not None and metadata.mutable:
+                return None
+            layouts.append((kind, metadata))
+            together.append(x)
         elif is_node(x):
             table = table_of(x)
             if not table.reliable:
                 return None
+            if together:
+                tables.append(VariableGroup(together))
+                together = []
             layouts.append(table.layout)
             tables.append(table)
         elif _is_leaf(x):
@@ -256,12 +276,28 @@ def _describe(leaves: Sequence[Any], signature: Hashable) -> KnownCall | None:
             plain.append(x)
         else:
             return None
+    if together:
+        tables.append(VariableGroup(together))
     sharing = _shared(leaves, tables)
     return KnownCall((signature, tuple(layouts), sharing), signature, sharing, leaves, tables, plain)
 
 
-def _shared(leaves: Sequence[Any], tables: Sequence[LiveTable]) -> tuple[Sharing, ...]:
-    return sharing_of([x for x in leaves if is_node(x)], tables) if len(tables) > 1 else ()
+def _shared(leaves: Sequence[Any], tables: Tables) -> tuple[Sharing, ...]:
+    return sharing_of(_roots(leaves, tables), tables)
+
+
+def _kept(tables: Tables) -> list[LiveTable]:
+    """The tables that objects keep."""
+    return [table for table in tables if type(table) is LiveTable]
+
+
+def _roots(leaves: Sequence[Any], tables: Tables) -> list[Any]:
+    """The objects among the leaves that have tables; None for a group."""
+    nodes = [x for x in leaves if is_node(x)]
+    if not any(type(table) is VariableGroup for table in tables):
+        return nodes
+    roots = iter([x for x in nodes if not issubclass(type(x), Variable)])
+    return [None if type(table) is VariableGroup else next(roots) for table in tables]
 
 
 def _is_leaf(x: Any) -> bool:
@@ -280,7 +316,7 @@ def _by_table(pairs: Iterable[tuple[int, int]]) -> Numbers:
     return [(k, [j for _, j in group]) for k, group in itertools.groupby(pairs, operator.itemgetter(0))]
 
 
-def _cells_at(numbers: Numbers, tables: Sequence[LiveTable]) -> list[Cell]:
+def _cells_at(numbers: Numbers, tables: Tables) -> list[Cell]:
     return [cells[j] for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
 
 
@@ -294,7 +330,9 @@ class _Reads(NamedTuple):
     def inputs(self, found: KnownCall) -> list[Any]:
         tables = found.tables
         inputs = [cells[j].value for k, chosen in self.cells for cells in (tables[k].cells,) for j in chosen]
-        inputs += [values[j] for k, chosen in self.arrays for values in (tables[k].array_values(),) for j in chosen]
+        for k, chosen in self.arrays:
+            values = cast(LiveTable, tables[k]).array_values()
+            inputs += [values[j] for j in chosen]
         return inputs + found.plain
 
 
@@ -308,7 +346,7 @@ class _Writes(NamedTuple):
 class CacheEntry:
     """Calls with one signature, and objects of certain layouts, which share certain parts."""
 
-    __slots__ = ("__weakref__", "_arrays", "_cells", "_reads", "_writes", "plan")
+    __slots__ = ("__weakref__", "_arrays", "_cells", "_met", "_reads", "_writes", "plan")
 
     def __init__(self, plan: Plan, found: KnownCall):
         whole = [Sharing((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
@@ -318,8 +356,17 @@ class CacheEntry:
         self._arrays = [(k, j) for k, own in enumerate(found.sharing or whole) for j in own.arrays]
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: dict[Outcome, _Writes] = {}
+        self._met: Callable[[], Any] = lambda: None  # the first of the grouped Variables in the last call
 
-    def has(self, literals: Literals, tables: Sequence[LiveTable]) -> bool:
+    def meets_again(self, found: KnownCall) -> bool:
+        """Whether grouped Variables are those of the last call, and so may come again: tables for them will pay."""
+        first = next((table.objects[0] for table in found.tables if type(table) is VariableGroup), None)
+        if first is None or first is self._met():
+            return first is not None
+        self._met = weakref.ref(first)
+        return False
+
+    def has(self, literals: Literals, tables: Tables) -> bool:
         """Whether the Variables of these literals are in the tables; another one may have taken the place of one."""
         cells = [tables[k].cells[j] for k, j in map(self._cells.__getitem__, literals.positions)]
         present = [getattr(reference(), "_cell", None) for reference in literals.variables]
@@ -349,9 +396,7 @@ class CacheEntry:
 
         return compiled.call(reads.inputs(found), finish)
 
-    def finish(
-        self, leaves: Sequence[Any], tables: Sequence[LiveTable], values: Sequence[Any], outcome: Outcome
-    ) -> Any:
+    def finish(self, leaves: Sequence[Any], tables: Tables, values: Sequence[Any], outcome: Outcome) -> Any:
         """Write the ``values`` that came back from a call with these leaves; returns the user's output."""
         if outcome.delta.rows:
             return commit(self.plan.crossing.layout, outcome.delta, values, _objects_in(leaves, tables))
@@ -375,7 +420,7 @@ class CacheEntry:
         site = sites.setdefault(found.signature, CallSite(arrangement))
         site.arrangement = arrangement
         shortcut = Shortcut(self, reads.compiled, writes.output)
-        for k, (index, table) in enumerate(zip(objects, found.tables, strict=True)):
+        for k, (index, table) in enumerate(zip(objects, _kept(found.tables), strict=True)):
             inputs = _cells_at([x for x in reads.cells if x[0] == k], found.tables)
             outputs = _cells_at([x for x in writes.cells if x[0] == k], found.tables)
             arrays = [table.arrays[j][:2] for i, chosen in reads.arrays if i == k for j in chosen]
@@ -396,10 +441,10 @@ class CacheEntry:
         return found
 
 
-def _only_writes_cells(outcome: Outcome, tables: Sequence[LiveTable]) -> bool:
+def _only_writes_cells(outcome: Outcome, tables: Tables) -> bool:
     """Whether a call can have a shortcut: it has objects, has no pytree to flatten, and changes only Variables."""
     for table in tables:
-        if table.mutable or any(tree is not None for *_, tree in table.arrays):
+        if type(table) is VariableGroup or table.mutable or any(tree is not None for *_, tree in table.arrays):
             return False
     return 0 < len({*tables}) == len(tables) and not outcome.delta.rows and not outcome.returns_objects
 
@@ -414,10 +459,9 @@ def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
     return lambda leaves: value_of(root, (), iter(leaves[start:]))
 
 
-def _objects_in(leaves: Sequence[Any], tables: Sequence[LiveTable]) -> list[Any]:
+def _objects_in(leaves: Sequence[Any], tables: Tables) -> list[Any]:
     """All objects in the leaves of a call, by row."""
-    nodes = [x for x in leaves if is_node(x)]
-    found = [table.objects_with(x) for x, table in zip(nodes, tables, strict=True)]
+    found = [table.objects_with(x) for x, table in zip(_roots(leaves, tables), tables, strict=True)]
     return found[0] if len(found) == 1 else list({id(y): y for objects in found for y in objects}.values())
 
 

@@ -237,7 +237,8 @@ def test_choosing_the_mode_that_is_on_already() -> None:
     f(m)
     m.deterministic = True
     f(m)
-    m.train()
+    with pytest.warns(UserWarning, match="is still off"):
+        m.train()
     assert m.deterministic is True
 
 

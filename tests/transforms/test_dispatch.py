@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import sys
 import weakref
 
 import jax
@@ -215,3 +216,133 @@ def test_an_array_that_was_deleted_with_its_attribute(unchecked):
         assert jitted(model).tolist() == [10.0, 10.0]
     del model.scale
     assert jitted(model).tolist() == [1.0, 1.0]
+
+
+# --- Variables that are arguments by themselves ---------------------------------------------------------------------
+
+
+class Other(nnx.Param):
+    """Another type of Variable."""
+
+
+def step(args):
+    """What depends on the types, the metadata, the sharing and the order of all Variables, and writes to each."""
+    for k, x in enumerate(args):
+        for v in x if isinstance(x, nnx.List | tuple) else (x,):
+            if isinstance(v, nnx.Variable):
+                metadata = v.get_metadata()
+                v.value = v * 2 + k + isinstance(v, Other) + metadata.get("more", 0) + len(metadata.get("names", ()))
+
+
+KINDS = [
+    lambda x: nnx.Param(x),
+    lambda x: Other(x),
+    lambda x: nnx.Param(x, more=5),
+    lambda x: nnx.Param(x, names=["a", "b"]),  # which can be edited in place
+]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_variables_in_any_places_are_what_they_are_now(unchecked, data):
+    """New ones at each call, or the same, also twice, and in a Module as well: as in eager code."""
+    jitted = nnx.jit(step)
+    count = data.draw(st.integers(3, 6))
+    pool = [data.draw(st.sampled_from(KINDS))(jnp.float32(k)) for k in range(count)]
+    for _ in range(5):
+        if data.draw(st.integers(0, 3)) == 0:
+            pool = [type(v)(v.value, **v.get_metadata()) for v in pool]
+        elif data.draw(st.booleans()):
+            pool[0].set_metadata(more=data.draw(st.integers(0, 2)))
+        numbers = data.draw(st.lists(st.integers(-1, count), min_size=3, max_size=8))
+        nodes = nnx.List([pool[0], nnx.Param(jnp.float32(9.0))]), nnx.List([pool[1], pool[0]])
+        args = [jnp.float32(1.0) if n < 0 else pool[n] if n < count else nodes[len(numbers) % 2] for n in numbers]
+        everything = [*pool, *nodes[0], *nodes[1]]
+        before = [v.value for v in everything]
+        step(args)
+        expected = [float(v.value) for v in everything]
+        for v, value in zip(everything, before, strict=True):
+            v.value = value
+        jitted(args)
+        assert [float(v.value) for v in everything] == expected
+        assert all(isinstance(v.value, jax.Array) for v in everything)
+
+
+def test_names_edited_in_the_metadata_of_one_variable_of_many(unchecked):
+    names = ["a"]
+    variables = [nnx.Param(1.0, names=names), nnx.Param(1.0), Other(1.0)]
+    jitted = nnx.jit(lambda vs: sum(len(v.get_metadata().get("names", ())) for v in vs))
+    for k in range(1, 5):
+        assert jitted(variables) == k
+        names.append("b")
+
+
+def gradients(size):
+    return nnx.state([nnx.Param(jnp.ones(2), **({"layer": k} if k % 3 == 0 else {})) for k in range(size)])
+
+
+def test_a_function_of_new_states_is_compiled_once(unchecked):
+    """A step that is given the gradients of another, and one that returns the State that it is given next."""
+    traces, model = [], nnx.List([nnx.Param(jnp.ones(2))])
+
+    @nnx.jit
+    def apply(model, gradients):
+        traces.append(1)
+        for g in jax.tree.leaves(gradients):
+            model[0] += g
+
+    @nnx.jit
+    def double(state):
+        traces.append(1)
+        return jax.tree.map(lambda x: 2 * x, state)
+
+    state = gradients(5)
+    for k in range(4):
+        apply(model, gradients(5))
+        state = double(state)
+        assert model[0].value.tolist() == [1.0 + 5 * (k + 1)] * 2
+        assert jax.tree.leaves(state)[3].tolist() == [2.0 ** (k + 1)] * 2
+        if k == 0:
+            traces.clear()
+    assert not traces
+    assert not table_of(model).shortcuts
+
+
+def test_a_state_that_is_new_at_each_call_costs_a_few_calls_per_variable(unchecked):
+    """Each Variable had a table of its own once, which took some seventy."""
+    counts = []
+    for size in (20, 120):
+        read = nnx.jit(lambda state: sum(x.sum() for x in jax.tree.leaves(state)))
+        *earlier, new = [nnx.state([nnx.Param(jnp.ones(2)) for _ in range(size)]) for _ in range(6)]
+        for state in earlier:
+            read(state)
+        new[0]  # a State makes its Variables when it is first looked into
+        counts.append(count_calls(lambda: read(new)))  # noqa: B023
+    assert counts[1] - counts[0] <= 6 * 100
+
+
+def test_a_state_that_comes_again_has_a_shortcut(unchecked):
+    """Its Variables are given tables; new ones in their place have none."""
+    read = nnx.jit(lambda vs: sum(v[0] for v in vs))
+    variables = [nnx.Param(jnp.ones(2)) for _ in range(3)]
+    for _ in range(6):
+        assert read(variables) == 3
+    assert all(v._nnx_table.shortcuts for v in variables)
+    new = [nnx.Param(jnp.zeros(2)) for _ in range(3)]
+    assert read(new) == 0
+    assert not any(v._nnx_table for v in new)
+    assert read([*variables[:2], new[0]]) == 2
+
+
+def count_calls(f):
+    count = [0]
+
+    def profile(frame, event, argument):
+        count[0] += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+    return count[0]
