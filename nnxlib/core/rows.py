@@ -15,7 +15,7 @@ Rows and specs are plain data, compared by value: two models with equal rows hav
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 from .static import ATOMS, Const
@@ -137,7 +137,7 @@ Owner = tuple[int, int]  # of a leaf: the row that holds it, or ROOT; and which 
 ROOT = -1  # in place of the number of a row: the pytree around the objects, which holds leaves of its own
 
 
-def value_of(spec: Spec, objects: Sequence[Any], leaves: Iterator[Any]) -> Any:
+def value_of(spec: Spec, objects: Sequence[Any] | Mapping[int, Any], leaves: Iterator[Any]) -> Any:
     """The value of a spec, given the objects by row, and the leaves that have not been used yet."""
     if spec is LEAF:
         return next(leaves)

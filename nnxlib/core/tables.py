@@ -487,7 +487,8 @@ def sharing_of(roots: Sequence[Any], tables: Tables) -> tuple[Sharing, ...]:
     serials = tuple([-len(table.cells) if type(table) is VariableGroup else table.serial for table in tables])
     found = known.get(serials)
     if found is None:
-        found = keep(known, serials, _find_sharing(roots, tables))
+        share = any(not a.index.keys().isdisjoint(b.index.keys()) for a, b in itertools.combinations(kept, 2))
+        found = keep(known, serials, _find_sharing(roots, tables) if share else ())
     return found
 
 

@@ -37,9 +37,9 @@ from ..core.cells import Cell, reader, write_cells, writer
 from ..core.closures import AbsentInput, CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
 from ..core.data import is_node
 from ..core.errors import NnxError
-from ..core.graph import commit, pack
+from ..core.graph import Delta, commit, pack
 from ..core.layout import keep
-from ..core.rows import LEAF, Spec, Tree, value_of
+from ..core.rows import LEAF, Ref, Spec, Tree, parts, value_of
 from ..core.stamps import stamping
 from ..core.static import Const, StaticArgument
 from ..core.tables import LiveTable, Sharing, Tables, VariableGroup, patched, sharing_of, table_of
@@ -388,7 +388,7 @@ class CacheEntry:
             outcome = compiled.outcome_of(returned)
             if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
                 with stamping:
-                    self._keep_shortcut(found, sites, reads, self._writes_of(outcome))
+                    self._keep_shortcut(found, sites, reads, outcome)
             out = self.finish(found.leaves, tables, leaves_returned(returned), outcome)
             if self.plan.has_shardings:
                 self.plan.settle([tables[k].cells[j] for k, j in self._cells])
@@ -410,16 +410,22 @@ class CacheEntry:
             write_cells(_cells_at(writes.cells, tables), values)
         return out
 
-    def _keep_shortcut(self, found: KnownCall, sites: dict[Hashable, CallSite], reads: _Reads, writes: _Writes) -> None:
+    def _keep_shortcut(
+        self, found: KnownCall, sites: dict[Hashable, CallSite], reads: _Reads, outcome: Outcome
+    ) -> None:
         """Keep one, with ``stamping`` held: in a table, shortcuts belong to the layout that it has."""
         if not found.holds():
             return
+        writes = self._writes_of(outcome)
+        output = writes.output
+        if outcome.returns_objects:
+            output = _output_with(outcome.delta, _objects_in(found.leaves, found.tables))
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k in range(len(found.leaves)) if k not in objects]
         arrangement = objects[0], objects[1:], plain, len(found.leaves) == 1
         site = sites.setdefault(found.signature, CallSite(arrangement))
         site.arrangement = arrangement
-        shortcut = Shortcut(self, reads.compiled, writes.output)
+        shortcut = Shortcut(self, reads.compiled, output)
         for k, (index, table) in enumerate(zip(objects, _kept(found.tables), strict=True)):
             inputs = _cells_at([x for x in reads.cells if x[0] == k], found.tables)
             outputs = _cells_at([x for x in writes.cells if x[0] == k], found.tables)
@@ -442,11 +448,11 @@ class CacheEntry:
 
 
 def _only_writes_cells(outcome: Outcome, tables: Tables) -> bool:
-    """Whether a call can have a shortcut: it has objects, has no pytree to flatten, and changes only Variables."""
+    """Whether a call can have a shortcut: it has objects, no pytree to flatten, and changes only Variables."""
     for table in tables:
         if type(table) is VariableGroup or table.mutable or any(tree is not None for *_, tree in table.arrays):
             return False
-    return 0 < len({*tables}) == len(tables) and not outcome.delta.rows and not outcome.returns_objects
+    return 0 < len({*tables}) == len(tables) and not outcome.delta.rows
 
 
 def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
@@ -457,6 +463,13 @@ def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
         unflatten = root.treedef.unflatten
         return lambda leaves: unflatten(leaves[start:])
     return lambda leaves: value_of(root, (), iter(leaves[start:]))
+
+
+def _output_with(delta: Delta, objects: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+    """A function that makes the output from leaves and, by weak references, objects that it refers to."""
+    root, start = delta.root, len(delta.values)
+    references = {spec.index: weakref.ref(objects[spec.index]) for _, spec in parts(root) if type(spec) is Ref}
+    return lambda leaves: value_of(root, {i: find() for i, find in references.items()}, iter(leaves[start:]))
 
 
 def _objects_in(leaves: Sequence[Any], tables: Tables) -> list[Any]:

@@ -334,6 +334,43 @@ def test_a_state_that_comes_again_has_a_shortcut(unchecked):
     assert read([*variables[:2], new[0]]) == 2
 
 
+def test_a_returned_model_is_the_one_that_was_passed(unchecked):
+    """Or a part of it, also if another part has taken its place, or another model comes."""
+    jitted = nnx.jit(lambda m, other, x: ({"model": m, "part": m[0]}, other, m[0][0] * x, m[1].value))
+    model, other = nnx.List([net(1.0), nnx.Param(jnp.ones(2))]), net()
+    for k in range(12):
+        if k % 4 == 2:
+            model[0] = net(float(k))
+        if k % 6 == 5:
+            model, other = nnx.clone(model), net()
+        out, second, product, _ = jitted(model, other, 2.0)
+        assert out["model"] is model
+        assert out["part"] is model[0]
+        assert second is other
+        assert product.tolist() == [2 * float(model[0][0][0])] * 2
+    assert table_of(model).shortcuts
+
+
+def test_what_a_returned_model_costs_does_not_depend_on_its_size(unchecked):
+    counts = []
+    for size in (5, 100):
+        model = nnx.List([net() for _ in range(size)])
+        step = nnx.jit(lambda m: (m, m[0][0].sum()))
+        for _ in range(9):
+            step(model)
+        counts.append(count_calls(lambda: step(model)))  # noqa: B023
+    assert counts[0] == counts[1] < 20
+
+
+def test_a_returned_model_is_freed(unchecked):
+    model, step = net(), nnx.jit(lambda m: (m, m[0].sum()))
+    for _ in range(5):
+        step(model)
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+
+
 def count_calls(f):
     count = [0]
 
