@@ -8,6 +8,7 @@ one of two ways:
 
 - The signature and the layouts of the objects are the key of a :class:`CacheEntry`. It has the plan, and the numbers of
   the cells that the compiled function reads and writes. It refers to no object: it is for all objects of these layouts.
+  Variables that are arguments by themselves, as in a State, need no table for that; when they come again, they get one.
 - For the very objects of an earlier call not even this key is needed: a :class:`Shortcut` has the entry, and each of
   their tables has the cells themselves, under a :class:`CallSite`, which stands for the signature. (Compilers call that
   an inline cache; ``stamp.valid`` is its guard.) Only calls that change nothing but values of Variables have one, and
