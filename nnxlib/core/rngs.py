@@ -18,8 +18,9 @@ places in it are used up in one order and for one purpose only:
   and the one case in which asking again gives the same keys again.
 - Streams that ``split`` or ``broadcast`` pass through, and streams handed to ``Rngs(...)``, are not copied: the new
   Rngs and the old one hold the same stream and advance the same count.
-- Streams of one Rngs that were given the same seed, as in ``Rngs(params=0, dropout=0)``, would be the same tree. The
-  first keeps it; the root of each further one is folded with its name.
+- Streams of one Rngs that were given the same seed, as in ``Rngs(params=0, dropout=0)``, would be the same tree. One
+  keeps it: ``params``, so that parameters are those of flax.nnx, or else ``default`` or the first. The root of each
+  further one is folded with its name.
 
 Different children of one key are different keys, with certainty (threefry is a bijection for a fixed key); keys at
 places with different parents coincide with the probability of a hash collision, about ``n**2 / 2**65`` for ``n`` keys.
@@ -525,7 +526,9 @@ def _make_streams(values: Mapping[str, RngValue | RngStream]) -> dict[str, RngSt
     roots = {name: as_key(value) for name, value in values.items() if name not in given}
     taken: set[Hashable] = set()
     all_small = all(_is_small(values[name]) for name in roots)
-    for name, root in roots.items() if len(roots) > 1 else ():
+    first = [name for name in ("params", "default") if name in roots]
+    for name in (*first, *(name for name in roots if name not in first)) if len(roots) > 1 else ():
+        root = roots[name]
         seed = _fingerprint(values[name], root, all_small)
         if seed in taken:
             roots[name] = _descend(root, _digest(b"stream", (name,)))

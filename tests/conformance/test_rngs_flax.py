@@ -35,6 +35,17 @@ def from_keys(lib):
     return [lib.Rngs(jax.random.key(7))(), lib.Rngs(params=jax.random.PRNGKey(8)).params()]
 
 
+def params_of_equal_seeds(lib):
+    """Parameters are drawn as in flax.nnx; the other streams are told apart, which are all the same there."""
+    given = [
+        {"params": 0, "dropout": 0},
+        {"dropout": 0, "params": 0},
+        {"dropout": 0, "default": 0},
+        {"dropout": 1, "noise": 1, "params": 1, "default": 1},
+    ]
+    return [lib.Rngs(**seeds).params() for seeds in given]
+
+
 def from_other_implementations(lib):
     rngs = lib.Rngs(jax.random.key(0, impl="rbg"))
     return [rngs.params(), rngs.fork()(), key_of(rngs.split(3).default)]
@@ -88,6 +99,7 @@ def broadcast(lib):
 
 
 PROGRAMS = [
+    params_of_equal_seeds,
     draw, draw_named, from_mapping, from_keys, from_other_implementations, from_fresh_stream, streams, fork, split,
     split_some, fork_some, broadcast,
 ]  # fmt: skip
