@@ -317,8 +317,19 @@ def _by_table(pairs: Iterable[tuple[int, int]]) -> Numbers:
     return [(k, [j for _, j in group]) for k, group in itertools.groupby(pairs, operator.itemgetter(0))]
 
 
+def _of_each_table(numbers: Numbers, held: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """For each table those of the cells, or arrays, that it holds that have the numbers."""
+    found: list[list[Any]] = [[] for _ in held]
+    for k, chosen in numbers:
+        found[k] += [held[k][j] for j in chosen]
+    return found
+
+
 def _cells_at(numbers: Numbers, tables: Tables) -> list[Cell]:
     return [cells[j] for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
+
+
+_MANY = 64  # Variables that are arguments by themselves: as many are described as fast as their tables are read
 
 
 class _Reads(NamedTuple):
@@ -360,12 +371,13 @@ class CacheEntry:
         self._met: Callable[[], Any] = lambda: None  # the first of the grouped Variables in the last call
 
     def meets_again(self, found: KnownCall) -> bool:
-        """Whether grouped Variables are those of the last call, and so may come again: tables for them will pay."""
-        first = next((table.objects[0] for table in found.tables if type(table) is VariableGroup), None)
-        if first is None or first is self._met():
-            return first is not None
+        """Whether a few grouped Variables are those of the last call, and so may come again: tables will pay then."""
+        group = next((table for table in found.tables if type(table) is VariableGroup), None)
+        if group is None or len(group.objects) > _MANY:
+            return False
+        first, last = group.objects[0], self._met()
         self._met = weakref.ref(first)
-        return False
+        return first is last
 
     def has(self, literals: Literals, tables: Tables) -> bool:
         """Whether the Variables of these literals are in the tables; another one may have taken the place of one."""
@@ -422,16 +434,20 @@ class CacheEntry:
         if outcome.returns_objects:
             output = _output_with(outcome.delta, _objects_in(found.leaves, found.tables))
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
-        plain = [k for k in range(len(found.leaves)) if k not in objects]
+        plain = [k for k, x in enumerate(found.leaves) if not is_node(x)]
         arrangement = objects[0], objects[1:], plain, len(found.leaves) == 1
         site = sites.setdefault(found.signature, CallSite(arrangement))
         site.arrangement = arrangement
         shortcut = Shortcut(self, reads.compiled, output)
-        for k, (index, table) in enumerate(zip(objects, _kept(found.tables), strict=True)):
-            inputs = _cells_at([x for x in reads.cells if x[0] == k], found.tables)
-            outputs = _cells_at([x for x in writes.cells if x[0] == k], found.tables)
-            arrays = [table.arrays[j][:2] for i, chosen in reads.arrays if i == k for j in chosen]
-            keep(table.shortcuts, site, Part(shortcut, index, inputs, arrays, outputs))
+        for index, table, inputs, arrays, outputs in zip(
+            objects,
+            _kept(found.tables),
+            _of_each_table(reads.cells, [table.cells for table in found.tables]),
+            _of_each_table(reads.arrays, [table.arrays for table in _kept(found.tables)]),
+            _of_each_table(writes.cells, [table.cells for table in found.tables]),
+            strict=True,
+        ):
+            keep(table.shortcuts, site, Part(shortcut, index, inputs, [array[:2] for array in arrays], outputs))
 
     def _reads_of(self, compiled: Compiled) -> _Reads:
         both = [*self._cells, *self._arrays]
