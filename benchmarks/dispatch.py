@@ -303,13 +303,18 @@ def by_jit_partial(nnx: ModuleType, step: Callable, objects: list, donated: bool
 
 
 def by_split_merge(
-    nnx: ModuleType, step: Callable, objects: list, donated: bool = False, form: Callable = lambda nnx, state: state
+    nnx: ModuleType,
+    step: Callable,
+    objects: list,
+    donated: bool = False,
+    form: Callable = lambda nnx, state: state,
+    jit_of: Callable = lambda nnx: jax.jit,
 ) -> Callable:
-    """The functional form: `split` once, `merge` inside `jax.jit`, and the caller keeps the state."""
+    """The functional form: `split` once, `merge` inside `jax.jit` or `nnx.jit`, and the caller keeps the state."""
     graphdef, state = nnx.split(objects)
     state = form(nnx, state)
 
-    @partial(jax.jit, donate_argnums=1 if donated else ())
+    @partial(jit_of(nnx), donate_argnums=1 if donated else ())
     def pure_step(graphdef: Any, state: Any, *arguments: Any) -> tuple:
         objects = nnx.merge(graphdef, state)
         loss = step(*objects, *arguments)
@@ -324,12 +329,17 @@ def by_split_merge(
 
 
 def read_by_split_merge(
-    nnx: ModuleType, step: Callable, objects: list, donated: bool = False, form: Callable = lambda nnx, state: state
+    nnx: ModuleType,
+    step: Callable,
+    objects: list,
+    donated: bool = False,
+    form: Callable = lambda nnx, state: state,
+    jit_of: Callable = lambda nnx: jax.jit,
 ) -> Callable:
     """The functional form of a step that changes nothing: no state comes out."""
     graphdef, state = nnx.split(objects)
 
-    @jax.jit
+    @jit_of(nnx)
     def pure_step(graphdef: Any, state: Any, *arguments: Any) -> jax.Array:
         return step(*nnx.merge(graphdef, state), *arguments)
 
@@ -339,6 +349,11 @@ def read_by_split_merge(
 def arrays_only(nnx: ModuleType, state: Any) -> Any:
     """The state with each Variable replaced by its array, which JAX flattens faster."""
     return nnx.as_pure(state)
+
+
+def split_merge_in_nnx_jit(library: str) -> Adapter:
+    jit_of = lambda nnx: nnx.jit
+    return ObjectGraph(library, partial(by_split_merge, jit_of=jit_of), partial(read_by_split_merge, jit_of=jit_of))
 
 
 class Equinox:
@@ -419,11 +434,13 @@ ADAPTERS: Mapping[str, Callable[[], Adapter]] = {
     CONTROL: Raw,
     "nnxlib, nnx.jit": lambda: ObjectGraph("nnxlib", by_jit),
     "nnxlib, split/merge in jax.jit": lambda: ObjectGraph("nnxlib", by_split_merge, read_by_split_merge),
+    "nnxlib, split/merge in nnx.jit": lambda: split_merge_in_nnx_jit("nnxlib"),
     "flax, nnx.jit (default)": lambda: ObjectGraph("flax.nnx", by_jit),
     "flax, nnx.jit graph=False": lambda: ObjectGraph("flax.nnx", partial(by_jit, graph=False)),
     "flax, cached_partial": lambda: ObjectGraph("flax.nnx", by_cached_partial),
     "flax, jit_partial graph=False": lambda: ObjectGraph("flax.nnx", by_jit_partial),
     "flax, split/merge in jax.jit": lambda: ObjectGraph("flax.nnx", by_split_merge, read_by_split_merge),
+    "flax, split/merge in nnx.jit": lambda: split_merge_in_nnx_jit("flax.nnx"),
     "flax, split/merge, pure state": lambda: ObjectGraph(
         "flax.nnx", partial(by_split_merge, form=arrays_only), partial(read_by_split_merge, form=arrays_only)
     ),
