@@ -49,7 +49,7 @@ def transforms(model: Model, x: jax.Array) -> None:
     assert_type(nnx.cond(True, loss, loss, model, x, graph=False), jax.Array)
     assert_type(nnx.eval_shape(lambda: Model(rngs=nnx.Rngs(0))), Model)
     with nnx.set_graph_mode(False):
-        assert_type(nnx.set_graph_mode.current(), bool)
+        assert_type(nnx.set_graph_mode.current_value(), bool)
 
 
 def states(model: Model) -> Model:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +31,7 @@ import nnxlib
 from ..core.annotations import signature_of
 from ..core.errors import format_path
 from ..core.missing import MISSING
+from ..core.switches import Switch
 from ..core.tracing import boundary
 from . import aliases, functional
 from .trees import OF_GRAPHS, check_tree
@@ -42,37 +44,18 @@ M = TypeVar("M")
 _SWITCHES = ("graph_updates", "copy_variables")
 
 
-class _Mode:
-    """A switch for all calls: set from now on, within a ``with`` block, or within each call of a decorated function.
+class _Mode(Switch):
+    """A switch for all calls in this thread."""
 
-    ``current()`` returns it.
-    """
-
-    value = True
-
-    def __init__(self, value: bool, /):
-        self._set = value
-        self._before, type(self).value = type(self).value, value
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        type(self).value = self._before
-
-    def __call__(self, function: Callable) -> Callable:
-        type(self).value = self._before
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with type(self)(self._set):
-                return function(*args, **kwargs)
-
-        return wrapper
+    _values = threading.local()
 
     @classmethod
-    def current(cls) -> bool:
-        return cls.value
+    def current_value(cls) -> bool:
+        return getattr(cls._values, cls.__name__, True)
+
+    @classmethod
+    def _put(cls, value: bool) -> None:
+        setattr(cls._values, cls.__name__, value)
 
 
 class set_graph_mode(_Mode):
@@ -80,7 +63,7 @@ class set_graph_mode(_Mode):
 
     >>> from nnxlib.compat import flax as nnx
     >>> with nnx.set_graph_mode(False):
-    ...   nnx.set_graph_mode.current()
+    ...   nnx.set_graph_mode.current_value()
     False
     """
 
@@ -107,7 +90,6 @@ def with_vars(
     mutable: bool | None = None,
     only: nnxlib.filterlib.Filter = ...,
     allow_duplicates: bool = False,
-    **switches: Any,
 ) -> Any:
     """Return a copy of ``node`` in which the Variables that the filter takes have these settings.
 
@@ -145,11 +127,11 @@ vars_as = with_vars
 
 
 def _of_trees(graph: bool | None) -> bool:
-    return not (set_graph_mode.value if graph is None else graph)
+    return not (set_graph_mode.current_value() if graph is None else graph)
 
 
 def _in_tree_mode(graph: bool | None, graph_updates: bool | None) -> bool:
-    updates = set_graph_updates.value if graph_updates is None else graph_updates
+    updates = set_graph_updates.current_value() if graph_updates is None else graph_updates
     return _of_trees(graph) or not updates
 
 

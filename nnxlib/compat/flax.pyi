@@ -11,6 +11,7 @@ import nnxlib
 from nnxlib import *
 from nnxlib.core.errors import Path
 from nnxlib.core.filters import Filter
+from nnxlib.core.switches import Switch as Switch
 from nnxlib.transforms.signatures import Jit, Operator, Transform, ValueAndGrad
 
 from .variablelib import var_defaults as var_defaults
@@ -22,16 +23,8 @@ _T = TypeVar("_T")
 
 # --- switches for all calls ---
 
-class _Mode:
-    def __init__(self, value: bool, /) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *exc: _Any) -> None: ...
-    def __call__(self, function: _F) -> _F: ...
-    @classmethod
-    def current(cls) -> bool: ...
-
-class set_graph_mode(_Mode): ...
-class set_graph_updates(_Mode): ...
+class set_graph_mode(Switch): ...
+class set_graph_updates(Switch): ...
 
 # --- models and States ---
 
@@ -85,7 +78,6 @@ def with_vars(
     mutable: bool | None = None,
     only: Filter = ...,
     allow_duplicates: bool = False,
-    **switches: bool | None,
 ) -> _T: ...
 
 vars_as = with_vars

@@ -28,6 +28,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .errors import ArgumentError, PlacementError, describe
+from .switches import Switch
 from .tracing import at_top_level, concrete_mesh, current_mesh, level_of_user, resharded
 
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
@@ -50,8 +51,8 @@ def _set(eager: bool, rules: Rules) -> None:
     _context((eager, rules)).__enter__()  # for good, which JAX has no function for
 
 
-class use_eager_sharding:
-    """Set whether Variables that name their axes are sharded when they are made; as a context manager, for a block.
+class use_eager_sharding(Switch):
+    """Set whether Variables that name their axes are sharded when they are made; also for a block, or as a decorator.
 
     Args:
       value: whether they are; True by default, in each thread.
@@ -64,15 +65,13 @@ class use_eager_sharding:
     True
     """
 
-    def __init__(self, value: bool, /):
-        self._before, rules = _settings()
-        _set(bool(value), rules)
+    @classmethod
+    def current_value(cls) -> bool:
+        return _settings()[0]
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
-        _set(self._before, _settings()[1])
+    @classmethod
+    def _put(cls, value: bool) -> None:
+        _set(value, _settings()[1])
 
 
 def using_eager_sharding() -> bool:

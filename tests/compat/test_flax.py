@@ -1,6 +1,7 @@
 """The namespace that takes flax.nnx's switches."""
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -184,7 +185,7 @@ def test_gradients_have_the_shape_of_the_mode():
 
 def test_the_mode_can_be_set_for_all_calls():
     model = Net(nnx.Rngs(0))
-    assert nnx.set_graph_mode.current()
+    assert nnx.set_graph_mode.current_value()
     with nnx.set_graph_mode(False):
         assert isinstance(nnx.grad(loss)(model, X), Net)
     assert isinstance(nnx.grad(loss)(model, X), nnx.State)
@@ -391,6 +392,8 @@ def test_variables_are_copied_to_what_they_are_asked_to_be():
         nnx.with_vars([shared, shared], ref=True)
     a, b = nnx.with_vars([shared, shared], ref=True, allow_duplicates=True)
     assert a is b is not shared
+    with pytest.raises(TypeError, match="is_mutable"):
+        nnx.with_vars(shared, is_mutable=False)
 
 
 def test_training_in_refs():
@@ -441,12 +444,31 @@ def test_a_switch_decorates_a_function():
 
     @nnx.set_graph_mode(False)
     def mode():
-        return nnx.set_graph_mode.current()
+        return nnx.set_graph_mode.current_value()
 
     assert mode.__name__ == "mode"
-    assert nnx.set_graph_mode.current()
+    assert nnx.set_graph_mode.current_value()
     assert not mode()
-    assert nnx.set_graph_mode.current()
+    assert nnx.set_graph_mode.current_value()
+
+
+@pytest.mark.parametrize("switch", [nnx.set_graph_mode, nnx.set_graph_updates, nnx.use_eager_sharding])
+def test_switches_are_read_and_set_alike(switch):
+    """For a block, for calls of a function, and from now on; each thread has its own, True at first."""
+    with switch(False):
+        assert not switch.current_value()
+        with switch(True):
+            assert switch.current_value()
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(switch.current_value).result()
+        assert not switch.current_value()
+    read = switch(False)(switch.current_value)
+    assert switch.current_value()
+    assert (read(), switch.current_value()) == (False, True)
+    switch(False)
+    assert not switch.current_value()
+    switch(True)
+    assert switch.current_value()
 
 
 def test_transforms_in_tree_mode_take_their_function_by_name_or_later():
