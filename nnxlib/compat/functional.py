@@ -165,9 +165,11 @@ def _shaped(like: Any, gradients: Any) -> Any:
 def _value_and_grad(f: Callable, *, argnums: int | Sequence[int] = 0, **options: Any) -> Callable:
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
+    floating = lambda path, leaf: is_inexact(leaf)
+
     def chosen(n: int, x: Any) -> int | nnxlib.DiffState:
-        """All floating leaves of a Module, not only its Params."""
-        return nnxlib.DiffState(n, lambda path, leaf: is_inexact(leaf)) if holds_nodes(x) else n
+        """All floating leaves of a Module, not only its Params; a filter that selects none would be refused."""
+        return nnxlib.DiffState(n, floating) if holds_nodes(x) and nnxlib.state((x,), floating) else n
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -146,6 +146,14 @@ def test_derivatives_of_pytrees_are_like_them(mode):
 
 
 @without_updates
+def test_a_module_without_parameters_may_be_differentiated(mode):
+    """It gets a Module without parameters: a layer that only scales, say, beside an array."""
+    plain = Pair(nnx.Variable(jnp.array(2)), 3.0)
+    grads, of_x = nnx.grad(lambda m, x: m.y * x, argnums=(0, 1), **mode)(plain, 1.0)
+    assert (type(grads), grads.x, grads.y, of_x) == (Pair, 0, 3.0, 3.0)
+
+
+@without_updates
 def test_rules_take_and_give_modules(mode):
     """The gradient of the output alone, and of what the function changed if the rule takes a further argument."""
 
