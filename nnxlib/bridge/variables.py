@@ -20,7 +20,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 from flax.core import meta
 
@@ -28,12 +27,13 @@ from .. import sharding
 from ..core import errors
 from ..core.errors import Path
 from ..core.making import make_variable
-from ..core.metadata import as_hooks
+from ..core.metadata import as_hooks, delete_name, insert_name
 from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
 from ..core.traversals import flatten_mapping, path_key, unflatten_mapping
 from ..core.variable_names import variable_name_from_type, variable_type_from_name
 from ..core.variables import Variable
+from ..transforms.axes import axis_name_in
 
 # The fields of Linen's boxes under the names that the metadata of a Variable has for them.
 _METADATA_OF_FIELD = {"names": "out_sharding", "rules": "sharding_rules"}
@@ -77,29 +77,20 @@ class NNXMeta(meta.AxisMetadata):
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> NNXMeta:
         """Name the axis along which a Linen transform stacks the value, and run the ``on_add_axis`` hooks."""
-
-        def insert(names: list[Any], name: Any) -> None:
-            names.extend([None] * (index - len(names)))
-            names.insert(index if index >= 0 else len(names) + 1 + index, name)
-
-        return self._with_axes(insert, "on_add_axis", index, params)
+        return self._with_axes(lambda v, key, name: insert_name(v, key, index, name), "on_add_axis", index, params)
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> NNXMeta:
         """Drop the name of the axis along which a Linen transform slices, and run the ``on_remove_axis`` hooks."""
+        return self._with_axes(lambda v, key, name: delete_name(v, key, index), "on_remove_axis", index, params)
 
-        def remove(names: list[Any], name: Any) -> None:
-            del names[index : index + 1 or None]
-
-        return self._with_axes(remove, "on_remove_axis", index, params)
-
-    def _with_axes(self, change: Callable[[list, Any], None], hook: str, index: int, params: Mapping) -> NNXMeta:
-        variable, name = self._variable(), params.get(nn.PARTITION_NAME)
-        if isinstance(variable.sharding_names, tuple | list):
-            names = list(variable.sharding_names)
-            change(names, name)
-            variable.set_metadata(out_sharding=tuple(names))
+    def _with_axes(
+        self, change: Callable[[Variable, str, Any], None], hook: str, index: int, params: Mapping
+    ) -> NNXMeta:
+        variable, name = self._variable(), axis_name_in(params)
+        for key, of_axis in (("out_sharding", name.partition), *name.others):
+            change(variable, key, of_axis)
         for run in as_hooks(self.metadata.get(hook, ())):
-            run(variable, index, name)
+            run(variable, index, name.partition)
         return self.replace(value=variable.get_raw_value(), metadata=variable.get_metadata())
 
     def _variable(self) -> Variable:

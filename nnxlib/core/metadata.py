@@ -117,19 +117,33 @@ def with_partitioning(initializer: F, sharding: Any, mesh: Any = None, **metadat
 
 def name_axis(variable: Any, key: str, index: int, name: Any) -> None:
     """Insert the name of a new axis of a Variable into its metadata ``key``, unless each axis has a name there."""
-    found, names, ndim = _naming(variable, key)
+    _, names, ndim = _naming(variable, key)
     if names is not None and 0 <= ndim != len(names) - 1:
-        names += [None] * (ndim - len(names))
+        insert_name(variable, key, index, name, ndim)
+
+
+def unname_axis(variable: Any, key: str, index: int) -> None:
+    """Drop the name of an axis of a Variable from its metadata ``key``, if there are more names than axes."""
+    _, names, ndim = _naming(variable, key)
+    if names is not None and 0 <= ndim < len(names):
+        delete_name(variable, key, index)
+
+
+def insert_name(variable: Any, key: str, index: int, name: Any, ndim: int = 0) -> None:
+    """Insert a name into the metadata ``key`` of a Variable of ``ndim`` axes, if this names its axes."""
+    found, names, _ = _naming(variable, key)
+    if names is not None:
+        names += [None] * (max(ndim, index) - len(names))
         known = not isinstance(found, NamedSharding) or name in found.mesh.axis_names
         names.insert(index % (len(names) + 1), name if known else None)
         variable.set_metadata(key, _same_kind(found, names))
 
 
-def unname_axis(variable: Any, key: str, index: int) -> None:
-    """Drop the name of an axis of a Variable from its metadata ``key``, if there are more names than axes."""
-    found, names, ndim = _naming(variable, key)
-    if names is not None and 0 <= ndim < len(names):
-        del names[index % len(names)]
+def delete_name(variable: Any, key: str, index: int) -> None:
+    """Delete a name from the metadata ``key`` of a Variable, if there is one at ``index``."""
+    found, names, _ = _naming(variable, key)
+    if names is not None:
+        del names[index : index + 1 or None]
         variable.set_metadata(key, _same_kind(found, names))
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import nnxlib as nnx
 
@@ -90,7 +91,7 @@ def test_nnx_meta_is_the_variable():
     assert isinstance(box, bridge.NNXMeta)
     again = box.to_nnx_variable()
     assert (type(again), again.get_metadata()) == (type(variable), variable.get_metadata())
-    assert box.get_partition_spec() == jax.P("a")
+    assert box.get_partition_spec() == P("a")
     assert bridge.variables.to_linen_var(nnx.Param(2.0)) == 2.0
     with pytest.raises(nnx.errors.StateMismatchError, match="A BatchStat is found in the collection 'params'"):
         bridge.variables.to_nnx_var("params", box)
@@ -116,6 +117,22 @@ def test_axes_are_named_and_removed(index):
     assert wide.metadata["out_sharding"] == tuple(expected)
     assert seen == [(index, "new")]
     assert wide.remove_axis(index, {}).metadata["out_sharding"] == ("a", "b")
+
+
+@pytest.mark.parametrize("names", [("a", None), P("a", None)], ids=["tuple", "spec"])
+def test_all_metadata_that_name_axes_follow_them(names):
+    """Those that name the shards of the optimizer, too, and others that the transform was given a name for."""
+    box = bridge.NNXMeta(
+        nnx.Param, jnp.ones((2, 3)), {"out_sharding": names, "optimizer_sharding": names, "nick": ("x", "y")}
+    )
+    wide = box.add_axis(0, {nnx.PARTITION_NAME: "new", "nick": "z"})
+    kind = type(names)
+    assert wide.metadata == {
+        "out_sharding": ("new", *names) if kind is tuple else P("new", *names),
+        "optimizer_sharding": (None, *names) if kind is tuple else P(None, *names),
+        "nick": ("z", "x", "y"),
+    }
+    assert wide.remove_axis(0, {nnx.PARTITION_NAME: "new", "nick": "z"}).metadata == box.metadata
 
 
 def test_a_leaf_above_a_leaf_is_refused():
