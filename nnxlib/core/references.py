@@ -206,7 +206,11 @@ def _namespace_of(f: Any) -> dict[str, Any] | None:
 
 
 def search(
-    function: Callable, sought: Collection[Any] = (), running: Iterable[RunningCode] = (), given: Sequence[Any] = ()
+    function: Callable,
+    sought: Collection[Any] = (),
+    running: Iterable[RunningCode] = (),
+    given: Sequence[Any] = (),
+    names: Collection[str] = (),
 ) -> Reached:
     """Search for all that can be reached from a function.
 
@@ -218,15 +222,21 @@ def search(
       sought: what has to be found.
       running: code that ran when the function was called; its globals count as the function's own.
       given: what also counts as the function's own, such as its static arguments.
+      names: those in code that was found by an earlier search, which this one may not get to.
     """
-    return _Search(function, sought, running, given).run()
+    return _Search(function, sought, running, given, names).run()
 
 
 class _Search:
     """A search for what can be reached from a function, nearest first."""
 
     def __init__(
-        self, function: Callable, sought: Collection[Any], running: Iterable[RunningCode], given: Sequence[Any]
+        self,
+        function: Callable,
+        sought: Collection[Any],
+        running: Iterable[RunningCode],
+        given: Sequence[Any],
+        names: Collection[str],
     ):
         self.start = Way(function, LookUp(itself, function), None)
         further = [Way(x, LookUp(item, given, k), self.start) for k, x in enumerate(given)]
@@ -235,7 +245,10 @@ class _Search:
         self.missing = set(map(id, sought))
         self.namespace = _namespace_of(function)
         self.running = [code for code in running if not is_of_library(code.namespace)]
-        self.names = {name for code in self.running for name in names_in(code.code)}  # in the code visited so far
+        self.names = {
+            *names,
+            *[name for code in self.running for name in names_in(code.code)],
+        }  # in code visited so far
         self.looked_for = set[str]()  # those with which methods have been looked for in all objects
         self.unnamed = list[Way]()  # to objects with methods that are called without being named, not looked into yet
         self.visited = set[int]()  # the code of functions, by id

@@ -111,6 +111,7 @@ class Captures:
         self._function, self._given = function, given
         self._adding = threading.Lock()
         self._addresses: dict[Hashable, object] = {}  # the tokens of the addresses that were met
+        self._names: set[str] = set()  # in the code that was found so far
         self._integers = False  # whether these are literals
         self.known: Known | None = None  # None if it has to be found out at each call
 
@@ -245,7 +246,9 @@ class Captures:
         return known
 
     def _search(self, known: Known, sought: Sequence[Any] = ()) -> Reached:
-        return search(self._function, sought, known.running.values(), (*self._given, *known.holders))
+        found = search(self._function, sought, known.running.values(), (*self._given, *known.holders), self._names)
+        self._names = found.names
+        return found
 
     def _to_look_up(self, found: Reached, roots: Sequence[weakref.ref], before: Known) -> Known:
         """What to look up: each step on the ways to the roots, and to the places where Modules may come."""

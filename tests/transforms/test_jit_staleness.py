@@ -2132,3 +2132,30 @@ def test_no_tracer_is_seen_by_another_thread():
 
     nnx.jit(f)(1.0)
     assert not any(isinstance(value, jax.core.Tracer) for value in seen)
+
+
+def test_a_search_that_ends_before_it_gets_to_all_code_knows_the_names_in_it():
+    """A trainer with very many records, of which each step adds one, traces its step once."""
+
+    class Box:
+        def __init__(self, **items):
+            self.__dict__.update(items)
+
+    def loss(model, x):
+        """The search gets to this last; it names the attributes by which the trainer has the model."""
+        return (x.model, x.step) if model is None else model(x).sum()
+
+    class Trainer(Box):
+        def train_step(self, model, x):
+            traces.append(x)
+            return self.inner.inner.inner.inner.losses["loss"](model, x)
+
+    traces, x = [], jnp.ones(2)
+    innermost = Box(records=[Box() for _ in range(950)], losses={"loss": loss})
+    trainer = Trainer(model=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), current=None)
+    trainer.inner = Box(inner=Box(inner=Box(inner=innermost)))
+    trainer.step = functools.partial(nnx.jit(trainer.train_step), trainer.model)
+    for k in range(40):
+        trainer.current = Box() if k % 2 else None
+        innermost.records.append(Box(loss=trainer.step(x)))
+    assert len(traces) == 1
