@@ -204,9 +204,14 @@ def diff(
     a Variable also counts as changed if its position is in ``forced`` and it was read: it may be donated, and then has
     to come back, or be a pytree that was edited in place.
     """
-    # The table as it is now. A walk that knows the old objects lets them keep their numbers.
+    # The table as it is now. A walk that knows the old objects lets them keep their numbers. One that is as it was
+    # built keeps its row without a visit, which would take most of the time.
     walk = Walk(objects)
-    _describe_again(walk, layout)
+    as_built = layout.blueprint.as_built(walk.objects)
+    walk.take_rows(layout, as_built)
+    for i, path in enumerate(layout.paths):
+        if i not in as_built:
+            walk.revisit(i, path)
     root = walk.run(out, (errors.OUTPUT,))
     notice_all(walk.objects[len(objects) :])  # the function may have returned or attached objects from outside
 
@@ -248,18 +253,6 @@ def _contents_by_field(row: NodeRow, arrays: Iterator[Any]) -> dict[Any, tuple[S
     return {name: (spec, [id(next(arrays)) for _ in range(count_leaves(spec))]) for name, spec in row.fields}
 
 
-def _describe_again(walk: Walk, layout: Layout) -> None:
-    """Describe the objects of a layout as they are now.
-
-    One that is as it was built keeps its row without being visited, which would take most of the time of a diff.
-    """
-    as_built = layout.blueprint.as_built(walk.objects)
-    walk.take_rows(layout, as_built)
-    for i, path in enumerate(layout.paths):
-        if i not in as_built:
-            walk.revisit(i, path)
-
-
 # --- commit ---------------------------------------------------------------------------------------------------------
 
 
@@ -279,7 +272,9 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     # The leaves are taken in their order: those of old Variables, of new ones, of nodes, of the output.
     values = list(itertools.islice(remaining, len(delta.values)))
     values += [_stored(row, next(remaining)) for _, row in restructured]
-    made = iter(_new_variables([row for i, row in variables if i >= n], remaining))
+    added = [row for i, row in variables if i >= n]
+    in_added = list(map(_stored, added, remaining))
+    made = iter(make_variables([row.type for row in added], in_added, [row.metadata.fresh() for row in added]))
     new = [
         next(made) if type(row) is VariableRow else new_node(row.type, row.marks.value)
         for i, row in delta.rows
@@ -309,12 +304,6 @@ def even_if_interrupted(write: Callable[[], None]) -> None:
         with contextlib.suppress(Exception):  # if it has failed, it fails again
             write()
         raise
-
-
-def _new_variables(rows: Sequence[VariableRow], leaves: Iterator[Any]) -> list[Any]:
-    """Variables of the running trace, as rows say, with the next leaves in them; all at once, as they may be many."""
-    values = list(map(_stored, rows, leaves))
-    return make_variables([row.type for row in rows], values, [row.metadata.fresh() for row in rows])
 
 
 def _stored(row: VariableRow, value: Any) -> Any:

@@ -189,36 +189,34 @@ def _make(root: Any) -> LiveTable:
         layout = Layout(rows, spec)
         table = LiveTable(layout, stamp, walk.objects, walk.index, [walk.cells[i] for i in layout.variables])
         table.reliable, table.mutable = walk.reliable, list(walk.mutable.values())
-        _find_all_arrays(table, walk, rows, root)
+        _find_arrays(table, walk, rows, root)
         walk.foreign.watch(stamp)
     table.snapshot = None if table.reliable else walk.leaves()
     return _kept(table, root)
 
 
-def _find_all_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -> None:
-    """:func:`_find_arrays` for each node; not a loop within the `with` block, where an interrupt could skip its end."""
+def _find_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -> None:
+    """Note where the arrays are that nodes hold, and which pytrees are to be flattened at each call.
+
+    Not a loop within the `with` block of its caller, whose end an interrupt could skip.
+    """
     for i, row in enumerate(rows):
-        if type(row) is NodeRow:
-            _find_arrays(table, walk, i, row, walk.objects[i] is root)
-
-
-def _find_arrays(table: LiveTable, walk: Walk, i: int, row: NodeRow, is_root: bool) -> None:
-    """Note where the arrays are that a node holds, and which pytrees are to be flattened at each call."""
-    fields = [(name, field) for name, field in row.fields if field is LEAF or (i, name) in walk.unwatched]
-    if not fields:
-        return
-    x = walk.objects[i]
-    attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
-    if not all(name in attributes for name, _ in fields) and (isinstance(x, Pytree) or is_root):
-        table.reliable = False  # a write to a slot goes unnoticed; of items the table would refer to its root
-    for name, field in fields if table.reliable else ():
-        container = attributes if name in attributes else x
-        tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
-        if tree is not None:
-            walk.foreign.flattened.append(tree)
-        if count := count_leaves(field):
-            table.arrays.append((container, name, tree))
-            table.array_rows += [i] * count
+        held = row.fields if type(row) is NodeRow else ()
+        fields = [(name, field) for name, field in held if field is LEAF or (i, name) in walk.unwatched]
+        if not fields:
+            continue
+        x = walk.objects[i]
+        attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
+        if not all(name in attributes for name, _ in fields) and (isinstance(x, Pytree) or x is root):
+            table.reliable = False  # a write to a slot goes unnoticed; of items the table would refer to its root
+        for name, field in fields if table.reliable else ():
+            container = attributes if name in attributes else x
+            tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
+            if tree is not None:
+                walk.foreign.flattened.append(tree)
+            if count := count_leaves(field):
+                table.arrays.append((container, name, tree))
+                table.array_rows += [i] * count
 
 
 def _kept(table: LiveTable, root: Any) -> LiveTable:
