@@ -449,7 +449,7 @@ class HasAttributes(Node, HasDict):
             warn_of_hidden(self, name, value, marks)
         old = attributes_of(self).get(name, MISSING)
         if marks is not None and (marks is not self._nnx_marks or (name,) in marks):
-            kept = _without_former(marks, name)
+            kept = {key: mark for key, mark in marks.items() if key != (name,)}  # train() need not restore what it was
             change(self, in_one_step, (_set, self, name, value), (_set, self, "_nnx_marks", kept or None))
         elif old is value or (isinstance(value, jax.Array) and isinstance(old, jax.Array)):
             _set(self, name, value)
@@ -492,11 +492,6 @@ class HasAttributes(Node, HasDict):
 def _has_setter(node: Any, name: str) -> bool:
     """Whether to set this attribute of a node calls a property, which is given the value as it is."""
     return name == "__dict__" or type(getattr(type(node), name, None)) is property
-
-
-def _without_former(marks: dict[Any, Any], name: str) -> dict[Any, Any]:
-    """Marks without the former setting of an attribute: the user has chosen anew, and train() need not restore it."""
-    return {key: mark for key, mark in marks.items() if key != (name,)}
 
 
 def set_marked(node: Any, name: str, value: Any, key: Any, mark: Any) -> None:
