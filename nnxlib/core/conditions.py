@@ -77,7 +77,8 @@ class Conditions:
             last, *further = [step for way in ways for step in way.steps(known)] or [directly]
             steps += [last._replace(is_root=True), *further]
         steps += [step for way in found.again for step in way.steps(known)]
-        containers = _containers(found)
+        looked_at = found.looked_along([way for way in found.ways if _held_by(way.value)])
+        containers = [(way, members) for way in looked_at for members in _held_by(way.value)]
         alone = found.looked_along([way for way in [*found.ends, *others] if _is_alone(way)])
         known |= {id(way.value) for way, _ in containers}  # their lengths need not be compared
         ways = [way for way, _ in containers] + [way.before for way in alone if way.before is not None]
@@ -175,12 +176,6 @@ class Members:
 def _is_other(x: Any) -> bool:
     """Whether this is no constant, nor left where it is by a trace."""
     return not (is_constant_type(type(x)) or is_left_over(x))
-
-
-def _containers(found: Reached) -> list[tuple[Way, Any]]:
-    """The ways to containers and plain objects that the function may look at, with what holds the members of each."""
-    ways = found.looked_along([way for way in found.ways if _held_by(way.value)])
-    return [(way, members) for way in ways for members in _held_by(way.value)]
 
 
 def _held_by(x: Any) -> list[Any]:

@@ -141,7 +141,8 @@ def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, A
     is_node = isinstance(value, Node)
     if found is value if is_node else callable(value):
         remedy = _ELSEWHERE if found is value else _INSTEAD
-        return Ended(_ENDED.format(where=where, name=_name(value), what=describe(found)) + remedy)
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return Ended(_ENDED.format(where=where, name=name, what=describe(found)) + remedy)
     if isinstance(value, tuple):
         return getattr(value, "_make", tuple)([_ended(x, where, find, made) for x in value])  # of a named one
     if id(value) in made:
@@ -157,10 +158,6 @@ def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, A
             object.__setattr__(new, name, _ended(x, where, find, made))  # it may be frozen
         return new
     return value
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _find(value: Any, escapes: Callable[[Any], bool], clean: dict[int, Any]) -> Any:

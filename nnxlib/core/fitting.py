@@ -102,7 +102,9 @@ def values_to_write(
         refuse(found, head, f"Pass strict=False to skip these.{hint}{_boxes_hint(new)}")
     for x in found:
         new.pop(layout.positions.get(x.path), None)
-    return ToWrite(*_values_and_metadata(layout, new), made)
+    n, held = len(layout.variables), zip(new, raw_values(new.values()), strict=True)
+    variables = [(k, x) for k, x in new.items() if k < n and isinstance(x, Variable)]
+    return ToWrite({k: unshared(x) if k < n else x for k, x in held}, _other_metadata(layout, variables), made)
 
 
 def _new_variables(
@@ -111,19 +113,15 @@ def _new_variables(
     """Take Variables of a type, for attributes that the nodes do not have yet, out of the unexpected leaves."""
     paths = [path for path, x in unexpected.items() if isinstance(x, kind) and path]
     rows = {path: i for i, path in enumerate(layout.paths) if type(layout.rows[i]) is NodeRow} if paths else {}
-    found = []
+    found, nothing = [], Const.of(None)
     for path in paths:
         i, name = rows.get(path[:-1]), path[-1]
-        if i is not None and isinstance(name, str) and _is_vacant(cast(NodeRow, layout.rows[i]), name):
+        fields = {} if i is None else dict(cast(NodeRow, layout.rows[i]).fields)
+        if i is not None and isinstance(name, str) and fields.get(name, nothing) == nothing:
             x = unexpected.pop(path)
             (value,) = raw_values([x])
             found.append((i, name, make_variable(type(x), unshared(value), x._metadata)))
     return found
-
-
-def _is_vacant(row: NodeRow, name: str) -> bool:
-    spec = dict(row.fields).get(name)
-    return spec is None or (type(spec) is Const and spec.value is None)
 
 
 def flat_state_of(layout: Layout, leaves: list[Any]) -> FlatState[Any]:
@@ -319,13 +317,6 @@ def _values_compared(graphdef: GraphDef, new: dict[int, Any], unexpected: dict[P
 _ALL_OF_THEM = """\
 Pass every State that nnx.split returned, from a model of the same structure; nnx.update writes a part of one into a \
 model."""
-
-
-def _values_and_metadata(layout: Layout, new: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-    """By position, the values of leaves; and the metadata of Variables, if it differs from the layout's."""
-    n, held = len(layout.variables), zip(new, raw_values(new.values()), strict=True)
-    variables = [(k, x) for k, x in new.items() if k < n and isinstance(x, Variable)]
-    return {k: unshared(x) if k < n else x for k, x in held}, _other_metadata(layout, variables)
 
 
 def _other_metadata(layout: Layout, variables: Iterable[tuple[int, Variable]]) -> dict[int, Any]:

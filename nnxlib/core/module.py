@@ -271,7 +271,7 @@ for _method in (Module.train, Module.eval, Module.set_attributes, Module.iter_mo
 def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
     for _, module in list(iter_modules(root)):
         for name in _MODES:
-            if isinstance(module, HasAttributes) and _has_attribute(module, name):
+            if isinstance(module, HasAttributes) and name in module._nnx_contents():
                 yield module, name
 
 
@@ -324,10 +324,6 @@ def _records(kind: type[Variable], only_in_capture: bool | None) -> bool:
     return not only_in_capture if recorded is None else kind in recorded
 
 
-def _has_attribute(module: Any, name: str) -> bool:
-    return name in module._nnx_contents()
-
-
 def _set_where_found(
     node: Any, filters: tuple[Filter, ...], attributes: dict[str, Any], raise_if_not_found: bool
 ) -> set[str]:
@@ -339,7 +335,7 @@ def _set_where_found(
     predicates = [to_predicate(f) for f in filters]
     found = ((path, x) for path, x in iter_objects(node) if isinstance(x, (Pytree, Module)))
     modules = [x for path, x in found if any(p(path, x) for p in predicates)]
-    places = [(module, name) for module in modules for name in attributes if _has_attribute(module, name)]
+    places = [(module, name) for module in modules for name in attributes if name in module._nnx_contents()]
     missing = attributes.keys() - {name for _, name in places}
     if missing and raise_if_not_found:
         raise UsageError(

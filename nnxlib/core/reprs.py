@@ -135,7 +135,10 @@ def read(root: Any, expand: Callable[[Any], Leaf | Group]) -> Part:
     stack: list[tuple[Part, Any]] = [(top, root)]
     while stack:
         part, value = stack.pop()
-        found = _expanded(expand, value)
+        try:
+            found = expand(value)
+        except Exception as error:  # somebody else's class must not hide the rest of the model
+            found = Leaf(f"<{type(value).__name__}, which raises {type(error).__name__}>")
         seen = first.setdefault(found.identity, part) if found.identity is not None else part
         finished.append(part)
         part.identity = found.identity
@@ -162,13 +165,6 @@ def read(root: Any, expand: Callable[[Any], Leaf | Group]) -> Part:
             for kind, size in child.sizes.items():
                 part.sizes[kind] = part.sizes.get(kind, Size(0, 0)).plus(size)
     return top
-
-
-def _expanded(expand: Callable[[Any], Leaf | Group], value: Any) -> Leaf | Group:
-    try:
-        return expand(value)
-    except Exception as error:  # somebody else's class must not hide the rest of the model
-        return Leaf(f"<{type(value).__name__}, which raises {type(error).__name__}>")
 
 
 def parts_below(part: Part) -> Iterator[Part]:

@@ -356,7 +356,7 @@ class _Freezer:
         found = [
             (name, self.freeze(x) if name in own else self.content(x, (x,)))
             for name, x in held.items()
-            if not _is_cache(type(value), name)
+            if not isinstance(getattr(type(value), name, None), functools.cached_property)  # follows from the others
         ]
         self.within = before
         return tuple(found)
@@ -393,11 +393,6 @@ def _keeps_more_than_attributes(kind: type) -> bool:
     slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as object.__getstate__ finds them
     known = len(slots) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ > object.__basicsize__ + known * tuple.__itemsize__
-
-
-def _is_cache(kind: type, name: str) -> bool:
-    """Whether an attribute keeps what a cached property has computed, which follows from the others."""
-    return isinstance(getattr(kind, name, None), functools.cached_property)
 
 
 class _MetadataFreezer(_Freezer):
