@@ -26,7 +26,6 @@ from ..core.closures import CapturedObjects, Occupied, Watch, all_borrowed, call
 from ..core.errors import ArgumentError
 from ..core.filters import looks_at_values
 from ..core.graph import Packed, commit, pack
-from ..core.layout import Layout
 from ..core.look_ups import Jitted
 from ..core.missing import MISSING
 from ..core.pickling import global_name
@@ -40,7 +39,7 @@ from .classes import lifts_classes
 from .closure_inputs import EMPTY, NOTHING, Captured, Captures, WithLiterals, capture_held, literals_of
 from .dispatch import Dispatch, KnownCall, Miss
 from .jit_crossing import JitCrossing
-from .labels import Labels, label_arguments, lanes_of
+from .labels import label_arguments, lanes_of
 from .leaf_checks import check_traceable
 from .lift import Arguments, cross
 from .plan import Compiled, Plan, WithOutcome
@@ -400,7 +399,10 @@ class JitWrapped(Jitted, Generic[P, R]):
         self._first_class = self._args[0].__class__
 
     def _plan(self, captures: Captures, packed: Packed, arguments: Arguments, addresses: object, donate: bool) -> Plan:
-        """The plan for a layout, and for the addresses of captured objects; donation only matters at top level."""
+        """The plan for a layout, the addresses of captured objects, and the labels of leaves.
+
+        Donation only matters at top level. With shardings, what the function returns has a lane for each.
+        """
         layout, labels = packed.layout, None
         entries: list[Any] = []
         leaf_labels: Sequence[Any] = ()
@@ -409,35 +411,25 @@ class JitWrapped(Jitted, Generic[P, R]):
             labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
         key = layout, addresses, tuple(leaf_labels)
         plan = self._plans.get(key)
-        if plan is None:
-            capture_held(self._function, packed)
-            if arguments.captured:
-                captures.capture_sharing(arguments.captured)
-            if captures.forget_if_many():
-                self.clear_cache()
-            check_traceable(layout, packed.leaves)
-            plan = self._plans[key] = self._new_plan(layout, literals_of(addresses), entries, labels, leaf_labels)
-        return plan
-
-    def _new_plan(
-        self,
-        layout: Layout,
-        literals: dict[int, Any],
-        entries: list[Any],
-        labels: Labels | None,
-        leaf_labels: Sequence[Any],
-    ) -> Plan:
-        """A plan for a layout and the labels of its leaves. What the function returns has a lane for each sharding."""
+        if plan is not None:
+            return plan
+        capture_held(self._function, packed)
+        if arguments.captured:
+            captures.capture_sharing(arguments.captured)
+        if captures.forget_if_many():
+            self.clear_cache()
+        check_traceable(layout, packed.leaves)
+        options, lanes, in_shardings = self._options, (), None
+        if self._in_shardings is not None or self._out_shardings is not None:
+            out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
+            lanes = (*lanes_of(leaf_labels, entries, out), labels, out)
+            out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes[0]]), None)  # type: ignore[arg-type]
+            options = {**options, "out_shardings": out_shardings}
+            in_shardings = None if self._in_shardings is None else [label.sharding for label in leaf_labels]
+        crossing = JitCrossing(layout, self._traces, literals_of(addresses), *lanes)
         donated = frozenset([k for k, label in enumerate(leaf_labels) if label.donated])
-        if self._in_shardings is None and self._out_shardings is None:
-            return Plan(JitCrossing(layout, self._traces, literals), self._function, self._options, donated)
-        out = jax.tree.map(lambda x: _to_label(x, False), self._out_shardings, is_leaf=_is_label)
-        lanes, lane_of = lanes_of(leaf_labels, entries, out)
-        crossing = JitCrossing(layout, self._traces, literals, lanes, lane_of, labels, out)
-        out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes]), None)  # type: ignore[arg-type]
-        options = {**self._options, "out_shardings": out_shardings}
-        in_shardings = None if self._in_shardings is None else [label.sharding for label in leaf_labels]
-        return Plan(crossing, self._function, options, donated, in_shardings)
+        plan = self._plans[key] = Plan(crossing, self._function, options, donated, in_shardings)
+        return plan
 
     def _entries(self, arguments: Arguments, donate: bool) -> list[Any]:
         """For each node and leaf of the arguments its label, or a mapping to labels."""

@@ -63,16 +63,14 @@ class Labelling:
             self.labels = Labels(rows, {}, {})
         else:
             self.labels = Labels(rows, dict(before.of_row), dict(before.reached))
-            for i, old in enumerate(before.rows):
-                self._revisit(i, old, rows[i])
-
-    def _revisit(self, i: int, old: Row, row: Row) -> None:
-        if row is not old and isinstance(row, NodeRow) and isinstance(old, NodeRow):
-            known = dict(zip(own_leaf_paths(old), self.labels.of_row[i], strict=True))
-            path, visit = self.labels.reached[i]
-            found = self.labels.of_row[i] = []
-            self._descend([(spec, below, found, self.values(i)) for below, spec in reversed(row.at(path))], visit)
-            found[:] = [known.get(place, label) for place, label in zip(own_leaf_paths(row), found, strict=True)]
+            for i, (old, row) in enumerate(zip(before.rows, rows, strict=False)):
+                if row is old or not (isinstance(row, NodeRow) and isinstance(old, NodeRow)):
+                    continue
+                known = dict(zip(own_leaf_paths(old), self.labels.of_row[i], strict=True))
+                path, visit = self.labels.reached[i]
+                found = self.labels.of_row[i] = []
+                self._descend([(spec, below, found, values(i)) for below, spec in reversed(row.at(path))], visit)
+                found[:] = [known.get(place, label) for place, label in zip(own_leaf_paths(row), found, strict=True)]
 
     def visit(self, root: Spec, entries: Sequence[Any], plain: Sequence[Any], depth: int = 0) -> list[Label]:
         """Label everything below a pytree whose children have these entries.
@@ -127,19 +125,14 @@ class Labelling:
             leaves, known = [key for key, spec in held if spec is LEAF], self.labels.of_row[i]
             for key, value, old in zip(leaves, self.values(i), known, strict=False):  # in a cycle not yet all are known
                 new = visit.label((*path, *key), value)
-                if new != old and not (gives_way and _yields(new, old)):
+                # A label may give way to the one that an object has: "any sharding" to a given one, say.
+                if new != old and not (gives_way and getattr(new, "yields_to", lambda old: False)(old)):
                     raise AliasingError(
                         f"Inconsistent aliasing detected: a {row.type.__name__} is shared, and its two paths ask for "
                         f"different treatment: {other.place((*first, *key))}: {old}, but "
                         f"{visit.place((*path, *key))}: {new}. Give both the same prefix, or make one a copy "
                         "(nnx.clone)."
                     )
-
-
-def _yields(new: Label, old: Label) -> bool:
-    """Whether a label gives way to the one that an object already has, such as "any sharding" to a given one."""
-    yields_to = getattr(new, "yields_to", None)
-    return yields_to is not None and yields_to(old)
 
 
 class _Visit:
@@ -161,7 +154,7 @@ class _Visit:
 
 def label_arguments(
     layout: Layout, leaves: Sequence[Any], objects: Sequence[Any], entries: Sequence[Any]
-) -> tuple[Labels, list[Label]]:
+) -> tuple[Labels, list[Any]]:
     """The labels of packed ``Arguments``, by row and in the order of the leaves.
 
     Mappings see paths without the first two keys, which lead to the argument (``args[0]``).
