@@ -86,11 +86,6 @@ def _recordings(owner: int, row: NodeRow, new: Mapping[int, type]) -> dict[Any, 
     return {name: Recording(owner, name, new[i], is_appended_to(marks, name), i) for name, i in recorded.items()}
 
 
-def recordings_taken_out(layout: Layout, body: Body) -> list[Recording]:
-    """The recordings of a body that the ``nnx.capture`` around it takes out."""
-    return [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_taken_out]
-
-
 _SET_UP = """\
 Set attributes up before (a Variable of the final shape instead of None), and assign to `variable.value` inside."""
 

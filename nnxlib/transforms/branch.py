@@ -21,7 +21,7 @@ from ..core.rows import ROOT, NodeRow, Owner, count_leaves, touched_rows
 from ..core.tables import pack_call
 from ..core.tracing import boundary
 from .body import Body, own_states, structural_rows, trace_body, zeros
-from .body_checks import check_same_output, recordings_taken_out, structural_changes
+from .body_checks import check_same_output, structural_changes
 from .callables import resolve
 from .leaf_checks import as_scalar, type_changes, type_of
 from .lift import Arguments, Outcome
@@ -151,7 +151,8 @@ def _recorded(layout: Layout, bodies: Sequence[Body]) -> dict[tuple, Any]:
     found: list[dict[tuple, Any]] = []
     for body in bodies:
         types = dict(zip(body.owners, body.types, strict=True))
-        found.append({x[:-1]: types[x.row, 0] for x in recordings_taken_out(layout, body)})
+        made = [x.recorded for x in structural_changes(layout, body) if x.recorded is not None and x.is_taken_out]
+        found.append({x[:-1]: types[x.row, 0] for x in made})
     longest: dict[tuple, Any] = {}
     for what, type_ in (item for recorded in found for item in recorded.items()):
         if what not in longest or _length(type_) > _length(longest[what]):
@@ -258,12 +259,10 @@ def _run(body: Body, source: list[tuple[bool, int]], weak: list[Any]) -> Callabl
     def run(leaves: Sequence[Any]) -> list[Any]:
         results = body.run(leaves)
         chosen = [results[k] if own else leaves[k] for own, k in source]
-        return jax.tree.map(lambda x, weak: x if weak else _strong(x), chosen, weak)
+        return jax.tree.map(as_in_all, chosen, weak)
+
+    def as_in_all(x: Any, is_weak: bool) -> Any:
+        now = jax.typeof(x)
+        return jax.lax.convert_element_type(x, now.dtype) if now.weak_type and not is_weak else x
 
     return run
-
-
-def _strong(x: Any) -> Any:
-    """The same value, with a dtype that is not weak, so that all branches return the same."""
-    now = jax.typeof(x)
-    return jax.lax.convert_element_type(x, now.dtype) if now.weak_type else x

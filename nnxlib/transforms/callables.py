@@ -39,12 +39,6 @@ def check_options(options: Mapping[str, Any], transform: Callable) -> None:
         raise TypeError(f"{name_of(transform)}() got an unexpected keyword argument '{min(unknown)}'")
 
 
-def _call_method(node: Node) -> Callable:
-    if not callable(node):
-        raise ArgumentError(f"A {type(node).__name__} cannot be called; give its class a method __call__.")
-    return type(node).__call__
-
-
 def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     """Unwrap partials, bound methods of Modules and callable Modules: ``(function, arguments, keyword arguments)``.
 
@@ -62,7 +56,9 @@ def resolve(f: Any) -> tuple[Callable, tuple, dict[str, Any]]:
         elif isinstance(f, types.MethodType) and isinstance(f.__self__, Node):
             args, f = (f.__self__, *args), f.__func__
         elif isinstance(f, Node):
-            args, f = (f, *args), _call_method(f)
+            if not callable(f):
+                raise ArgumentError(f"A {type(f).__name__} cannot be called; give its class a method __call__.")
+            args, f = (f, *args), type(f).__call__
         else:
             break
     if not callable(f):

@@ -206,18 +206,14 @@ class Crossing:
         check_returned(after)
         lane_of: tuple[int, ...] = ()
         if self.labels is not None:
-            after, lane_of = self._lanes_after(self.labels, layout, out, after)
+            name = "out_shardings or out_specs" if self.axis_name is MISSING else "out_axes"
+            found = labels_after(self.labels, after, output_entries(self.out_prefix, out, name))
+            if self.axis_name is not MISSING:
+                found = stack_recorded(found, layout, after)
+                after = stack_axes(after, found, self.axis_name)
+            lane_of = lane_numbers(found, self.lanes)
         outcome = Outcome(after.delta, lane_of, after.leaf_paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
-
-    def _lanes_after(self, labels: Labels, layout: Layout, out: Any, after: After) -> tuple[After, tuple[int, ...]]:
-        """What the function did, with the names of stacked axes; and the lane of each leaf that comes back."""
-        name = "out_shardings or out_specs" if self.axis_name is MISSING else "out_axes"
-        found = labels_after(labels, after, output_entries(self.out_prefix, out, name))
-        if self.axis_name is not MISSING:
-            found = stack_recorded(found, layout, after)
-            after = stack_axes(after, found, self.axis_name)
-        return after, lane_numbers(found, self.lanes)
 
     # Two steps of `run`, which are others for `nnx.jit` (jit_crossing.py).
 

@@ -64,11 +64,10 @@ def named(
     made.__wrapped__ = f
     if paths is None:
         made.__signature__ = inspect.Signature(_GROUPS)
+    elif lane_of is None:
+        names = [_Name(format_path(path)) for path in paths]
+        one_each = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        made.__signature__ = inspect.Signature(one_each)
     else:
-        made.__signature__ = _signature(paths) if lane_of is None else _OfLanes(paths, lane_of)
+        made.__signature__ = _OfLanes(paths, lane_of)
     return pure
-
-
-def _signature(paths: Sequence[tuple]) -> inspect.Signature:
-    names = [_Name(format_path(path)) for path in paths]
-    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..core.differences import Difference, as_change
-from ..core.errors import Path, RetraceWarning, format_path, listed
+from ..core.errors import RetraceWarning, format_path, listed
 from ..core.graphdef import structural_differences
 from ..core.inputs import ABSENT
 from ..core.layout import Layout
@@ -74,7 +74,8 @@ class Traces:
     def _each_call(self, found: Sequence[Difference], previous: _Note) -> str:
         """The warning of differences that make each call trace anew, with a remedy for each kind."""
         last = self._notes[-1]
-        grown = [x for x in found if x.kind == "added" or _is_longer(previous, last, x.path)]
+        longer = {path for path, types in last.types.items() if len(types) > len(previous.types.get(path, ()))}
+        grown = [x for x in found if x.kind == "added" or x.path in longer]
         values = [x for x in found if any(not isinstance(t, AbstractValue) for t in last.types.get(x.path, ()))]
         arrays = [x for x in found if x.path in last.types and x not in grown + values]
         others = len(found) - len(grown) - len(arrays) - len(values)
@@ -123,11 +124,6 @@ def _text(types: Sequence[Any]) -> str:
 
 def _text_of(type_: Any) -> str:
     return type_.str_short(short_dtypes=False) + (" (weakly typed)" if getattr(type_, "weak_type", False) else "")
-
-
-def _is_longer(a: _Note, b: _Note, path: Path) -> bool:
-    """Whether a Variable came to hold more arrays."""
-    return len(a.types.get(path, ())) < len(b.types.get(path, ()))
 
 
 def _differences(a: _Note, b: _Note) -> list[Difference]:

@@ -109,7 +109,13 @@ def _explain(pure: Callable, crossing: Crossing, specs: tuple, options: dict[str
     """Raise what JAX says when it knows the leaves by their names."""
     paths = crossing.split([format_path(path) for path in crossing.layout.leaf_paths])
     misplaced = _misplaced(paths, groups, specs)
-    groups, named = tuple(map(_by_name, paths, groups)), _with_names(pure, len(specs))
+    groups = tuple(map(_by_name, paths, groups))
+
+    @functools.wraps(pure)
+    def named(*groups: Any) -> Any:
+        returned, outcome = pure(*(list(group.values()) for group in groups))
+        return tuple(map(_by_name, map(outcome.names, range(len(specs))), returned)), outcome
+
     unchecked = jax.shard_map(named, in_specs=specs, out_specs=(specs, _REPLICATED), **{**options, "check_vma": False})
     try:
         shapes, _ = jax.eval_shape(unchecked, *groups)
@@ -145,15 +151,6 @@ _VARIES = """\
 Reduce what differs between devices (jax.lax.pmean; axis_name=... of a BatchNorm), or give it a spec: in out_specs, \
 or, for what a Module holds, by nnx.StateSharding in in_specs, since it comes back as it goes in; or do not change it \
 (model.eval()). With check_vma=False, each device would go on with a value of its own."""
-
-
-def _with_names(pure: Callable, count: int) -> Callable:
-    @functools.wraps(pure)
-    def named(*groups: Any) -> Any:
-        returned, outcome = pure(*(list(group.values()) for group in groups))
-        return tuple(map(_by_name, map(outcome.names, range(count)), returned)), outcome
-
-    return named
 
 
 def _by_name(names: Sequence[str], group: Sequence[Any]) -> OrderedDict[str, Any]:

@@ -370,8 +370,8 @@ def _like(leaf: Any, value: Any, what: str) -> Any:
 
 def zeros_like(leaf: Any) -> Any:
     """A zero tangent of a leaf, or of its type."""
-    return jax.tree.map(_zeros, type_of(leaf))
 
+    def zeros(type_: Any) -> Any:
+        return zeros_of(type_) if is_inexact(type_) else np.zeros(type_.shape, jax.dtypes.float0)
 
-def _zeros(type_: Any) -> Any:
-    return zeros_of(type_) if is_inexact(type_) else np.zeros(type_.shape, jax.dtypes.float0)
+    return jax.tree.map(zeros, type_of(leaf))
