@@ -66,10 +66,8 @@ class Ended:
 def without_escapes(after: After, layout: Layout, borrowed: Iterable[Any]) -> After:
     """The table at the end of a trace, without static values that refer to its tracers or to objects made in it.
 
-    Args:
-      after: the table, as it is.
-      layout: of the caller's objects, whose rows come first; those that follow are of new ones.
-      borrowed: live objects that running traces have borrowed, so they may hold tracers.
+    The rows of the ``layout`` are of the caller's objects, those that follow of new ones. What running traces have
+    ``borrowed`` may hold tracers.
 
     Raises:
       TraceContextError: naming the path of a value that cannot be replaced: one of an old object, or one that refers to
@@ -127,13 +125,8 @@ optax.inject_hyperparams(optax.adam)(learning_rate=rate)."""
 def _ended(value: Any, where: str, find: Callable[[Any], Any], made: dict[int, Any]) -> Any:
     """``value`` with an :class:`Ended` in the place of each function in which ``find`` finds something.
 
-    The same for each Module that is itself what is found: it comes out of the trace at another place.
-
-    Args:
-      value: a static value, or a part of one.
-      where: the place of the static value.
-      find: returns the first thing of the trace that is reached from a value, or None.
-      made: the copies of lists, dicts and dataclasses so far, by the ids of the originals.
+    The same for each Module that is itself what is found: it comes out of the trace at another place. ``where`` is the
+    place of the static value; ``made`` has the copies of lists, dicts and dataclasses so far, by the ids of these.
     """
     found = find(value)
     if found is None:

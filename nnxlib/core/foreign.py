@@ -38,12 +38,8 @@ class Held(NamedTuple):
 class Flattened:
     """A pytree in a field of a node, which is flattened whenever its arrays are asked for, or whether it has changed.
 
-    Args:
-      container: what has the field: the attributes of the node, or a node with items.
-      key: of the field. The pytree is looked up anew each time, since a jitted function that sets an array in it puts
-        another pytree in its place.
-      spec: of the pytree as it is now.
-      index: the row of each object, by its id.
+    It is looked up anew each time, by its ``key`` in the attributes or items of the node, the ``container``: a jitted
+    function that sets an array in it puts another pytree in its place. ``index`` has the row of each object, by its id.
     """
 
     __slots__ = ("_arrays", "_container", "_index", "_is_leaf", "_key", "_others", "_treedef", "_types")

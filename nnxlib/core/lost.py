@@ -97,10 +97,7 @@ _updates: dict[int, _Update] = {}  # by the ids of cells
 def watch_update(model: Any, values: Sequence[Any], others: Sequence[Variable]) -> None:
     """Warn when everything that an update has written just now is gone without having been read.
 
-    Args:
-      model: the model that was updated.
-      values: its new values.
-      others: the other Variables that the update has written: the state of the optimizer.
+    It has written these new values of the model, and ``others``, the state of the optimizer.
     """
     if running_trace() is EAGER:
         return

@@ -77,12 +77,9 @@ def _to_be_read(node: Any) -> tuple[Layout, Callable[[], list[Any]], list[Any]]:
 
 
 class _Snapshot:
-    """The values of some leaves at one moment; a State makes Variables of them when it is first looked into.
+    """The values of leaves at one moment; a State makes Variables of them when it is first looked into.
 
-    Args:
-      layout: of the leaves.
-      leaves: all leaves of the layout; or the leaves of the group, in its order, which must all be values of Variables.
-      group: some of the leaves.
+    They are all leaves of the layout, or those of a ``group``, in its order: then all are values of Variables.
     """
 
     __slots__ = ("group", "layout", "trace", "values")

@@ -57,15 +57,10 @@ def trace_body(
     adjust: Callable[[After, Sequence[Any]], After] = lambda after, labels: after,
     enter: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Body:
-    """Trace a function of the objects of a layout.
+    """Trace a function of the objects of a layout, whose leaves may also be shapes and dtypes.
 
-    Args:
-      function: the user's function.
-      layout: of its arguments.
-      leaves: of the same; arrays, or their shapes and dtypes.
-      label: ``label(after, output)`` gives the labels of the leaves that come back.
-      adjust: ``adjust(after, labels)`` gives what is to come back in place of what the trace has found.
-      enter: ``enter(leaves)`` gives the leaves that the function sees in place of these.
+    ``label(after, output)`` gives the labels of the leaves that come back, ``adjust(after, labels)`` what is to come
+    back in place of what the trace has found, ``enter(leaves)`` the leaves that the function sees in place of these.
 
     Raises:
       OutputError: if the function returns, or sets, what JAX cannot return; names the path.

@@ -135,15 +135,10 @@ def successors(
     """The new objects that a body leaves in place of those it was given: row of the new one -> row of the old one.
 
     A loop can go on with new objects if they have the structure of the old ones, and no old one is used any longer.
+    None if the structure differs, or if an object is both replaced and kept.
 
-    Args:
-      layout: of what the body is given.
-      body: traced on this layout.
-      pairs: the specs of all that each iteration is given, and of what the next one is given in its place.
-      is_free: whether the structure of an object, given by its row, may change, since each iteration has another one.
-
-    Returns:
-      None if the structure differs, or if an object is both replaced and kept.
+    The ``pairs`` are the specs of all that each iteration is given, and of what the next one is given in its place. The
+    structure of an object ``is_free``, given by its row, if each iteration has another one.
     """
     new, n = dict(body.delta.rows), len(layout.rows)
     found: dict[int, int] = {}

@@ -102,9 +102,7 @@ EMPTY = Known()  # no objects, and nothing to look up
 class Captures:
     """The objects that a function captures, as found while it was traced; see core/closures.py.
 
-    Args:
-      function: the user's function.
-      given: its static arguments; it captures what they refer to as if they were in its closure.
+    It captures what its static arguments, if they are ``given``, refer to, as if they were in its closure.
     """
 
     def __init__(self, function: Callable, given: Sequence[Any] = ()):

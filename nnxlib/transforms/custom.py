@@ -271,12 +271,8 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
 class _Call:
     """What the rules need to know about one call. JAX keeps it, so it refers to no object and no array.
 
-    Args:
-      function: the function.
-      tangents: the leaves of the arguments that are differentiated.
-      diff: the numbers of the arguments that are differentiated.
-      nondiff: the numbers of the others.
-      shapes: of the leaves.
+    ``tangents`` are the leaves of the arguments that are differentiated, ``shapes`` those of all leaves; ``diff`` the
+    numbers of the arguments that are differentiated, ``nondiff`` of the others.
     """
 
     def __init__(

@@ -77,11 +77,9 @@ class Miss(Exception):
 
 
 class Dispatch:
-    """Serves the calls of one jitted function.
+    """Serves the calls of one jitted function, which may have static arguments, wrapped as :class:`StaticArgument`.
 
-    Args:
-      has_static: whether there are static arguments, wrapped as :class:`StaticArgument`.
-      enabled: whether the key of an entry says all that a plan depends on. If it does not, each call has to be packed.
+    It is ``enabled`` if the key of an entry says all that a plan depends on. If not, each call has to be packed.
     """
 
     def __init__(self, has_static: bool, enabled: bool):

@@ -47,12 +47,9 @@ class Labels(NamedTuple):
 class Labelling:
     """A visit that finds the labels of a table, row by row.
 
-    Args:
-      rows: of the table.
-      values: what filters see of each row: the Variable itself, or the arrays that a node holds.
-      before: the labels before a call, if this visit is after it. They are kept: only nodes that have changed are
-        visited again. A new object gets its labels from its holder, and an array that takes the place of another one
-        its label.
+    ``values`` gives what filters see of each row: the Variable itself, or the arrays that a node holds. After a call
+    the labels ``before`` it are kept: only nodes that have changed are visited again. A new object gets its labels from
+    its holder, and an array that takes the place of another one its label.
     """
 
     def __init__(self, rows: Sequence[Row], values: Callable[[int], Sequence[Any]], before: Labels | None = None):

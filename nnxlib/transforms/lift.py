@@ -292,15 +292,9 @@ def lift_lanes(
 
     Returns its output, the packed arguments, and the label of each leaf of these.
 
-    Args:
-      over: ``over(pure, crossing)`` applies the JAX transformation to the pure function of a :class:`Crossing`.
-      function: the user's function.
-      arguments: of the call.
-      entries: what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
-      out_prefix: as in :class:`Crossing`.
-      size: of the packed arguments and their labels, how often the function will run for one trace of it; None if that
-        is not known. It raises an error if they do not agree.
-      axis_name: as in :class:`Crossing`.
+    ``over(pure, crossing)`` applies the JAX transformation to the pure function of a :class:`Crossing`. The ``entries``
+    are what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
+    ``size(packed, labels)`` is how often the function will run for one trace of it, None if that is not known.
     """
     with recorded_anew(arguments):
         packed = pack_call(arguments)

@@ -53,11 +53,7 @@ def named(
 ) -> Callable:
     """Let JAX speak of a pure function as if it were ``f``; returns the function.
 
-    Args:
-      pure: takes leaves, each as an argument of its own, or one list of them per lane.
-      f: the user's function.
-      paths: of the leaves, if they are known.
-      lane_of: the lane of each, if ``pure`` takes lists; unused if there is only one lane.
+    It takes leaves with these ``paths``, if they are known: each as an argument, or with ``lane_of`` a list per lane.
     """
     made: Any = pure
     made.__name__ = made.__qualname__ = name_of(f)

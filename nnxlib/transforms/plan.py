@@ -65,15 +65,10 @@ Traced = tuple[tuple[Sequence[Any], ...], Outcome]  # what :meth:`Crossing.run` 
 
 
 class Compiled:
-    """A jitted function of some of the leaves.
+    """A jitted function of some of the leaves, the ``inputs``, given by their positions; so are the ``donated`` ones.
 
-    Args:
-      crossing: makes the user's function pure.
-      function: the user's function.
-      inputs: the positions of the leaves that the jitted function takes; a trace that reads others is abandoned.
-      donated: the positions of the leaves that are donated, if they are inputs.
-      options: of ``jax.jit``.
-      replay: for the first trace, a function of the inputs that does the same as the user's function; or None.
+    A trace that reads other leaves is abandoned. ``replay`` does for the first trace, on the inputs, what the user's
+    function does, if that has been traced already.
     """
 
     __slots__ = ("__weakref__", "_outcomes", "donates", "inputs", "jitted")
@@ -162,17 +157,10 @@ def leaves_returned(returned: tuple[Any, ...]) -> Sequence[Any]:
 
 
 class Plan:
-    """A function, compiled for one layout and its lanes.
+    """A function, compiled for one layout and its lanes, with these ``options`` of ``jax.jit``.
 
-    ``everything`` takes all leaves and donates none. ``compiled`` takes those that were ever read; None until that is
-    known.
-
-    Args:
-      crossing: makes the function pure.
-      function: the user's function.
-      options: of ``jax.jit``, whatever the inputs are.
-      donated: the positions of the leaves that may be donated.
-      in_shardings: of all leaves; None if none are given.
+    ``everything`` takes all leaves and donates none. ``compiled`` takes those that were ever read, and donates of those
+    at the positions ``donated`` what it can; None until that is known. ``in_shardings`` are those of all leaves.
     """
 
     def __init__(

@@ -45,13 +45,10 @@ from .lift import Arguments
 
 
 class Program:
-    """An operation on leaves.
+    """An operation on a list of leaves.
 
-    Args:
-      function: takes a list of leaves.
-      jitted: the same, compiled, and :func:`watched` while it is traced; made by ``jax.jit`` if not given.
-      compiled: whether it is compiled for calls at top level, as JAX compiles loops; if not, its operations are called
-        one by one.
+    At top level it is ``jitted``: compiled, as JAX compiles loops, and :func:`watched` while it is traced. If it is not
+    ``compiled``, its operations are called one by one.
     """
 
     __slots__ = ("_traced", "captures", "conditions", "function", "jitted", "kinds", "until")

@@ -348,12 +348,8 @@ def _check_values(out: Any, out_axes: Any) -> None:
 def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, out_place: tuple) -> dict[int, int]:
     """The :func:`successors` of the objects that a body was given.
 
-    Args:
-      layout: of the arguments.
-      labels: of the same.
-      place: where the argument is that is carried as a whole, in packed ``Arguments``; None if there is none.
-      body: traced on this layout, and returning.
-      out_place: where the carry is in its output.
+    ``place`` is where the argument is that is carried as a whole, in packed ``Arguments``; None if there is none.
+    ``out_place`` is where the carry is in the output.
 
     Raises:
       BodyError: if the carry comes out with another structure.

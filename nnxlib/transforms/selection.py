@@ -59,12 +59,8 @@ def numbers_of(argnums: int | Iterable[int] | None, option: str) -> tuple[int, .
 class Selection:
     """Arguments chosen by number or name; by the signature of the function, a number implies a name and vice versa.
 
-    Args:
-      function: whose arguments they are.
-      shift: how many arguments are bound to it; the user's numbers count from the next one.
-      numbers: of the chosen arguments; negative ones count from the last.
-      names: of the chosen arguments.
-      option: the beginning of what the user calls the choice, "static" or "donate", for messages.
+    The user's numbers count from the first argument that is not bound, after ``shift`` bound ones; negative ones count
+    from the last. The ``option`` is the beginning of what the user calls the choice, "static" or "donate".
 
     Raises:
       PrefixError: for a number or a name that the function does not have.

@@ -28,12 +28,8 @@ _COMPILE_AGAIN = "Call the jitted function itself, which is compiled again where
 class Stage:
     """A traced, lowered or compiled function of Modules; all other attributes are those of the JAX stage it wraps.
 
-    Args:
-      stage: of JAX.
-      arguments: makes the arguments of a call as they are packed, with the static ones and what is captured.
-      plan: for the structure of the arguments.
-      traced: the function of this plan that JAX has traced.
-      has_static: whether there are static arguments.
+    JAX has made this ``stage`` of the function ``traced`` of the plan. ``arguments`` makes the arguments of a call as
+    they are packed: with the static ones, if there are some, and with what is captured.
     """
 
     def __init__(

@@ -30,11 +30,7 @@ from .tangents import INEXACT, Argnums, DiffState, Tangents, by_argument, choice
 class Derivation:
     """A function with its packed arguments, as a function of those leaves that are differentiated.
 
-    Args:
-      f: the function.
-      primals: its positional arguments.
-      has_aux: whether it returns a pair, of which only the first is differentiated.
-      kwargs: its keyword arguments.
+    With ``has_aux`` it returns a pair, of which only the first is differentiated.
     """
 
     def __init__(self, f: Callable, primals: Sequence[Any], has_aux: bool, kwargs: Mapping[str, Any] | None = None):

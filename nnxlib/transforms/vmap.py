@@ -155,17 +155,10 @@ def mapped(
     size: Callable[[Packed, Sequence[Any]], int | None] = lambda packed, labels: None,
     others: Sequence[Any] = (),
 ) -> Callable:
-    """``f`` under a JAX transformation that maps it over an axis, with a lane for each label.
+    """``f`` under a JAX transformation that maps it over an axis; ``over`` and ``size`` are for :func:`lift_lanes`.
 
-    Args:
-      f: the user's function.
-      over: as in :func:`~nnxlib.transforms.lift.lift_lanes`.
-      in_axes: the prefix of the arguments.
-      out_axes: the prefix of the output.
-      what: the name of the transform, for messages.
-      axis: the name of the axis in the metadata of Variables.
-      size: as in :func:`~nnxlib.transforms.lift.lift_lanes`.
-      others: labels that are allowed besides an axis and None.
+    ``what`` is the name of the transform, for messages; ``axis`` that of the axis, in the metadata of Variables.
+    ``others`` are labels that are allowed besides an axis and None.
     """
     function, bound, bound_kwargs = resolve(f)
     check_axes(in_axes, "in_axes", what, *others)
