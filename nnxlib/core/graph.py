@@ -317,6 +317,31 @@ def variable_of(row: VariableRow, value: Any) -> Variable:
     return make_variable(row.type, value, row.metadata.fresh())
 
 
+def _contents(node: Any, row: NodeRow, objects: Sequence[Any], leaves: Iterator[Any]) -> dict[Any, Any]:
+    """The new contents of a live node; an unchanged field keeps the very object that it holds."""
+    held = node._nnx_contents()
+    values = {name: held[name] if spec is SAME else value_of(spec, objects, leaves) for name, spec in row.fields}
+    return {name: values[name] for name in row.names}
+
+
+def _restructure_node(node: Any, row: NodeRow, contents: dict[Any, Any], structural: bool) -> None:
+    """Give a node the class and contents of its row; and the marks, if the change is ``structural``."""
+    if type(node) is not row.type:
+        object.__setattr__(node, "__class__", row.type)
+    node._nnx_fill(contents)
+    if structural:
+        object.__setattr__(node, "_nnx_marks", dict(row.marks.value) or None)
+        node._nnx_changed()
+
+
+def _restructure_variable(variable: Variable, row: VariableRow, metadata: Any) -> None:
+    """Give a live Variable the class of its new row, and the metadata, a copy of those in it."""
+    if type(variable) is not row.type:
+        object.__setattr__(variable, "__class__", row.type)
+    object.__setattr__(variable, "_metadata", metadata)
+    variable._nnx_changed()
+
+
 def check_commit(layout: Layout, delta: Delta, live: Sequence[Any]) -> None:
     """Raise :class:`TraceContextError` if a live object that ``delta`` changes belongs to another trace."""
     trace, n = current_trace(), len(layout.rows)
@@ -349,28 +374,3 @@ def _what_changed(row: Row) -> str:
         return "the metadata"
     names = [name for name, spec in row.fields if spec is not SAME]
     return f"attribute {', '.join(map(repr, names))}" if names else "the attributes"
-
-
-def _contents(node: Any, row: NodeRow, objects: Sequence[Any], leaves: Iterator[Any]) -> dict[Any, Any]:
-    """The new contents of a live node; an unchanged field keeps the very object that it holds."""
-    held = node._nnx_contents()
-    values = {name: held[name] if spec is SAME else value_of(spec, objects, leaves) for name, spec in row.fields}
-    return {name: values[name] for name in row.names}
-
-
-def _restructure_node(node: Any, row: NodeRow, contents: dict[Any, Any], structural: bool) -> None:
-    """Give a node the class and contents of its row; and the marks, if the change is ``structural``."""
-    if type(node) is not row.type:
-        object.__setattr__(node, "__class__", row.type)
-    node._nnx_fill(contents)
-    if structural:
-        object.__setattr__(node, "_nnx_marks", dict(row.marks.value) or None)
-        node._nnx_changed()
-
-
-def _restructure_variable(variable: Variable, row: VariableRow, metadata: Any) -> None:
-    """Give a live Variable the class of its new row, and the metadata, a copy of those in it."""
-    if type(variable) is not row.type:
-        object.__setattr__(variable, "__class__", row.type)
-    object.__setattr__(variable, "_metadata", metadata)
-    variable._nnx_changed()
