@@ -207,14 +207,13 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
         path, x, y = stack.pop()
         if x is None or y is None:
             kind = "added" if x is None else "removed"
-            before, after = "nothing" if x is None else _describe(x, a), "nothing" if y is None else _describe(y, b)
-            yield Difference(path, kind, before, after)
+            yield Difference(path, kind, describe_spec(x, a), describe_spec(y, b))
             continue
         if isinstance(x, Ref) and isinstance(y, Ref):
             if (x.index, y.index) in seen:
                 continue
             if a.paths[x.index] != b.paths[y.index]:  # they are shared with objects at other paths
-                yield Difference(path, "sharing", _describe(x, a), _describe(y, b))
+                yield Difference(path, "sharing", describe_spec(x, a), describe_spec(y, b))
                 continue
             seen.add((x.index, y.index))
             p, q = a.rows[x.index], b.rows[y.index]
@@ -230,7 +229,7 @@ def structural_differences(a: Layout, b: Layout) -> Iterator[Difference]:
                 yield Difference((*path, *keys), "type", before, after)
         elif x != y:
             kind = "static" if isinstance(x, Const) and isinstance(y, Const) else "type"
-            before, after = _describe(x, a), _describe(y, b)
+            before, after = describe_spec(x, a), describe_spec(y, b)
             yield Difference(path, kind, before, after if after != before else _another(y))
 
 
@@ -274,13 +273,11 @@ def _row_differences(path: tuple, p: Row, q: Row) -> Iterator[Difference]:
             yield Difference(path, "order", before, after)
 
 
-def describe_spec(spec: Spec) -> str:
-    """Write a spec by itself, for a message."""
-    return "an object" if isinstance(spec, Ref) else _describe(spec, None)
-
-
-def _describe(spec: Spec, layout: Layout | None) -> str:
-    if isinstance(spec, Ref) and layout is not None:
+def describe_spec(spec: Spec | None, layout: Layout) -> str:
+    """Write a spec, for a message: of an object its class and first path; None stands for nothing."""
+    if spec is None:
+        return "nothing"
+    if isinstance(spec, Ref):
         row, first = layout.rows[spec.index], format_path(layout.paths[spec.index])
         return f"{row.type.__name__} ({first})"
     if isinstance(spec, Const):

@@ -17,7 +17,7 @@ from treescope import formatting_util, rendering_parts
 
 from .data import is_node
 from .errors import format_path
-from .reprs import Part, expand_object, parts_below, read, sizes_text, static_repr
+from .reprs import Part, expand_object, node_group, parts_below, read, sizes_text, static_repr
 
 LONGEST_RUN = 16  # equal neighbours in a list that are all shown
 SHOWN_OF_RUN = 4  # of a longer one
@@ -55,7 +55,8 @@ def render_node(node: Any, path: str | None, subtree_renderer: Any) -> Any:
 
 
 def _render(node: Any, path: str | None, subtree_renderer: Any) -> Any:
-    name, items, page = type(node).__name__, list(node._nnx_children()), _page.get()
+    items, page = list(node._nnx_children()), _page.get()
+    group = node_group(type(node), items, id(node))
 
     def entry(label: tuple, value: Any, key: str) -> Any:
         """An attribute or item; after an object that was shown before, the path where that was."""
@@ -66,17 +67,14 @@ def _render(node: Any, path: str | None, subtree_renderer: Any) -> Any:
         return rendering_parts.siblings_with_annotations(*label, shown, extra_annotations=comments)
 
     if isinstance(node, list):
-        opening, closing = f"{name}([", "])"
         forms = [page.form(x) for _, x in items]
         children = _some(forms, lambda i: entry((), items[i][1], f"[{i}]"), [key for key, _ in items])
     elif isinstance(node, dict):
-        opening, closing = f"{name}({{", "})"
         children = [entry((subtree_renderer(k), ": "), x, f"[{static_repr(k)}]") for k, x in items]
     else:
-        opening, closing = f"{name}(", ")"
-        children = [entry((f"{k}=",), x, f".{k}") for k, x in items]
+        children = [entry((label,), x, f".{k}") for label, k, x in group.children]
     color = None if isinstance(node, list | dict) else formatting_util.color_from_string(type(node).__qualname__)
-    return _tree(opening, children, closing, path, page.sizes(node), color)
+    return _tree(group.opening, children, group.closing, path, page.sizes(node), color)
 
 
 def _tree(

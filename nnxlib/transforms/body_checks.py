@@ -96,7 +96,7 @@ nothing outside of one."""
 
 def _describe_field(layout: Layout, spec: Spec | None) -> str:
     if not isinstance(spec, Ref):
-        return "nothing" if spec is None else describe_spec(spec)
+        return describe_spec(spec, layout)
     if spec.index >= len(layout.rows):
         return "a new object"
     return f"the {layout.rows[spec.index].type.__name__} {format_path(layout.paths[spec.index])}"
