@@ -3,7 +3,9 @@
 The mark also tells whether values are appended, as ``sow`` does by default. Within an ``nnx.capture``, a recording to
 which values are appended is never an input of a transform: the body of the transform starts a new one, with the axes of
 the body, and afterwards its values follow the earlier ones (:func:`recorded_anew`). So a Module may be called both
-outside of a loop and in it.
+outside of a loop and in it. What slices record in a Module that is passed whole gets an axis (``stack_recorded`` in
+transforms/axes.py). To record is no change of structure that a branch or a loop would refuse (``is_taken_out`` in
+body_checks.py); branches then record what any of them does (branch.py).
 """
 
 from __future__ import annotations

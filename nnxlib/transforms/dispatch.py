@@ -10,12 +10,13 @@ one of two ways:
   the cells that the compiled function reads and writes. It refers to no object: it is for all objects of these layouts.
   Variables that are arguments by themselves, as in a State, need no table for that; when they come again, they get one.
 - For the very objects of an earlier call not even this key is needed: a :class:`Shortcut` has the entry, and each of
-  their tables has the cells themselves, under a :class:`CallSite`, which stands for the signature. (Compilers call that
-  an inline cache; ``stamp.valid`` is its guard.) Only calls that change nothing but values of Variables have one, and
-  only if no array is in a pytree that is an attribute.
+  their tables has a :class:`Part` of it, the cells themselves, under a :class:`CallSite`, which stands for the
+  signature. (Compilers call that an inline cache; ``stamp.valid`` is its guard.) Only calls that change nothing but
+  values of Variables have one, and only if no array is in a pytree that is an attribute.
 
-A call that has neither is packed (jit.py), which adds an entry; a call by an entry adds a shortcut. Either way, only
-the loops over cells take time in proportion to a size: that of what the function touches, not of the model.
+What is found out about a call that has no shortcut is a :class:`KnownCall`. If it has no entry either, it is packed
+(jit.py), which adds one; a call by an entry adds a shortcut. Either way, only the loops over cells take time in
+proportion to a size: that of what the function touches, not of the model.
 """
 
 from __future__ import annotations
