@@ -24,18 +24,9 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy as np
 
+from . import errors
 from .differences import leaf_differences, refuse
-from .errors import (
-    ArgumentError,
-    NonExhaustiveFiltersError,
-    NotAStateError,
-    Path,
-    UsageError,
-    describe_nested,
-    did_you_mean,
-    format_path,
-    listed,
-)
+from .errors import Path, describe_nested, did_you_mean, format_path, listed
 from .filters import Filter, PathIn, filters_to_predicates, group_by_filters
 from .generics import K, V
 from .registration import register_pytree
@@ -85,7 +76,7 @@ class State(MutableMapping[K, V]):
         try:
             levels = mapping if isinstance(mapping, Mapping) else dict(mapping)
         except (TypeError, ValueError):
-            raise ArgumentError(_NOT_LEVELS.format(given=describe_nested(mapping))) from None
+            raise errors.ArgumentError(_NOT_LEVELS.format(given=describe_nested(mapping))) from None
         _set_mapping(self, _copy_levels(levels))
 
     @classmethod
@@ -265,7 +256,7 @@ class _Pair(tuple[Path, Any]):
     __slots__ = ()
 
     def __hash__(self) -> int:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             "Iterating a FlatState gives pairs of a path and a leaf, which have no hash: for its paths write "
             "set(flat.paths), for a dict with them as keys dict(flat)."
         )
@@ -307,7 +298,7 @@ class FlatState(Sequence[tuple[Path, V]]):
         self = object.__new__(cls)
         self._paths, self._leaves, self._positions = tuple(keys), list(values), None
         if len(self._paths) != len(self._leaves):
-            raise UsageError(f"A FlatState of {len(self._paths)} paths was given {len(self._leaves)} leaves.")
+            raise errors.UsageError(f"A FlatState of {len(self._paths)} paths was given {len(self._leaves)} leaves.")
         return self
 
     @property
@@ -608,7 +599,7 @@ def _copy_levels(mapping: Mapping[Any, Any]) -> dict:
 def _pairs(state: Mapping[Any, Any]) -> list[tuple[Path, Any]]:
     """List the leaves with their paths, sorted by path."""
     if not isinstance(state, Mapping):
-        raise NotAStateError(_NOT_A_STATE.format(type=type(state).__name__))
+        raise errors.NotAStateError(_NOT_A_STATE.format(type=type(state).__name__))
     top = state._mapping if isinstance(state, State) else state
     pairs: list[tuple[Path, Any]] = []
     stack: list[tuple[Path, Mapping[Any, Any], Iterator[Any]]] = [((), top, iter(sorted_keys(top)))]
@@ -655,7 +646,7 @@ def grouped(pairs: Pairs, filters: Sequence[Filter], *, exhaustive: bool) -> lis
         head = f"Non-exhaustive filters, got a non-empty remainder: none of {asked} takes these leaves:"
         remedy = "Add `...` as the last filter to get them too, or use `filter` to leave them out."
         lines = [f"{format_path(path)}: {type(leaf).__name__}" for path, leaf in rest]
-        raise NonExhaustiveFiltersError(listed(head, lines, remedy))
+        raise errors.NonExhaustiveFiltersError(listed(head, lines, remedy))
     return groups
 
 

@@ -21,26 +21,10 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 
+from ..core import errors
 from ..core.annotations import signature_of
 from ..core.data import is_array, is_node
-from ..core.errors import (
-    ArgumentError,
-    ClosedModuleError,
-    ImmutableCollectionError,
-    InvalidVariablesError,
-    LazyInitError,
-    MissingCollectionError,
-    MissingStreamError,
-    MissingVariableError,
-    NestedCollectionError,
-    Path,
-    PathError,
-    StateMismatchError,
-    VariableShapeError,
-    describe,
-    format_path,
-    listed,
-)
+from ..core.errors import Path, describe, format_path, listed
 from ..core.filters import All as AllOf
 from ..core.filters import Any as AnyOf
 from ..core.filters import Filter, FilterObject, Not, Where, WithTag, to_predicate
@@ -94,12 +78,12 @@ class Functional(Generic[M]):
 
     def __init__(self, module_type: Callable[..., M], args: tuple[Any, ...], kwargs: dict[str, Any]):
         if is_node(module_type) or not callable(module_type):
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"functional takes a class and its arguments, and makes the Module, got {describe(module_type)}. A "
                 "Module that there is becomes arrays by `graphdef, state = nnx.split(module)`."
             )
         if "rngs" in kwargs:
-            raise ArgumentError("functional takes no rngs: give them to init, and to apply or bind for Dropout.")
+            raise errors.ArgumentError("functional takes no rngs: give them to init, and to apply or bind for Dropout.")
         self.module_type, self.args, self.kwargs = module_type, args, kwargs
         self._skeletons: dict[frozenset[str], tuple[GraphDef[M], dict[Path, Any]]] = {}
 
@@ -152,7 +136,7 @@ class Functional(Generic[M]):
         paths = [*flatten_mapping(shapes[0])]
         if any(inputs_needed(traced, range(len(paths)))):
             dependent = [_said(*path) for n, path in enumerate(paths) if any(inputs_needed(traced, [n]))]
-            raise LazyInitError(listed(_DEPENDENT, dependent, "Call init, with arrays."))
+            raise errors.LazyInitError(listed(_DEPENDENT, dependent, "Call init, with arrays."))
         zeros = lambda: [jnp.zeros(x.shape, x.dtype) for x in specs.values()]  # which XLA does not make
         made = jax.jit(lambda: jaxpr_as_fun(traced)(*zeros()))()
         variables, after = jax.tree.unflatten(jax.tree.structure(shapes), made)
@@ -211,7 +195,7 @@ class Functional(Generic[M]):
                 refused[f"{_said(collection, *path)} {describe(value)} was {done}"] = collection
         if refused:
             remedy = _MUTABLE.format(collections=sorted({*refused.values()}))
-            raise ImmutableCollectionError(listed(_REFUSED.format(mutable=mutable), [*refused], remedy))
+            raise errors.ImmutableCollectionError(listed(_REFUSED.format(mutable=mutable), [*refused], remedy))
         _close(module, out)
         return out if mutable is False else (out, unflatten_mapping(updates))
 
@@ -238,7 +222,7 @@ class Functional(Generic[M]):
             if path not in leaves and not _attach(module, path, collection, value):
                 unplaced.append(f"{_said(collection, *path)} {describe(value)}")
         if unplaced:
-            raise StateMismatchError(listed("The Module has no place for these variables:", unplaced, _COMPLETE))
+            raise errors.StateMismatchError(listed("The Module has no place for these variables:", unplaced, _COMPLETE))
         for path, stream in list(iter_objects(module)):
             if isinstance(stream, RngStream):
                 _seed(stream, path, keys.get(stream.tag, keys.get("default", keys.get("params"))))
@@ -298,7 +282,7 @@ class _NoKey:
 
     def __call__(self, variable: Variable, value: Any) -> Any:
         name = "dropout" if self.tag == "default" else self.tag
-        raise MissingStreamError(
+        raise errors.MissingStreamError(
             f"The call draws from the random stream {self.path}, but got no key for it: pass rngs={{{name!r}: key}}, "
             "or rngs=key for all streams, or have it compute without (deterministic=True)."
         )
@@ -333,7 +317,7 @@ def _values(module: Any, but: type | tuple = ()) -> dict[Path, Any]:
 def _by_path(variables: Any, skeleton: Mapping[Path, Any]) -> dict[Path, tuple[str, Any]]:
     """What is given, by path, with the collection that it is in."""
     if not isinstance(variables, Mapping) or isinstance(variables, State):
-        raise InvalidVariablesError(
+        raise errors.InvalidVariablesError(
             f"Variables are a dict of collections, {{'params': {{...}}}}, as init returns them, got "
             f"{type(variables).__name__}. Those of a Module are model.unbind(module)."
         )
@@ -348,21 +332,23 @@ def _by_path(variables: Any, skeleton: Mapping[Path, Any]) -> dict[Path, tuple[s
                 twice.append(f"{format_path(path)} is in {found[path][0]!r} and in {collection!r}")
             found[path] = collection, plain_value(x)
     if twice:
-        raise PathError(listed("A Module has one variable at a path, but two are given:", twice, _ONE))
+        raise errors.PathError(listed("A Module has one variable at a path, but two are given:", twice, _ONE))
     return found
 
 
 def _check_collection(name: Any, tree: Any, skeleton: Mapping[Path, Any]) -> None:
     names = {path[0] for path in skeleton}
     if name in names and name not in {collection_of(x) for x in skeleton.values()}:
-        raise InvalidVariablesError(
+        raise errors.InvalidVariablesError(
             f"Variables are a dict of collections, but {name!r} is an attribute of the Module. Was that "
             f"variables['params']? Pass {{'params': {{{name!r}: ...}}}}."
         )
     if not isinstance(tree, Mapping):
-        raise InvalidVariablesError(f"The collection {name!r} is a dict of variables by name, got {describe(tree)}.")
+        raise errors.InvalidVariablesError(
+            f"The collection {name!r} is a dict of variables by name, got {describe(tree)}."
+        )
     if name in tree and name not in names:
-        raise NestedCollectionError(
+        raise errors.NestedCollectionError(
             f"The collection {name!r} holds {name!r} once more. Was {{{name!r}: variables}} meant to be variables?"
         )
     if name != ARRAYS:
@@ -391,13 +377,13 @@ def _check(skeleton: Mapping[Path, Any], given: Mapping[Path, tuple[str, Any]], 
             shapes.append(f"{said} expected {describe(expected)}, got {describe(given[path][1])}")
     if absent:
         have = ", ".join(map(repr, variables)) or "none"
-        raise MissingCollectionError(listed(f"Collections are missing; given are {have}:", absent, _COMPLETE))
+        raise errors.MissingCollectionError(listed(f"Collections are missing; given are {have}:", absent, _COMPLETE))
     if missing:
-        raise MissingVariableError(listed("Variables are missing:", missing, _COMPLETE))
+        raise errors.MissingVariableError(listed("Variables are missing:", missing, _COMPLETE))
     if elsewhere:
-        raise StateMismatchError(listed("Variables are in another collection:", elsewhere, _COMPLETE))
+        raise errors.StateMismatchError(listed("Variables are in another collection:", elsewhere, _COMPLETE))
     if shapes:
-        raise VariableShapeError(listed("Variables have another shape than the Module's:", shapes, _SHAPES))
+        raise errors.VariableShapeError(listed("Variables have another shape than the Module's:", shapes, _SHAPES))
 
 
 def _filled(x: Any, value: Any) -> Any:
@@ -452,7 +438,7 @@ def _close(module: Any, out: Any) -> None:
 
 
 def _is_closed(variable: Variable, value: Any) -> Any:
-    raise ClosedModuleError(
+    raise errors.ClosedModuleError(
         "This Module was made for a call of `apply`, which has ended. Return what is needed from the call, or use "
         "`module = model.bind(variables)` for a Module that stays."
     )
