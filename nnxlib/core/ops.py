@@ -14,6 +14,7 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy as np
 
+from . import fitting
 from .blueprint import fresh
 from .cells import cell_of, new_cell
 from .closures import Watch, notice
@@ -21,17 +22,6 @@ from .data import is_data_leaf
 from .differences import aval_of
 from .errors import ArgumentError, Path, StateMismatchError, TraceContextError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, warn_of_node_classes
-from .fitting import (
-    Values,
-    as_held,
-    flat_state_of,
-    have_avals,
-    positions_in_nodes,
-    raw_values,
-    unshared_leaves,
-    values_to_merge,
-    values_to_write,
-)
 from .formulas import copied
 from .graph import Delta, build, by_path, commit, even_if_interrupted, pack
 from .graphdef import GraphDef, graphdef_of
@@ -86,7 +76,7 @@ class _Snapshot:
 
     def __init__(self, layout: Layout, leaves: list[Any], group: Nesting | None = None):
         self.layout, self.group, self.trace = layout, group, current_trace()
-        self.values = unshared_leaves(leaves, len(leaves) if group is not None else len(layout.variables))
+        self.values = fitting.unshared_leaves(leaves, len(leaves) if group is not None else len(layout.variables))
 
     def leaves(self) -> list[Any]:
         """The leaves, with new Variables around values, in the order in which they were given."""
@@ -229,10 +219,10 @@ def merge(graphdef: GraphDef[A] | GraphState, /, *states: Any, copy: bool = Fals
     states = tuple([_of_graphdef(graphdef, state) for state in states])
     layout = graphdef.layout
     # A State that was not looked into since the split has the values themselves; others are matched leaf by leaf.
-    values, changed = _values_as_split(graphdef, states) or values_to_merge(graphdef, states, strict)
-    held, is_described = positions_in_nodes(layout), not changed
+    values, changed = _values_as_split(graphdef, states) or fitting.values_to_merge(graphdef, states, strict)
+    held, is_described = fitting.positions_in_nodes(layout), not changed
     if held.start < held.stop:
-        values[held] = as_held(values[held], graphdef.avals[held])
+        values[held] = fitting.as_held(values[held], graphdef.avals[held])
         is_described = is_described and all(is_data_leaf(x) for x in values[held])
     if is_described:
         made = build_described(layout, values)
@@ -256,16 +246,16 @@ def _of_graphdef(graphdef: GraphDef, state: Any) -> Any:
     return state._state
 
 
-def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> Values | None:
+def _values_as_split(graphdef: GraphDef, states: tuple[Any, ...]) -> fitting.Values | None:
     """The values in a State that was split off with this GraphDef, and has not been looked into; else None."""
     source = getattr(states[0], "_source", None) if len(states) == 1 and isinstance(states[0], State) else None
     if not isinstance(source, _Snapshot) or source.group is not None or source.layout is not graphdef.layout:
         return None
     if Watch.all and source.trace is not current_trace():  # the Variables of a captured State are to be noticed
         return None
-    if not have_avals(source.values, graphdef.avals):
+    if not fitting.have_avals(source.values, graphdef.avals):
         return None
-    return unshared_leaves(source.values, len(source.layout.variables)), {}
+    return fitting.unshared_leaves(source.values, len(source.layout.variables)), {}
 
 
 # --- state, update --------------------------------------------------------------------------------------------------
@@ -355,7 +345,7 @@ def update(node: Any, state: Any, /, *states: Any, strict: bool = True) -> None:
 def write_states(node: Any, states: tuple[Any, ...], strict: bool, attached: type[Variable]) -> None:
     """What :func:`update` does; Variables of type ``attached`` that the node does not have are attached."""
     layout, leaves, objects = _packed(node)
-    values, metadata, new = values_to_write(layout, leaves, objects, states, strict, attached)
+    values, metadata, new = fitting.values_to_write(layout, leaves, objects, states, strict, attached)
     for i, name, _ in new:
         check_writable(objects[i], f"attach {name!r}")
     # Most leaves are committed. Those of a pytree around the objects are set in the container that holds them, and
@@ -413,8 +403,8 @@ def _write(
     in_rows = [layout.owner_positions[owner] for owner in delta.owners(layout.rows)]
     plain = [k for k in new if k < n and k not in metadata]
     delta = delta._replace(values=tuple([variables[k] for k in plain]))
-    values = raw_values([new.get(k, leaves[k]) for k in in_rows])
-    values = as_held(values, [aval_of(leaves[k]) if k >= n else None for k in in_rows])
+    values = fitting.raw_values([new.get(k, leaves[k]) for k in in_rows])
+    values = fitting.as_held(values, [aval_of(leaves[k]) if k >= n else None for k in in_rows])
     commit(layout, delta, [new[k] for k in plain] + values, objects)
     for k, value in zip(in_rows, values, strict=True):
         if k >= n and not is_data_leaf(value):  # such as an array with named axes, which the row does not describe
@@ -521,7 +511,7 @@ def unflatten(graphdef: GraphDef[A], state: Any, /) -> A:
     >>> nnx.unflatten(graphdef, leaves).kernel.shape
     (2, 3)
     """
-    return merge(graphdef, flat_state_of(graphdef.layout, state) if isinstance(state, list) else state)
+    return merge(graphdef, fitting.flat_state_of(graphdef.layout, state) if isinstance(state, list) else state)
 
 
 @boundary

@@ -18,17 +18,8 @@ from ..core.layout import Layout
 from ..core.operators import unwrapped
 from ..core.rows import ROOT, Tree
 from ..core.tracing import at_top_level, boundary
+from . import body_checks
 from .body import Body, trace_body, zeros
-from .body_checks import (
-    RETURN_ALIKE,
-    check_same_output,
-    check_types,
-    refuse_structural,
-    refuse_written,
-    retyped,
-    structural_changes,
-    successors,
-)
 from .callables import as_bound, resolve
 from .leaf_checks import as_scalar
 from .lift import Arguments, Outcome
@@ -158,11 +149,12 @@ def _in_one_type(lower: jax.Array, upper: jax.Array, last: int | None) -> tuple[
 def _loop(layout: Layout, function: Callable, leaves: list[Any], what: str) -> _Loop:
     """Trace a body, and once more if a weakly typed number that it carries needs another type from the start."""
     loop = _Loop(layout, trace_body(function, layout, leaves), leaves, what)
-    strong = retyped(leaves, *loop.recurring)
+    strong = body_checks.retyped(leaves, *loop.recurring)
     if strong is not None:
         loop = _Loop(layout, trace_body(function, layout, strong), strong, what)
     positions, types = loop.recurring
-    check_types([loop.constant[k] for k in positions], types, [layout.leaf_paths[k] for k in positions], what)
+    given, paths = [loop.constant[k] for k in positions], [layout.leaf_paths[k] for k in positions]
+    body_checks.check_types(given, types, paths, what)
     return loop
 
 
@@ -179,17 +171,17 @@ class _Loop:
     """
 
     def __init__(self, layout: Layout, body: Body, leaves: list[Any], what: str):
-        replaced = successors(layout, body, [(layout.root, body.delta.root)])
-        changes = structural_changes(layout, body, replaced or {})
-        refuse_structural([change for change in changes if not change.is_taken_out], what)
+        replaced = body_checks.successors(layout, body, [(layout.root, body.delta.root)])
+        changes = body_checks.structural_changes(layout, body, replaced or {})
+        body_checks.refuse_structural([change for change in changes if not change.is_taken_out], what)
         if replaced is None:
             out = body.delta.root
             if isinstance(out, Tree) and not any(path[:2] == ("args", 0) for path in out.paths):
                 raise BodyError(f"The {what} returned nothing. Return the value that it was given, changed or not.")
             said = f"The {what} must return a value like the one it is given:"
-            check_same_output(layout, layout.root, body.delta.root, said, RETURN_ALIKE)
+            body_checks.check_same_output(layout, layout.root, body.delta.root, said, body_checks.RETURN_ALIKE)
             replaced = {}
-        refuse_written(layout, body, replaced, what)
+        body_checks.refuse_written(layout, body, replaced, what)
         self.body, self.constant = body, leaves
         self.positions = [layout.owner_positions.get((replaced.get(i, i), k)) for i, k in body.owners]
         pairs = list(zip(self.positions, body.types, strict=True))
@@ -222,7 +214,7 @@ def _refuse_changes(layout: Layout, condition: Body) -> None:
     """Raise :class:`BodyError` if the condition of a loop has changed something, recordings apart."""
     leaves = zip(condition.owners, condition.leaf_paths, strict=True)
     changed = [path for (row, _), path in leaves if row in range(len(layout.rows))]
-    changed += [change.path for change in structural_changes(layout, condition) if not change.is_taken_out]
+    changed += [change.path for change in body_checks.structural_changes(layout, condition) if not change.is_taken_out]
     if changed:
         paths = ", ".join(map(format_path, dict.fromkeys(changed)))
         raise BodyError(

@@ -31,18 +31,9 @@ from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, BoundMethod, Spec, Tree, children, same_treedef
 from ..core.tables import pack_call
 from ..core.variables import RngCount
+from . import body_checks
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, stack_recorded, strip_axes
 from .body import Body, own_states, trace_body
-from .body_checks import (
-    RETURN_ALIKE,
-    check_same_output,
-    check_types,
-    refuse_structural,
-    refuse_written,
-    retyped,
-    structural_changes,
-    successors,
-)
 from .callables import by_position, resolve
 from .classes import lifts_classes
 from .data_transform import DataTransform, transformed_data
@@ -197,10 +188,11 @@ class _Scan(NamedTuple):
         replaced = _replaced(layout, self.labels, self.carried, body, self.out_place or ())
         _check_changes(layout, self.labels, body, replaced)
         sources, types = _recurring(layout, body, leaf_labels, replaced)
-        strong = retyped(leaves, sources, types)
+        strong = body_checks.retyped(leaves, sources, types)
         if strong is not None:  # a weakly typed number that is carried needs another type from the start
             return self.program(strong)
-        check_types([leaves[k] for k in sources], types, [layout.leaf_paths[k] for k in sources], "body of scan")
+        given, paths = [leaves[k] for k in sources], [layout.leaf_paths[k] for k in sources]
+        body_checks.check_types(given, types, paths, "body of scan")
         return self._run(body, leaves, sources)
 
     def _labels_after(self, after: After, out: Any) -> list[Any]:
@@ -252,8 +244,9 @@ def _check_changes(layout: Layout, labels: Labels, body: Body, replaced: Mapping
     What has an axis is another object in each iteration, so its structure may change. What is carried or passed whole
     is the same object in all of them, and the body is traced only once, on its structure before the loop.
     """
-    changes = structural_changes(layout, body, replaced)
-    refuse_structural([x for x in changes if not x.added and not _is_stacked(labels, x.row)], "body of scan")
+    changes = body_checks.structural_changes(layout, body, replaced)
+    refused = [x for x in changes if not x.added and not _is_stacked(labels, x.row)]
+    body_checks.refuse_structural(refused, "body of scan")
     kept = {*range(ROOT, len(layout.rows)), *replaced}.difference(change.row for change in changes)
     problems, whole = [], []
     for owner, label, path, type_ in zip(body.owners, body.labels, body.leaf_paths, body.types, strict=True):
@@ -364,14 +357,14 @@ def _replaced(layout: Layout, labels: Labels, place: tuple | None, body: Body, o
     given = _NO_CARRY if place is None else _tree(layout.root, (0, *place[1:]), before)
     returned = _NO_CARRY if place is None else _tree(body.delta.root, out_place, after)
     is_alike = given.paths == returned.paths and same_treedef(given.treedef, returned.treedef)
-    replaced = successors(layout, body, pairs, functools.partial(_is_stacked, labels)) if is_alike else None
+    replaced = body_checks.successors(layout, body, pairs, functools.partial(_is_stacked, labels)) if is_alike else None
     if replaced is None:
         first = [path[1:] for path, _ in after if path[:1] == (0,)]
         if out_place == () and before and given != returned and first == [path for path, _ in before]:
             raise BodyError(_CARRY_ALONE)
-        check_same_output(layout, given, returned, _OTHER_CARRY, RETURN_ALIKE, "carry")
+        body_checks.check_same_output(layout, given, returned, _OTHER_CARRY, body_checks.RETURN_ALIKE, "carry")
     replaced = replaced or {}
-    refuse_written(layout, body, replaced, "body of scan")
+    body_checks.refuse_written(layout, body, replaced, "body of scan")
     return replaced
 
 
