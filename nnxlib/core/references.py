@@ -28,33 +28,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from . import look_ups
 from .calls import is_observed
 from .closures import RunningCode, is_lent_elsewhere
 from .identity import Identified
-from .look_ups import (
-    BY_NAME,
-    BY_SYNTAX,
-    LookUp,
-    absent,
-    attribute,
-    entry,
-    globals_by_text,
-    globals_in,
-    globals_of,
-    has_length,
-    has_unnamed_methods,
-    in_closure,
-    inside,
-    is_of_library,
-    item,
-    itself,
-    look_ups_in,
-    methods_in,
-    names_in,
-    objects_in_globals,
-    own,
-    weakly,
-)
+from .look_ups import BY_NAME, BY_SYNTAX, LookUp, is_of_library, weakly
 from .objects import Node
 from .tracing import current_trace
 
@@ -114,8 +92,8 @@ class Way(NamedTuple):
             yield Step(way.look_up, _reference(way.value))
             if isinstance(holder, MUTABLE_CONTAINERS) and id(holder) not in known:
                 known.add(id(holder))
-                yield Step(LookUp(has_length, holder, len(holder)), lambda: True)
-            if way.look_up.kind is own:
+                yield Step(LookUp(look_ups.has_length, holder, len(holder)), lambda: True)
+            if way.look_up.kind is look_ups.own:
                 yield from same_attributes(holder, known)
 
     @property
@@ -124,9 +102,9 @@ class Way(NamedTuple):
         if self.before is None:
             return False
         if type(self.before.value) is types.FunctionType:
-            return self.look_up.kind in (in_closure, entry, absent, inside)
+            return self.look_up.kind in (look_ups.in_closure, look_ups.entry, look_ups.absent, look_ups.inside)
         of = self.before.look_up
-        return (of.kind is attribute and of.key in _DEFAULTS) or _is_by_name(self.look_up, self.before.value)
+        return (of.kind is look_ups.attribute and of.key in _DEFAULTS) or _is_by_name(self.look_up, self.before.value)
 
     def is_looked_along(self, names: Collection[str], along: Collection[int] = ()) -> bool:
         """Whether code with these names may go along the way: it leads over no attribute of another name.
@@ -138,7 +116,7 @@ class Way(NamedTuple):
             kind, _, key = way.look_up
             if id(way.value) in along:
                 return True
-            if not _is_by_name(way.look_up, holder) or (over_all and kind is own):
+            if not _is_by_name(way.look_up, holder) or (over_all and kind is look_ups.own):
                 continue
             if key not in names and key not in BY_SYNTAX:
                 return False
@@ -238,18 +216,16 @@ class _Search:
         given: Sequence[Any],
         names: Collection[str],
     ):
-        self.start = Way(function, LookUp(itself, function), None)
-        further = [Way(x, LookUp(item, given, k), self.start) for k, x in enumerate(given)]
+        self.start = Way(function, LookUp(look_ups.itself, function), None)
+        further = [Way(x, LookUp(look_ups.item, given, k), self.start) for k, x in enumerate(given)]
         self.queue = deque([self.start, *further])  # the ways that are yet to be visited, the shortest first
         self.look_ups_left, self.elsewhere_left = _MOST_TO_FIND, _MOST_ELSEWHERE
         self.missing = set(map(id, sought))
         self.namespace = _namespace_of(function)
         self.running = [code for code in running if not is_of_library(code.namespace)]
-        self.names = {
-            *names,
-            *[name for code in self.running for name in names_in(code.code)],
-        }  # in code visited so far
-        self.looked_for = set[str]()  # those with which methods have been looked for in all objects
+        # The names in the code visited so far; and those with which methods have been looked for in all objects.
+        self.names = {*names, *[name for code in self.running for name in look_ups.names_in(code.code)]}
+        self.looked_for = set[str]()
         self.unnamed = list[Way]()  # to objects with methods that are called without being named, not looked into yet
         self.visited = set[int]()  # the code of functions, by id
         self.elsewhere = deque[Way]()  # to functions of other files
@@ -260,14 +236,14 @@ class _Search:
         self.visit_all()
         for code, namespace in reversed(self.running):
             if id(code) not in self.visited:
-                self.go_on(self.start, globals_in(code, namespace))
+                self.go_on(self.start, look_ups.globals_in(code, namespace))
                 self.visit_all()
         self.visit_elsewhere()
         if self.missing:
             self.look_ups_left = max(self.look_ups_left, _MOST)  # a few, even if all have been made
             namespaces = [self.namespace or {}, *[code.namespace for code in self.running]]
             for namespace in {id(x): x for x in namespaces}.values():
-                self.go_on(self.start, globals_by_text(self.names, namespace))
+                self.go_on(self.start, look_ups.globals_by_text(self.names, namespace))
             self.visit_all()
             self.visit_elsewhere()
         ways = [*self.found.values(), *self.others]
@@ -291,7 +267,7 @@ class _Search:
         while self.missing and self.elsewhere and self.elsewhere_left:
             self.elsewhere_left -= 1
             way = self.elsewhere.popleft()
-            self.go_on(way, globals_of(way.value))
+            self.go_on(way, look_ups.globals_of(way.value))
             self.visit_all()
 
     def look_for_methods(self) -> None:
@@ -299,11 +275,11 @@ class _Search:
         names = self.names - self.looked_for
         self.looked_for |= names
         for way in [*self.found.values()] if names else ():
-            self.go_on(way, methods_in(way.value, names))
+            self.go_on(way, look_ups.methods_in(way.value, names))
         unnamed, self.unnamed = self.unnamed, []
         for way in unnamed:
             if way.is_looked_along(self.names):
-                self.go_on(way, methods_in(way.value, BY_SYNTAX))
+                self.go_on(way, look_ups.methods_in(way.value, BY_SYNTAX))
             else:
                 self.unnamed.append(way)
 
@@ -323,8 +299,8 @@ class _Search:
             self.missing.discard(id(value))
             if type(value) is types.FunctionType:
                 self.enter(way, value)
-            self.go_on(way, look_ups_in(value, self.names))
-            if has_unnamed_methods(type(value)):
+            self.go_on(way, look_ups.look_ups_in(value, self.names))
+            if look_ups.has_unnamed_methods(type(value)):
                 self.unnamed.append(way)
 
     def enter(self, way: Way, function: types.FunctionType) -> None:
@@ -332,18 +308,18 @@ class _Search:
         is_own = function.__globals__ is self.namespace
         if not is_own and is_of_library(function.__globals__):
             return
-        self.names |= names_in(function.__code__)
+        self.names |= look_ups.names_in(function.__code__)
         if is_own:
             self.visited.add(id(function.__code__))
-            self.go_on(way, globals_of(function))
+            self.go_on(way, look_ups.globals_of(function))
         else:
             self.elsewhere.append(way)
-            self.go_on(way, objects_in_globals(function))
+            self.go_on(way, look_ups.objects_in_globals(function))
 
-    def go_on(self, way: Way, look_ups: Iterable[LookUp]) -> None:
+    def go_on(self, way: Way, further: Iterable[LookUp]) -> None:
         """Go on from a way with these look-ups; with none, if they are in an object that cannot be looked into."""
         with contextlib.suppress(Exception):  # a weak proxy to what is gone, or an unusual error of a __getattr__
-            for look_up in itertools.islice(look_ups, self.look_ups_left):
+            for look_up in itertools.islice(further, self.look_ups_left):
                 self.look_ups_left -= 1
                 self.queue.append(Way(look_up.found(), look_up, way))
 
@@ -351,7 +327,7 @@ class _Search:
 def _place(look_up: LookUp) -> Hashable:
     """What is equal for two look-ups of the same key in the same holder."""
     kind, holder, key = look_up
-    return kind, holder.address if kind is inside else id(holder), key
+    return kind, holder.address if kind is look_ups.inside else id(holder), key
 
 
 def is_constant_type(kind: type) -> bool:
@@ -403,8 +379,8 @@ def same_attributes(x: Any, known: set[int]) -> Iterator[Step]:
     cls, attributes = type(x), x.__dict__
     if id(attributes) not in known:
         known.add(id(attributes))
-        yield Step(LookUp(attribute, x, "__class__"), lambda: cls)
-        yield Step(LookUp(attribute, x, "__dict__"), lambda: attributes)
+        yield Step(LookUp(look_ups.attribute, x, "__class__"), lambda: cls)
+        yield Step(LookUp(look_ups.attribute, x, "__dict__"), lambda: attributes)
 
 
 def _reference(value: Any) -> Reference:
