@@ -675,6 +675,19 @@ def test_private_slots():
     assert nnx.clone(m).hidden() is not m.hidden()
 
 
+def test_slots_of_a_dataclass():
+    """With `slots=True` a decorator makes another class, whose slots are found anew."""
+
+    @nnx.dataclass(slots=True)
+    class Scale(nnx.Module):
+        factor: nnx.Param
+        name: str = "scale"
+
+    m = Scale(nnx.Param(jnp.ones(2)))
+    assert state_paths(m) == [("factor",)]
+    assert (nnx.clone(m).name, copy.deepcopy(m).factor.value.tolist()) == ("scale", [1, 1])
+
+
 def test_properties_and_descriptors():
     """A property reads and writes through to attributes, also inside jit; a read-only one stays so."""
 
