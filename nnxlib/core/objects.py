@@ -485,9 +485,6 @@ class HasAttributes(Node, HasDict):
         _set_attributes(self, attributes)
         super()._nnx_restore(tuple(saved))
 
-    def _nnx_mark(self, name: Any, mark: Any) -> None:
-        change(self, _set, self, "_nnx_marks", {**(self._nnx_marks or {}), name: mark})
-
 
 def _has_setter(node: Any, name: str) -> bool:
     """Whether to set this attribute of a node calls a property, which is given the value as it is."""
@@ -496,12 +493,16 @@ def _has_setter(node: Any, name: str) -> bool:
 
 def set_marked(node: Any, name: str, value: Any, key: Any, mark: Any) -> None:
     """Set an attribute, and a mark that comes with it."""
+
+    def note() -> None:
+        change(node, _set, node, "_nnx_marks", {**(node._nnx_marks or {}), key: mark})
+
     try:
         setattr(node, name, value)
-        node._nnx_mark(key, mark)
+        note()
     except BaseException:  # an interrupt may come in between
         if attributes_of(node).get(name) is value:
-            node._nnx_mark(key, mark)
+            note()
         raise
 
 
