@@ -47,9 +47,10 @@ from ..core.static import Const, StaticArgument
 from ..core.tables import LiveTable, Sharing, Tables, VariableGroup, patched, sharing_of, table_of
 from ..core.variables import Variable
 from .closure_inputs import Literals, WithLiterals, literals_in, literals_of
+from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome
-from .plan import Compiled, Plan, Stopped, WithOutcome, leaves_returned
+from .plan import Compiled, Plan, Stopped, Traced, WithOutcome
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
 
@@ -160,7 +161,7 @@ class Dispatch:
                 else:
                     returned = part.read(jitted) if alone else jitted(*inputs)
                 if type(returned) is WithOutcome:  # another one than usual
-                    return shortcut.finish(compiled, leaves, site.arrangement, outputs, returned)
+                    return shortcut.finish(leaves, site.arrangement, returned)
                 # What it changed is written last, after everything that can fail.
                 out = shortcut.output(returned)
                 if others:
@@ -175,7 +176,7 @@ class Dispatch:
             elif compiled.donates:  # an interrupt, or a refused output: the arrays that went in are gone
                 assert site is not None
                 with contextlib.suppress(Exception):
-                    shortcut.finish(compiled, leaves, site.arrangement, outputs, compiled.without_output(returned))
+                    shortcut.finish(leaves, site.arrangement, compiled.without_output(returned))
             raise
 
     def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, addresses: object) -> Any:
@@ -397,19 +398,21 @@ class CacheEntry:
             reads = self._reads = self._reads_of(compiled)
 
         def finish(returned: tuple[Any, ...]) -> Any:
-            outcome = compiled.outcome_of(returned)
+            unpacked = _, outcome = compiled.unpacked(returned)
             if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
                 with stamping:
                     self._keep_shortcut(found, sites, reads, outcome)
-            out = self.finish(found.leaves, tables, leaves_returned(returned), outcome)
+            out = self.finish(found.leaves, tables, unpacked)
             if self.plan.has_shardings:
                 self.plan.settle([tables[k].cells[j] for k, j in self._cells])
             return out
 
         return compiled.call(reads.inputs(found), finish)
 
-    def finish(self, leaves: Sequence[Any], tables: Tables, values: Sequence[Any], outcome: Outcome) -> Any:
-        """Write the ``values`` that came back from a call with these leaves; returns the user's output."""
+    def finish(self, leaves: Sequence[Any], tables: Tables, returned: Traced) -> Any:
+        """Write what came back from a call with these leaves; returns the user's output."""
+        groups, outcome = returned
+        values = join_lanes(groups, outcome.lane_of)
         if outcome.delta.rows:
             return commit(self.plan.crossing.layout, outcome.delta, values, _objects_in(leaves, tables))
         writes = self._writes_of(outcome)
@@ -524,16 +527,10 @@ class Shortcut:
         self.entry: Callable[[], Any] = weakref.ref(entry)  # its plan refers to `compiled`
         self.output = output
 
-    def finish(
-        self, compiled: Compiled, leaves: Sequence[Any], arrangement: Arrangement, outputs: list[Cell], returned: Any
-    ) -> Any:
-        """Write what a call with these leaves has returned, usually to the ``outputs``; returns the user's output."""
-        if type(returned) is WithOutcome:  # another one than usual
-            tables = [leaves[k]._nnx_table for k in (arrangement[0], *arrangement[1])]
-            return self.entry().finish(leaves, tables, leaves_returned(returned), compiled.outcome_of(returned))
-        out = self.output(returned)
-        write_cells(outputs, returned)
-        return out
+    def finish(self, leaves: Sequence[Any], arrangement: Arrangement, returned: WithOutcome) -> Any:
+        """Write what a call with these leaves has returned, if its outcome is another one than usual."""
+        tables = [leaves[k]._nnx_table for k in (arrangement[0], *arrangement[1])]
+        return self.entry().finish(leaves, tables, returned)
 
 
 class Part:

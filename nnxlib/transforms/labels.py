@@ -203,7 +203,7 @@ def split_lanes(leaves: Sequence[Any], lane_of: Sequence[int], count: int) -> tu
 
 def join_lanes(groups: Sequence[Sequence[Any]], lane_of: Sequence[int]) -> Sequence[Any]:
     """The inverse of :func:`split_lanes`."""
-    if len(groups) == 1:
+    if not lane_of or len(groups) == 1:
         return groups[0]
     sources = [iter(group) for group in groups]
     return [next(sources[lane]) for lane in lane_of]

@@ -31,7 +31,7 @@ import jax.tree_util as jtu
 
 from ..core.cells import Cell
 from ..core.closures import AbsentInput, call_lending
-from ..core.graph import Packed, commit
+from ..core.graph import Packed
 from ..core.inputs import ABSENT
 from ..core.placement import settle
 from ..core.rows import count_leaves
@@ -39,9 +39,8 @@ from ..core.static import Const
 from ..core.tracing import at_top_level, jaxpr_as_fun
 from .closure_inputs import captured_rows
 from .jit_crossing import JitCrossing
-from .labels import join_lanes
 from .leaf_checks import explain_untraced
-from .lift import Outcome
+from .lift import Outcome, finish
 from .naming import named
 
 R = TypeVar("R")
@@ -138,22 +137,12 @@ class Compiled:
 
     def without_output(self, returned: tuple[Any, ...]) -> WithOutcome:
         """What the jitted function returned, but for the user's output."""
-        outcome = self.outcome_of(returned)
-        return WithOutcome(groups_of(returned), Outcome(outcome.delta._replace(root=Const.of(None)), outcome.lane_of))
+        groups, outcome = self.unpacked(returned)
+        return WithOutcome(groups, Outcome(outcome.delta._replace(root=Const.of(None)), outcome.lane_of))
 
-    def outcome_of(self, returned: tuple[Any, ...]) -> Outcome:
-        """The outcome of what the jitted function returned; the same object for the same trace."""
-        return returned.outcome if type(returned) is WithOutcome else self._outcomes[0]
-
-
-def groups_of(returned: tuple[Any, ...]) -> tuple[Sequence[Any], ...]:
-    """The leaves in what a jitted function returned, in a list for each lane."""
-    return returned.groups if type(returned) is WithOutcome else (returned,)
-
-
-def leaves_returned(returned: tuple[Any, ...]) -> Sequence[Any]:
-    """The leaves in what a jitted function returned, in order."""
-    return join_lanes(returned.groups, returned.outcome.lane_of) if type(returned) is WithOutcome else returned
+    def unpacked(self, returned: tuple[Any, ...]) -> Traced:
+        """What the jitted function returned: leaves by lane, and the Outcome, always the same object for one trace."""
+        return returned if type(returned) is WithOutcome else ((returned,), self._outcomes[0])
 
 
 class Plan:
@@ -195,7 +184,7 @@ class Plan:
         traced = self.everything.jitted.trace(*all_leaves)
         if len(traced.jaxpr.in_avals) > len(jtu.tree_leaves(all_leaves)):
             return self.everything  # it uses a tracer of an earlier trace: JAX says so when it is called
-        outcome = self.everything.outcome_of(traced.out_info)
+        _, outcome = self.everything.unpacked(traced.out_info)
         donated = self._donated.intersection(self._donatable(outcome))
         if inputs is None:
             inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
@@ -212,10 +201,10 @@ class Plan:
         everything = self.everything
         if len(inputs) == len(self._all) and not self._options:
             # A call in a call, for which JAX has the trace. (Options are refused there, or would hold twice.)
-            return lambda *values: (groups_of(everything.jitted(*values)), outcome)
+            return lambda *values: (everything.unpacked(everything.jitted(*values))[0], outcome)
         sizes = [0 if k in self.crossing.literals else len(jtu.tree_leaves(leaf)) for k, leaf in enumerate(leaves)]
         starts = [0, *accumulate(sizes)]  # a leaf may be a pytree
-        evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(groups_of(traced.out_info))
+        evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(everything.unpacked(traced.out_info)[0])
         unread = jtu.tree_leaves(everything.of(leaves))  # no equation uses these, but with jax_enable_checks JAX looks
 
         def evaluated(*values: Any) -> Traced:
@@ -245,8 +234,7 @@ class Plan:
 
     def finish(self, packed: Packed, compiled: Compiled, returned: tuple[Any, ...]) -> Any:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""
-        outcome = compiled.outcome_of(returned)
-        out = commit(packed.layout, outcome.delta, leaves_returned(returned), packed.objects)
+        out = finish(packed, compiled.unpacked(returned))
         if self.has_shardings and at_top_level():
             self.settle([packed.objects[i]._cell for i in packed.layout.variables])
         return out
