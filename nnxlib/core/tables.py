@@ -467,6 +467,10 @@ class VariableGroup:
         """The Variables; there is no root."""
         return self.objects
 
+    def array_values(self) -> list[Any]:
+        """There are none."""
+        return []
+
 
 Tables = Sequence[LiveTable | VariableGroup]  # of objects in arguments, in order; a group is without root (None)
 

@@ -29,7 +29,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import starmap
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -64,6 +64,7 @@ class KnownCall(NamedTuple):
     leaves: Sequence[Any]  # objects are leaves, too
     tables: Tables  # of the objects
     plain: list[Any]  # the other leaves
+    first: Variable | None  # of the Variables that are grouped
 
     def holds(self) -> bool:
         """Whether the tables are still what the key says; not if another thread has described a change since."""
@@ -189,7 +190,7 @@ class Dispatch:
             self._flatten = _flatten_containers if self._flatten is None else _flatten_pytrees
             raise Miss(None)
         entry = self._entries.get(found.key)
-        if entry is not None and entry.meets_again(found):
+        if entry is not None and found.first is not None and entry.meets_again(found):
             found = _describe(leaves, signature, grouping=False) or found
             entry = self._entries.get(found.key)
         if entry is None:
@@ -248,22 +249,26 @@ def _describe(leaves: Sequence[Any], signature: Hashable, grouping: bool = True)
     """
     layouts: list[Any] = []
     tables: list[LiveTable | VariableGroup] = []
-    plain, together = [], list[Variable]()
-    kinds = list(map(type, leaves))
-    grouped = {kind for kind in set(kinds) if issubclass(kind, Variable)}
-    if grouped and not (grouping and next(x for x in leaves if type(x) in grouped)._nnx_table is None):
-        grouped = set()
-    for kind, x in zip(kinds, leaves, strict=True):
+    plain: list[Any] = []
+    together: list[Variable] = []
+    first: Variable | None = None
+    for x in leaves:
+        kind = type(x)
         if kind in _LEAF_TYPES:
             layouts.append(None)
             plain.append(x)
-        elif kind in grouped:
-            metadata = Const.of_items(x._metadata) if x._metadata else None
-            if metadata is not None and metadata.mutable:
-                return None
-            layouts.append((kind, metadata))
-            together.append(x)
         elif is_node(x):
+            if grouping and issubclass(kind, Variable):
+                if first is None:
+                    grouping = x._nnx_table is None  # as for the first, so for all
+                if grouping:
+                    first = x if first is None else first
+                    metadata = Const.of_items(x._metadata) if x._metadata else None
+                    if metadata is not None and metadata.mutable:
+                        return None
+                    layouts.append((kind, metadata))
+                    together.append(x)
+                    continue
             table = table_of(x)
             if not table.reliable:
                 return None
@@ -279,8 +284,8 @@ def _describe(leaves: Sequence[Any], signature: Hashable, grouping: bool = True)
             return None
     if together:
         tables.append(VariableGroup(together))
-    sharing = _shared(leaves, tables)
-    return KnownCall((signature, tuple(layouts), sharing), signature, sharing, leaves, tables, plain)
+    sharing = () if first is None and len(tables) < 2 else _shared(leaves, tables)
+    return KnownCall((signature, tuple(layouts), sharing), signature, sharing, leaves, tables, plain, first)
 
 
 def _shared(leaves: Sequence[Any], tables: Tables) -> tuple[Sharing, ...]:
@@ -329,7 +334,7 @@ def _cells_at(numbers: Numbers, tables: Tables) -> list[Cell]:
     return [cells[j] for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
 
 
-_MANY = 64  # Variables that are arguments by themselves: as many are described as fast as their tables are read
+_MANY = 64  # leaves: as many Variables are described as fast as their tables are read
 
 
 class _Reads(NamedTuple):
@@ -343,7 +348,7 @@ class _Reads(NamedTuple):
         tables = found.tables
         inputs = [cells[j].value for k, chosen in self.cells for cells in (tables[k].cells,) for j in chosen]
         for k, chosen in self.arrays:
-            values = cast(LiveTable, tables[k]).array_values()
+            values = tables[k].array_values()
             inputs += [values[j] for j in chosen]
         return inputs + found.plain
 
@@ -372,12 +377,11 @@ class CacheEntry:
 
     def meets_again(self, found: KnownCall) -> bool:
         """Whether a few grouped Variables are those of the last call, and so may come again: tables will pay then."""
-        group = next((table for table in found.tables if type(table) is VariableGroup), None)
-        if group is None or len(group.objects) > _MANY:
+        if len(found.leaves) > _MANY:
             return False
-        first, last = group.objects[0], self._met()
-        self._met = weakref.ref(first)
-        return first is last
+        last = self._met()
+        self._met = weakref.ref(found.first)
+        return found.first is last
 
     def has(self, literals: Literals, tables: Tables) -> bool:
         """Whether the Variables of these literals are in the tables; another one may have taken the place of one."""
