@@ -302,58 +302,49 @@ def by_jit_partial(nnx: ModuleType, step: Callable, objects: list, donated: bool
     return nnx.jit_partial(step, *objects, graph=False)
 
 
-def by_split_merge(
-    nnx: ModuleType,
-    step: Callable,
-    objects: list,
-    donated: bool = False,
-    form: Callable = lambda nnx, state: state,
-    jit_of: Callable = lambda nnx: jax.jit,
-) -> Callable:
-    """The functional form: `split` once, `merge` inside `jax.jit` or `nnx.jit`, and the caller keeps the state."""
-    graphdef, state = nnx.split(objects)
-    state = form(nnx, state)
+def by_split_merge(library: str, form: Callable | None = None, jit: Callable = jax.jit) -> ObjectGraph:
+    """The functional form: `split` once, `merge` inside a jitted function, and the caller keeps the state.
 
-    @partial(jit_of(nnx), donate_argnums=1 if donated else ())
-    def pure_step(graphdef: Any, state: Any, *arguments: Any) -> tuple:
-        objects = nnx.merge(graphdef, state)
-        loss = step(*objects, *arguments)
-        return loss, form(nnx, nnx.state(objects))
+    The state is passed in a `form(nnx, state)`. A step that changes nothing returns no state.
+    """
+    formed = form or (lambda nnx, state: state)
 
-    def call(*arguments: Any) -> jax.Array:
-        nonlocal state
-        loss, state = pure_step(graphdef, state, *arguments)
-        return loss
+    def bind(nnx: ModuleType, step: Callable, objects: list, donated: bool = False) -> Callable:
+        graphdef, state = nnx.split(objects)
+        state = formed(nnx, state)
 
-    return call
+        @partial(jit, donate_argnums=1 if donated else ())
+        def pure_step(graphdef: Any, state: Any, *arguments: Any) -> tuple:
+            objects = nnx.merge(graphdef, state)
+            loss = step(*objects, *arguments)
+            return loss, formed(nnx, nnx.state(objects))
+
+        def call(*arguments: Any) -> jax.Array:
+            nonlocal state
+            loss, state = pure_step(graphdef, state, *arguments)
+            return loss
+
+        return call
+
+    def bind_reader(nnx: ModuleType, step: Callable, objects: list) -> Callable:
+        graphdef, state = nnx.split(objects)
+
+        @jit
+        def pure_step(graphdef: Any, state: Any, *arguments: Any) -> jax.Array:
+            return step(*nnx.merge(graphdef, state), *arguments)
+
+        return partial(pure_step, graphdef, formed(nnx, state))
+
+    return ObjectGraph(library, bind, bind_reader)
 
 
-def read_by_split_merge(
-    nnx: ModuleType,
-    step: Callable,
-    objects: list,
-    donated: bool = False,
-    form: Callable = lambda nnx, state: state,
-    jit_of: Callable = lambda nnx: jax.jit,
-) -> Callable:
-    """The functional form of a step that changes nothing: no state comes out."""
-    graphdef, state = nnx.split(objects)
-
-    @jit_of(nnx)
-    def pure_step(graphdef: Any, state: Any, *arguments: Any) -> jax.Array:
-        return step(*nnx.merge(graphdef, state), *arguments)
-
-    return partial(pure_step, graphdef, form(nnx, state))
+def by_split_merge_in_nnx_jit(library: str) -> ObjectGraph:
+    return by_split_merge(library, jit=importlib.import_module(library).jit)
 
 
 def arrays_only(nnx: ModuleType, state: Any) -> Any:
     """The state with each Variable replaced by its array, which JAX flattens faster."""
     return nnx.as_pure(state)
-
-
-def split_merge_in_nnx_jit(library: str) -> Adapter:
-    jit_of = lambda nnx: nnx.jit
-    return ObjectGraph(library, partial(by_split_merge, jit_of=jit_of), partial(read_by_split_merge, jit_of=jit_of))
 
 
 class Equinox:
@@ -433,17 +424,15 @@ ADAPTERS: Mapping[str, Callable[[], Adapter]] = {
     BASELINE: Raw,
     CONTROL: Raw,
     "nnxlib, nnx.jit": lambda: ObjectGraph("nnxlib", by_jit),
-    "nnxlib, split/merge in jax.jit": lambda: ObjectGraph("nnxlib", by_split_merge, read_by_split_merge),
-    "nnxlib, split/merge in nnx.jit": lambda: split_merge_in_nnx_jit("nnxlib"),
+    "nnxlib, split/merge in jax.jit": lambda: by_split_merge("nnxlib"),
+    "nnxlib, split/merge in nnx.jit": lambda: by_split_merge_in_nnx_jit("nnxlib"),
     "flax, nnx.jit (default)": lambda: ObjectGraph("flax.nnx", by_jit),
     "flax, nnx.jit graph=False": lambda: ObjectGraph("flax.nnx", partial(by_jit, graph=False)),
     "flax, cached_partial": lambda: ObjectGraph("flax.nnx", by_cached_partial),
     "flax, jit_partial graph=False": lambda: ObjectGraph("flax.nnx", by_jit_partial),
-    "flax, split/merge in jax.jit": lambda: ObjectGraph("flax.nnx", by_split_merge, read_by_split_merge),
-    "flax, split/merge in nnx.jit": lambda: split_merge_in_nnx_jit("flax.nnx"),
-    "flax, split/merge, pure state": lambda: ObjectGraph(
-        "flax.nnx", partial(by_split_merge, form=arrays_only), partial(read_by_split_merge, form=arrays_only)
-    ),
+    "flax, split/merge in jax.jit": lambda: by_split_merge("flax.nnx"),
+    "flax, split/merge in nnx.jit": lambda: by_split_merge_in_nnx_jit("flax.nnx"),
+    "flax, split/merge, pure state": lambda: by_split_merge("flax.nnx", arrays_only),
     "equinox, filter_jit": lambda: Equinox(by_filter_jit),
     "equinox, jax.jit": lambda: Equinox(lambda eqx, step, donated: jit_carried(step, donated)),
 }

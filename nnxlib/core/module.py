@@ -333,7 +333,7 @@ def _set_where_found(
       UsageError: if there are such, unless ``raise_if_not_found`` is False; then nothing has been set.
     """
     predicates = [to_predicate(f) for f in filters]
-    found = ((path, x) for path, x in iter_objects(node) if isinstance(x, (Pytree, Module)))
+    found = ((path, x) for path, x in iter_objects(node) if isinstance(x, (Pytree, Module)))  # Module: for Lists
     modules = [x for path, x in found if any(p(path, x) for p in predicates)]
     places = [(module, name) for module in modules for name in attributes if name in module._nnx_contents()]
     missing = attributes.keys() - {name for _, name in places}

@@ -334,9 +334,6 @@ def _cells_at(numbers: Numbers, tables: Tables) -> list[Cell]:
     return [cells[j] for k, chosen in numbers for cells in (tables[k].cells,) for j in chosen]
 
 
-_MANY = 64  # leaves: as many Variables are described as fast as their tables are read
-
-
 class _Reads(NamedTuple):
     """What a compiled function is passed: the values of cells, then arrays in nodes, then all plain leaves."""
 
@@ -358,6 +355,9 @@ class _Writes(NamedTuple):
 
     cells: Numbers
     output: Callable[[Sequence[Any]], Any]
+
+
+_MANY = 64  # leaves: as many Variables are described as fast as their tables are read
 
 
 class CacheEntry:
