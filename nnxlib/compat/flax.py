@@ -50,22 +50,24 @@ class _Mode(Switch):
     _values = threading.local()
 
     @classmethod
-    def current_value(cls) -> bool:
-        return getattr(cls._values, cls.__name__, True)
+    def _get(cls) -> bool | None:
+        return getattr(cls._values, cls._flag, None)
 
     @classmethod
-    def _put(cls, value: bool) -> None:
-        setattr(cls._values, cls.__name__, value)
+    def _put(cls, value: bool | None) -> None:
+        setattr(cls._values, cls._flag, value)
 
 
 class set_graph_mode(_Mode):
-    """Whether calls that do not say otherwise are in graph mode.
+    """Whether calls that do not say otherwise are in graph mode; where it is not set, see ``flax.config``.
 
     >>> from nnxlib.compat import flax as nnx
     >>> with nnx.set_graph_mode(False):
     ...   nnx.set_graph_mode.current_value()
     False
     """
+
+    _flag = "nnx_graph_mode"
 
 
 class set_graph_updates(_Mode):
@@ -79,6 +81,8 @@ class set_graph_updates(_Mode):
     >>> len(model)
     0
     """
+
+    _flag = "nnx_graph_updates"
 
 
 def with_vars(

@@ -27,6 +27,7 @@ from .missing import MISSING
 from .objects import HasAttributes, Node, Pytree, set_marked
 from .ops import clone
 from .recordings import attribute_for, record
+from .switches import flag
 from .tracing import boundary
 from .variable_names import variable_type_from_name
 from .variables import Perturbation, Variable
@@ -186,7 +187,8 @@ class Module(Pytree, metaclass=ModuleMeta):
           value: an array or any pytree.
           reduce_fn: ``(old, value) -> new``.
           init_fn: makes the first ``old``.
-          capture_noop: with True, nothing is recorded outside of a ``capture``.
+          capture_noop: with True, nothing is recorded outside of a ``capture``; None stands for
+            ``nnx_sow_capture_noop`` in ``flax.config``, False by default.
 
         Returns:
           Whether the value was recorded.
@@ -220,7 +222,7 @@ class Module(Pytree, metaclass=ModuleMeta):
             ``capture`` of other types, where ``value`` is returned as it is.
           value: an array, or a pytree of arrays.
           variable_type: the type of the Variable, or its registered name.
-          capture_noop: with True, no Variable is made outside of a ``capture``.
+          capture_noop: with True, no Variable is made outside of a ``capture``; None as in :meth:`sow`.
 
         Returns:
           The sum.
@@ -321,7 +323,9 @@ def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:
 def _records(kind: type[Variable], only_in_capture: bool | None) -> bool:
     """Whether to record Variables of this very type, given those that the enclosing ``nnx.capture`` takes out."""
     recorded = recorded_types()
-    return not only_in_capture if recorded is None else kind in recorded
+    if recorded is None:
+        return not (flag("nnx_sow_capture_noop", False) if only_in_capture is None else only_in_capture)
+    return kind in recorded
 
 
 def _set_where_found(

@@ -34,16 +34,16 @@ from .tracing import at_top_level, concrete_mesh, current_mesh, level_of_user, r
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
-_DEFAULT: tuple[bool, Rules] = (True, ())  # whether Variables are sharded when made, and the rules
+_DEFAULT: tuple[bool | None, Rules] = (None, ())  # whether Variables are sharded when made, if set, and the rules
 _context: Any = None  # has these for each thread; not made at import, since JAX then traces everything again
 _making = threading.Lock()
 
 
-def _settings() -> tuple[bool, Rules]:
+def _settings() -> tuple[bool | None, Rules]:
     return _DEFAULT if _context is None else _context.value
 
 
-def _set(eager: bool, rules: Rules) -> None:
+def _set(eager: bool | None, rules: Rules) -> None:
     global _context
     with _making:
         if _context is None:
@@ -55,7 +55,8 @@ class use_eager_sharding(Switch):
     """Set whether Variables that name their axes are sharded when they are made; also for a block, or as a decorator.
 
     Args:
-      value: whether they are; True by default, in each thread.
+      value: whether they are; in a thread that has not set it as ``flax_always_shard_variable`` in ``flax.config``
+        says, True by default.
 
     >>> import nnxlib as nnx
     >>> with nnx.use_eager_sharding(False):
@@ -65,12 +66,14 @@ class use_eager_sharding(Switch):
     True
     """
 
+    _flag = "flax_always_shard_variable"
+
     @classmethod
-    def current_value(cls) -> bool:
+    def _get(cls) -> bool | None:
         return _settings()[0]
 
     @classmethod
-    def _put(cls, value: bool) -> None:
+    def _put(cls, value: bool | None) -> None:
         _set(value, _settings()[1])
 
 
@@ -81,7 +84,7 @@ def using_eager_sharding() -> bool:
     >>> nnx.using_eager_sharding()
     True
     """
-    return _settings()[0]
+    return use_eager_sharding.current_value()
 
 
 @contextmanager
@@ -114,7 +117,7 @@ def logical_axis_rules(rules: Rules):
     try:
         yield
     finally:
-        _set(using_eager_sharding(), before)
+        _set(_settings()[0], before)
 
 
 # --- from names to a sharding ---------------------------------------------------------------------------------------

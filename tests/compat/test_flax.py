@@ -1,6 +1,8 @@
 """The namespace that takes flax.nnx's switches."""
 
 import ast
+import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -469,6 +471,52 @@ def test_switches_are_read_and_set_alike(switch):
     assert not switch.current_value()
     switch(True)
     assert switch.current_value()
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """Sets flags of ``flax.config``, whichever version of flax there is."""
+    config = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "flax.configurations", types.SimpleNamespace(config=config))
+    return lambda **values: config.__dict__.update(values)
+
+
+@pytest.mark.parametrize(
+    ("switch", "flag"),
+    [
+        (nnx.set_graph_mode, "nnx_graph_mode"),
+        (nnx.set_graph_updates, "nnx_graph_updates"),
+        (nnx.use_eager_sharding, "flax_always_shard_variable"),
+    ],
+)
+def test_flags_of_flax_hold_where_no_switch_is_set(switch, flag, flags):
+    def read():
+        values = [switch.current_value()]
+        with switch(True):
+            values += [switch.current_value()]
+        return [*values, switch.current_value()]
+
+    with ThreadPoolExecutor() as pool:  # one thread that has set nothing
+        assert pool.submit(read).result() == [True, True, True]
+        flags(**{flag: False})
+        assert pool.submit(read).result() == [False, True, False]
+        flags(**{flag: True})
+        assert pool.submit(read).result() == [True, True, True]
+
+
+def test_a_flag_of_flax_says_whether_outside_of_a_capture_is_recorded(flags):
+    class Recording(nnx.Module):
+        def __call__(self, x, capture_noop=None):
+            self.sow(nnx.Intermediate, "seen", x, capture_noop=capture_noop)
+            return self.perturb("gradient", x, capture_noop=capture_noop)
+
+    flags(nnx_sow_capture_noop=True)
+    model = Recording()
+    model(jnp.ones(2))
+    assert not vars(model)
+    assert set(nnx.capture(model, nnx.Intermediate)(jnp.ones(2))[1]) == {"seen"}
+    model(jnp.ones(2), capture_noop=False)
+    assert set(vars(model)) == {"seen", "gradient"}
 
 
 def test_transforms_in_tree_mode_take_their_function_by_name_or_later():
