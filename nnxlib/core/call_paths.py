@@ -55,6 +55,12 @@ class _Paths:
                     self._attached.append(node)
 
 
+class RecordedTypes(tuple[type, ...]):
+    """The types of Variables that an ``nnx.capture`` takes out, and how many have been recorded meanwhile."""
+
+    made = 0
+
+
 class Listener:
     """The calls of Modules in one trace: the paths of the objects, and the stack of running calls.
 
@@ -84,7 +90,7 @@ class Listener:
         self.packed: dict[Any, Sequence[Any]] = {}  # by layout, the objects that were last packed with it
         self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
         self.base: Callable[[], Path] | None = None  # the path outside of the Module in whose call this trace began
-        self.recorded: tuple[type, ...] | None = None  # what an enclosing `nnx.capture` takes out, by type
+        self.recorded: RecordedTypes | None = None  # what an enclosing `nnx.capture` takes out, by type
 
     def leave(self) -> None:
         """Note that the innermost call has ended. A model that was made in the trace is held no longer than that."""

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import jax
 
 from .call_notes import add_note
-from .call_paths import Listener
+from .call_paths import Listener, RecordedTypes
 from .closures import Watch, notice
 from .data import is_node
 from .errors import Path
@@ -169,7 +169,7 @@ def call_listening(listener: Listener | None, f: Callable[..., R], /, *args: Any
 
 
 def call_recording(
-    listener: Listener, kinds: tuple[type, ...], on_call: Callable | None, f: Callable[..., R], *args: Any
+    listener: Listener, kinds: RecordedTypes, on_call: Callable | None, f: Callable[..., R], *args: Any
 ) -> R:
     """Call ``f`` while the active listener has these for ``recorded`` and ``on_call``."""
     outer = listener.recorded, listener.on_call
@@ -202,7 +202,7 @@ def objects_of_traces() -> Iterator[Any]:
         listener = listener.outer
 
 
-def recorded_types() -> tuple[type, ...] | None:
+def recorded_types() -> RecordedTypes | None:
     """The types of Variables that the enclosing ``nnx.capture`` takes out; None outside of one."""
     listener = _active.listener
     return None if listener is None else listener.recorded

@@ -26,7 +26,9 @@ _RECORDED = "recorded"  # the mark of an attribute has the key (name, _RECORDED)
 
 
 def record(node: Any, name: str, variable: Variable, appends: bool = False) -> None:
-    """Set an attribute, and mark it as a recording."""
+    """Set an attribute, and mark it as a recording; the enclosing capture learns that there is one."""
+    if (kinds := recorded_types()) is not None:
+        kinds.made += 1
     check_writable(node, f"record {name!r} in an attribute")
     set_marked(node, name, variable, (name, _RECORDED), appends)
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from ..core.call_paths import RecordedTypes
 from ..core.calls import call_recording, current_listener
 from ..core.closures import Loans
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed
@@ -56,7 +58,8 @@ def capture(
       only: the Modules whose outputs are recorded, by type or path: ``nnx.Linear``, ``nnx.PathContains('encoder')``, or
         any other filter.
 
-    One Module is captured; what others among the arguments record is dropped.
+    One Module is captured; what others record is dropped, copies that ``nnx.merge`` makes, too. If that is all that was
+    recorded, there is a warning.
 
     The States have the structure of the calls that are made, so a jitted function is traced once. Under ``vmap`` and
     ``scan`` recordings are stacked: along the axis of the Module, or along axis 0 if the Module is passed whole or
@@ -103,6 +106,7 @@ def capture(
         if _first_module(arguments) is None:
             arguments = arguments._replace(captured=(_referred(function),))
         packed = pack_call(arguments)
+        taken_out = RecordedTypes(kinds)
         loan = {i: packed.objects[i] for i in captured_rows(packed.layout)}
 
         def run(*args: Any, **kwargs: Any) -> tuple[Any, Sequence[State]]:
@@ -115,10 +119,11 @@ def capture(
             def call() -> tuple[Any, ...]:
                 with follower or nullcontext():
                     attached, replaced = ([], []) if init is None else _attach(module, init)
+                    taken_out.made = 0  # what is in `init` has not been recorded now
                     out = function(*args, **kwargs)
                     return out, _pop_recorded(module, kinds) if kinds else (), attached, replaced
 
-            out, recorded, attached, replaced = call_recording(listener, kinds, follower, call)
+            out, recorded, attached, replaced = call_recording(listener, taken_out, follower, call)
             take_out(inner, is_asked)  # of other Modules than this one
             for owner, name in attached:
                 if name in recorded_in(owner):  # of a type that was not asked for
@@ -129,9 +134,18 @@ def capture(
         with Loans.lock if loan else nullcontext():  # waits until no other thread borrows
             (_, recorded), after = cross(run, packed.layout, packed.leaves, part=operator.itemgetter(0), loan=loan)
         out = commit(packed.layout, after.delta, after.leaves, packed.objects)
+        if kinds and taken_out.made and not any(recorded):
+            module = type(_first_module(arguments)).__name__
+            warnings.warn(_DROPPED.format(module=module), UserWarning, stacklevel=3)
         return (out, *map(_renamed, recorded)) if kinds else out
 
     return functools.update_wrapper(wrapped, fn, updated=())
+
+
+_DROPPED = """\
+nnx.capture has found nothing in the {module}: all that was recorded is in other Modules, such as copies made by \
+nnx.merge, and is dropped. Pass the Module to the transforms inside, in place of its State; or, to record for each \
+example, capture within the vmap: nnx.vmap(nnx.capture(model, nnx.Intermediate))(batch)."""
 
 
 def _first_module(arguments: Arguments) -> Module | None:

@@ -816,7 +816,7 @@ class Perturbed(nnx.Module):
 
 
 def test_examples_have_perturbations_of_their_own():
-    """Captured within a vmap; what copies record that a function makes by merge is dropped."""
+    """Captured within a vmap; what copies record that a function makes by merge is dropped, with a warning."""
 
     class Probed(nnx.Module):
         def __init__(self):
@@ -836,7 +836,9 @@ def test_examples_have_perturbations_of_their_own():
         graphdef, state = nnx.split(model)
         return nnx.vmap(lambda state, x: nnx.merge(graphdef, state)(x), in_axes=(None, 0))(state, batch)
 
-    out, zeros = nnx.capture(of_copies, nnx.Perturbation)(model, batch)
+    with pytest.warns(UserWarning, match=r"found nothing in the Probed: .*copies made by nnx\.merge") as caught:
+        out, zeros = nnx.capture(of_copies, nnx.Perturbation)(model, batch)
+    assert [warning.filename for warning in caught] == [__file__]
     assert (out.shape, list(zeros)) == ((4,), [])
 
 
