@@ -74,7 +74,7 @@ class Listener:
         then called with the output.
     """
 
-    __slots__ = ("_new", "_own", "base", "objects", "on_call", "outer", "packed", "recorded", "stack")
+    __slots__ = ("_new", "_own", "base", "copies", "objects", "on_call", "outer", "packed", "recorded", "stack")
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class Listener:
         self.packed: dict[Any, Sequence[Any]] = {}  # by layout, the objects that were last packed with it
         self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
         self.base: Callable[[], Path] | None = None  # the path outside of the Module in whose call this trace began
+        self.copies: list[tuple[Any, Any]] = []  # made in a capture: nodes around the Variables of others, and these
         self.recorded: RecordedTypes | None = None  # what an enclosing `nnx.capture` takes out, by type
 
     def leave(self) -> None:

@@ -208,6 +208,13 @@ def recorded_types() -> RecordedTypes | None:
     return None if listener is None else listener.recorded
 
 
+def note_copies(originals: Sequence[Any], copies: Sequence[Any]) -> None:
+    """Within a capture, note nodes made around the Variables of others: what they record is to be of the originals."""
+    listener = _active.listener
+    if listener is not None and listener.recorded is not None:
+        listener.copies += [(copy, x) for copy, x in zip(copies, originals, strict=True) if copy is not x]
+
+
 # --- what transforms tell of themselves ------------------------------------------------------------------------------
 
 

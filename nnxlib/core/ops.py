@@ -16,6 +16,7 @@ import numpy as np
 
 from . import fitting
 from .blueprint import fresh
+from .calls import note_copies
 from .cells import cell_of, new_cell
 from .closures import Watch, notice
 from .data import is_data_leaf
@@ -430,7 +431,9 @@ def clone(node: A, variables: bool = True, *, arrays: bool = True) -> A:
     """
     layout, leaves, objects = _packed(node)
     if not variables:
-        return build(layout, leaves, {i: objects[i] for i in layout.variables})[0]
+        made, copies = build(layout, leaves, {i: objects[i] for i in layout.variables})
+        note_copies(objects, copies)
+        return made
     return build_described(layout, jax.tree.map(_copy_array, leaves) if arrays else leaves)
 
 

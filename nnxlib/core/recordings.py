@@ -11,6 +11,7 @@ body_checks.py); branches then record what any of them does (branch.py).
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -108,6 +109,30 @@ def put_back(aside: list[Aside]) -> None:
                 now[name].set_raw_value((*before[name].get_raw_value(), *now[name].get_raw_value()))
         items = {name: now.get(name, value) for name, value in before.items()} | now
         refill(node, items, {**marks, **(node._nnx_marks or {})})
+
+
+def bring_back(copies: list[tuple[Node, Node]]) -> None:
+    """Move what copies of nodes have recorded within a capture to their originals, if these belong to the same trace.
+
+    The copies are forgotten.
+    """
+    kinds, trace = recorded_types() or (), current_trace()
+    while copies:
+        node, original = copies.pop()  # the last one first: it may be a copy of a copy
+        if original._nnx_trace is not trace or node._nnx_trace is not trace:
+            continue
+        for name in recorded_in(node):
+            new, held = node._nnx_contents()[name], original._nnx_contents().get(name)
+            if type(new) not in kinds:
+                continue
+            appends = is_appended_to(node._nnx_marks, name)
+            delattr(node, name)
+            if held is None:
+                record(original, name, new, appends)
+            elif appends and held is not new:
+                had, values = held.get_raw_value(), new.get_raw_value()
+                follow = len(had) > len(values) or any(map(operator.is_not, had, values))
+                held.set_raw_value((*had, *values) if follow else values)
 
 
 def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: bool) -> None:

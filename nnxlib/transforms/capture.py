@@ -26,7 +26,7 @@ from ..core.iteration import iter_graph, iter_objects
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.pop import pop
-from ..core.recordings import Aside, attribute_for, put_back, record, recorded_in, recorded_name, take_out
+from ..core.recordings import Aside, attribute_for, bring_back, put_back, record, recorded_in, recorded_name, take_out
 from ..core.references import search
 from ..core.state import State, from_flat_state
 from ..core.tables import pack_call
@@ -58,8 +58,8 @@ def capture(
       only: the Modules whose outputs are recorded, by type or path: ``nnx.Linear``, ``nnx.PathContains('encoder')``, or
         any other filter.
 
-    One Module is captured; what others record is dropped, copies that ``nnx.merge`` makes, too. If that is all that was
-    recorded, there is a warning.
+    One Module is captured, with the views of it that the function makes (``nnx.view``). What others record is dropped,
+    such as copies that ``nnx.merge`` makes. If that is all that was recorded, there is a warning.
 
     The States have the structure of the calls that are made, so a jitted function is traced once. Under ``vmap`` and
     ``scan`` recordings are stacked: along the axis of the Module, or along axis 0 if the Module is passed whole or
@@ -121,6 +121,7 @@ def capture(
                     attached, replaced = ([], []) if init is None else _attach(module, init)
                     taken_out.made = 0  # what is in `init` has not been recorded now
                     out = function(*args, **kwargs)
+                    bring_back(listener.copies)
                     return out, _pop_recorded(module, kinds) if kinds else (), attached, replaced
 
             out, recorded, attached, replaced = call_recording(listener, taken_out, follower, call)

@@ -43,7 +43,7 @@ from ..core.graph import After, Delta, Packed, build, commit, diff
 from ..core.inputs import lend
 from ..core.layout import Layout
 from ..core.missing import MISSING
-from ..core.recordings import recorded_anew
+from ..core.recordings import bring_back, recorded_anew
 from ..core.rows import Ref, parts
 from ..core.tables import pack_call
 from ..core.tracing import boundary
@@ -129,7 +129,10 @@ def cross(
             lend(variable, leaf)  # the live Variable holds the tracer, for this trace alone
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
         # So Modules that are called know their paths (core/calls.py).
-        out = call_listening(listener_for(layout, objects), f, *args, **kwargs)
+        listener = listener_for(layout, objects)
+        out = call_listening(listener, f, *args, **kwargs)
+        if listener.copies:
+            bring_back(listener.copies)
         after = diff(layout, leaves, objects, part(out), {*forced, *edited()})
         return out, without_escapes(after, layout, all_borrowed())
 

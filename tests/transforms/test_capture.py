@@ -864,3 +864,57 @@ def test_init_for_a_model_that_has_recorded_before(kinds):
 def test_what_is_no_type_of_variable_is_refused(wrong):
     with pytest.raises(TypeError, match=r"nnx.capture takes types of Variable, such as nnx.Intermediate, but got"):
         nnx.capture(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), wrong)
+
+
+class Viewed(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "seen", x)
+        return self.dropout(self.linear(self.perturb("delta", x)))
+
+
+def off(model):
+    return nnx.view(model, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes"),
+    [
+        (lambda model, x: off(model)(x), [3]),
+        (lambda model, x: nnx.with_attributes(model, deterministic=True)(x), [3]),
+        (lambda model, x: off(off(model))(x), [3]),
+        (lambda model, x: nnx.jit(lambda model, x: off(model)(x))(model, x), [3]),
+        (lambda model, x: nnx.jit(lambda view, x: view(x))(off(model), x), [3]),
+        (lambda model, x: nnx.grad(lambda model: off(model)(x).sum())(model), [3]),
+        (lambda model, x: nnx.vmap(lambda model, x: off(model)(x), in_axes=(None, 0))(model, x), [3]),
+        (lambda model, x: (model(x), off(model)(2 * x)), [3, 6]),
+        (lambda model, x: (off(model)(2 * x), model(x)), [3, 6]),
+        (lambda model, x: (model(x), nnx.jit(lambda view, x: view(2 * x))(off(model), x)), [3, 6]),
+    ],
+)
+def test_views_record_in_the_captured_model(call, sizes):
+    """As in flax.nnx: views that the function makes, in it or in a transform; after it they hold no recordings."""
+    model, views = Viewed(nnx.Rngs(0)), []
+    made = nnx.view
+
+    def noted(*args, **kwargs):
+        views.append(made(*args, **kwargs))
+        return views[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nnx, "view", noted)
+        _, recorded = nnx.capture(call, nnx.Intermediate)(model, jnp.ones((3, 1)) * jnp.ones(2))
+    assert list(recorded) == ["seen"]
+    assert sorted(int(x[:, 0].sum()) for x in recorded.seen.value) == sizes
+    assert not any({"seen", "delta"} & set(vars(x)) for x in (model, *views))
+
+
+def test_views_take_the_perturbations_of_the_captured_model():
+    model, x = Viewed(nnx.Rngs(0)), jnp.ones((3, 2))
+    call = lambda model, x: off(model)(x).sum()
+    _, zeros = nnx.capture(call, nnx.Perturbation)(model, x)
+    grads = nnx.grad(lambda zeros: nnx.capture(call, nnx.Perturbation, init=zeros)(model, x)[0])(zeros)
+    assert jnp.allclose(grads.delta, model.linear.kernel.sum(1))
