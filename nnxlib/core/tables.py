@@ -8,7 +8,7 @@ it is certain that no structure has changed since it was made:
 2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
    compared once per call, however many Modules refer to it.
 3. If the stamp is invalid because some nodes have changed, only these nodes are described again. If nothing but static
-   values is new in them, or another Variable of the same type and metadata, then the table is *patched*. Layouts are
+   values is new in them, or another object of the very same structure, then the table is *patched*. Layouts are
    interned, so toggling a flag and toggling it back leads to the first layout, and so to the first compiled function.
    Such transitions are remembered (:class:`Variant`): when the nodes hold the very same values as after an earlier
    transition, not even they are described.
@@ -46,6 +46,7 @@ from .graph import Packed, build, pack
 from .graphdef import differences_listed
 from .layout import KEPT, Layout, keep
 from .making import NO_METADATA
+from .missing import MISSING
 from .objects import HasAttributes, Node, Pytree, attributes_of
 from .rows import LEAF, ROOT, NodeRow, Ref, Row, Tree, count_leaves
 from .stamps import Stamp, gone, stamping, with_stamp
@@ -206,17 +207,21 @@ def _find_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -
         if not fields:
             continue
         x = walk.objects[i]
-        attributes = attributes_of(x) if isinstance(x, HasAttributes) else {}
-        if not all(name in attributes for name, _ in fields) and (isinstance(x, Pytree) or x is root):
+        if any(_holder(x, name) is x for name, _ in fields) and (isinstance(x, Pytree) or x is root):
             table.reliable = False  # a write to a slot goes unnoticed; of items the table would refer to its root
         for name, field in fields if table.reliable else ():
-            container = attributes if name in attributes else x
+            container = _holder(x, name)
             tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
             if tree is not None:
                 walk.foreign.flattened.append(tree)
             if count := count_leaves(field):
                 table.arrays.append((container, name, tree))
                 table.array_rows += [i] * count
+
+
+def _holder(node: Any, name: Any) -> Any:
+    """What holds a field of a node: the dict of its attributes, or the node itself."""
+    return attributes_of(node) if isinstance(node, HasAttributes) and name in attributes_of(node) else node
 
 
 def _kept(table: LiveTable, root: Any) -> LiveTable:
@@ -289,22 +294,21 @@ class Variant:
         return None
 
 
-Contents = dict[int, tuple[dict, tuple]]  # row of a node -> its marks, (its class, *attribute names, *values)
+Contents = dict[int, tuple[dict, tuple, list]]  # row of a node -> its marks, (its class, *names of fields), values
 
 
 def _contents(table: LiveTable, nodes: Iterable[Node]) -> Contents:
     """What some nodes of a table hold now."""
     held = {table.index[id(x)]: (x, x._nnx_contents()) for x in nodes}
-    return {i: (x._nnx_marks or NO_METADATA, (type(x), *items, *items.values())) for i, (x, items) in held.items()}
+    return {i: (x._nnx_marks or NO_METADATA, (type(x), *items), [*items.values()]) for i, (x, items) in held.items()}
 
 
 def _are_same(a: Contents, b: Contents) -> bool:
     return a.keys() == b.keys() and all(_is_same(a[i], b[i]) for i in a)
 
 
-def _is_same(a: tuple[dict, tuple], b: tuple[dict, tuple]) -> bool:
-    (marks, held), (other_marks, other_held) = a, b
-    return len(held) == len(other_held) and all(map(operator.is_, held, other_held)) and same_items(marks, other_marks)
+def _is_same(a: tuple[dict, tuple, list], b: tuple[dict, tuple, list]) -> bool:
+    return a[1] == b[1] and all(map(operator.is_, a[2], b[2])) and same_items(a[0], b[0])
 
 
 def patched(table: LiveTable, root: Any) -> bool:
@@ -322,7 +326,7 @@ def _patch(table: LiveTable, root: Any) -> bool:
     nodes = [x for x in objects.values() if isinstance(x, Node)]
     if len(nodes) < len(objects):  # a Variable has changed, or an object was removed and is gone
         return False
-    found = _variant_now(table, root, nodes)
+    found = _variant_now(table, root, [x for x in nodes if id(x) in table.index])  # others have left it
     if found is None:
         return False
     table.variant, table.layout = found
@@ -343,11 +347,12 @@ def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[
     contents = _contents(table, changed)
     if found := before.after(contents):
         return found
-    exchanged = _adopt_variables(table, changed)
-    rows = _rows_with_other_statics(table, root, changed)
+    exchanged = _adopt_objects(table, changed)
+    changed = [x for x in changed if not _is_described(table, x, contents)]
+    rows = _rows_with_other_statics(table, root, changed) if changed else ()
     if rows is None:
         return None
-    layout = table.layout.with_rows(rows)
+    layout = table.layout.with_rows(rows) if rows else table.layout
     variant = _variant_of(table, layout, {})
     keeps_arrays = exchanged or any(type(spec) not in (Ref, Const) for _, row in rows for _, spec in row.fields)
     if not keeps_arrays and _are_same(contents, _contents(table, changed)):  # another thread may be changing a node
@@ -368,29 +373,72 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
     return found
 
 
-def _adopt_variables(table: LiveTable, changed: Iterable[Node]) -> bool:
-    """Take the Variables into a table that nodes now hold in place of others with the same rows.
+def _adopt_objects(table: LiveTable, changed: Iterable[Node]) -> bool:
+    """Take the objects into a table that nodes now hold in place of others with the same rows.
 
     Returns whether there are any. One that is, or was, in several places is not taken: that is another structure.
     """
-    layout, walk, stamp, adopted = table.layout, Walk(), weakref.ref(table.stamp), False
+    adopted = False
     for x in changed:
-        row, held = cast(NodeRow, layout.rows[table.index[id(x)]]), x._nnx_contents()
+        if id(x) not in table.index:  # it was in an object whose place another one has taken
+            continue
+        row, held = cast(NodeRow, table.layout.rows[table.index[id(x)]]), x._nnx_contents()
         for i, new in [(spec.index, held.get(name)) for name, spec in row.fields if type(spec) is Ref]:
-            if not isinstance(new, Variable) or id(new) in table.index or i in layout.shared:
-                continue
-            object.__setattr__(new, "_nnx_stamps", with_stamp(new._nnx_stamps, stamp))
-            if walk.variable_row(new, ()) == layout.rows[i] and type(new._cell) is Cell:
-                del table.index[id(table.objects[i])]
-                table.objects[i], table.index[id(new)] = new, i
-                table.cells[bisect.bisect_left(layout.variables, i)] = new._cell
-                adopted = True
+            if new is not table.objects[i] and is_node(new) and id(new) not in table.index:
+                adopted = _adopt(table, i, new) or adopted
     if adopted:  # what is kept of the former ones may be wrong, and would keep their arrays alive
         table.serial, table.sharing = next(_serials), {}
         for variant in table.variants:
             variant.transitions = []
             variant.shortcuts.clear()
     return adopted
+
+
+def _adopt(table: LiveTable, i: int, new: Any) -> bool:
+    """Take an object, and those below it, into a table in place of that of row ``i``; False unless their rows agree.
+
+    Objects below one that nothing else refers to have the rows after it, in the order of a walk.
+    """
+    layout, objects = table.layout, table.objects
+    walk, fits = Walk(objects[:i], table.stamp, table.index), False
+    try:
+        walk.run(new, layout.paths[i])
+        found = walk.objects[i:]
+        places = range(i, i + len(found))
+        fits = (
+            tuple([walk.rows[j] for j in places]) == layout.rows[i : places.stop]
+            and layout.shared.isdisjoint(places)
+            and walk.reliable
+            and not (walk.mutable or walk.foreign or walk.unwatched)
+            and {Cell}.issuperset(map(type, walk.cells.values()))
+        )
+    finally:
+        for x in walk.objects[i:] if not fits else ():
+            del table.index[id(x)]
+    if not fits:
+        return False
+    for j, x in zip(places, found, strict=True):
+        del table.index[id(objects[j])]
+        objects[j] = x
+        if j in walk.cells:
+            table.cells[bisect.bisect_left(layout.variables, j)] = walk.cells[j]
+    if any(walk.arrays.values()):
+        for k, j in enumerate(table.array_rows):
+            if j in places:
+                _, name, tree = table.arrays[k]
+                table.arrays[k] = _holder(objects[j], name), name, tree
+    return True
+
+
+def _is_described(table: LiveTable, x: Node, contents: Contents) -> bool:
+    """Whether a node with these contents holds the very objects and static values that its row says, or has no row."""
+    i = table.index.get(id(x))
+    if i is None:
+        return True
+    row = cast(NodeRow, table.layout.rows[i])
+    specs = map(dict(row.fields).__getitem__, row.names)
+    values = [table.objects[s.index] if type(s) is Ref else s.value if type(s) is Const else MISSING for s in specs]
+    return _is_same(contents[i], (row.marks.value, (row.type, *row.names), values))
 
 
 def _rows_with_other_statics(

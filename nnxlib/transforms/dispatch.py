@@ -12,7 +12,8 @@ one of two ways:
 - For the very objects of an earlier call not even this key is needed: a :class:`Shortcut` has the entry, and each of
   their tables has a :class:`Part` of it, the cells themselves, under a :class:`CallSite`, which stands for the
   signature. (Compilers call that an inline cache; ``stamp.valid`` is its guard.) Only calls that change nothing but
-  values of Variables have one, and only if no array is in a pytree that is an attribute.
+  values of Variables have one, and only if no array is in a pytree that is an attribute. Calls without objects need
+  no guard but the types of the leaves.
 
 What is found out about a call that has no shortcut is a :class:`KnownCall`. If it has no entry either, it is packed
 (jit.py), which adds one; a call by an entry adds a shortcut. Either way, only the loops over cells take time in
@@ -91,11 +92,13 @@ class Dispatch:
         self._flatten: Callable | None = _flatten_containers if has_static else None
         self._sites: dict[Hashable, CallSite] = {}
         self._entries: dict[Hashable, CacheEntry] = {}
+        self._pure: dict[Hashable, CacheEntry] = {}  # by the signature of calls in which there are no objects
 
     def clear(self) -> None:
         """Forget all entries and shortcuts."""
         self._sites.clear()
         self._entries.clear()
+        self._pure.clear()
 
     def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple, addresses: object) -> Any:
         """Call the function, and write what it changes; returns its output.
@@ -119,7 +122,12 @@ class Dispatch:
                 leaves, signature = _unfolded(leaves, signature, self._flatten, self._has_static)
             site = self._sites.get(signature)
             if site is None:
-                return self._call_entry(leaves, signature, captured, addresses)
+                entry = self._pure.get(signature)
+                if entry is None or not _LEAF_TYPES.issuperset(map(type, leaves)):
+                    return self._call_entry(leaves, signature, captured, addresses)
+                compiled, output = entry.pure
+                returned = compiled.jitted(*leaves)
+                return output(returned) if type(returned) is not WithOutcome else entry.finish((), (), returned)
             # The shortcut, written out for the first object: a function or a loop would take another 0.05 us each.
             first, others, plain, alone = site.arrangement
             try:
@@ -197,7 +205,10 @@ class Dispatch:
             raise Miss(found)
         if type(addresses) is WithLiterals and not entry.has(addresses.literals, found.tables):
             raise Miss(None)
-        return entry.call(found, self._sites)
+        out = entry.call(found, self._sites)
+        if entry.pure is not None:
+            self._pure[signature] = entry
+        return out
 
     def add(self, found: KnownCall, arguments: Arguments, plan: Plan) -> None:
         """Add an entry for calls like one that was packed in the meantime, and has this plan."""
@@ -363,7 +374,7 @@ _MANY = 64  # leaves: as many Variables are described as fast as their tables ar
 class CacheEntry:
     """Calls with one signature, and objects of certain layouts, which share certain parts."""
 
-    __slots__ = ("__weakref__", "_arrays", "_cells", "_met", "_reads", "_writes", "plan")
+    __slots__ = ("__weakref__", "_arrays", "_cells", "_met", "_reads", "_writes", "plan", "pure")
 
     def __init__(self, plan: Plan, found: KnownCall):
         whole = [Sharing((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
@@ -374,6 +385,7 @@ class CacheEntry:
         self._reads: _Reads | None = None  # of the plan's compiled function
         self._writes: dict[Outcome, _Writes] = {}
         self._met: Callable[[], Any] = lambda: None  # the first of the grouped Variables in the last call
+        self.pure: Any = None  # if no objects come in or out: the compiled function, and what makes the usual output
 
     def meets_again(self, found: KnownCall) -> bool:
         """Whether a few grouped Variables are those of the last call, and so may come again: tables will pay then."""
@@ -404,8 +416,11 @@ class CacheEntry:
         def finish(returned: tuple[Any, ...]) -> Any:
             unpacked = _, outcome = compiled.unpacked(returned)
             if type(returned) is not WithOutcome and _only_writes_cells(outcome, tables):
-                with stamping:
-                    self._keep_shortcut(found, sites, reads, outcome)
+                if tables:
+                    with stamping:
+                        self._keep_shortcut(found, sites, reads, outcome)
+                elif not compiled.donates:
+                    self.pure = compiled, self._writes_of(outcome).output
             out = self.finish(found.leaves, tables, unpacked)
             if self.plan.has_shardings:
                 self.plan.settle([tables[k].cells[j] for k, j in self._cells])
@@ -432,8 +447,15 @@ class CacheEntry:
     def _keep_shortcut(
         self, found: KnownCall, sites: dict[Hashable, CallSite], reads: _Reads, outcome: Outcome
     ) -> None:
-        """Keep one, with ``stamping`` held: in a table, shortcuts belong to the layout that it has."""
-        if not found.holds():
+        """Keep one, with ``stamping`` held: in a table, shortcuts belong to the layout that it has.
+
+        Not in the first call with these objects, which may be new at each call: that one leaves a None in its place.
+        """
+        site = sites.setdefault(found.signature, CallSite())
+        new = [table for table in _kept(found.tables) if site not in table.shortcuts]
+        for table in new:
+            keep(table.shortcuts, site, None)
+        if new or not found.holds():
             return
         writes = self._writes_of(outcome)
         output = writes.output
@@ -441,9 +463,7 @@ class CacheEntry:
             output = _output_with(outcome.delta, _objects_in(found.leaves, found.tables))
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k, x in enumerate(found.leaves) if not is_node(x)]
-        arrangement = objects[0], objects[1:], plain, len(found.leaves) == 1
-        site = sites.setdefault(found.signature, CallSite(arrangement))
-        site.arrangement = arrangement
+        site.arrangement = objects[0], objects[1:], plain, len(found.leaves) == 1
         shortcut = Shortcut(self, reads.compiled, output)
         for index, table, inputs, arrays, outputs in zip(
             objects,
@@ -471,11 +491,11 @@ class CacheEntry:
 
 
 def _only_writes_cells(outcome: Outcome, tables: Tables) -> bool:
-    """Whether a call can have a shortcut: it has objects, no pytree to flatten, and changes only Variables."""
+    """Whether a call can have a shortcut: it has no pytree to flatten, and changes only Variables."""
     for table in tables:
         if type(table) is VariableGroup or table.mutable or any(tree is not None for *_, tree in table.arrays):
             return False
-    return 0 < len({*tables}) == len(tables) and not outcome.delta.rows
+    return len({*tables}) == len(tables) and not outcome.delta.rows
 
 
 def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
@@ -517,8 +537,8 @@ class CallSite:
 
     __slots__ = ("arrangement",)
 
-    def __init__(self, arrangement: Arrangement):
-        self.arrangement = arrangement  # in the call that has made the last shortcut
+    def __init__(self) -> None:
+        self.arrangement: Arrangement = (0, [], [], True)  # in the call that has made the last shortcut
 
 
 class Shortcut:

@@ -334,6 +334,48 @@ def test_a_state_that_comes_again_has_a_shortcut(unchecked):
     assert read([*variables[:2], new[0]]) == 2
 
 
+def test_a_call_without_objects_costs_a_few_functions(unchecked):
+    """Also in containers, by keyword and with static arguments."""
+    x = jnp.ones(2)
+    for jitted, call in (
+        (nnx.jit(lambda x: 2 * x), lambda f: f(x)),
+        (nnx.jit(lambda xs, *, y: {"sum": xs["a"] + y}), lambda f: f({"a": x, "b": (x, x)}, y=2.0)),
+        (nnx.jit(lambda x: (x, [x])), lambda f: f(x)),
+    ):
+        for _ in range(3):
+            call(jitted)
+        assert count_calls(lambda: call(jitted)) <= 15  # noqa: B023
+
+
+def test_calls_with_and_without_objects_take_turns(unchecked):
+    """Of one signature; also with an output, or new objects, that depend on the shape."""
+
+    def f(x):
+        if isinstance(x, nnx.List):
+            x[0] += 1
+            return x[0].value
+        if x.ndim == 0:
+            return {"scalar": x}
+        return nnx.Param(x) if x.shape == (3,) else (x, x + 1)
+
+    jitted, model = nnx.jit(f), net()
+    given = [jnp.float32(1), jnp.ones(2), model, jnp.ones(3), np.ones(2, np.float32), np.float32(2)]
+    for x in [*given, *given[::-1], *given * 3]:
+        out = jitted(x)
+        if x is model:
+            assert (out == x[0].value).all()
+        elif np.ndim(x) == 0:
+            assert out == {"scalar": x}
+        elif x.shape == (3,):
+            assert isinstance(out, nnx.Param)
+        else:
+            assert (np.array(out) == [x, x + 1]).all()
+    assert model[0][0] == 1 + 5
+    with pytest.raises(nnx.errors.ArgumentError, match="text"):
+        jitted("text")
+    assert jitted(jnp.zeros(())) == {"scalar": 0}
+
+
 def test_a_returned_model_is_the_one_that_was_passed(unchecked):
     """Or a part of it, also if another part has taken its place, or another model comes."""
     jitted = nnx.jit(lambda m, other, x: ({"model": m, "part": m[0]}, other, m[0][0] * x, m[1].value))
