@@ -519,12 +519,14 @@ def view(node: A, /, *, only: Filter = ..., raise_if_not_found: bool = True, **s
     Raises:
       ValueError: naming the settings that no Module takes, unless ``raise_if_not_found`` is False.
     """
-    made, predicate, known = clone(node, variables=False), to_predicate(only), set()
+    made, predicate = clone(node, variables=False), to_predicate(only)
+    accepted: dict[type, Any] = {}  # the names of the settings that each class takes
     for path, module in list(iter_objects(made)):
         if _has_view(module) and predicate(path, module):
-            accepted = set(_view_parameters(type(module)))
-            module.set_view(**{name: value for name, value in settings.items() if name in accepted})
-            known |= accepted
+            kind = type(module)
+            names = accepted[kind] = accepted.get(kind) or _view_parameters(kind).keys()
+            module.set_view(**{name: value for name, value in settings.items() if name in names})
+    known = {name for names in accepted.values() for name in names}
     missing = settings.keys() - known
     if raise_if_not_found and missing:
         raise UsageError(

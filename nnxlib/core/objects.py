@@ -567,7 +567,8 @@ class Pytree(HasAttributes, PytreeSlots):
             if not hasattr(self, "_nnx_trace"):  # it has set no attributes
                 with_slots_of(new_node(Pytree), self)
             return self
-        self: Any = new(cls) if inspect.isabstract(cls) else new_node(cls)  # Python refuses an abstract class
+        is_abstract = cls.__flags__ & inspect.TPFLAGS_IS_ABSTRACT  # Python refuses such a class
+        self: Any = new(cls) if is_abstract else new_node(cls)
         _set_attributes(self, {})  # reads are faster from a dict that shares no keys with those of other objects
         return self
 

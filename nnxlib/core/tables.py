@@ -173,12 +173,11 @@ def _complete(root: Any, pending: PendingTable) -> LiveTable:
     with stamping:
         if root._nnx_table is not pending:  # another thread was first
             return table_of(root)
-        if not pending.stamp.valid:
-            return _make(root)
         objects = [root, *pending.objects[1:]]
         cells = [objects[i]._cell for i in pending.layout.variables]
         index = dict(zip(map(id, objects), range(len(objects)), strict=True))
-        return _kept(LiveTable(pending.layout, pending.stamp, objects, index, cells), root)
+        table = _kept(LiveTable(pending.layout, pending.stamp, objects, index, cells), root)
+    return table if table.stamp.valid or patched(table, root) else _make(root)
 
 
 def _make(root: Any) -> LiveTable:
