@@ -69,13 +69,15 @@ def _visit(node: Any, leaves: bool) -> Iterator[tuple[Path, Any]]:
         remaining, above, parent = stack[-1]
         for key, value in remaining:
             if type(value) not in plain:
+                is_leaf = isinstance(value, Variable)
                 if is_node(value):
                     if id(value) in seen:
                         continue
                     seen[id(value)] = value
                 elif jtu.all_leaves([value]) and type(value) is not types.MethodType:
                     plain.add(type(value))
-                if not isinstance(value, Variable) and (children := children_of(value, left_out)):
+                    is_leaf = True
+                if not is_leaf and (children := children_of(value, left_out)):
                     stack.append((iter(children), above + key, value))
                     break
             if leaves or is_node(value):

@@ -271,10 +271,11 @@ for _method in (Module.train, Module.eval, Module.set_attributes, Module.iter_mo
 
 
 def _with_mode(root: Any) -> Iterator[tuple[Any, str]]:
-    for _, module in list(iter_modules(root)):
+    for _, x in list(iter_objects(root)):
+        held = x._nnx_contents() if isinstance(x, HasAttributes) else ()
         for name in _MODES:
-            if isinstance(module, HasAttributes) and name in module._nnx_contents():
-                yield module, name
+            if name in held and isinstance(x, Module):
+                yield x, name
 
 
 def _set_with_mode(root: Any, attributes: dict[str, Any]) -> None:
@@ -366,7 +367,7 @@ def iter_modules(module: Any, /) -> Iterator[tuple[Path, Any]]:
     >>> [path for path, _ in nnx.iter_modules(nnx.Sequential(nnx.Dropout(0.5)))]
     [('layers', 0), ('layers',), ()]
     """
-    return ((path, x) for path, x in iter_objects(module) if isinstance(x, Module))
+    return ((path, x) for path, x in iter_objects(module) if isinstance(x, Node) and isinstance(x, Module))
 
 
 @boundary

@@ -44,6 +44,7 @@ from ..core.errors import (
     listed,
 )
 from ..core.filters import Filter, shown
+from ..core.formulas import as_array
 from ..core.generics import A, M
 from ..core.graph import even_if_interrupted
 from ..core.identity import change
@@ -457,7 +458,7 @@ def added(params: Any, updates: Any) -> Any:
 
 
 def _added(param: Any, update: Any) -> Any:
-    moved, dtype = jnp.asarray(param + update), jnp.asarray(param).dtype
+    moved, dtype = as_array(param + update), as_array(param).dtype
     return moved if moved.dtype == dtype and not moved.weak_type else moved.astype(dtype)
 
 
