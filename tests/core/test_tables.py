@@ -193,6 +193,14 @@ def test_copies_are_described_without_a_walk_only_if_every_change_is_seen(copied
     assert table_of(made).leaves()[0] is made.a.pair[0]
 
 
+@pytest.mark.parametrize("change", [lambda m: setattr(m[0], "n", 5), lambda m: setattr(m[0], "w", _param())])
+def test_a_copy_that_has_changed_since_is_not_walked(change, monkeypatch, unchecked):
+    copied = nnx.clone(nnx.List([Layer(), Layer()]))
+    change(copied)
+    monkeypatch.setattr(tables, "_make", None)
+    assert layout_of(copied) is pack(copied).layout
+
+
 def test_a_static_value_that_can_no_longer_be_compared_is_refused_with_its_path():
     """An object without hash and attributes put into a static one later."""
     m = Net()

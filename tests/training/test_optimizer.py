@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib.core.errors import EmptySelectionError, StateMismatchError
 from nnxlib.core.tables import table_of
 from nnxlib.core.walk import Walk
@@ -639,6 +640,20 @@ def test_a_learning_rate_that_ends_with_its_trace_is_told_where_to_keep_it():
     with pytest.raises(nnx.errors.TraceContextError, match=r"at <output>\[1\].tx .*(\n.*)*optax.inject_hyperparams"):
         optimizer.update(model, grads)
     assert optimizer.step[...] == 0
+
+
+def test_an_eager_update_calls_less_than_optax_does_for_dicts(unchecked):
+    """To add the updates takes fewer functions than :func:`optax.apply_updates`, which makes up for the rest."""
+    model = nnx.List([Layer() for _ in range(20)])
+    tx, params = optax.sgd(0.1), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    optimizer, grads, opt_state = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx.state(model, nnx.Param), tx.init(params)
+
+    def by_hand():
+        return optax.apply_updates(params, tx.update(params, opt_state, params)[0])
+
+    for _ in range(3):
+        optimizer.update(model, grads), by_hand()
+    assert count_calls(lambda: optimizer.update(model, grads)) < count_calls(by_hand)
 
 
 def test_an_update_in_a_trace_describes_the_model_once(monkeypatch, unchecked):
