@@ -347,8 +347,8 @@ def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[
     if found := before.after(contents):
         return found
     exchanged = _adopt_objects(table, changed)
-    changed = [x for x in changed if not _is_described(table, x, contents)]
-    rows = _rows_with_other_statics(table, root, changed) if changed else ()
+    others = [x for x in changed if not _is_described(table, x)]
+    rows = _rows_with_other_statics(table, root, others) if others else ()
     if rows is None:
         return None
     layout = table.layout.with_rows(rows) if rows else table.layout
@@ -429,15 +429,15 @@ def _adopt(table: LiveTable, i: int, new: Any) -> bool:
     return True
 
 
-def _is_described(table: LiveTable, x: Node, contents: Contents) -> bool:
-    """Whether a node with these contents holds the very objects and static values that its row says, or has no row."""
+def _is_described(table: LiveTable, x: Node) -> bool:
+    """Whether a node holds the very objects and static values that its row says, or has no row any more."""
     i = table.index.get(id(x))
     if i is None:
         return True
     row = cast(NodeRow, table.layout.rows[i])
     specs = map(dict(row.fields).__getitem__, row.names)
     values = [table.objects[s.index] if type(s) is Ref else s.value if type(s) is Const else MISSING for s in specs]
-    return _is_same(contents[i], (row.marks.value, (row.type, *row.names), values))
+    return _is_same(_contents(table, [x])[i], (row.marks.value, (row.type, *row.names), values))
 
 
 def _rows_with_other_statics(

@@ -726,6 +726,7 @@ OBJECTS = {
     "a new one in a new one": lambda m: (m.parts.__setitem__(0, m.make()), setattr(m.parts[0], "layer", Layer())),
     "one around the former content": lambda m: setattr(m, "first", _around(m.make(), m.first)),
     "several": lambda m: (setattr(m, "first", m.make()), setattr(m.parts[1], "layer", Layer())),
+    "one that was moved": lambda m: _moved(m),
     "another flag beside it": lambda m: (setattr(m, "first", m.make()), setattr(m.parts[1].layer, "n", 7)),
 }
 
@@ -733,6 +734,15 @@ OBJECTS = {
 def _around(new, former):
     new.items, new.layer = former.items, former.layer
     return new
+
+
+def _moved(m):
+    """A part of a part that is replaced comes to the place of another part."""
+    moved = m.parts[0].layer
+    moved.n = 2
+    moved.n = 1
+    m.parts[0] = m.make()
+    m.parts[1].layer = moved
 
 
 def _agrees(m):
