@@ -347,7 +347,8 @@ def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[
     if found := before.after(contents):
         return found
     exchanged = _adopt_objects(table, changed)
-    others = [x for x in changed if not _is_described(table, x)]
+    objects = table.objects_with(root)
+    others = [x for x in changed if not _is_described(table, objects, x)]
     rows = _rows_with_other_statics(table, root, others) if others else ()
     if rows is None:
         return None
@@ -429,14 +430,14 @@ def _adopt(table: LiveTable, i: int, new: Any) -> bool:
     return True
 
 
-def _is_described(table: LiveTable, x: Node) -> bool:
+def _is_described(table: LiveTable, objects: Sequence[Any], x: Node) -> bool:
     """Whether a node holds the very objects and static values that its row says, or has no row any more."""
     i = table.index.get(id(x))
     if i is None:
         return True
     row = cast(NodeRow, table.layout.rows[i])
     specs = map(dict(row.fields).__getitem__, row.names)
-    values = [table.objects[s.index] if type(s) is Ref else s.value if type(s) is Const else MISSING for s in specs]
+    values = [objects[s.index] if type(s) is Ref else s.value if type(s) is Const else MISSING for s in specs]
     return _is_same(_contents(table, [x])[i], (row.marks.value, (row.type, *row.names), values))
 
 

@@ -804,6 +804,15 @@ def test_another_object_of_another_structure_is_described_anew(change):
         m.parts[1] = m.make()
 
 
+def test_none_in_place_of_the_whole():
+    """A table does not refer to its root; it does not take None for it."""
+    m = Assembled()
+    for whole in (m, None, m, None):
+        layout_of(m)
+        m.aaa.whole = whole
+        _agrees(m)
+
+
 def test_an_object_that_cannot_be_described_leaves_no_trace():
     """Once it has gone again, all is as before; the error names the whole path."""
     m = Assembled()
