@@ -7,8 +7,8 @@ those who pass the whole tree.
 
 Two tables. The first compares libraries, for a step that touches few and one that touches none. The second is nnxlib
 alone, beside *exact* called in the same way: with the model in a dict, as a keyword, on a method, a bound method or a
-closure, with models taking turns, while other Modules are built and changed, with a Variable assigned or replaced,
-with arrays in a tuple, with a Python attribute toggled in between, and from several threads.
+closure, with models taking turns, while other Modules are built and changed, with a Variable assigned, with a Variable
+or a layer replaced, with arrays in a tuple, with a Python attribute toggled in between, and from several threads.
 
     python -m benchmarks.few [--quick] [--results FOLDER]
 """
@@ -208,6 +208,14 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
         exact = Exact()
         return Prepared(partial(step, model), prepare), Prepared(exact, lambda: setattr(exact, "bias", value))
 
+    def layer_replaced() -> tuple[Call, Call]:
+        model, exact = model_of(variables), Exact()
+
+        def prepare() -> None:
+            model.layers[1] = nnxlib.clone(model.layers[1])
+
+        return Prepared(partial(step, model), prepare), Prepared(exact, lambda: setattr(exact, "bias", small()))
+
     def with_pytree() -> tuple[Call, Call]:
         model = model_of(variables)
         model.moments = (x, x)
@@ -251,6 +259,7 @@ def ways(variables: int) -> Mapping[str, tuple[Call, Call]]:
         "other Modules built, changed": others_change(),
         "a Variable assigned before": assigned(),
         "a Variable replaced before": replaced(),
+        "a layer replaced before": layer_replaced(),
         "arrays in a tuple beside": with_pytree(),
         "an attribute toggled each ten": toggled(),
         "from four threads": from_threads(),
