@@ -41,7 +41,8 @@ def test_the_hook_sees_the_slices_by_label_and_paths_below_the_arguments(options
     }
 
 
-def test_what_the_hook_returns_is_what_the_body_sees_and_is_not_written():
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "disable_jit"])
+def test_what_the_hook_returns_is_what_the_body_sees_and_is_not_written(jitted):
     """Doubled kernels: the output changes, the model does not."""
 
     def double(label, state):
@@ -52,7 +53,8 @@ def test_what_the_hook_returns_is_what_the_body_sees_and_is_not_written():
     for v in (twice.kernel, twice.bias):
         v.value *= 2
     before = Snapshot(norm, m)
-    np.testing.assert_allclose(looped(double)(X, norm, m), looped(None)(X, norm, twice), rtol=1e-6)
+    with jax.disable_jit(not jitted):
+        np.testing.assert_allclose(looped(double)(X, norm, m), looped(None)(X, norm, twice), rtol=1e-6)
     before.assert_unchanged()
 
 

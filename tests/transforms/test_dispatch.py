@@ -413,6 +413,21 @@ def test_a_returned_model_is_freed(unchecked):
     assert gone() is None
 
 
+@pytest.mark.parametrize("values", [(True, False), (2, 3)], ids=["bool", "int"])
+def test_what_a_captured_constant_costs_does_not_depend_on_the_size_of_its_model(unchecked, values):
+    """Nor does a call after it has changed, to a value that was met before."""
+    counts = []
+    for size in (5, 100):
+        model = nnx.Dict(times=nnx.Variable(values[0]), layers=nnx.List([net() for _ in range(size)]))
+        step = nnx.jit(lambda x: sum(x for _ in range(model.times.value)))  # noqa: B023
+        for _ in range(4):
+            for model.times.value in values:
+                assert step(2.0) == 2 * model.times.value
+        model.times.value = values[0]
+        counts.append(count_calls(lambda: step(2.0)))  # noqa: B023
+    assert counts[0] == counts[1]
+
+
 def count_calls(f):
     count = [0]
 

@@ -114,10 +114,10 @@ def test_a_module_that_a_function_calls_where_there_was_none_is_seen(name):
 
 
 class Calling(nnx.Module):
-    """Calls a function that holds a Module, and that only reads its flag."""
+    """Calls a function, to which nothing but the attribute leads."""
 
-    def __init__(self, other):
-        self.function = functools.partial(flagged_by_name, named=other)
+    def __init__(self, function):
+        self.function = function
 
     def __call__(self, x):
         return self.function(x)
@@ -143,7 +143,7 @@ CALLING = {
 def test_a_flag_of_a_module_that_a_function_in_an_attribute_holds_is_seen(name, wrap):
     """Though the trace does not notice that it is read, and the function in the attribute is the same one."""
     other, f = Layer(), wrap(CALLING[name])
-    calling = Calling(other)
+    calling = Calling(functools.partial(flagged_by_name, named=other))
     for other.flag in (2.0, 3.0, 2.0):
         assert f(calling, X) == other.flag
 
@@ -270,6 +270,42 @@ def test_the_attributes_of_an_object_may_be_in_slots():
     loop = nnx.scan(trainer.step, in_axes=nnx.Carry, out_axes=nnx.Carry, length=1)
     for trainer.scale in (2.0, 3.0):
         assert loop(X) == trainer.scale
+
+
+class Level(int):
+    """Has no hash, since it has an equality of its own, and holds more than attributes."""
+
+    def __eq__(self, other):
+        return int(self) == int(other)
+
+
+def test_attributes_that_cannot_be_compared_are_seen_at_each_call():
+    trainer = Trainer()
+    loop = nnx.scan(trainer.step, in_axes=nnx.Carry, out_axes=nnx.Carry, length=1)
+    for trainer.scale in (Level(2), Level(3)):
+        assert loop(X) == trainer.scale
+
+
+def test_what_a_loop_captures_is_kept_alive_by_nothing_that_is_kept_for_it():
+    """The Module is in the attributes of a plain object, to which the function refers no more."""
+    trainer = Trainer()
+    trainer.held = Layer()
+    trainer.held.flag = 2.0
+    loop = nnx.scan(lambda x: trainer.step(x), in_axes=nnx.Carry, out_axes=nnx.Carry, length=1)
+    for _ in range(2):
+        assert loop(X) == 4
+    reference, trainer = weakref.ref(trainer.held), None
+    gc.collect()
+    assert reference() is None
+
+
+def test_an_eager_loop_is_one_program_with_what_is_around_it():
+    """Such as the moves of the axes along which it goes."""
+    loop = nnx.scan(lambda c, x: (c + 1, 2 * x), in_axes=(nnx.Carry, 1), out_axes=(nnx.Carry, 1))
+    x = jnp.ones((2, 3))
+    with compilations() as compiled:
+        loop(X, x)
+    assert len(compiled) == 1
 
 
 # --- inside of a trace ----------------------------------------------------------------------------------------------
