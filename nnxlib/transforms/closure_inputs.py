@@ -124,7 +124,7 @@ class Captures:
             found = None
         if found is None:
             return _captured(self._found_again(known))
-        if known.running and Watch.all:
+        if Watch.all:
             note_running(known.running)
         return found, known.addresses_now() if known.literals.positions else known.addresses
 

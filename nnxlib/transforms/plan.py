@@ -230,7 +230,7 @@ class Plan:
 
     def staged(self, leaves: Sequence[Any]) -> Compiled:
         """The function of all leaves, for ``lower`` and ``trace``."""
-        return self._compile(leaves, self._all) if self._donated else self.everything
+        return self._compile(leaves, self._all)
 
     def finish(self, packed: Packed, compiled: Compiled, returned: tuple[Any, ...]) -> Any:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""

@@ -516,6 +516,19 @@ def test_an_integer_is_still_an_input_after_a_call_that_fails_for_another_reason
     assert not traces
 
 
+def test_a_function_that_fails_for_another_reason_is_traced_again_only_for_a_captured_integer():
+    w, traces = nnx.Param(jnp.ones(2)), []
+
+    @nnx.jit
+    def f(n):
+        traces.append(1)
+        w.get_value().reshape("no shape")
+
+    with pytest.raises(TypeError):
+        f(3)
+    assert len(traces) == 2  # abandoned, failed
+
+
 def test_what_cannot_be_compared_is_no_constant():
     setting = nnx.Variable({1, 2})
     with pytest.raises(ArgumentError, match=r"The Variable captured\[0\] holds a set"):
