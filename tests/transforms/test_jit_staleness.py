@@ -971,6 +971,27 @@ def test_a_closure_over_a_plain_list_that_grows():
     np.testing.assert_array_equal(jitted(1.0), jnp.full(2, 3.0))
 
 
+def test_a_function_comes_and_goes_in_a_plain_list_beside_a_module():
+    """What was compiled for the list as it was serves again."""
+    layers, traces, double = [Layer(1.0)], [], lambda x: 2 * x
+
+    @nnx.jit
+    def folded(x):
+        traces.append(1)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    folded(1.0)
+    traces.clear()
+    for _ in range(2):
+        layers.append(double)
+        np.testing.assert_array_equal(folded(1.0), jnp.full(2, 2.0))
+        layers.pop()
+        np.testing.assert_array_equal(folded(1.0), jnp.full(2, 1.0))
+    assert len(traces) == 2  # abandoned, kept
+
+
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict, lambda items: collections.UserDict(dict(items))])
 @pytest.mark.parametrize("keys", ["ab", range(2), [("a", 0), ("a", 1)]], ids=["text", "integers", "tuples"])
 def test_a_closure_over_a_dict_that_is_put_in_another_order(kind, keys):
