@@ -211,3 +211,12 @@ def test_the_module_path_of_flax():
 def test_what_is_no_mesh_is_refused():
     with pytest.raises(TypeError, match=r"get_named_sharding takes a mesh, such as of jax.make_mesh, but got str"):
         nnx.get_named_sharding(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), "data")
+
+
+def test_a_shape_is_given_the_sharding_that_it_names_whatever_mesh_is_set():
+    meshes = [jax.make_mesh((1,), (name,), axis_types=(jax.sharding.AxisType.Auto,)) for name in ("model", "data")]
+    sharding = NamedSharding(meshes[0], PartitionSpec("model"))
+    for mesh in meshes:
+        with jax.set_mesh(mesh):
+            v = nnx.Param(jax.ShapeDtypeStruct((4,), "float32"), out_sharding=sharding)
+        assert v.value.sharding == sharding

@@ -173,7 +173,7 @@ def note_running(running: Running) -> None:
 
 # This, `call_lending` and `call_borrowing` are no context managers: Python may handle an interrupt as it enters an
 # `__exit__`, which then undoes nothing. In the end of a `try` statement it does so only after calls.
-def call_watched(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+def call_watched(f: Callable[..., R], /, *args: Any) -> R:
     """Call ``f``, and watch for captured objects, unless it runs in the trace of its caller (under jax.disable_jit).
 
     Raises:
@@ -181,12 +181,12 @@ def call_watched(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
       AbsentInput: the same, if it has read a value that it was not given.
     """
     if current_trace() is _thread.caller:
-        return f(*args, **kwargs)
+        return f(*args)
     watch = Watch(_thread.watch, sys._getframe(1))
     try:
         _thread.watch = watch
         Watch.all.append(watch)
-        out = f(*args, **kwargs)
+        out = f(*args)
     except BaseException as error:
         abandon_trace()
         if isinstance(error, Exception | CapturedObjects | AbsentInput):  # an interrupt is handed on
