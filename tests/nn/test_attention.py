@@ -374,6 +374,7 @@ def test_constructors_refuse_sizes_that_do_not_divide():
     for kwargs, message in [
         ({"num_heads": 3}, r"\(8\) must be divisible by 'num_heads' heads \(3\): choose another qkv_features"),
         ({"num_heads": 0}, "have to be positive, got 0, 0"),
+        ({"num_heads": 0, "num_kv_heads": 2}, "have to be positive, got 0, 2"),
         ({"num_kv_heads": 0}, "num_kv_heads have to be positive"),
         ({"num_heads": 4, "num_kv_heads": 3}, r"num_heads \(4\) must be divisible by num_kv_heads \(3\)"),
         ({"dropout_rate": 1.0}, r"in the range \[0, 1\)"),
