@@ -538,7 +538,7 @@ class CallSite:
     __slots__ = ("arrangement",)
 
     def __init__(self) -> None:
-        self.arrangement: Arrangement = (0, [], [], True)  # in the call that has made the last shortcut
+        self.arrangement: Arrangement = (0, [], [], True)  # in the call that made the last shortcut, if one has
 
 
 class Shortcut:

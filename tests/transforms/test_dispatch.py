@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import sys
 import weakref
 
 import jax
@@ -13,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nnxlib as nnx
+from benchmarks.timing import count_calls
 from nnxlib import errors
 from nnxlib.core.layout import KEPT
 from nnxlib.core.tables import table_of
@@ -426,17 +426,3 @@ def test_what_a_captured_constant_costs_does_not_depend_on_the_size_of_its_model
         model.times.value = values[0]
         counts.append(count_calls(lambda: step(2.0)))  # noqa: B023
     assert counts[0] == counts[1]
-
-
-def count_calls(f):
-    count = [0]
-
-    def profile(frame, event, argument):
-        count[0] += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        f()
-    finally:
-        sys.setprofile(None)
-    return count[0]
