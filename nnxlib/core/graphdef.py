@@ -98,30 +98,30 @@ def avals_of(values: Sequence[Any]) -> list[Aval]:
 class Avals(list[Aval]):
     """The avals of leaves, with a fast test whether other leaves have the same.
 
-    JAX has one type object for each shape and dtype, by which arrays are compared. For a typed key it makes a new one
-    each time, which is slow; so keys are compared by shape and dtype.
+    JAX has one type object for each shape and dtype, by which its arrays are compared. Other leaves are compared by
+    shape and dtype; so are typed keys, for which JAX makes a new type object each time, which is slow.
     """
 
-    __slots__ = ("_is_other", "_keys", "_types")
+    __slots__ = ("_by_type", "_others", "_types")
 
     def __init__(self, leaves: Sequence[Any]):
         super().__init__(avals_of(leaves))
-        self._is_other = [aval is None or isinstance(aval[1], np.dtype) for aval in self]
-        self._keys = [k for k, is_other in enumerate(self._is_other) if not is_other]
-        try:
-            self._types = list(map(_type_of, self._without_keys(leaves)))
-        except AttributeError:  # not all are arrays of JAX
-            self._types = None
+        self._by_type = [
+            aval is not None and isinstance(aval[1], np.dtype) and isinstance(x, jax.Array)
+            for x, aval in zip(leaves, self, strict=True)
+        ]
+        self._others = [k for k, by_type in enumerate(self._by_type) if not by_type]
+        self._types = list(map(_type_of, self._with_types(leaves)))
 
-    def _without_keys(self, leaves: Sequence[Any]) -> Iterable[Any]:
-        return itertools.compress(leaves, self._is_other) if self._keys else leaves
+    def _with_types(self, leaves: Sequence[Any]) -> Iterable[Any]:
+        return itertools.compress(leaves, self._by_type) if self._others else leaves
 
     def fit(self, leaves: Sequence[Any]) -> bool:
         """Whether these leaves certainly have the same avals; if not, they may still be equal."""
-        if self._types is None or len(leaves) != len(self) or any(aval_of(leaves[k]) != self[k] for k in self._keys):
+        if len(leaves) != len(self) or any(aval_of(leaves[k]) != self[k] for k in self._others):
             return False
         try:
-            return all(map(operator.is_, map(_type_of, self._without_keys(leaves)), self._types))
+            return all(map(operator.is_, map(_type_of, self._with_types(leaves)), self._types))
         except AttributeError:
             return False
 

@@ -21,7 +21,21 @@ from typing import Any, TypeVar, cast
 
 from .blueprint import Blueprint
 from .nesting import Nesting
-from .rows import LEAF, ROOT, BoundMethod, NodeRow, Owner, Ref, Row, Spec, Tree, VariableRow, count_leaves, statics_in
+from .rows import (
+    LEAF,
+    ROOT,
+    BoundMethod,
+    NodeRow,
+    Owner,
+    Ref,
+    Row,
+    Spec,
+    Tree,
+    VariableRow,
+    count_leaves,
+    moved,
+    statics_in,
+)
 from .static import Const
 
 A = TypeVar("A")
@@ -77,7 +91,7 @@ class Layout:
     held: tuple[Any, ...] | None  # what functions in it hold, once it was needed; see `held.held_in`
     shapes: dict[int, Any]  # as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py
     _variants: weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]  # what `with_rows` has made
-    _around: dict[Spec, Layout]  # what `with_root` has made
+    _around: dict[tuple, Layout]  # what `around` has made
     _grouped: dict[Hashable, list[Nesting]]  # what `grouped` has made, by filters
 
     _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -212,11 +226,19 @@ class Layout:
             self._variants[rows] = found
         return found
 
-    def with_root(self, root: Spec) -> Layout:
-        """The layout of another pytree that holds the same objects: one of arguments, around a model; cached."""
-        found = self._around.get(root)
+    def around(self, root: Spec, *others: Layout) -> Layout:
+        """The layout of another pytree, which holds the same objects, and after them those of other layouts; cached.
+
+        Such as that of arguments around a model. No object is in two of the layouts.
+        """
+        key = (root, *others)
+        found = self._around.get(key)
         if found is None:
-            found = keep(self._around, root, Layout(self.rows, root))
+            rows = [*self.rows]
+            for other in others:
+                start = len(rows)
+                rows += [moved(row, start) for row in other.rows]
+            found = keep(self._around, key, Layout(tuple(rows), root))
         return found
 
     # --- the leaves in nested dicts, those of States ---

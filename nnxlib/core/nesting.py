@@ -7,7 +7,8 @@ have selected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,24 +31,30 @@ class Nesting:
     paths: tuple[tuple[Any, ...], ...]
     positions: list[int]
 
-    def __init__(self, paths: Sequence[tuple], positions: Sequence[int] | None = None):
+    def __init__(self, paths: Sequence[tuple], positions: Iterable[int] | None = None):
         chosen = range(len(paths)) if positions is None else positions
-        order: list[int]
-        order, self._treedef = jax.tree.flatten(nested((paths[k], k) for k in chosen))
-        self.paths, self.positions = tuple([paths[k] for k in order]), sorted(order)
-        self._order = None if order == list(range(len(paths))) else order
+        sorted_positions: list[int]
+        sorted_positions, self._treedef = jax.tree.flatten(nested((paths[k], k) for k in chosen))
+        self.paths, self.positions = tuple([paths[k] for k in sorted_positions]), sorted(sorted_positions)
+        place = {position: k for k, position in enumerate(self.positions)}
+        order = [place[position] for position in sorted_positions]
+        self._order = None if order == list(range(len(order))) else order
         self._inverse = sorted(range(len(order)), key=order.__getitem__)
 
+    def within(self, count: int) -> list[int]:
+        """Those of the ``positions`` that are less than ``count``."""
+        return self.positions[: bisect.bisect_left(self.positions, count)]
+
     def sort(self, leaves: list[Any]) -> list[Any]:
-        """The chosen leaves in the order of ``paths``, given all leaves in the order of the layout."""
+        """The leaves in the order of ``paths``, given in that of ``positions``."""
         return leaves if self._order is None else [leaves[k] for k in self._order]
 
     def nest(self, leaves: list[Any]) -> dict:
-        """Nested dicts of the chosen leaves, given in the order of ``paths``."""
-        return self._treedef.unflatten(leaves)
+        """Nested dicts of the leaves, given in the order of ``positions``."""
+        return self._treedef.unflatten(self.sort(leaves))
 
     def flatten(self, levels: Any) -> list[Any] | None:
-        """The leaves of nested dicts, in the order of ``positions``; None if the dicts have other keys."""
+        """The inverse of :meth:`nest`; None if the dicts have other keys."""
         try:
             found = self._treedef.flatten_up_to(levels)
         except ValueError:

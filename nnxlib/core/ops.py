@@ -24,7 +24,7 @@ from .differences import aval_of
 from .errors import ArgumentError, Path, StateMismatchError, TraceContextError, UsageError, format_path
 from .filters import Filter, filters_to_predicates, warn_of_node_classes
 from .formulas import copied
-from .graph import Delta, build, by_path, commit, even_if_interrupted, pack
+from .graph import Delta, build, by_path, commit, even_if_interrupted
 from .graphdef import GraphDef, graphdef_of
 from .graphstate import GraphState
 from .iteration import holder_of
@@ -36,7 +36,7 @@ from .objects import Node, check_writable, set_child
 from .rows import Row, VariableRow, count_leaves, touched_rows
 from .state import FlatState, State, grouped, one_or_all, state_of_items
 from .static import Const
-from .tables import build_described, table_of
+from .tables import build_described, pack_live, table_of
 from .tracing import Tracer, at_top_level, boundary, current_trace
 from .variables import Intermediate, RngKey, Variable, plain_value
 
@@ -63,14 +63,14 @@ def _to_be_read(node: Any) -> tuple[Layout, Callable[[], list[Any]], list[Any]]:
         return table.layout, table.leaves, table.objects_with(node)
     if isinstance(node, GraphDef):
         raise ArgumentError(f"Expected a Module or a pytree of Modules, got a {type(node).__name__}.")
-    layout, leaves, objects = pack(node)
+    layout, leaves, objects = pack_live(node)
     return layout, lambda: leaves, objects
 
 
 class _Snapshot:
     """The values of leaves at one moment; a State makes Variables of them when it is first looked into.
 
-    They are all leaves of the layout, or those of a ``group``, in its order: then all are values of Variables.
+    They are all leaves of the layout, or those of a ``group``; in the order of the layout, so Variables come first.
     """
 
     __slots__ = ("group", "layout", "trace", "values")
@@ -80,19 +80,20 @@ class _Snapshot:
         self.values = fitting.unshared_leaves(leaves, len(leaves) if group is not None else len(layout.variables))
 
     def leaves(self) -> list[Any]:
-        """The leaves, with new Variables around values, in the order in which they were given."""
+        """The leaves, with new Variables around values."""
         kinds, metadata = self.layout.blueprint.variable_types, self.layout.blueprint.metadata
         if self.group is not None:
-            kinds, metadata = self.group.sort(kinds), self.group.sort(metadata)
+            chosen = self.group.within(len(kinds))
+            kinds, metadata = [kinds[k] for k in chosen], [metadata[k] for k in chosen]
         cell = new_cell if self.trace is current_trace() else functools.partial(cell_of, trace=self.trace)
         made = make_variables(kinds, self.values, fresh(metadata), cell)
         return made + self.values[len(made) :]
 
     def nest(self) -> dict:
         """The levels of the State."""
-        leaves, nesting = self.leaves(), self.layout.nesting
+        nesting = self.group or self.layout.nesting
         assert nesting is not None
-        return nesting.nest(nesting.sort(leaves)) if self.group is None else self.group.nest(leaves)
+        return nesting.nest(self.leaves())
 
 
 def copies_of(layout: Layout, leaves: list[Any]) -> list[Any]:
@@ -114,19 +115,24 @@ def _states(
         return tuple([state_of_items(group) for group in _divided(flat, filters, exhaustive)])
     if not filters:
         return (State._later(_Snapshot(layout, leaves())),)
-    variables = [objects[i] for i in layout.variables]
 
     def groups_of(leaves: list[Any]) -> list[Items]:
         return _divided(FlatState.from_sorted_keys_values(nesting.paths, nesting.sort(leaves)), filters, exhaustive)
 
-    # The groups follow from the layout, unless there are arrays, whose types it does not know, or a filter looks at
-    # values.
-    if len(variables) < len(layout.leaf_paths) or any(x.looks_at_values for x in predicates):
+    if any(x.looks_at_values for x in predicates):
         return tuple([state_of_items(group) for group in groups_of(copies_of(layout, leaves()))])
-    paths_of_groups = lambda: [[path for path, _ in group] for group in groups_of(variables)]
-    groups = layout.grouped((predicates, exhaustive), paths_of_groups)
-    values = [[x._cell.value for x in group.sort(variables)] for group in groups]
-    return tuple([State._later(_Snapshot(layout, *of_group)) for of_group in zip(values, groups)])
+    # The groups follow from the layout, and from the types of the arrays, which it does not know.
+    variables = [objects[i] for i in layout.variables]
+    arrays = leaves()[len(variables) :] if len(variables) < len(layout.leaf_paths) else []
+    paths_of_groups = lambda: [[path for path, _ in group] for group in groups_of(variables + arrays)]
+    found = []
+    for group in layout.grouped((predicates, exhaustive, *[type(x) for x in arrays]), paths_of_groups):
+        chosen = group.within(len(variables))
+        values = [variables[k]._cell.value for k in chosen]
+        if arrays:
+            values += [arrays[k - len(variables)] for k in group.positions[len(chosen) :]]
+        found.append(State._later(_Snapshot(layout, values, group)))
+    return tuple(found)
 
 
 def _divided(flat: FlatState, filters: Sequence[Filter], exhaustive: bool) -> list[Items]:

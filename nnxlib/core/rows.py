@@ -133,6 +133,18 @@ class NodeRow(NamedTuple):
 
 Row = VariableRow | NodeRow
 
+
+def moved(x: Any, start: int) -> Any:
+    """A row or a spec as it is if there are so many rows before the first one."""
+    if type(x) is Ref:
+        return Ref(x.index + start)
+    if type(x) is Tree:
+        return x._replace(children=tuple([moved(child, start) for child in x.children]))
+    if type(x) is NodeRow:
+        return x._replace(fields=tuple([(name, moved(spec, start)) for name, spec in x.fields]))
+    return x
+
+
 Owner = tuple[int, int]  # of a leaf: the row that holds it, or ROOT; and which leaf of that row it is
 ROOT = -1  # in place of the number of a row: the pytree around the objects, which holds leaves of its own
 

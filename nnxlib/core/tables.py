@@ -463,28 +463,47 @@ def _links(row: NodeRow) -> list[tuple[Any, Any]]:
     return [field for field in row.fields if type(field[1]) is not Const]
 
 
-# --- the arguments of a call ----------------------------------------------------------------------------------------
+# --- pytrees of objects, such as the arguments of a call -----------------------------------------------------------
 
 
-def pack_call(arguments: tuple) -> Packed:
-    """Pack the arguments of a call; without a walk if there is a single object among them, from its table."""
+def pack_live(tree: Any) -> Packed:
+    """:func:`~nnxlib.core.graph.pack` a pytree without a walk of the nodes in it, from their tables.
+
+    They are walked nevertheless if they share a part, or if there are Variables beside them.
+    """
     try:
-        leaves = jtu.tree_leaves(arguments, is_leaf=is_node)
+        leaves = jtu.tree_leaves(tree, is_leaf=is_node)
     except (TypeError, ValueError):
-        return pack(arguments)  # which says in which dict the keys cannot be sorted
+        return pack(tree)  # which says in which dict the keys cannot be sorted
     roots = [x for x in leaves if is_node(x)]
-    if len(roots) != 1 or any(map(is_bound_method, leaves)):
-        return pack(arguments)
-    (root,) = roots
-    if root._nnx_table is None and not at_top_level():  # most objects in a trace are packed once
-        return pack(arguments)
-    table = table_of(root)
-    walk = Walk(table.objects_with(root), index=table.index)
-    layout = table.layout.with_root(walk.run(arguments))
-    if Watch.all:
+    tables = () if any(map(is_bound_method, leaves)) else _tables_of(roots)
+    if not tables or sharing_of(roots, tables):
+        return pack(tree)
+    objects, index = list[Any](), dict[int, int]()
+    for root, table in zip(roots, tables, strict=True):
+        index[id(root)] = len(objects)
+        objects += table.objects_with(root)
+    walk = Walk(objects, index=index)
+    spec = walk.run(tree)
+    layout = tables[0].layout.around(spec, *[table.layout for table in tables[1:]])
+    for root in roots if Watch.all else ():
         notice(root)
     note_paths(layout, walk.objects)
-    return Packed(layout, [*table.leaves(), *walk.arrays[ROOT]], walk.objects)
+    found = [(table.leaves(), len(table.cells)) for table in tables]
+    values = [x for leaves, count in found for x in leaves[:count]]
+    arrays = [x for leaves, count in found for x in leaves[count:]]
+    return Packed(layout, values + arrays + walk.arrays[ROOT], walk.objects)
+
+
+def _tables_of(roots: Sequence[Any]) -> Sequence[LiveTable]:
+    """The table of each, or none: a walk takes less than to make the tables of Variables, or in a trace."""
+    if len(roots) > 1 and not all(isinstance(x, Node) for x in roots):
+        return ()
+    if any(type(x) in weakref.ProxyTypes for x in roots):
+        return ()
+    if not at_top_level() and any(x._nnx_table is None for x in roots):  # most objects in a trace are packed once
+        return ()
+    return [*map(table_of, roots)]
 
 
 class Sharing(NamedTuple):
@@ -537,7 +556,7 @@ def sharing_of(roots: Sequence[Any], tables: Tables) -> tuple[Sharing, ...]:
     serials = tuple([-len(table.cells) if type(table) is VariableGroup else table.serial for table in tables])
     found = known.get(serials)
     if found is None:
-        share = any(not a.index.keys().isdisjoint(b.index.keys()) for a, b in itertools.combinations(kept, 2))
+        share = len(set().union(*[table.index for table in kept])) < sum([len(table.index) for table in kept])
         found = keep(known, serials, _find_sharing(roots, tables) if share else ())
     return found
 

@@ -32,7 +32,7 @@ from ..core.module import Module
 from ..core.rngs import Rngs
 from ..core.rows import LEAF
 from ..core.stamps import Stamp
-from ..core.tables import LiveTable, pack_call, table_of
+from ..core.tables import LiveTable, pack_live, table_of
 from ..core.tracing import at_top_level
 from ..core.variables import BatchStat, Param
 from ..core.walk import ObjectList
@@ -67,7 +67,7 @@ class _Reparametrised(Module):
             leaves = table.leaves()
             if table.reliable and table.layout.blueprint.reliable and all_leaves(leaves):
                 return _call_eagerly(call, self, table, leaves, args, kwargs)
-        packed = pack_call(Arguments((self, *args), kwargs))
+        packed = pack_live(Arguments((self, *args), kwargs))
         _, after = cross(call, packed.layout, packed.leaves)
         return commit(packed.layout, after.delta, after.leaves, packed.objects)
 

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from ..core.data import Static
 from ..core.errors import ArgumentError, EmptySelectionError, UsageError, describe, format_path
 from ..core.filters import Filter, shown
-from ..core.graph import build, pack
+from ..core.graph import build
 from ..core.objects import Node, Pytree
 from ..core.ops import state
 from ..core.state import State, filter_state, from_flat_state, to_flat_state
+from ..core.tables import pack_live
 from ..core.tracing import boundary
 from ..core.variables import Variable, plain_value
 from .stored import matched, set_values, without_aliases
@@ -111,7 +112,7 @@ class EMA(Pytree):
         Raises:
           StateMismatchError: if the model has no Variable at the path of an average, or one of another shape.
         """
-        layout, leaves, objects = pack(model)
+        layout, leaves, objects = pack_live(model)
         live = {layout.paths[i]: objects[i] for i in layout.variables}
         averages = dict(to_flat_state(self.params))
         head = f"This {type(model).__name__} does not fit the EMA."

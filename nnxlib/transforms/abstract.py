@@ -22,7 +22,7 @@ from ..core.inputs import lend
 from ..core.placement import devices_at_hand, on_devices, using_eager_sharding
 from ..core.references import search
 from ..core.rows import VariableRow
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import boundary, with_room
 from .axes import place_new
 from .callables import resolve
@@ -55,7 +55,7 @@ def eval_shape(f: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     (4, 6)
     """
     function, bound, bound_kwargs = resolve(f)
-    return eval_packed(function, pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
+    return eval_packed(function, pack_live(Arguments((*bound, *args), {**bound_kwargs, **kwargs})))
 
 
 def eval_packed(f: Callable, packed: Packed) -> Any:

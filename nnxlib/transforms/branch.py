@@ -18,7 +18,7 @@ from ..core.graph import After, Delta
 from ..core.layout import Layout
 from ..core.recordings import fill_up
 from ..core.rows import ROOT, NodeRow, Owner, count_leaves, touched_rows
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .body import Body, own_states, structural_rows, trace_body, zeros
 from .body_checks import check_same_output, structural_changes
@@ -169,7 +169,7 @@ def _recording_all(call: Callable, recorded: dict[tuple, Any]) -> Callable:
     """A branch that records what any branch records, zeros where it would not record anything itself."""
 
     def run(*args: Any) -> Any:
-        objects = pack_call(Arguments(args, {})).objects
+        objects = pack_live(Arguments(args, {})).objects
         out = call(*args)
         for (owner, name, kind, appends), type_ in recorded.items():
             fill_up(objects[owner], name, kind, zeros(type_), appends)

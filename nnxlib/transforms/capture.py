@@ -29,7 +29,7 @@ from ..core.pop import pop
 from ..core.recordings import Aside, attribute_for, bring_back, put_back, record, recorded_in, recorded_name, take_out
 from ..core.references import search
 from ..core.state import State, from_flat_state
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import boundary
 from ..core.variables import Variable
 from .callables import resolve
@@ -105,7 +105,7 @@ def capture(
         arguments = Arguments((*bound, *args), {**bound_kwargs, **kwargs})
         if _first_module(arguments) is None:
             arguments = arguments._replace(captured=(_referred(function),))
-        packed = pack_call(arguments)
+        packed = pack_live(arguments)
         taken_out = RecordedTypes(kinds)
         loan = {i: packed.objects[i] for i in captured_rows(packed.layout)}
 

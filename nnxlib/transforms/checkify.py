@@ -19,7 +19,7 @@ import jax
 import jax.tree_util as jtu
 
 from ..core.missing import MISSING
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import jaxpr_as_fun, named_equations, scope_of
 from .classes import lifts_classes
 from .lift import Arguments, Crossing, lift
@@ -99,7 +99,7 @@ def _note_unless_said(error: FloatingPointError, text: str | None) -> None:
 def note_nan_in_call(error: FloatingPointError, f: Callable, arguments: Arguments) -> None:
     """:func:`note_nan` for a function of objects, and the arguments with which it was called."""
     with contextlib.suppress(Exception):
-        packed = pack_call(arguments)
+        packed = pack_live(arguments)
         note_nan(error, Crossing(packed.layout).purify(f), packed.leaves)
 
 

@@ -26,7 +26,7 @@ from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.rows import ROOT, Tree, children, count_leaves
 from ..core.static import StaticArgument
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .callables import as_bound, as_pair, resolve
 from .leaf_checks import check_returned, check_traceable, type_of
@@ -257,7 +257,7 @@ def _prepare(function: Callable, args: tuple, chosen: Sequence[int | DiffState])
     filters = by_argument(chosen, len(args), option="nondiff_argnums")
     nondiff = sorted(i for i, filter_ in filters.items() if filter_ is None)
     args = tuple([StaticArgument(x) if i in nondiff and not is_data(x) else x for i, x in enumerate(args)])
-    packed = pack_call(Arguments(args, {}))
+    packed = pack_live(Arguments(args, {}))
     check_traceable(packed.layout, packed.leaves)
     diff = {i: filters.get(i) for i in range(len(args)) if i not in nondiff}
     taken = {i: f for i, f in diff.items() if f is None or not isinstance(to_predicate(f), Nothing)}

@@ -10,7 +10,7 @@ import jax
 
 from ..core.graph import build, commit
 from ..core.missing import MISSING
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from .callables import check_options, name_of, resolve, static_arguments
 from .classes import lifts_classes
 from .lift import Arguments, Crossing
@@ -44,7 +44,7 @@ def make_jaxpr(
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        layout, leaves, _ = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        layout, leaves, _ = pack_live(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
         pure = Crossing(layout).purify(function)
         jaxpr, (groups, outcome) = jax.make_jaxpr(pure, return_shape=True, **options)(leaves)
         if not return_shape:

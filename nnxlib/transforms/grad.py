@@ -15,7 +15,7 @@ import jax
 from ..core.graph import commit
 from ..core.missing import MISSING
 from ..core.operators import unwrapped
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import with_room
 from .callables import as_pair, by_position, resolve
 from .checkify import note_nan
@@ -99,7 +99,7 @@ def value_and_grad(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(f, args, kwargs)
         args = (*bound, *args)
-        packed = pack_call(Arguments(args, {**bound_kwargs, **kwargs}))
+        packed = pack_live(Arguments(args, {**bound_kwargs, **kwargs}))
         filters = by_argument(chosen, len(args) - len(bound), len(bound))
         lane_of = differentiated(packed, args, filters, PARAMS)
         check_differentiable(packed, lane_of, holomorphic, allow_int)

@@ -12,7 +12,7 @@ is static data in the output pytree, so JAX itself returns the right one for eac
 only ever sees the fresh objects. So whatever it does, live objects stay as they were until ``commit``, and no tracer
 can reach them.
 
-(The code calls ``pack_call`` of core/tables.py, which returns the same, but takes it from the live table of an argument
+(The code calls ``pack_live`` of core/tables.py, which returns the same, but takes it from the live table of an argument
 if there is a valid one.)
 
 Some transformations treat leaves differently: ``vmap`` maps some of them and not the others. Then each leaf has a
@@ -45,7 +45,7 @@ from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.recordings import bring_back, recorded_anew
 from ..core.rows import Ref, parts
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .axes import stack_axes, stack_recorded, strip_axes
 from .callables import resolve
@@ -254,7 +254,7 @@ def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: fini
         @boundary
         @functools.wraps(f, updated=())
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            packed = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+            packed = pack_live(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
             raw = jax_transform(Crossing(packed.layout).purify(function))(packed.leaves)
             return result(raw, functools.partial(finish, packed))
 
@@ -300,7 +300,7 @@ def lift_lanes(
     ``size(packed, labels)`` is how often the function will run for one trace of it, None if that is not known.
     """
     with recorded_anew(arguments):
-        packed = pack_call(arguments)
+        packed = pack_live(arguments)
         labels, leaf_labels = label_arguments(packed.layout, packed.leaves, packed.objects, entries)
         function = repeated(function, size(packed, leaf_labels))
         recorded = [0] if axis_name is not MISSING and recorded_types() else []  # what slices sow is stacked

@@ -20,7 +20,7 @@ from ..core.filters import Filter, Predicate, to_predicate
 from ..core.graph import After, Packed, commit
 from ..core.missing import MISSING
 from ..core.state import from_flat_state, to_flat_state
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.variables import Param, Variable
 from .callables import resolve
 from .classes import lifts_classes
@@ -71,7 +71,7 @@ def map_variables(
 
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        packed = pack_call(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
+        packed = pack_live(Arguments((*bound, *args), {**bound_kwargs, **kwargs}))
         layout = packed.layout
         stored = dict(zip(layout.variables, packed.leaves, strict=False))
         seen = dict(stored)

@@ -36,7 +36,7 @@ from ..core.objects import Node
 from ..core.recordings import recorded_anew
 from ..core.references import search
 from ..core.static import Const, Identity, state_of
-from ..core.tables import pack_call, table_of
+from ..core.tables import pack_live, table_of
 from ..core.tracing import at_top_level, evaluate, with_room
 from .callables import name_of
 from .checkify import note_nan
@@ -268,7 +268,7 @@ def call_program(
     The ``key`` says what the program depends on besides the functions and the layout; ``extra`` are further leaves.
     """
     with recorded_anew(arguments):
-        packed = pack_call(arguments)
+        packed = pack_live(arguments)
         layout = packed.layout
 
         def program(leaves: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from ..core.errors import ArgumentError
 from ..core.formulas import as_array
 from ..core.missing import MISSING
 from ..core.static import StaticArgument
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .callables import resolve, static_arguments
 from .classes import lifts_classes
@@ -56,7 +56,7 @@ def remat(
     @boundary
     @functools.wraps(f, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        packed = pack_call(Arguments((*bound, *map(_unless_array, args)), {**bound_kwargs, **kwargs}))
+        packed = pack_live(Arguments((*bound, *map(_unless_array, args)), {**bound_kwargs, **kwargs}))
         layout = packed.layout
 
         def program(leaves: list[Any]) -> Any:

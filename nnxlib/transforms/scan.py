@@ -29,7 +29,7 @@ from ..core.layout import Layout
 from ..core.missing import MISSING
 from ..core.recordings import recorded_anew
 from ..core.rows import ROOT, BoundMethod, Spec, Tree, children, same_treedef
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.variables import RngCount
 from . import body_checks
 from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks, stack_axes, stack_recorded, strip_axes
@@ -147,7 +147,7 @@ def looped(
         entries = same_entries(None, bound) + argument_entries(in_axes, args, "in_axes") + same_entries(None, kwargs)
         arguments = Arguments((*bound, *args), kwargs)
         with recorded_anew(arguments):
-            packed = pack_call(arguments)
+            packed = pack_live(arguments)
             layout = packed.layout
             labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
             size = _length(layout, packed.leaves, leaf_labels, length)

@@ -16,7 +16,7 @@ import jax
 from ..core.errors import OUTPUT, ArgumentError, describe
 from ..core.graph import Packed, commit, pack
 from ..core.missing import MISSING
-from ..core.tables import pack_call
+from ..core.tables import pack_live
 from ..core.tracing import boundary
 from .callables import resolve
 from .grad import split_aux
@@ -36,7 +36,7 @@ class Derivation:
     def __init__(self, f: Callable, primals: Sequence[Any], has_aux: bool, kwargs: Mapping[str, Any] | None = None):
         self.function, bound, bound_kwargs = resolve(f)
         self.has_aux, self.shift, self.args = has_aux, len(bound), (*bound, *primals)
-        self.packed: Packed = pack_call(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
+        self.packed: Packed = pack_live(Arguments(self.args, {**bound_kwargs, **(kwargs or {})}))
         check_traceable(self.packed.layout, self.packed.leaves)
 
     def choose(self, chosen: Sequence[int | DiffState], default: PrefixMapping = INEXACT) -> tuple[int, ...]:

@@ -64,6 +64,30 @@ class Bag(nnx.Module):
         self.w = nnx.Param(jnp.ones(3), tag="x")
 
 
+def test_arrays_are_selected_by_the_type_that_they_have_now():
+    """Which arrays a filter takes does not follow from the structure: one of NumPy may take the place of one of JAX."""
+    model = Bag()
+    for array, kind, other in ((jnp.ones(2), jax.Array, np.ndarray), (np.ones(2), np.ndarray, jax.Array)) * 2:
+        model.array = array
+        arrays, params, rest = nnx.state(model, kind, nnx.Param, ...)
+        assert arrays["array"] is array
+        assert (list(params), list(rest)) == (["w"], ["tree"])
+        assert nnx.state(model, other) == nnx.State({})
+        assert nnx.state(model, (nnx.Param, kind)).to_pure_dict().keys() == {"array", "w"}
+
+
+def test_a_filter_costs_the_same_whatever_the_size_of_a_model_with_arrays(unchecked):
+    """Which leaves it takes is found once."""
+    counts = []
+    for size in (10, 300):
+        model = Bag()
+        model.layers = nnx.List([nnx.Linear(1, 1, rngs=nnx.Rngs(0)) for _ in range(size)])
+        select = lambda: nnx.split(model, nnx.Param, ...)  # noqa: B023
+        select()
+        counts.append(min(count_calls(select) for _ in range(4)))
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 @pytest.mark.parametrize("filters", [(), (nnx.Param, ...)], ids=["whole", "in parts"])
 def test_a_state_is_of_the_moment_of_the_split(look, filters):

@@ -901,3 +901,30 @@ def test_a_flag_of_ever_new_values():
         kept.append(layout_of(m))
         assert table.layout is kept[-1]
     assert len(table.variants) <= KEPT + 1
+
+
+def test_a_pytree_of_objects_costs_the_same_whatever_their_size(unchecked):
+    """To split, read and update two models; a change of one of them is seen."""
+    counts = []
+    for size in (10, 500):
+        pair = {"a": nnx.List([Layer() for _ in range(size)]), "b": [nnx.List([Layer() for _ in range(size)]), 1.0]}
+        graphdef, state = nnx.split(pair)
+        calls = [lambda: nnx.split(pair), lambda: nnx.state(pair, nnx.Param), lambda: nnx.graphdef(pair)]  # noqa: B023
+        for call in calls:
+            call()
+        counts.append([min(count_calls(call) for _ in range(5)) for call in calls])
+        pair["b"][0][3].n = 2
+        assert nnx.graphdef(pair) != graphdef
+        nnx.update(pair, state)
+    assert counts[0] == counts[1]
+
+
+def test_many_objects_in_a_pytree_take_linear_time(unchecked):
+    """Whether they share parts is not asked pair by pair."""
+    counts = []
+    for size in (100, 400):
+        layers = [Layer() for _ in range(size)]
+        nnx.split(layers)
+        counts.append(min(count_calls(lambda: nnx.split(layers)) for _ in range(3)))  # noqa: B023
+        tables.sharing_of(layers, [table_of(x) for x in layers])
+    assert counts[1] < 5 * counts[0]

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 import nnxlib as nnx
 from nnxlib.core.graph import pack
-from nnxlib.core.tables import table_of
+from nnxlib.core.tables import pack_live, table_of
+
+from .programs import programs, run
+from .strategies import Graph, examples, graphs, make
 
 
 @jax.tree_util.register_dataclass
@@ -136,3 +139,28 @@ def test_a_model_that_changes_between_calls_is_seen_as_it_is(program):
         assert nnx.graphdef(plain) == nnx.graphdef(jitted)
         for a, b in zip(jax.tree.leaves(nnx.state(plain)), jax.tree.leaves(nnx.state(jitted)), strict=True):
             np.testing.assert_allclose(b, a, rtol=1e-5)
+
+
+PYTREES = {
+    "tuple": lambda *roots: roots,
+    "dict": lambda *roots: dict(zip("cab", roots)),
+    "nested": lambda first, *rest: [{"b": first, "a": (jnp.ones(2), "static")}, (), [[*rest], 3.0]],
+    "one twice": lambda *roots: [*roots, roots[0]],
+    "one by itself": lambda *roots: roots[0],
+    "beside a Variable": lambda *roots: (nnx.Param(jnp.ones(2)), roots),
+}
+
+
+@examples(100)
+@given(st.lists(graphs(), max_size=3), graphs(2), programs(), st.sampled_from(sorted(PYTREES)))
+def test_a_pytree_of_objects_is_described_as_a_walk_does(apart: list[Graph], tied: Graph, program: tuple, form: str):
+    """Layout, leaves and objects, before and after edits, of objects that share parts or none."""
+    roots = [x for graph in apart for x in make(graph)] or make(tied)
+    for edit in (False, False, True):
+        if edit:
+            run(program, roots)
+        tree = PYTREES[form](*roots)
+        found, walked = pack_live(tree), pack(tree)
+        assert found.layout is walked.layout
+        assert all(x is y for x, y in zip(found.objects, walked.objects, strict=True))
+        assert all(x is y for x, y in zip(found.leaves, walked.leaves, strict=True))
