@@ -26,7 +26,7 @@ from flax.core import meta
 from .. import sharding
 from ..core import errors
 from ..core.errors import Path
-from ..core.making import make_variable
+from ..core.making import NO_METADATA, Metadata, make_variable
 from ..core.metadata import as_hooks, delete_name, insert_name
 from ..core.metadata import with_partitioning as nnx_with_partitioning
 from ..core.static import Const
@@ -94,7 +94,7 @@ class NNXMeta(meta.AxisMetadata):
         return self.replace(value=variable.get_raw_value(), metadata=variable.get_metadata())
 
     def _variable(self) -> Variable:
-        variable = make_variable(self.var_type, self.value, {})
+        variable = make_variable(self.var_type, self.value)
         variable.set_metadata(**self.metadata)  # under its own name for the names of axes
         return variable
 
@@ -147,7 +147,7 @@ def to_linen_var(vs: Variable) -> Any:
     return NNXMeta(type(vs), value, {k: entry for k, entry in metadata.items() if k not in _OF_NO_ACCOUNT})
 
 
-def unboxed(col: str, x: Any) -> tuple[type[Variable], Any, dict[str, Any]]:
+def unboxed(col: str, x: Any) -> tuple[type[Variable], Any, Metadata]:
     """The type, the value and the metadata that a value has in a collection; errors as of :func:`to_nnx_var`."""
     kind = variable_type_from_name(col, allow_register=True)
     if isinstance(x, NNXMeta):
@@ -156,11 +156,11 @@ def unboxed(col: str, x: Any) -> tuple[type[Variable], Any, dict[str, Any]]:
                 f"A {x.var_type.__name__} is found in the collection {col!r}, which is that of {kind.__name__}. "
                 f"nnx.register_variable_name({col!r}, {x.var_type.__name__}) gives it to {x.var_type.__name__}."
             )
-        return kind, x.value, x._variable().get_metadata()
+        return kind, x.value, x._variable()._metadata
     if isinstance(x, meta.AxisMetadata):
         fields = {_METADATA_OF_FIELD.get(name, name): entry for name, entry in vars(x).items()}
-        return kind, fields.pop("value"), {**fields, "linen_meta_type": type(x)}
-    return kind, x, {}
+        return kind, fields.pop("value"), Metadata(fields, linen_meta_type=type(x))
+    return kind, x, NO_METADATA
 
 
 def to_nnx_var(col: str, x: Any) -> Variable:

@@ -384,7 +384,7 @@ def _kinds(layout: Layout) -> list[type | None]:
 def _leaf(kind: type | None, aval: Aval) -> Any:
     """A leaf as it was at the split: a Variable, or a bare value, with this aval."""
     value = ANY_VALUE if aval is None or aval[1] is None else jax.ShapeDtypeStruct(*aval)
-    return value if kind is None else make_variable(kind, value, {})
+    return value if kind is None else make_variable(kind, value)
 
 
 def _fits(new: Aval, old: Aval) -> bool:

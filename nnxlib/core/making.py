@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,40 @@ from .tracing import current_trace
 
 V = TypeVar("V", bound="VariableSlots")
 
-NO_METADATA: dict[str, Any] = {}
+
+class Metadata(dict[str, Any]):
+    """The metadata of a Variable: never edited, but replaced, so that Variables may share it.
+
+    It is the static half of a Variable as a JAX pytree, so two are equal if JAX would trace the same program for both.
+    """
+
+    __slots__ = ("_key",)
+    _key: Hashable  # of the Const, once it was asked for, unless an entry can be changed in place
+
+    def const(self, path: tuple = ()) -> Const:
+        """Freeze it; as ``Const.of_items(self, path)``, but only once."""
+        try:
+            return Const(self, self._key, None, Const.of_items)
+        except AttributeError:
+            const = Const.of_items(self, path)
+            if not const.mutable:
+                self._key = const.key
+            return const
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Metadata and self.const() == other.const())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(self.const())
+
+    def __reduce__(self) -> tuple:
+        return Metadata, (dict(self),)
+
+
+NO_METADATA = Metadata()
 
 
 class VariableSlots(Identified):
@@ -30,10 +63,10 @@ class VariableSlots(Identified):
     __slots__ = ("__dict__", "__weakref__", "_cell", "_metadata", "_nnx_stamps")
 
     _cell: Cell
-    _metadata: dict[str, Any]
+    _metadata: Metadata
 
 
-def make_variable(kind: type[V], value: Any, metadata: dict[str, Any]) -> V:
+def make_variable(kind: type[V], value: Any, metadata: Metadata = NO_METADATA) -> V:
     """Make a Variable of the running trace, without hooks; ``metadata`` is shared, not copied."""
     self: Any = VariableSlots()
     self._cell, self._nnx_stamps, self._metadata = new_cell(value), (), metadata
@@ -76,53 +109,27 @@ def make_variables(
 _VALUE_KEY = jax.tree_util.GetAttrKey("value")
 
 
-class _Metadata:
-    """The metadata of a Variable, as the static half of a pytree node; frozen only when it is compared."""
-
-    __slots__ = ("key", "metadata")
-
-    def __init__(self, metadata: dict[str, Any]):
-        self.metadata, self.key = metadata, None
-
-    def frozen(self):
-        if self.key is None:
-            self.key = Const.of_items(self.metadata)
-        return self.key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Metadata) and (self.metadata is other.metadata or self.frozen() == other.frozen())
-
-    def __hash__(self) -> int:
-        return hash(self.frozen())
-
-    def __repr__(self) -> str:
-        return repr(self.metadata)
-
-
-_EMPTY = _Metadata(NO_METADATA)
-
-
-def _flatten(v: VariableSlots) -> tuple[tuple[Any], _Metadata]:
+def _flatten(v: VariableSlots) -> tuple[tuple[Any], Metadata]:
     if Watch.all:
         notice(v)
-    return (v._cell.value,), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
+    return (v._cell.value,), v._metadata
 
 
-def _flatten_with_keys(v: VariableSlots) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
+def _flatten_with_keys(v: VariableSlots) -> tuple[tuple[tuple[Any, Any]], Metadata]:
     if Watch.all:
         notice(v)
-    return ((_VALUE_KEY, v._cell.value),), _EMPTY if v._metadata is NO_METADATA else _Metadata(v._metadata)
+    return ((_VALUE_KEY, v._cell.value),), v._metadata
 
 
 def register_variable(kind: type[VariableSlots]) -> None:
     """Register a class of Variables as a pytree node."""
 
-    def unflatten(static: _Metadata, children: Iterable[Any]) -> VariableSlots:
+    def unflatten(metadata: Metadata, children: Iterable[Any]) -> VariableSlots:
         # As by `make_variable`, but written out, in five sixths of the time.
         self, trace = VariableSlots(), current_trace()
         self._cell = cell = Cell() if trace is None else TracedCell(None, trace)
         (cell.value,) = children
-        self._nnx_stamps, self._metadata = (), static.metadata
+        self._nnx_stamps, self._metadata = (), metadata
         try:
             self.__class__ = kind
             return self

@@ -403,7 +403,7 @@ def _write(
     """Write values and metadata, by position, to the live objects, as a commit."""
     n, variables = len(layout.variables), layout.variables
     rows: dict[int, Row] = {
-        variables[k]: VariableRow(type(objects[variables[k]]), Const.of_items(found)) for k, found in metadata.items()
+        variables[k]: VariableRow(type(objects[variables[k]]), found.const()) for k, found in metadata.items()
     }
     rows |= touched_rows(layout.rows, {layout.owners[k] for k in new if k >= n})
     delta = Delta((), tuple(sorted(rows.items())), Const.of(None))

@@ -200,7 +200,7 @@ class _Freezer:
         if not self.mutable:
             return Const(value, key, None, remake)
         const = _MUTABLE.get(hash(key))
-        if const is None or const.key != key:
+        if const is None or const.key != key or type(const.value) is not type(value):
             parts = tuple(self.parts)
             copied, by_items = _copy(value, parts, self.by_items)
             const = _MUTABLE[hash(key)] = Const(copied, key, parts, remake, by_items)

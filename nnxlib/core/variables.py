@@ -29,7 +29,7 @@ from .closures import Watch, notice
 from .finding import how_to_pass, locate
 from .generics import A
 from .identity import change
-from .making import NO_METADATA, VariableSlots, make_variable, register_variable
+from .making import NO_METADATA, Metadata, VariableSlots, make_variable, register_variable
 from .metadata import (
     HOOKS,
     KEYS_OF_AXIS_NAMES,
@@ -98,7 +98,7 @@ class Variable(ArrayOperators[A], VariableSlots):
         cell = new_cell(None)
         _set_cell_slot(self, cell)
         _set_stamps_slot(self, ())
-        _set_metadata_slot(self, metadata or NO_METADATA)
+        _set_metadata_slot(self, Metadata(metadata) if metadata else NO_METADATA)
         if "on_create_value" in metadata:
             for hook in as_hooks(metadata["on_create_value"]):
                 value = hook(self, value)
@@ -321,7 +321,7 @@ class Variable(ArrayOperators[A], VariableSlots):
     def _replace_metadata(self, metadata: dict[str, Any]) -> None:
         if self.ref or "ref" in metadata:  # which tells where the value is kept, and that stays
             metadata = {**metadata, "ref": self.ref}
-        change(self, _set, self, "_metadata", metadata or NO_METADATA)
+        change(self, _set, self, "_metadata", Metadata(metadata) if metadata else NO_METADATA)
 
     @property
     def sharding_names(self) -> Any:
@@ -353,7 +353,7 @@ class Variable(ArrayOperators[A], VariableSlots):
         raw = self if value is MISSING else value
         if isinstance(raw, Variable):
             raw = raw.get_raw_value()
-        metadata = canonical({**self._metadata, **metadata}) if metadata else self._metadata
+        metadata = Metadata(canonical({**self._metadata, **metadata})) if metadata else self._metadata
         return make_variable(type(self), as_stored(raw, metadata) if "ref" in metadata else unshared(raw), metadata)
 
     replace = copy
@@ -383,13 +383,13 @@ class Variable(ArrayOperators[A], VariableSlots):
     @classmethod
     def from_metadata(cls: type[V], value: Any, attributes: Mapping[str, Any]) -> V:
         """Make a Variable from a raw value and its metadata, without hooks."""
-        return make_variable(cls, value, canonical(attributes))
+        return make_variable(cls, value, Metadata(canonical(attributes)))
 
     def __copy__(self: V) -> V:
         return self.copy()
 
     def __deepcopy__(self: V, memo: dict) -> V:
-        new = make_variable(type(self), None, NO_METADATA)
+        new = make_variable(type(self), None)
         memo[id(self)] = new
         new._cell.value = deep_copy(self.get_raw_value(), memo)
         if self._metadata:
@@ -398,12 +398,12 @@ class Variable(ArrayOperators[A], VariableSlots):
         return new
 
     def __reduce__(self) -> tuple:
-        return make_variable, (type(self), None, NO_METADATA), (plain_value(self), self._metadata)
+        return make_variable, (type(self), None), (plain_value(self), dict(self._metadata))
 
     def __setstate__(self, state: tuple) -> None:
         value, metadata = state
         self._cell.value = as_stored(value, metadata) if "ref" in metadata else value
-        change(self, _set, self, "_metadata", metadata or NO_METADATA)
+        change(self, _set, self, "_metadata", Metadata(metadata) if metadata else NO_METADATA)
 
     # --- attributes: metadata first, then those of the value ---
 

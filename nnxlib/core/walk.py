@@ -234,7 +234,7 @@ class Walk:
         """What is static about a Variable now."""
         kind = type(variable)
         if variable._metadata:
-            metadata = Const.of_items(variable._metadata, (*path, "metadata"))
+            metadata = variable._metadata.const((*path, "metadata"))
             self.reliable = self.reliable and not metadata.mutable
             return VariableRow(kind, metadata)
         row = self.plain_rows.get(kind)

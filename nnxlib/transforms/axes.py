@@ -23,7 +23,6 @@ from ..core.layout import Layout
 from ..core.metadata import name_axis, unname_axis
 from ..core.placement import placed, placed_stack
 from ..core.rows import Row, VariableRow
-from ..core.static import Const
 from ..core.variables import Perturbation, Variable
 
 PARTITION_NAME = "partition_name"
@@ -80,7 +79,7 @@ def _moved(row: Row, value: Any, label: Any, move: Callable[[Variable, int], Non
         return row
     variable = variable_of(row, value)
     move(variable, label)
-    return row._replace(metadata=Const.of_items(variable.get_metadata(), ("metadata",)))
+    return row._replace(metadata=variable._metadata.const(("metadata",)))
 
 
 _BY_METADATA = (Variable.add_axis, Variable.remove_axis)  # which leave a Variable without metadata as it is

@@ -44,7 +44,7 @@ from ..core.graph import Delta, commit, pack
 from ..core.layout import keep
 from ..core.rows import LEAF, Ref, Spec, Tree, parts, value_of
 from ..core.stamps import stamping
-from ..core.static import Const, StaticArgument
+from ..core.static import StaticArgument
 from ..core.tables import LiveTable, Sharing, Tables, VariableGroup, patched, sharing_of, table_of
 from ..core.variables import Variable
 from .closure_inputs import Literals, WithLiterals, literals_in, literals_of
@@ -274,7 +274,7 @@ def _describe(leaves: Sequence[Any], signature: Hashable, grouping: bool = True)
                     grouping = x._nnx_table is None  # as for the first, so for all
                 if grouping:
                     first = x if first is None else first
-                    metadata = Const.of_items(x._metadata) if x._metadata else None
+                    metadata = x._metadata.const() if x._metadata else None
                     if metadata is not None and metadata.mutable:
                         return None
                     layouts.append((kind, metadata))

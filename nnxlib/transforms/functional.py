@@ -398,7 +398,7 @@ def _attach(module: Any, path: Path, collection: str, value: Any) -> bool:
     is_free = isinstance(holder, Node) and holder._nnx_contents().get(path[-1]) is None
     if not is_free or isinstance(holder, list) or collection == ARRAYS:
         return False
-    variable = make_variable(variable_type_from_name(collection), value, {})
+    variable = make_variable(variable_type_from_name(collection), value)
     if isinstance(holder, dict):
         holder[path[-1]] = variable
     else:
