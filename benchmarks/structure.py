@@ -188,6 +188,7 @@ def of_graph(nnx: ModuleType, layers: int, kind: Model = PLAIN) -> dict[str, Cal
     model = kind.of_nnx(nnx, layers)
     graphdef, state = nnx.split(model)
     _, params, rest = nnx.split(model, nnx.Param, ...)
+    halves = kind.of_nnx(nnx, layers - layers // 2), kind.of_nnx(nnx, layers // 2)
     stripped, seen = kind.of_nnx(nnx, layers), [nnx.Intermediate(jnp.zeros(4)) for _ in range(layers)]
 
     def update() -> jax.Array:
@@ -208,6 +209,7 @@ def of_graph(nnx: ModuleType, layers: int, kind: Model = PLAIN) -> dict[str, Cal
     return {
         "split": lambda: of_state(nnx.split(model)[1]),
         "split into Params and the rest": lambda: of_state(nnx.split(model, nnx.Param, ...)[2]),
+        "split two models of half the size": lambda: of_state(nnx.split(halves)[1][0]),
         "merge": lambda: of_model(nnx.merge(graphdef, state)),
         "merge of Params and the rest": lambda: of_model(nnx.merge(graphdef, params, rest)),
         "split, merge, state of the new model": lambda: of_state(nnx.state(nnx.merge(*nnx.split(model)))),
@@ -226,12 +228,14 @@ def of_tree(eqx: ModuleType, layers: int, kind: Model = PLAIN) -> dict[str, Call
     """What comes nearest in Equinox, where a model is a pytree."""
     model = kind.of_equinox(eqx, layers)
     params, static = eqx.partition(model, eqx.is_array)
+    halves = kind.of_equinox(eqx, layers - layers // 2), kind.of_equinox(eqx, layers // 2)
 
     def round_trip() -> jax.Array:
         return of_model(eqx.filter(eqx.combine(*eqx.partition(model, eqx.is_array)), eqx.is_array))
 
     return {
         "split": lambda: of_model(eqx.partition(model, eqx.is_array)[0]),
+        "split two models of half the size": lambda: of_model(eqx.partition(halves, eqx.is_array)[0][0]),
         "merge": lambda: of_model(eqx.combine(params, static)),
         "split, merge, state of the new model": round_trip,
         "state": lambda: of_model(eqx.filter(model, eqx.is_array)),
@@ -244,6 +248,7 @@ def of_tree(eqx: ModuleType, layers: int, kind: Model = PLAIN) -> dict[str, Call
 OPERATIONS: Sequence[str] = (
     "split",
     "split into Params and the rest",
+    "split two models of half the size",
     "merge",
     "merge of Params and the rest",
     "split, merge, state of the new model",

@@ -13,6 +13,7 @@ SMALL, LARGE = 40, 400
 MOST = {
     "split": 0.1,
     "split into Params and the rest": 0.1,
+    "split two models of half the size": 0.1,
     "merge": 1.3,
     "merge of Params and the rest": 7,
     "split, merge, state of the new model": 8,
@@ -31,6 +32,7 @@ MOST = {
 MOST_OF_TRANSFORMER = MOST | {
     "split": 0.9,
     "split into Params and the rest": 0.9,
+    "split two models of half the size": 1,
     "merge": 2.5,
     "merge of Params and the rest": 5,
     "split, merge, state of the new model": 3.3,
