@@ -91,7 +91,8 @@ class Layout:
     held: tuple[Any, ...] | None  # what functions in it hold, once it was needed; see `held.held_in`
     shapes: dict[int, Any]  # as which JAX flattens the nodes of a tree, by row, once they were needed; see pytrees.py
     _variants: weakref.WeakValueDictionary[tuple[tuple[int, Row], ...], Layout]  # what `with_rows` has made
-    _around: dict[tuple, Layout]  # what `around` has made
+    _around: weakref.WeakValueDictionary[tuple, Layout]  # what `around` has made
+    kept: dict[Layout, None]  # some of these, which would be made anew at each call otherwise
     _grouped: dict[Hashable, list[Nesting]]  # what `grouped` has made, by filters
 
     _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -103,7 +104,8 @@ class Layout:
             self = object.__new__(cls)
             self.rows, self.root, self.avals, self.held = rows, root, None, None
             self.variables = tuple([i for i, row in enumerate(rows) if type(row) is VariableRow])
-            self.shapes, self._around, self._grouped, self._variants = {}, {}, {}, weakref.WeakValueDictionary()
+            self.shapes, self.kept, self._grouped = {}, {}, {}
+            self._around, self._variants = weakref.WeakValueDictionary(), weakref.WeakValueDictionary()
             with _interning:
                 made, self = self, cls._interned.setdefault(key, self)
                 if self is made:
@@ -227,9 +229,10 @@ class Layout:
         return found
 
     def around(self, root: Spec, *others: Layout) -> Layout:
-        """The layout of another pytree, which holds the same objects, and after them those of other layouts; cached.
+        """The layout of another pytree, which holds the same objects, and after them those of other layouts.
 
-        Such as that of arguments around a model. No object is in two of the layouts.
+        Such as that of arguments around a model. No object is in two of the layouts. Cached as long as it lives; a
+        caller who knows that it refers to no model, by a function in it, puts it into ``kept``.
         """
         key = (root, *others)
         found = self._around.get(key)
@@ -238,7 +241,7 @@ class Layout:
             for other in others:
                 start = len(rows)
                 rows += [moved(row, start) for row in other.rows]
-            found = keep(self._around, key, Layout(tuple(rows), root))
+            found = self._around[key] = Layout(tuple(rows), root)
         return found
 
     # --- the leaves in nested dicts, those of States ---

@@ -44,6 +44,7 @@ from .data import is_bound_method, is_node
 from .foreign import Flattened
 from .graph import Packed, build, pack
 from .graphdef import differences_listed
+from .held import held_in
 from .layout import KEPT, Layout, keep
 from .making import NO_METADATA
 from .missing import MISSING
@@ -485,7 +486,10 @@ def pack_live(tree: Any) -> Packed:
         objects += table.objects_with(root)
     walk = Walk(objects, index=index)
     spec = walk.run(tree)
-    layout = tables[0].layout.around(spec, *[table.layout for table in tables[1:]])
+    first, *rest = [table.layout for table in tables]
+    layout = first.around(spec, *rest)
+    if layout not in first.kept and not held_in(layout):
+        keep(first.kept, layout, None)
     for root in roots if Watch.all else ():
         notice(root)
     note_paths(layout, walk.objects)

@@ -276,6 +276,24 @@ def test_a_record_does_not_keep_its_root(root, calls):
         gc.enable()
 
 
+ACTS = {"a plain function": lambda m: jnp.tanh, "one that refers to it": lambda m: lambda x: x * m.n}
+
+
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
+def test_a_pytree_of_objects_keeps_none_of_them(act):
+    """Nothing that is cached for it keeps one of them, though a function in it refers to that one."""
+    a, b = Layer(), Layer()
+    b.act = act(b)
+    for _ in range(3):
+        nnx.split((a, b))
+        nnx.grad(lambda pair: pair[1].act(pair[0].w.sum()))((a, b))
+    ref = weakref.ref(b)
+    del b
+    gc.collect()
+    assert ref() is None
+    assert a.w.tolist() == [1, 1]
+
+
 def test_variables_by_themselves():
     """A Variable has a layout and a table too."""
     v = nnx.Param(jnp.ones(2), a=1)
