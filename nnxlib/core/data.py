@@ -98,6 +98,12 @@ def register_data_type(type_: T, /) -> T:
     return type_
 
 
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is a number or text, or a tuple of these: known at a glance to hold no data."""
+    kinds = {*map(type, value)} if type(value) is tuple else {type(value)}
+    return kinds <= _PLAIN and kinds.isdisjoint(_DATA_TYPES)
+
+
 def is_array(value: Any) -> bool:
     """Whether ``value`` is something JAX can trace: a JAX or NumPy array, a tracer, a Ref, or an abstract array."""
     if isinstance(value, _ARRAYS):

@@ -88,6 +88,8 @@ class Const:
         kind = type(value)
         if kind in ATOMS:
             return cls(value, (kind, value))
+        if kind is tuple and ATOMS.issuperset(map(type, value)):
+            return cls(value, (kind, tuple(zip(map(type, value), value))))
         freezer = _Freezer(path)
         return freezer.const(value, freezer.freeze, cls.of)
 

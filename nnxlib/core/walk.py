@@ -30,6 +30,7 @@ from .data import (
     is_data_leaf,
     is_data_part,
     is_node,
+    is_plain,
     is_without_order,
 )
 from .errors import PathError, place_of
@@ -165,6 +166,8 @@ class Walk:
         if type(value) is StaticArgument:
             return value.frozen()
         if mark is False or (mark is None and isinstance(value, _STATIC_TYPES)):
+            return self._constant(value, mark, (*frame.path, *suffix))
+        if mark is None and is_plain(value):
             return self._constant(value, mark, (*frame.path, *suffix))
         if is_data_leaf(value):
             self.arrays[frame.owner].append(value)

@@ -150,7 +150,7 @@ def given(**options: Any) -> dict[str, Any]:
 def frozen(x: Any) -> Any:
     """A setting with lists made tuples, and dicts immutable: a list or dict as an attribute would be a node."""
     if isinstance(x, Mapping):
-        return FrozenDict({key: frozen(value) for key, value in x.items()})
+        return FrozenDict({key: frozen(value) for key, value in x.items()}) if x else _EMPTY
     return tuple([frozen(item) for item in x]) if isinstance(x, list | tuple) else x
 
 
@@ -182,6 +182,8 @@ class FrozenDict(Mapping):
     def __repr__(self) -> str:
         return repr(self._items)
 
+
+_EMPTY = FrozenDict({})  # one for all layers, which are then described faster
 
 NO_MODE = """\
 No `{0}` argument was provided to {1}. Consider one of the following options:

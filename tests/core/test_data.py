@@ -4,6 +4,8 @@ import collections
 import copy
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import nnxlib as nnx
+from nnxlib.core.data import is_plain
 from nnxlib.core.errors import StaticValueError
 
 
@@ -302,3 +305,27 @@ def test_a_module_where_it_is_not_found_is_a_warning(hold, make):
     m.sizes = {1, 2}
     m.found = [held]
     assert nnx.state(m)
+
+
+def test_what_is_plain_at_a_glance():
+    """Numbers, text and tuples of these; not arrays, nor what is registered as data, nor what may hold any."""
+
+    class Handle(str):
+        pass
+
+    for value in (1, 2.0, True, None, "x", b"y", 1j, (), (1, 2.0, None), int, jnp.tanh.__wrapped__):
+        assert is_plain(value)
+    for value in (np.ones(1), np.float32(1), [1], {}, ((1,),), (np.ones(1),), (nnx.Param(1),), object(), Handle("x")):
+        assert not is_plain(value)
+
+
+def test_a_registered_number_is_data_also_in_a_tuple():
+    """Such as a Python number that a library wants to be traced."""
+    code = (
+        "import nnxlib as nnx\n"
+        "nnx.register_data_type(float)\n"
+        "m = nnx.Dict(a=1.0, b=(2.0, 3), c=4)\n"
+        "print(nnx.state(m).to_pure_dict())\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "{'a': 1.0, 'b': {0: 2.0}}\n"
