@@ -1,8 +1,8 @@
-"""The paths of running calls: of each Module whose method runs, as ``nnx.state`` of the whole model has it.
+"""Call paths: the path of each Module whose method is running, the same as in ``nnx.state`` of the whole model.
 
-While a function is traced, a :class:`Listener` knows the objects of the trace by their paths, and which calls are
-running. It is made by whoever traces (calls.py), and asked by whoever needs a path: a name scope (scopes.py), the note
-on an error (call_notes.py), a table of layers.
+While a function is traced, a :class:`Listener` knows the paths of the objects in the trace, and which calls are
+running. The tracing code makes it (calls.py), and whatever needs a path asks it: a name scope (scopes.py), the note on
+an error (call_notes.py), a table of layers.
 
 A path starts at the outermost Module that is running or, inside a transform that was not called by a Module, at the
 argument of the transform. An object that can be reached by several paths has the first of them, as in ``nnx.state``.
@@ -22,7 +22,7 @@ from .stamps import Stamp, stamping, with_stamp
 
 
 class _Paths:
-    """The first path to each object below some roots; they are searched again if something may have been attached."""
+    """The first path to each object below some roots, which are searched again if something may have been attached."""
 
     __slots__ = ("_attached", "_roots", "_stamp", "known")
 
@@ -55,26 +55,29 @@ class _Paths:
                     self._attached.append(node)
 
 
-class RecordedTypes(tuple[type, ...]):
-    """The types of Variables that an ``nnx.capture`` takes out, and how many have been recorded meanwhile."""
+class Collector:
+    """What an ``nnx.capture`` takes out: Variables of these types. Counts how many recordings are made meanwhile."""
 
-    made = 0
+    __slots__ = ("count", "types")
+
+    def __init__(self, types: tuple[type, ...]):
+        self.types, self.count = types, 0
 
 
 class Listener:
     """The calls of Modules in one trace: the paths of the objects, and the stack of running calls.
 
-    A transform inside of a transform has a listener of its own. Its objects keep the paths that they have outside: what
-    is packed while a listener is active is noted in ``packed``, where ``listener_for`` (calls.py) finds it.
+    A transform inside of another has its own listener. Its objects keep the paths that they have outside: what is
+    packed while a listener is active is noted in ``packed``, where ``listener_for`` (calls.py) finds it.
 
     Args:
       objects: the objects of the trace, which outlive the listener.
       paths: their paths, or a function that finds these, called when a path is first asked for.
-      on_call: called with module, path, method name, args and kwargs of each call; may return a function, which is
-        then called with the output.
+      on_call: called with the module, path, method name, args and kwargs of each call; may return a function, which is
+        called with the output.
     """
 
-    __slots__ = ("_new", "_own", "base", "copies", "objects", "on_call", "outer", "packed", "recorded", "stack")
+    __slots__ = ("_new", "_own", "base", "collector", "copies", "objects", "on_call", "outer", "packed", "stack")
 
     def __init__(
         self,
@@ -84,17 +87,17 @@ class Listener:
     ):
         self.objects = objects
         self._own: _Paths | Callable[[], _Paths] = lambda: _Paths(objects, paths() if callable(paths) else paths)
-        self._new: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, its path, those below it
+        self._new: tuple[Any, Path, _Paths] | None = None  # a model made in the trace, its path, the paths below it
         self.stack: list[tuple[Any, str]] = []
         self.on_call = on_call
         self.packed: dict[Any, Sequence[Any]] = {}  # by layout, the objects that were last packed with it
-        self.outer: Listener | None = None  # of the trace around this one: it knows the objects that this one captures
-        self.base: Callable[[], Path] | None = None  # the path outside of the Module in whose call this trace began
-        self.copies: list[tuple[Any, Any]] = []  # made in a capture: nodes around the Variables of others, and these
-        self.recorded: RecordedTypes | None = None  # what an enclosing `nnx.capture` takes out, by type
+        self.outer: Listener | None = None  # of the enclosing trace: knows the objects captured by this one
+        self.base: Callable[[], Path] | None = None  # the outer path of the Module in whose call this trace began
+        self.copies: list[tuple[Any, Any]] = []  # in a capture: nodes that share the Variables of others, and these
+        self.collector: Collector | None = None  # of an enclosing `nnx.capture`
 
     def leave(self) -> None:
-        """Note that the innermost call has ended. A model that was made in the trace is held no longer than that."""
+        """Note that the innermost call has ended. A model made in the trace is not kept alive after its call."""
         module = self.stack.pop()[0]
         if self._new is not None and self._new[0] is module and not (self.stack and self.stack[-1][0] is module):
             self._new = None
@@ -113,7 +116,7 @@ class Listener:
         return () if outside is None else (*outside, type(module).__name__)
 
     def find(self, x: Any) -> Path | None:
-        """The path of a node, if it is part of something that is known here."""
+        """The path of a node, if it is part of something known here."""
         path = self._find_known(x)
         if path is None and self.stack:
             path = self._find_below_new(x)

@@ -1,4 +1,4 @@
-"""Calls of Modules: which methods are running in this thread, and who is told of it.
+"""Calls of Modules: which methods are running in this thread, and who is told about them.
 
 Every public method of a Module class, and ``__call__``, is wrapped once, when the class is defined (:func:`observed`).
 In eager code the wrapper finds that a thread-local field is ``None``, and calls the method directly. While a transform
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import jax
 
 from .call_notes import add_note
-from .call_paths import Listener, RecordedTypes
+from .call_paths import Collector, Listener
 from .closures import Watch, notice
 from .data import is_node
 from .errors import Path
@@ -155,8 +155,8 @@ def _add_note_eagerly(error: Exception, module: Any, name: str, args: tuple, kwa
 def call_listening(listener: Listener | None, f: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
     """Call ``f`` while ``listener`` is the active one of this thread. (Why no context manager: see closures.py.)"""
     outer = _active.listener
-    if listener is not None and outer is not None and listener.recorded is None:
-        listener.on_call, listener.recorded = outer.on_call, outer.recorded
+    if listener is not None and outer is not None and listener.collector is None:
+        listener.on_call, listener.collector = outer.on_call, outer.collector
     try:  # an interrupt may arrive at any time
         _active.listener = listener
         if listener is not None and followed():
@@ -169,15 +169,15 @@ def call_listening(listener: Listener | None, f: Callable[..., R], /, *args: Any
 
 
 def call_recording(
-    listener: Listener, kinds: RecordedTypes, on_call: Callable | None, f: Callable[..., R], *args: Any
+    listener: Listener, collector: Collector, on_call: Callable | None, f: Callable[..., R], *args: Any
 ) -> R:
-    """Call ``f`` while the active listener has these for ``recorded`` and ``on_call``."""
-    outer = listener.recorded, listener.on_call
+    """Call ``f`` while the active listener has this ``collector`` and ``on_call``."""
+    outer = listener.collector, listener.on_call
     try:
-        listener.recorded, listener.on_call = kinds, on_call
+        listener.collector, listener.on_call = collector, on_call
         return call_listening(listener, f, *args)
     finally:
-        listener.recorded, listener.on_call = outer
+        listener.collector, listener.on_call = outer
 
 
 following: list[Listener] = []  # of all threads; while it is empty, :func:`followed` need not be asked
@@ -186,7 +186,7 @@ following: list[Listener] = []  # of all threads; while it is empty, :func:`foll
 def followed() -> bool:
     """Whether the calls in this thread are followed, or what they sow is recorded: then they must not be cached."""
     listener = _active.listener
-    return listener is not None and (listener.on_call is not None or listener.recorded is not None)
+    return listener is not None and (listener.on_call is not None or listener.collector is not None)
 
 
 def listened() -> bool:
@@ -202,16 +202,22 @@ def objects_of_traces() -> Iterator[Any]:
         listener = listener.outer
 
 
-def recorded_types() -> RecordedTypes | None:
-    """The types of Variables that the enclosing ``nnx.capture`` takes out; None outside of one."""
+def current_collector() -> Collector | None:
+    """The Collector of the enclosing ``nnx.capture``; None outside of one."""
     listener = _active.listener
-    return None if listener is None else listener.recorded
+    return None if listener is None else listener.collector
+
+
+def recorded_types() -> tuple[type, ...]:
+    """The types of Variables that the enclosing ``nnx.capture`` takes out; none outside of one."""
+    collector = current_collector()
+    return () if collector is None else collector.types
 
 
 def note_copies(originals: Sequence[Any], copies: Sequence[Any]) -> None:
-    """Within a capture, note nodes made around the Variables of others: what they record is to be of the originals."""
+    """Within a capture, note nodes that share the Variables of others: their recordings go to the originals."""
     listener = _active.listener
-    if listener is not None and listener.recorded is not None:
+    if listener is not None and listener.collector is not None:
         listener.copies += [(copy, x) for copy, x in zip(copies, originals, strict=True) if copy is not x]
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .annotations import signature_as_text, signature_of
-from .calls import observed, recorded_types
+from .calls import current_collector, observed
 from .containers import MODULE_METHODS, Dict, List, holds_data
 from .errors import ArgumentError, Path, UsageError, accepts, describe, describe_nested, did_you_mean
 from .filters import Filter, to_predicate
@@ -323,10 +323,10 @@ def _variable_type(name_or_type: type[Variable] | str) -> type[Variable]:
 
 def _records(kind: type[Variable], only_in_capture: bool | None) -> bool:
     """Whether to record Variables of this very type, given those that the enclosing ``nnx.capture`` takes out."""
-    recorded = recorded_types()
-    if recorded is None:
+    collector = current_collector()
+    if collector is None:
         return not (flag("nnx_sow_capture_noop", False) if only_in_capture is None else only_in_capture)
-    return kind in recorded
+    return kind in collector.types
 
 
 def _set_where_found(

@@ -1,11 +1,12 @@
 """Recordings: the Variables that ``sow`` and ``perturb`` make, in attributes that are marked as recordings.
 
-The mark also tells whether values are appended, as ``sow`` does by default. Within an ``nnx.capture``, a recording to
-which values are appended is never an input of a transform: the body of the transform starts a new one, with the axes of
-the body, and afterwards its values follow the earlier ones (:func:`recorded_anew`). So a Module may be called both
-outside of a loop and in it. What slices record in a Module that is passed whole gets an axis (``stack_recorded`` in
-transforms/axes.py). To record is no change of structure that a branch or a loop would refuse (``is_taken_out`` in
-body_checks.py); branches then record what any of them does (branch.py).
+The mark also says whether further values are appended, as ``sow`` does by default. Within an ``nnx.capture``, a
+recording to which values are appended is never an input of a transform: the body of the transform starts a new one,
+with the axes of the body, and its values are appended to the earlier ones afterwards (:func:`recorded_anew`). So a
+Module may be called both outside and inside of a loop. What is recorded in each slice, in a Module that is passed
+whole, gets an axis (``stack_recorded`` in transforms/axes.py). A recording does not count as a change of structure,
+which a branch or a loop would refuse (``is_taken_out`` in body_checks.py); each branch then returns what any of them
+records (branch.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from .calls import recorded_types
+from .calls import current_collector, recorded_types
 from .errors import UsageError
 from .finding import reachable
 from .objects import Node, check_writable, class_attribute, refill, set_marked
@@ -27,24 +28,24 @@ _RECORDED = "recorded"  # the mark of an attribute has the key (name, _RECORDED)
 
 
 def record(node: Any, name: str, variable: Variable, appends: bool = False) -> None:
-    """Set an attribute, and mark it as a recording; the enclosing capture learns that there is one."""
-    if (kinds := recorded_types()) is not None:
-        kinds.made += 1
+    """Set an attribute, and mark it as a recording; an enclosing capture counts it."""
+    if (collector := current_collector()) is not None:
+        collector.count += 1
     check_writable(node, f"record {name!r} in an attribute")
     set_marked(node, name, variable, (name, _RECORDED), appends)
 
 
 def attribute_for(node: Any, name: str) -> str:
-    """The attribute in which to record under a name; within a capture, another one if that name is taken.
+    """The attribute for a recording with this name; within a capture, one with a suffix if that name is taken.
 
     Raises:
       ValueError: if the name is that of a method or property, outside of a capture.
     """
     inherited = class_attribute(type(node), name)
     inherits = inspect.isroutine(inherited) or isinstance(inherited, property)
-    if recorded_types() is not None:
+    if current_collector() is not None:
         taken = inherits or (name in node._nnx_contents() and not is_recorded(node._nnx_marks, name))
-        return name + _ASIDE if taken else name
+        return name + _SUFFIX if taken else name
     if inherits:
         raise UsageError(
             f"Expected the attribute {name!r} of {type(node).__name__} to be a Variable, got a "
@@ -54,11 +55,11 @@ def attribute_for(node: Any, name: str) -> str:
 
 
 def recorded_name(attribute: str) -> str:
-    """The name under which an attribute was recorded: the inverse of :func:`attribute_for`."""
-    return attribute.removesuffix(_ASIDE)
+    """The name of the recording in an attribute: the inverse of :func:`attribute_for`."""
+    return attribute.removesuffix(_SUFFIX)
 
 
-_ASIDE = "()"  # no method or attribute can have a name that ends so
+_SUFFIX = "()"  # no name in Python ends like this
 
 
 def recorded_in(node: Node) -> list[str]:
@@ -67,24 +68,24 @@ def recorded_in(node: Node) -> list[str]:
 
 
 def is_recorded(marks: Any, name: Any) -> bool:
-    """Whether an attribute is a recording, by the marks of its node."""
+    """Whether an attribute is a recording, given the marks of its node."""
     return (name, _RECORDED) in (marks or {})
 
 
 def is_appended_to(marks: Any, name: Any) -> bool:
-    """Whether values are appended to a recording, by the marks of its node."""
+    """Whether values are appended to a recording, given the marks of its node."""
     return bool((marks or {}).get((name, _RECORDED)))
 
 
-class Aside(NamedTuple):
-    """A node from which recordings were taken out, and what it held before."""
+class Removed(NamedTuple):
+    """A node from which recordings were removed, and what it held before."""
 
     node: Node
     items: dict[Any, Any]
     marks: dict[Any, Any]
 
 
-def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[Aside]:
+def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[Removed]:
     """Remove the chosen recordings from the nodes below ``root`` that belong to the running trace."""
     found, trace = [], current_trace()
     for _, x in reachable(root, set()):
@@ -93,16 +94,16 @@ def take_out(root: Any, chosen: Callable[[Node, str, Variable], bool]) -> list[A
             gone = {name for name in recorded_in(x) if chosen(x, name, items[name])}
             if gone:
                 marks = x._nnx_marks or {}
-                found.append(Aside(x, items, marks))
+                found.append(Removed(x, items, marks))
                 marked = {(name, _RECORDED) for name in gone}
                 kept = {name: value for name, value in items.items() if name not in gone}
                 refill(x, kept, {key: mark for key, mark in marks.items() if key not in marked})
     return found
 
 
-def put_back(aside: list[Aside]) -> None:
-    """Put recordings back; values that have been appended in the meantime follow the earlier ones."""
-    for node, before, marks in aside:
+def put_back(removed: list[Removed]) -> None:
+    """Put recordings back; values recorded in the meantime are appended to the earlier ones."""
+    for node, before, marks in removed:
         now = node._nnx_contents()
         for name in now.keys() & before.keys():
             if now[name] is not before[name] and is_appended_to(node._nnx_marks, name):
@@ -112,11 +113,11 @@ def put_back(aside: list[Aside]) -> None:
 
 
 def bring_back(copies: list[tuple[Node, Node]]) -> None:
-    """Move what copies of nodes have recorded within a capture to their originals, if these belong to the same trace.
+    """Within a capture, move the recordings of copies of nodes to the originals, if these belong to the same trace.
 
-    The copies are forgotten.
+    ``copies`` has pairs (copy, original), and is emptied.
     """
-    kinds, trace = recorded_types() or (), current_trace()
+    kinds, trace = recorded_types(), current_trace()
     while copies:
         node, original = copies.pop()  # the last one first: it may be a copy of a copy
         if original._nnx_trace is not trace or node._nnx_trace is not trace:
@@ -136,7 +137,7 @@ def bring_back(copies: list[tuple[Node, Node]]) -> None:
 
 
 def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: bool) -> None:
-    """Make ``name`` the last recording of a node; ``values`` complete it, or are all of it if there is none yet."""
+    """Make ``name`` the last recording of a node, extended by those of the ``values`` that it does not have yet."""
     found = node._nnx_contents().get(name)
     if found is not None:
         had: Any = found.get_raw_value()
@@ -147,10 +148,11 @@ def fill_up(node: Node, name: str, kind: type[Variable], values: Any, appends: b
 
 @contextmanager
 def recorded_anew(root: Any) -> Iterator[None]:
-    """Within a capture, start new recordings below ``root`` in the block; afterwards they follow the earlier ones."""
-    kinds = recorded_types() or ()
-    aside = take_out(root, lambda x, name, v: type(v) in kinds and is_appended_to(x._nnx_marks, name)) if kinds else []
+    """Within a capture, the block starts new recordings below ``root``; these are appended to the earlier ones then."""
+    kinds = recorded_types()
+    chosen = lambda node, name, variable: type(variable) in kinds and is_appended_to(node._nnx_marks, name)
+    removed = take_out(root, chosen) if kinds else []
     try:
         yield
     finally:
-        put_back(aside)
+        put_back(removed)

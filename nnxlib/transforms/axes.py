@@ -105,7 +105,7 @@ def stack_recorded(labels: Sequence[Any], layout: Layout, after: After) -> Seque
 
     A perturbation is left alone: a stacked one would be added as a whole in each slice.
     """
-    kinds = [kind for kind in recorded_types() or () if not issubclass(kind, Perturbation)]
+    kinds = [kind for kind in recorded_types() if not issubclass(kind, Perturbation)]
     if not kinds:
         return labels
     new = [i >= len(layout.rows) and after.rows[i].type in kinds for i, _ in after.owners]

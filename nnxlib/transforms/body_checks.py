@@ -47,7 +47,7 @@ class Change(NamedTuple):
     @property
     def is_taken_out(self) -> bool:
         """Whether it is a recording that the ``nnx.capture`` around it takes out."""
-        return self.recorded is not None and self.recorded.kind in (recorded_types() or ())
+        return self.recorded is not None and self.recorded.kind in recorded_types()
 
 
 class Recording(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from ..core.call_paths import RecordedTypes
+from ..core.call_paths import Collector
 from ..core.calls import call_recording, current_listener
 from ..core.closures import Loans
 from ..core.errors import ArgumentError, EmptySelectionError, PathError, format_path, listed
@@ -26,7 +26,7 @@ from ..core.iteration import iter_graph, iter_objects
 from ..core.module import Module
 from ..core.objects import Node
 from ..core.pop import pop
-from ..core.recordings import Aside, attribute_for, bring_back, put_back, record, recorded_in, recorded_name, take_out
+from ..core.recordings import Removed, attribute_for, bring_back, put_back, record, recorded_in, recorded_name, take_out
 from ..core.references import search
 from ..core.state import State, from_flat_state
 from ..core.tables import pack_live
@@ -106,7 +106,7 @@ def capture(
         if _first_module(arguments) is None:
             arguments = arguments._replace(captured=(_referred(function),))
         packed = pack_live(arguments)
-        taken_out = RecordedTypes(kinds)
+        collector = Collector(kinds)
         loan = {i: packed.objects[i] for i in captured_rows(packed.layout)}
 
         def run(*args: Any, **kwargs: Any) -> tuple[Any, Sequence[State]]:
@@ -119,12 +119,12 @@ def capture(
             def call() -> tuple[Any, ...]:
                 with follower or nullcontext():
                     attached, replaced = ([], []) if init is None else _attach(module, init)
-                    taken_out.made = 0  # what is in `init` has not been recorded now
+                    collector.count = 0  # what is in `init` has not been recorded now
                     out = function(*args, **kwargs)
                     bring_back(listener.copies)
                     return out, _pop_recorded(module, kinds) if kinds else (), attached, replaced
 
-            out, recorded, attached, replaced = call_recording(listener, taken_out, follower, call)
+            out, recorded, attached, replaced = call_recording(listener, collector, follower, call)
             take_out(inner, is_asked)  # of other Modules than this one
             for owner, name in attached:
                 if name in recorded_in(owner):  # of a type that was not asked for
@@ -135,7 +135,7 @@ def capture(
         with Loans.lock if loan else nullcontext():  # waits until no other thread borrows
             (_, recorded), after = cross(run, packed.layout, packed.leaves, part=operator.itemgetter(0), loan=loan)
         out = commit(packed.layout, after.delta, after.leaves, packed.objects)
-        if kinds and taken_out.made and not any(recorded):
+        if kinds and collector.count and not any(recorded):
             module = type(_first_module(arguments)).__name__
             warnings.warn(_DROPPED.format(module=module), UserWarning, stacklevel=3)
         return (out, *map(_renamed, recorded)) if kinds else out
@@ -219,7 +219,7 @@ def _pop_recorded(module: Module, kinds: tuple[type[Variable], ...]) -> tuple[St
     return states if len(kinds) > 1 else (states,)
 
 
-def _attach(module: Module, state: Any) -> tuple[list[tuple[Node, str]], list[Aside]]:
+def _attach(module: Module, state: Any) -> tuple[list[tuple[Node, str]], list[Removed]]:
     """Record the Variables of a State in a Module; returns the attributes, and what was taken out to make room."""
     attached: list[tuple[Node, str]] = []
     present = dict(iter_graph(module))
