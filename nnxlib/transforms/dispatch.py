@@ -50,8 +50,8 @@ from ..core.variables import Variable
 from .closure_inputs import Literals, WithLiterals, literals_in, literals_of
 from .labels import join_lanes
 from .leaf_checks import check_traceable
-from .lift import Arguments, Outcome
-from .plan import Compiled, Plan, Stopped, Traced, WithOutcome
+from .lift import Arguments, Outcome, Returned
+from .plan import Compiled, Plan, Stopped, WithOutcome
 
 _LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
 
@@ -428,7 +428,7 @@ class CacheEntry:
 
         return compiled.call(reads.inputs(found), finish)
 
-    def finish(self, leaves: Sequence[Any], tables: Tables, returned: Traced) -> Any:
+    def finish(self, leaves: Sequence[Any], tables: Tables, returned: Returned) -> Any:
         """Write what came back from a call with these leaves; returns the user's output."""
         groups, outcome = returned
         values = join_lanes(groups, outcome.lane_of)

@@ -316,7 +316,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         def make(plan: Plan, packed: Packed, arguments: Arguments, addresses: object) -> Stage:
             def trace() -> tuple[Compiled, Any]:
                 compiled = plan.staged(packed.leaves)
-                return compiled, getattr(compiled.jitted, name)(*compiled.of(packed.leaves))
+                return compiled, getattr(compiled.jitted, name)(*compiled.inputs_of(packed.leaves))
 
             compiled, stage = call_lending(self._traces, packed.objects, trace)
             call = functools.partial(self._arguments, addresses, left_out, named)

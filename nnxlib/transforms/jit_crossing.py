@@ -14,7 +14,7 @@ from ..core.graph import After
 from ..core.inputs import Input, is_read
 from ..core.layout import Layout
 from .closure_inputs import captured_rows
-from .lift import Crossing, Outcome, cross
+from .lift import Crossing, Returned, cross
 from .retraces import Traces
 
 
@@ -28,9 +28,7 @@ class JitCrossing(Crossing):
         super().__init__(layout, *lanes)
         self.traces, self.literals, self._captured = traces, literals, captured_rows(layout)
 
-    def run(
-        self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()
-    ) -> tuple[tuple[list[Any], ...], Outcome]:
+    def run(self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()) -> Returned:
         """As in any :class:`Crossing`.
 
         Raises:

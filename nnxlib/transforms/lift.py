@@ -98,6 +98,9 @@ class Outcome:
         return f"Outcome({len(self.delta.values)} values and {len(self.delta.rows)} objects changed)"
 
 
+Returned = tuple[tuple[Sequence[Any], ...], Outcome]  # by a pure function: one list of leaves per lane, and what it did
+
+
 def cross(
     f: Callable,
     layout: Layout,
@@ -187,14 +190,12 @@ class Crossing:
     def purify(self, f: Callable) -> Callable:
         """``f`` as a pure function of one list of leaves per lane; it returns ``(such lists, Outcome)``."""
 
-        def pure(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
+        def pure(*groups: Sequence[Any]) -> Returned:
             return self.run(f, join_lanes(groups, self.lane_of))
 
         return named(pure, f, self.layout.leaf_paths, self.lane_of)
 
-    def run(
-        self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()
-    ) -> tuple[tuple[list[Any], ...], Outcome]:
+    def run(self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()) -> Returned:
         """Call ``f`` on fresh objects built from all leaves of the layout; returns one list per lane, and the Outcome.
 
         The values of Variables at the positions ``forced`` also come back if they were only read.
@@ -263,7 +264,7 @@ def lift(jax_transform: Callable, *, result: Callable = lambda raw, finish: fini
     return transform
 
 
-def finish(packed: Packed, output: tuple[Sequence[Sequence[Any]], Outcome]) -> Any:
+def finish(packed: Packed, output: Returned) -> Any:
     """Commit what a pure function returned to the objects that were packed for it; returns the user's output."""
     groups, outcome = output
     return commit(packed.layout, outcome.delta, join_lanes(groups, outcome.lane_of), packed.objects)

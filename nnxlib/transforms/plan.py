@@ -1,21 +1,21 @@
-"""Plans: the compiled function for one structure of arguments, which takes no more leaves than its trace has read.
+"""Plans: the compiled function for one structure of arguments, which takes only the leaves that its trace has read.
 
-A call of a compiled function takes time for each array that is passed, even if it is not used. So a :class:`Plan`
-traces the function once on all leaves, finds out which of them were read (``core/inputs.py``), and compiles a function
-of these alone. The cost of a call follows what the function touches, not the size of the model.
+Each array that is passed to a compiled function costs time, even if it is not used. So a :class:`Plan` traces the
+function once on all leaves, finds out which of them were read (``core/inputs.py``), and compiles a function of these
+alone. The cost of a call follows what the function touches, not the size of the model.
 
-Calls with other shapes are traced with the same inputs. If such a trace asks for another leaf, it is abandoned
-(:class:`~nnxlib.core.closures.AbsentInput`), and the function is compiled again with more inputs. As inputs are only
-ever added, that happens a few times at most. Traces inside another trace, where passing an array costs nothing, and
+Calls with other shapes are traced with the same inputs. If such a trace reads another leaf, it is abandoned
+(:class:`~nnxlib.core.closures.AbsentInput`), and the function is compiled again with more inputs. Inputs are only ever
+added, so this happens a few times at most. Traces inside another trace, where passing an array costs nothing, and
 stages (``lower``) take all leaves.
 
 Of donated arguments, the Variables that change and the plain arrays are donated. A Variable that is only read keeps its
-buffer, since a donated one must come back as an output. (That is what happens if a later trace only reads it.)
+buffer, since a donated one would have to come back as an output. (If a later trace only reads it, it does.)
 
-A compiled function takes each leaf as a separate argument, and returns the leaves that come back in one tuple. JAX
-flattens and unflattens such flat sequences fastest, and each argument can be donated, and have a sharding, by itself.
-The :class:`~nnxlib.transforms.lift.Outcome` is left out if it equals that of the first trace, as it nearly always does.
-If not, or with shardings, which go by lane, the function returns a :class:`WithOutcome` instead of a plain tuple.
+A compiled function takes each leaf as a separate argument, and returns the leaves that come back in one tuple. JAX is
+fastest with such flat sequences, and each argument can be donated, and have a sharding, by itself. The
+:class:`~nnxlib.transforms.lift.Outcome` is left out if it equals that of the first trace, which it nearly always does.
+If not, or with shardings, which belong to lanes, the function returns a :class:`WithOutcome` instead of a plain tuple.
 """
 
 from __future__ import annotations
@@ -40,34 +40,31 @@ from ..core.tracing import at_top_level, jaxpr_as_fun
 from .closure_inputs import captured_rows
 from .jit_crossing import JitCrossing
 from .leaf_checks import explain_untraced
-from .lift import Outcome, finish
+from .lift import Outcome, Returned, finish
 from .naming import named
 
 R = TypeVar("R")
 
 
 class WithOutcome(NamedTuple):
-    """What a compiled function returns if the leaves alone do not say enough."""
+    """What a compiled function returns if its leaves alone are not enough."""
 
     groups: tuple[Sequence[Any], ...]  # of leaves, one for each lane
     outcome: Outcome
 
 
 class Stopped(Exception):
-    """A StopIteration of the user's function, which the iterator that calls it would take for its own end."""
+    """Stands for a StopIteration of the user's function, which ``starmap`` would take for its own end."""
 
     def __init__(self, error: StopIteration):
         self.error = error
 
 
-Traced = tuple[tuple[Sequence[Any], ...], Outcome]  # what :meth:`Crossing.run` returns
-
-
 class Compiled:
-    """A jitted function of some of the leaves, the ``inputs``, given by their positions; so are the ``donated`` ones.
+    """A jitted function of some of the leaves: those at the positions ``inputs``, of which some are ``donated``.
 
-    A trace that reads other leaves is abandoned. ``replay`` does for the first trace, on the inputs, what the user's
-    function does, if that has been traced already.
+    A trace that reads other leaves is abandoned. If the user's function has been traced already, ``replay`` stands for
+    it in the first trace.
     """
 
     __slots__ = ("__weakref__", "_outcomes", "donates", "inputs", "jitted")
@@ -79,13 +76,13 @@ class Compiled:
         inputs: Sequence[int],
         donated: frozenset[int],
         options: dict[str, Any],
-        replay: Callable[..., Traced] | None,
+        replay: Callable[..., Returned] | None,
     ):
         paths = crossing.layout.leaf_paths
         outcomes: list[Outcome] = []
         donates = not donated.isdisjoint(inputs)
 
-        def trace(*values: Any) -> Traced:
+        def trace(*values: Any) -> Returned:
             leaves = [ABSENT] * len(paths)
             for position, value in zip(inputs, values, strict=True):
                 leaves[position] = value
@@ -102,7 +99,7 @@ class Compiled:
                 raise
             if not outcomes:
                 outcomes.append(outcome)
-            usual = outcomes[0]  # of another thread, if that was tracing at the same time
+            usual = outcomes[0]  # perhaps of another thread that traced at the same time
             if crossing.labels is None and outcome == usual and outcome.read == usual.read:
                 return tuple(groups[0])
             return WithOutcome(groups, outcome)
@@ -110,16 +107,16 @@ class Compiled:
         self._outcomes, self.inputs, self.donates = outcomes, inputs, donates
         self.jitted = jax.jit(named(step, function, [paths[k] for k in inputs]), **options)
 
-    def of(self, leaves: Sequence[Any]) -> list[Any]:
+    def inputs_of(self, leaves: Sequence[Any]) -> list[Any]:
         """The inputs, out of all leaves."""
         return [leaves[k] for k in self.inputs]
 
     def call(self, inputs: Sequence[Any], finish: Callable[[Any], R]) -> R:
         """``finish(jitted(*inputs))``, where ``finish`` writes what was returned to the objects.
 
-        If inputs are donated, ``finish`` is also called when an interrupt, such as Ctrl-C, arrives as soon as the
-        function has returned, or when the class of an output refuses it; perhaps for a second time. The arrays that
-        went in are gone, so the objects would be lost without those that came out.
+        If inputs are donated, ``finish`` is also called, perhaps for a second time, when an interrupt such as Ctrl-C
+        arrives just after the function has returned, or when the class of an output refuses it. The arrays that went in
+        are gone, so without those that came out the objects would have none.
         """
         if not self.donates:
             return finish(self.jitted(*inputs))
@@ -136,20 +133,20 @@ class Compiled:
             raise
 
     def without_output(self, returned: tuple[Any, ...]) -> WithOutcome:
-        """What the jitted function returned, but for the user's output."""
+        """What the jitted function returned, without the user's output."""
         groups, outcome = self.unpacked(returned)
         return WithOutcome(groups, Outcome(outcome.delta._replace(root=Const.of(None)), outcome.lane_of))
 
-    def unpacked(self, returned: tuple[Any, ...]) -> Traced:
+    def unpacked(self, returned: tuple[Any, ...]) -> Returned:
         """What the jitted function returned: leaves by lane, and the Outcome, always the same object for one trace."""
         return returned if type(returned) is WithOutcome else ((returned,), self._outcomes[0])
 
 
 class Plan:
-    """A function, compiled for one layout and its lanes, with these ``options`` of ``jax.jit``.
+    """A function that is compiled for one layout and its lanes, with these ``options`` of ``jax.jit``.
 
-    ``everything`` takes all leaves and donates none. ``compiled`` takes those that were ever read, and donates of those
-    at the positions ``donated`` what it can; None until that is known. ``in_shardings`` are those of all leaves.
+    ``whole`` takes all leaves and donates none. ``compiled`` takes only those ever read, and donates what it can
+    of those at the positions ``donated``; None until it is known. ``in_shardings`` has one for each leaf.
     """
 
     def __init__(
@@ -163,11 +160,14 @@ class Plan:
         self.crossing, self._function, self._options = crossing, function, options
         self._donated, self._in_shardings = donated, in_shardings
         self._all = [k for k in range(len(crossing.layout.leaf_paths)) if k not in crossing.literals]
-        self.everything = self._compiled(self._all)
+        self.whole = self._jitted(self._all)
         self.compiled: Compiled | None = None
 
-    def _compiled(
-        self, inputs: Sequence[int], donated: frozenset[int] = frozenset(), replay: Callable[..., Traced] | None = None
+    def _jitted(
+        self,
+        inputs: Sequence[int],
+        donated: frozenset[int] = frozenset(),
+        replay: Callable[..., Returned] | None = None,
     ) -> Compiled:
         options = dict(self._options)
         if self._in_shardings is not None:
@@ -175,39 +175,36 @@ class Plan:
         options["donate_argnums"] = tuple([i for i, k in enumerate(inputs) if k in donated])
         return Compiled(self.crossing, self._function, inputs, donated, options, replay)
 
-    def _compile(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> Compiled:
-        """The function of these inputs; by default, of what this and earlier traces have read.
-
-        User code runs once, on all leaves.
-        """
-        all_leaves = self.everything.of(leaves)
-        traced = self.everything.jitted.trace(*all_leaves)
+    def _specialised(self, leaves: Sequence[Any], inputs: Sequence[int] | None = None) -> Compiled:
+        """Trace on all leaves, and compile for these inputs; by default, for those that any trace has read so far."""
+        all_leaves = self.whole.inputs_of(leaves)
+        traced = self.whole.jitted.trace(*all_leaves)
         if len(traced.jaxpr.in_avals) > len(jtu.tree_leaves(all_leaves)):
-            return self.everything  # it uses a tracer of an earlier trace: JAX says so when it is called
-        _, outcome = self.everything.unpacked(traced.out_info)
+            return self.whole  # it uses a tracer of an earlier trace: JAX raises an error in the call
+        _, outcome = self.whole.unpacked(traced.out_info)
         donated = self._donated.intersection(self._donatable(outcome))
         if inputs is None:
             inputs = sorted({*outcome.read, *(self.compiled.inputs if self.compiled else ())})
         if len(inputs) == len(all_leaves) and not donated:
-            return self.everything
-        compiled = self._compiled(inputs, donated, self._replay(traced, leaves, inputs, outcome))
-        compiled.jitted.trace(*compiled.of(leaves))  # uses up `replay`, before another thread can see `compiled`
+            return self.whole
+        compiled = self._jitted(inputs, donated, self._replay(traced, leaves, inputs, outcome))
+        compiled.jitted.trace(*compiled.inputs_of(leaves))  # uses up `replay`, before another thread can see `compiled`
         return compiled
 
     def _replay(
         self, traced: Any, leaves: Sequence[Any], inputs: Sequence[int], outcome: Outcome
-    ) -> Callable[..., Traced]:
-        """The function that was traced on all leaves, as a function of some of them; user code does not run again."""
-        everything = self.everything
+    ) -> Callable[..., Returned]:
+        """What was traced on all leaves, as a function of some of them: so user code does not run a second time."""
+        whole = self.whole
         if len(inputs) == len(self._all) and not self._options:
-            # A call in a call, for which JAX has the trace. (Options are refused there, or would hold twice.)
-            return lambda *values: (everything.unpacked(everything.jitted(*values))[0], outcome)
+            # A jitted call within another, for which JAX has the trace. (Options would be refused, or apply twice.)
+            return lambda *values: (whole.unpacked(whole.jitted(*values))[0], outcome)
         sizes = [0 if k in self.crossing.literals else len(jtu.tree_leaves(leaf)) for k, leaf in enumerate(leaves)]
         starts = [0, *accumulate(sizes)]  # a leaf may be a pytree
-        evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(everything.unpacked(traced.out_info)[0])
-        unread = jtu.tree_leaves(everything.of(leaves))  # no equation uses these, but with jax_enable_checks JAX looks
+        evaluate, structure = jaxpr_as_fun(traced.jaxpr), jtu.tree_structure(whole.unpacked(traced.out_info)[0])
+        unread = jtu.tree_leaves(whole.inputs_of(leaves))  # no equation uses these, but jax_enable_checks does
 
-        def evaluated(*values: Any) -> Traced:
+        def evaluated(*values: Any) -> Returned:
             flat = list(unread)
             for position, value in zip(inputs, values, strict=True):
                 flat[starts[position] : starts[position + 1]] = jtu.tree_leaves(value)
@@ -218,7 +215,7 @@ class Plan:
     def _donatable(self, outcome: Outcome) -> list[int]:
         """The leaves that are not needed after the call: values of Variables that change, and plain leaves.
 
-        With ``keep_unused`` none of Variables: a trace for other shapes that does not read them would free them and
+        With ``keep_unused`` no Variables: a trace for other shapes that does not read them would free their values and
         return nothing in their place.
         """
         layout, delta = self.crossing.layout, outcome.delta
@@ -230,7 +227,7 @@ class Plan:
 
     def staged(self, leaves: Sequence[Any]) -> Compiled:
         """The function of all leaves, for ``lower`` and ``trace``."""
-        return self._compile(leaves, self._all)
+        return self._specialised(leaves, self._all)
 
     def finish(self, packed: Packed, compiled: Compiled, returned: tuple[Any, ...]) -> Any:
         """Commit what a compiled function returned to the packed objects; returns the user's output."""
@@ -241,11 +238,11 @@ class Plan:
 
     @property
     def has_shardings(self) -> bool:
-        """Whether the arguments have shardings, to which the Variables in them are to be moved."""
+        """Whether the arguments have shardings, to which their Variables are to be moved."""
         return self._in_shardings is not None
 
     def settle(self, cells: Sequence[Cell]) -> None:
-        """Leave the Variables where the function takes them, so that the next call need not move them there again."""
+        """Move the Variables to where the function takes them, so that the next call need not."""
         assert self._in_shardings is not None
         settle(cells, self._in_shardings[: len(cells)])
 
@@ -263,12 +260,14 @@ class Plan:
 
     def _call(self, packed: Packed) -> Any:
         as_one_trace = not at_top_level() or jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        compiled = self.everything if as_one_trace else self.compiled
+        compiled = self.whole if as_one_trace else self.compiled
         while True:
             if compiled is None:
-                compiled = self.compiled = self._compile(packed.leaves)
+                compiled = self.compiled = self._specialised(packed.leaves)
             try:
-                return compiled.call(compiled.of(packed.leaves), functools.partial(self.finish, packed, compiled))
+                return compiled.call(
+                    compiled.inputs_of(packed.leaves), functools.partial(self.finish, packed, compiled)
+                )
             except AbsentInput:
                 if as_one_trace:
                     raise

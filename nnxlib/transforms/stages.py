@@ -75,12 +75,12 @@ class Stage:
             raise ArgumentError(listed(_OTHER_STRUCTURE, differences_listed(expected, packed.layout), advice))
         if found is not None:
             self._dispatch.add(found, arguments, self._plan)
-        inputs = self._compiled.of(packed.leaves)
+        inputs = self._compiled.inputs_of(packed.leaves)
         try:
             returned = self._stage(*inputs)
         except TypeError as error:
             compiled_for = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._stage.args_info[0])
-            changes = type_changes(compiled_for, inputs, self._compiled.of(expected.leaf_paths))
+            changes = type_changes(compiled_for, inputs, self._compiled.inputs_of(expected.leaf_paths))
             if not changes:
                 raise
             head = "The arguments have other shapes or dtypes than those it was compiled for:"

@@ -20,7 +20,7 @@ from .axes import NO_AXIS_NAMES, AxisName, axis_name_in, place_stacks
 from .callables import by_position, explained, resolve, static_arguments
 from .classes import lifts_classes
 from .labels import join_lanes, mapped_size, split_lanes
-from .lift import Arguments, Crossing, Outcome, lift_lanes, tracing_all
+from .lift import Arguments, Crossing, Returned, lift_lanes, tracing_all
 from .prefixes import argument_entries, check_axes, labels_in, prefix_key, same_entries
 from .program import Program, program_of, watched, weakly
 
@@ -181,7 +181,7 @@ def mapped(
 def _placing(run: Callable, crossing: Crossing) -> Callable:
     """``run``, with new Variables also sharded along the stacked axis."""
 
-    def placing(*groups: Sequence[Any]) -> tuple[tuple[list[Any], ...], Outcome]:
+    def placing(*groups: Sequence[Any]) -> Returned:
         made, outcome = run(*groups)
         leaves = join_lanes(made, outcome.lane_of)
         leaves = place_stacks(outcome.delta, leaves, len(crossing.layout.rows), crossing.axis_name)

@@ -41,7 +41,7 @@ def outputs_of(jitted, *args):
     """The leaves that the compiled function returns."""
     plan = plan_of(jitted)
     packed = pack(Arguments(args, {}))
-    return jax.tree.leaves(plan.compiled.jitted(*plan.compiled.of(packed.leaves)))
+    return jax.tree.leaves(plan.compiled.jitted(*plan.compiled.inputs_of(packed.leaves)))
 
 
 class Counted:
