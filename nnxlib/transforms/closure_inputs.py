@@ -1,20 +1,21 @@
-"""What a jitted function captures: the objects that it refers to without having been passed them.
+"""What a jitted function captures: the objects that it refers to without taking them as arguments.
 
 They are found while the function is traced (core/closures.py), and are inputs and outputs from then on. At the next
-call the function may refer to other ones, if a closure or a global has been set anew. So each step on the ways to them
+call the function may refer to other ones, because a closure or a global has been set. So each step on the ways to them
 (core/references.py) is made again, and what it finds is compared with what it found before.
 
-If all objects are found anew, these may be as many as before, with the same structure, but other ways lead to them. A
-compiled function takes them in a certain order: first the Module under one name, then the one under another. So the
-*addresses* of the objects are part of its key: what is looked up on the ways to each.
+If something differs, and the objects are searched again, there may be as many as before, of the same structure, to
+which other ways lead. A compiled function takes them in a certain order: first the Module under one name, then the one
+under another. So the *addresses* of the objects are part of its key: what is looked up on the ways to each.
 
-What is :class:`Known` of all that is one record. :class:`Captures` replaces it by another when something has changed.
+All of this is kept in one record, :class:`Known`, which :class:`Captures` replaces when something has changed.
 
-A captured Variable that holds a bool, or what JAX cannot trace, is no input. Such a value says what to do (``if
-first.value:``, the labels of a mask, the shardings of a State). It is a *literal*: part of the key, and seen as it is.
-Another Variable may take the place of one that holds a literal, which changes no structure; so :class:`WithLiterals`
-also says which Variables they are, and the dispatch compares these when it has no shortcut (a Variable that is replaced
-ends all shortcuts). Integers are inputs, since they may count something, until a trace fails for want of their values.
+A captured Variable that holds a bool, or something that JAX cannot trace, is no input. Such a value says what to do
+(``if first.value:``, the labels of a mask, the shardings of a State). It is a *literal*: part of the key, and seen by
+the trace as it is. If another Variable takes the place of one that holds a literal, no structure changes. So a
+:class:`LiteralToken` also says which Variables hold the literals, and the dispatch compares these when it has no
+shortcut (replacing a Variable ends all shortcuts). Integers are inputs, since they may be counters, until a trace fails
+because it needs the value of one.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from ..core.rows import Ref, children, parts
 from ..core.tracing import current_trace
 from .leaf_checks import is_integer, is_literal
 
-# The objects that a function captures at a call; and a token of their addresses and of the literals, which is
-# equal whenever each was found at the same address.
+# The objects that a function captures at a call, and a *token*, which is part of the key of its compiled functions: two
+# are equal if each object was found at the same addresses, and the literals are equal.
 Captured = tuple[tuple[Any, ...], Hashable]
 
 NOTHING: Captured = (), None
@@ -53,12 +54,12 @@ class Literals(NamedTuple):
     variables: Sequence[weakref.ref]
 
     def are(self, others: Literals) -> bool:
-        """Whether these are the others: ``==`` would compare the Variables, each of which has one weak reference."""
+        """Whether both are the same; ``==`` would compare Variables by value. (Each has only one weak reference.)"""
         return self.positions == others.positions and all(map(operator.is_, self.variables, others.variables))
 
 
-class WithLiterals(tuple):
-    """A token of addresses, and the positions, values and types of the literals; None for one that is no literal now.
+class LiteralToken(tuple):
+    """A token of addresses alone, and the positions, values and types of the literals; None for one that is none now.
 
     Which Variables hold the ``literals`` is not compared.
     """
@@ -66,34 +67,34 @@ class WithLiterals(tuple):
     literals: Literals
 
     @classmethod
-    def of(cls, addresses: object, literals: Literals, values: Iterable[Any]) -> WithLiterals:
+    def of(cls, token: object, literals: Literals, values: Iterable[Any]) -> LiteralToken:
         values = tuple(values)
-        self = cls((addresses, literals.positions, values, tuple(map(type, values))))
+        self = cls((token, literals.positions, values, tuple(map(type, values))))
         self.literals = literals
         return self
 
     @property
-    def addresses(self) -> object:
+    def of_addresses(self) -> object:
         return self[0]
 
 
 class Known(NamedTuple):
-    """What is known of the objects that a function captures."""
+    """What is known about the objects that a function captures."""
 
     roots: Sequence[weakref.ref] = ()  # the objects
     running: Running = MappingProxyType({})  # the code that was running when they were noticed
     literals: Literals = Literals((), ())
-    holders: Sequence[Any] = ()  # what the arguments held, and where ways to the objects begin, too
+    holders: Sequence[Any] = ()  # held by arguments; ways to the objects begin there, too
     conditions: Conditions = Conditions(Reached([], [], set()))
-    addresses: object = None  # the token of the addresses, without the literals
+    token: object = None  # of the addresses alone
 
-    def addresses_now(self) -> Hashable:
-        """The token of the addresses and the present literals; None for one that is no literal now."""
+    def token_now(self) -> Hashable:
+        """The token of the addresses and the present literals."""
         if not self.literals.positions:
-            return self.addresses
+            return self.token
         values = [getattr(getattr(reference(), "_cell", None), "value", None) for reference in self.literals.variables]
         literals = [value if is_literal(value) or is_integer(value) else None for value in values]
-        return WithLiterals.of(self.addresses, self.literals, literals)
+        return LiteralToken.of(self.token, self.literals, literals)
 
 
 EMPTY = Known()  # no objects, and nothing to look up
@@ -102,23 +103,23 @@ EMPTY = Known()  # no objects, and nothing to look up
 class Captures:
     """The objects that a function captures, as found while it was traced; see core/closures.py.
 
-    It captures what its static arguments, if they are ``given``, refer to, as if they were in its closure.
+    What static arguments refer to, if these are ``given``, counts as if it was in the closure of the function.
     """
 
     def __init__(self, function: Callable, given: Sequence[Any] = ()):
         self._function, self._given = function, given
         self._adding = threading.Lock()
-        self._addresses: dict[Hashable, object] = {}  # the tokens of the addresses that were met
+        self._tokens: dict[Hashable, object] = {}  # by the addresses that were met so far
         self._names: set[str] = set()  # in the code that was found so far
-        self._integers = False  # whether these are literals
-        self.known: Known | None = None  # None if it has to be found out at each call
+        self._integers = False  # whether integers are literals
+        self.known: Known | None = None  # None if it has to be found anew at each call
 
     def now(self) -> Captured:
-        """What the function captures, as far as that is known; found again, if it now refers to other objects."""
+        """What the function captures, as far as is known; searched again, if it now refers to other objects."""
         known = self.known
         if known is None:
             return _captured(self._start_anew())
-        try:  # as `conditions.find`, which would be one more call
+        try:  # inlined `conditions.find()`, to save a call
             found = known.conditions.straight()
         except Exception:
             found = None
@@ -126,14 +127,14 @@ class Captures:
             return _captured(self._found_again(known))
         if Watch.all:
             note_running(known.running)
-        return found, known.addresses_now() if known.literals.positions else known.addresses
+        return found, known.token_now() if known.literals.positions else known.token
 
     def add(self, outside: CapturedObjects, before: Sequence[Any], packed: Packed) -> Captured:
         """Add objects that a trace of what was ``packed`` has captured besides those that it was given ``before``.
 
-        Returns what to give the next trace. That is what the function captures now; but if something that it refers to
-        changes whenever it is looked up, so that what was added is found no more, that and what was given before. So
-        each trace is given more, and there is a last one.
+        Returns what to give to the next trace: what the function captures now. But if the added objects are not found
+        again, since something that the function refers to is another object at each look-up: these, and those given
+        before. So each trace is given more than the last, and tracing ends.
         """
         roots = outside.roots
         if not _others(roots, before):
@@ -154,44 +155,44 @@ class Captures:
         now = self.now()
         return now if _hold_all(map(weakref.ref, now[0]), roots) else ((*before, *roots), self._token_of(object()))
 
-    def note_literals(self, packed: Packed, addresses: Any) -> Hashable:
-        """The token of the addresses and of the literals in what was packed, which are known from now on."""
+    def note_literals(self, packed: Packed, token: Any) -> Hashable:
+        """The token with the literals in what was packed, which are known from now on."""
         values, known = literals_in(packed.layout, packed.leaves, self._integers), self.known
         variables = [packed.objects[packed.layout.variables[k]] for k in values]
         literals = Literals(tuple(values), list(map(weakref.ref, variables)))
         if known is not None and not literals.are(known.literals):
             self.known = known._replace(literals=literals)
-        without = addresses.addresses if isinstance(addresses, WithLiterals) else addresses
+        of_addresses = token.of_addresses if isinstance(token, LiteralToken) else token
         if not values:
-            return without
-        here = WithLiterals.of(without, literals, values.values())
-        self._token_of(here)  # so that it is counted, see `forget_if_many`
-        return here
+            return of_addresses
+        found = LiteralToken.of(of_addresses, literals, values.values())
+        self._token_of(found)  # so that it is counted, see `forget_if_many`
+        return found
 
     def switch_integers(self, packed: Packed) -> bool:
-        """After a trace that failed, make captured integers literals; returns whether to trace again.
+        """After a failed trace, make captured integers literals; returns whether to trace again.
 
-        If they were literals, it failed for another reason, and they are inputs again.
+        If they were literals already, the trace failed for another reason, and they become inputs again.
         """
         integers = [is_integer(x) and path[0] == "captured" for path, x in zip(packed.layout.leaf_paths, packed.leaves)]
         self._integers = not self._integers and any(integers)
         return self._integers
 
     def forget_if_many(self) -> bool:
-        """Forget everything if there have been very many addresses; returns whether to drop the programs for them, too.
+        """Forget everything if there have been very many tokens; returns whether to drop the programs for them, too.
 
         For the objects may be those of former arguments, which nothing else keeps alive.
         """
-        if len(self._addresses) <= KEPT:
+        if len(self._tokens) <= KEPT:
             return False
-        self._addresses, self.known = {}, None
+        self._tokens, self.known = {}, None
         return True
 
     def capture_sharing(self, captured: Sequence[Any]) -> None:
-        """Before a trace that borrows these objects, capture others to which the function refers and that share parts.
+        """Before a trace borrows these objects, capture others that share parts with them, or are parts of them.
 
-        The trace would not notice them, as the parts belong to it. (They may be such parts.) But at a later call there
-        may be an object in the place of one that shares nothing.
+        The trace would not notice them, since it has borrowed the parts. But at a later call another object, which
+        shares nothing, may have taken the place of one.
 
         Raises:
           CapturedObjects: if there are any.
@@ -206,40 +207,40 @@ class Captures:
             raise CapturedObjects(found)
 
     def _found_again(self, before: Known) -> Known:
-        """What is known after something has changed: what is now at addresses where objects were captured before.
+        """What is known after something has changed: the objects that are now at addresses of captured ones.
 
-        Then a dict has only grown, say, or another model has taken the place of one.
+        Perhaps a dict has only grown, or another model has taken the place of one.
         """
         found = self._search(before)
         used = _used(found)
         for roots, token in self._met_before(found):
             known = self._to_look_up(found, roots, before)
-            if known.addresses is token and _hold_all(roots, used):
+            if known.token is token and _hold_all(roots, used):
                 self.known = known
                 return known
         return self._start_anew()
 
     def _met_before(self, found: Reached) -> list[tuple[list[weakref.ref], object]]:
-        """The objects at addresses that were met before, and the tokens of these, the newest first."""
+        """The objects that are now at the addresses of a token, and the token; for each token, the newest first."""
         shapes = dict[int, Hashable]()
         try:
             objects = [way for way in found.ways if issubclass(type(way.value), Identified)]
             at: dict[Hashable, Any] = {way.address(shapes): way.value for way in objects}
-            met = [(where[0], token) for where, token in self._addresses.items() if type(where) is tuple]
+            met = [(where[0], token) for where, token in self._tokens.items() if type(where) is tuple]
             at_addresses = [(_objects_at(addresses, at), token) for addresses, token in reversed(met)]
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
             return []
         return [(roots, token) for roots, token in at_addresses if roots is not None]
 
     def _start_anew(self) -> Known:
-        """Start anew, with nothing captured but the Modules that the function may use without a trace noticing it."""
+        """Start anew: only the Modules that the function may use unnoticed by a trace are captured."""
         found = self._search(EMPTY)
         used = _used(found)
         here = [*filter(_is_of_this_trace, used)]
         known = self._to_look_up(found, _with_more((), here, found), EMPTY)
-        if len(here) < len(used):  # another trace may take those that this one cannot; no program serves both
+        if len(here) < len(used):  # another trace may take those that this one cannot: no program fits both
             self.known = None
-            return Known(known.roots, addresses=self._token_of(object()))
+            return Known(known.roots, token=self._token_of(object()))
         self.known = known
         return known
 
@@ -260,10 +261,10 @@ class Captures:
         if not conditions:
             return EMPTY
         others += found.again
-        addresses = self._addresses_of(to_roots, others) if to_roots or others else None
-        return before._replace(roots=roots, conditions=conditions, addresses=addresses)
+        token = self._token_of_ways(to_roots, others) if to_roots or others else None
+        return before._replace(roots=roots, conditions=conditions, token=token)
 
-    def _addresses_of(self, to_roots: list[list[Way]], others: list[Way]) -> object:
+    def _token_of_ways(self, to_roots: list[list[Way]], others: list[Way]) -> object:
         """The token of the addresses of each root, and of other objects."""
         shapes = dict[int, Hashable]()
         try:
@@ -273,20 +274,20 @@ class Captures:
         except Exception:  # a key has no hash, or an error of user code, such as a comparison of two keys
             return self._token_of(object())
 
-    def _token_of(self, where: Hashable) -> object:
-        """The very same object whenever it is for the same addresses."""
-        return self._addresses.setdefault(where, object())
+    def _token_of(self, addresses: Hashable) -> object:
+        """The very same object for the same addresses."""
+        return self._tokens.setdefault(addresses, object())
 
 
 def _used(found: Reached) -> list[Any]:
-    """The Modules that can be captured among those that the function may use without a trace noticing it."""
+    """The Modules that the function may use unnoticed by a trace, if they can be captured."""
     return [x for x in found.used_unnoticed() if x._nnx_is_captured]
 
 
 def _leading_to(missing: set[int], holders: Sequence[Any], found: Reached) -> list[Any]:
-    """Those of the holders from which objects that are missing can be reached.
+    """Those of the holders from which missing objects can be reached.
 
-    Such an object may be replaced in what the arguments hold, where nothing else would notice it.
+    Such an object may be replaced in what an argument holds, and nothing else would notice that.
     """
     by_part = _by_part(found)
     named = {id(x) for part in missing for x in by_part.get(part, ())}
@@ -295,14 +296,14 @@ def _leading_to(missing: set[int], holders: Sequence[Any], found: Reached) -> li
 
 
 def _objects_at(addresses: Iterable[Iterable[Hashable]], at: dict[Hashable, Any]) -> list[weakref.ref] | None:
-    """The object at all addresses of each root; None if there is not one, or it belongs to another trace."""
+    """The objects at the addresses of each root; None if these are not one object each, or of another trace."""
     found = [[at.get(address) for address in of_one] for of_one in addresses]
     are_whole = all(x is not None and _is_of_this_trace(x) and all(y is x for y in more) for x, *more in found)
     return [weakref.ref(x) for x, *_ in found] if are_whole else None
 
 
 def _hold_all(roots: Iterable[weakref.ref], objects: Sequence[Any]) -> bool:
-    """Whether all of these objects are roots, or below some."""
+    """Whether each of these objects is a root, or below one."""
     seen = set[int]()
     held = {id(x) for root in roots for _, x in reachable(root(), seen)} if objects else ()
     return all(id(x) in held for x in objects)
@@ -313,15 +314,15 @@ def _is_of_this_trace(x: Any) -> bool:
 
 
 def _captured(known: Known) -> Captured:
-    """What a function captures, when this was just found out; nothing if some of it is gone already."""
+    """The Captured of a Known that was just found; nothing if an object is gone already."""
     roots = tuple([reference() for reference in known.roots])
-    return (roots, known.addresses_now()) if all(root is not None for root in roots) else NOTHING
+    return (roots, known.token_now()) if all(root is not None for root in roots) else NOTHING
 
 
 def capture_held(function: Callable, packed: Packed) -> None:
     """Before a trace, capture what its arguments lead to (core/held.py).
 
-    The trace would not notice it if only settings are read, and would be made twice if it noticed.
+    The trace would not notice it if it only reads settings; if it noticed it, it would be made twice.
 
     Raises:
       CapturedObjects: if there are any.
@@ -340,9 +341,9 @@ def literals_in(layout: Layout, leaves: Sequence[Any], integers: bool = False) -
     return {k: leaves[k] for k in captured if is_literal(leaves[k]) or (integers and is_integer(leaves[k]))}
 
 
-def literals_of(addresses: Any) -> dict[int, Any]:
-    """The literals in a token of addresses, by position."""
-    return dict(zip(*addresses[1:3], strict=True)) if isinstance(addresses, WithLiterals) else {}
+def literals_of(token: Any) -> dict[int, Any]:
+    """The literals in a token, by position."""
+    return dict(zip(*token[1:3], strict=True)) if isinstance(token, LiteralToken) else {}
 
 
 def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
@@ -350,13 +351,13 @@ def _others(roots: Sequence[Any], before: Sequence[Any]) -> set[int]:
 
 
 def _objects_on(ways: Iterable[Way]) -> list[Any]:
-    """The objects to which some ways lead, and that can be captured, each once."""
+    """The objects at the end of ways that can be captured, each once."""
     objects = {id(way.value): way.value for way in ways if issubclass(type(way.value), Identified)}
     return [x for x in objects.values() if x._nnx_is_captured]
 
 
 def _by_part(found: Reached) -> dict[int, list[Any]]:
-    """For each object that is below some on the ways, by id, these; an object holds itself."""
+    """By id of an object, those at the end of ways that hold it; an object holds itself."""
     holders: dict[int, list[Any]] = {}
     for x in _objects_on(found.ways):
         for _, part in reachable(x, set()):
@@ -365,9 +366,9 @@ def _by_part(found: Reached) -> dict[int, list[Any]]:
 
 
 def _with_more(before: Sequence[weakref.ref], more: Sequence[Any], found: Reached) -> list[weakref.ref]:
-    """References to roots and to more of them; in place of one that objects hold which the function names, to these.
+    """References to the roots before and to more; in place of a root that is held by objects on the ways, to these.
 
-    It may be replaced in them.
+    The root may be replaced in them.
     """
     holders = _by_part(found) if more else {}
     present = {id(reference()) for reference in before}

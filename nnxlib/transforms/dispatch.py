@@ -47,7 +47,7 @@ from ..core.stamps import stamping
 from ..core.static import StaticArgument
 from ..core.tables import LiveTable, Sharing, Tables, VariableGroup, patched, sharing_of, table_of
 from ..core.variables import Variable
-from .closure_inputs import Literals, WithLiterals, literals_in, literals_of
+from .closure_inputs import Literals, LiteralToken, literals_in, literals_of
 from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome, Returned
@@ -100,10 +100,10 @@ class Dispatch:
         self._entries.clear()
         self._pure.clear()
 
-    def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple, addresses: object) -> Any:
+    def call(self, args: tuple, kwargs: dict[str, Any], captured: tuple, token: object) -> Any:
         """Call the function, and write what it changes; returns its output.
 
-        ``addresses`` are those of the ``captured`` objects.
+        The ``token`` is that of the ``captured`` objects (closure_inputs.py).
 
         Raises:
           Miss: if the call has to be packed; perhaps since the function reads more for these shapes than it did before.
@@ -114,8 +114,8 @@ class Dispatch:
         if kwargs:
             names = sorted(kwargs)  # they are packed in this order
             leaves, signature = (*args, *[kwargs[name] for name in names]), (signature, *names)
-        if addresses is not None:
-            leaves, signature = (*leaves, *captured), (signature, addresses)
+        if token is not None:
+            leaves, signature = (*leaves, *captured), (signature, token)
         returned = None
         try:
             if self._flatten is not None:
@@ -124,7 +124,7 @@ class Dispatch:
             if site is None:
                 entry = self._pure.get(signature)
                 if entry is None or not _LEAF_TYPES.issuperset(map(type, leaves)):
-                    return self._call_entry(leaves, signature, captured, addresses)
+                    return self._call_entry(leaves, signature, captured, token)
                 compiled, output = entry.pure
                 returned = compiled.jitted(*leaves)
                 return output(returned) if type(returned) is not WithOutcome else entry.finish((), (), returned)
@@ -178,17 +178,17 @@ class Dispatch:
                 elif outputs:
                     part.write(returned)
                 return out
-            return self._call_entry(leaves, signature, captured, addresses)  # not in the handler: user code may run
+            return self._call_entry(leaves, signature, captured, token)  # not in the handler: user code may run
         except BaseException as error:
             if returned is None:
-                _refuse(error, Arguments(args, kwargs, captured), addresses)
+                _refuse(error, Arguments(args, kwargs, captured), token)
             elif compiled.donates:  # an interrupt, or a refused output: the arrays that went in are gone
                 assert site is not None
                 with contextlib.suppress(Exception):
                     shortcut.finish(leaves, site.arrangement, compiled.without_output(returned))
             raise
 
-    def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, addresses: object) -> Any:
+    def _call_entry(self, leaves: Sequence[Any], signature: Hashable, captured: tuple, token: object) -> Any:
         if not self._enabled:
             raise Miss(None)
         if Loans.now[1] and any(is_lent_elsewhere(x._nnx_trace) for x in captured):
@@ -203,7 +203,7 @@ class Dispatch:
             entry = self._entries.get(found.key)
         if entry is None:
             raise Miss(found)
-        if type(addresses) is WithLiterals and not entry.has(addresses.literals, found.tables):
+        if type(token) is LiteralToken and not entry.has(token.literals, found.tables):
             raise Miss(None)
         out = entry.call(found, self._sites)
         if entry.pure is not None:
@@ -221,7 +221,7 @@ class Dispatch:
             self._entries[found.key] = CacheEntry(plan, found)
 
 
-def _refuse(error: BaseException, arguments: Arguments, addresses: object) -> None:
+def _refuse(error: BaseException, arguments: Arguments, token: object) -> None:
     """Raise in place of an error of a compiled function what it stands for, or what says more."""
     if isinstance(error, AbsentInput | CapturedObjects):
         raise Miss(None) from None
@@ -229,7 +229,7 @@ def _refuse(error: BaseException, arguments: Arguments, addresses: object) -> No
         raise error.error from None
     if isinstance(error, TypeError | ValueError) and not isinstance(error, NnxError):  # which says what is wrong itself
         packed = pack(arguments)
-        if literals_in(packed.layout, packed.leaves) != literals_of(addresses):  # text where there was a number
+        if literals_in(packed.layout, packed.leaves) != literals_of(token):  # text where there was a number
             raise Miss(None) from None
         check_traceable(packed.layout, packed.leaves)
 

@@ -36,7 +36,7 @@ from .buffers import note_buffers
 from .callables import check_options, resolve
 from .checkify import note_nan_in_call
 from .classes import lifts_classes
-from .closure_inputs import EMPTY, NOTHING, Captured, Captures, WithLiterals, capture_held, literals_of
+from .closure_inputs import EMPTY, NOTHING, Captured, Captures, LiteralToken, capture_held, literals_of
 from .dispatch import Dispatch, KnownCall, Miss
 from .jit_crossing import JitCrossing
 from .labels import label_arguments, lanes_of
@@ -163,7 +163,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         self._captures = Captures(self._function)
         self._captures_given: dict[tuple[int, ...], Captures] = {}  # by the ids of static arguments
         self._traces = Traces(getattr(self, "__qualname__", repr(self._function)))
-        self._plans: dict[Any, Plan] = {}  # by layout, addresses of captured objects, and lanes
+        self._plans: dict[Any, Plan] = {}  # by layout, token of the captured objects, and lanes
         bound = (*self._args, *self._kwargs.values())
         self._has_static = bool(self._static) or any(type(x) is StaticArgument for x in bound)
         # With filters that look at values each call may have other lanes.
@@ -178,14 +178,14 @@ class JitWrapped(Jitted, Generic[P, R]):
             if self._binds:
                 args, kwargs = self._bind(args, kwargs)  # type: ignore[assignment]
                 captures = self._captures_of(args, kwargs) if self._has_static else self._captures
-            captured, addresses = now = NOTHING if captures.known is EMPTY else captures.now()
+            objects, token = captured = NOTHING if captures.known is EMPTY else captures.now()
             if running_trace() is not EAGER or following or (Watch.all and all_borrowed()):
-                return self._call_packed(captures, args, kwargs, now)
+                return self._call_packed(captures, args, kwargs, captured)
             try:
-                return self._dispatch.call(args, kwargs, captured, addresses)
+                return self._dispatch.call(args, kwargs, objects, token)
             except Miss as miss:
                 found = miss.found
-            return self._call_packed(captures, args, kwargs, now, found)
+            return self._call_packed(captures, args, kwargs, captured, found)
         except Exception as error:
             if isinstance(error, FloatingPointError):
                 note_nan_in_call(error, self._function, Arguments(args, kwargs))
@@ -195,59 +195,64 @@ class JitWrapped(Jitted, Generic[P, R]):
             raise
 
     def _call_packed(
-        self, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, found: KnownCall | None = None
+        self,
+        captures: Captures,
+        args: tuple,
+        kwargs: dict[str, Any],
+        captured: Captured,
+        found: KnownCall | None = None,
     ) -> Any:
         """Call the function on packed arguments; ``found`` is for the dispatch of the next call."""
         if followed():
             return self._call_followed(Arguments(args, kwargs))
 
-        def call(plan: Plan, packed: Packed, arguments: Arguments, addresses: object) -> Any:
-            if found is not None and addresses == now[1]:
+        def call(plan: Plan, packed: Packed, arguments: Arguments, token: object) -> Any:
+            if found is not None and token == captured[1]:
                 self._dispatch.add(found, arguments, plan)
             return plan.call(packed)
 
-        return self._with_plan(call, captures, args, kwargs, now, at_top_level())
+        return self._with_plan(call, captures, args, kwargs, captured, at_top_level())
 
     def _with_plan(
-        self, use: Callable, captures: Captures, args: tuple, kwargs: dict[str, Any], now: Captured, donate: bool
+        self, use: Callable, captures: Captures, args: tuple, kwargs: dict[str, Any], captured: Captured, donate: bool
     ) -> Any:
-        """``use(plan, packed, arguments, addresses)``; again, after each trace that was abandoned or needs integers.
+        """``use(plan, packed, arguments, token)``; again, after each trace that was abandoned or needs integers.
 
-        What the trace has captured is a further input then, or it waits until this can be borrowed.
+        If a trace has captured objects, the next one takes these as inputs, too, once no other thread borrows them.
         """
         while True:
-            captured, addresses = now
-            arguments = Arguments(args, kwargs, captured)
+            objects, token = captured
+            arguments = Arguments(args, kwargs, objects)
             packed = pack(arguments)
             try:
-                if captured:
-                    addresses = captures.note_literals(packed, addresses)
-                return use(self._plan(captures, packed, arguments, addresses, donate), packed, arguments, addresses)
+                if objects:
+                    token = captures.note_literals(packed, token)
+                return use(self._plan(captures, packed, arguments, token, donate), packed, arguments, token)
             except CapturedObjects as outside:
                 if not isinstance(outside, Occupied):
-                    now = captures.add(outside, captured, packed)
+                    captured = captures.add(outside, objects, packed)
                     continue
                 if is_watched():  # the enclosing trace is abandoned as well
                     raise
                 wait_for_loans()
             except TypeError:  # an `if` on a traced value, say
-                if not (captured and captures.switch_integers(packed)):
+                if not (objects and captures.switch_integers(packed)):
                     raise
-            now = captures.now()
+            captured = captures.now()
 
     def _captures_of(self, args: tuple, kwargs: dict[str, Any]) -> Captures:
-        """What the function captures if it is called with these arguments, of which some may be static."""
+        """The Captures for a call with these arguments, of which some may be static."""
         given = holders_in((*args, *kwargs.values()) if kwargs else args)
         if not given:
             return self._captures
         key = tuple(map(id, given))
         found = self._captures_given.get(key)
         if found is None:
-            found = self._captures_given[key] = Captures(self._function, given)  # so none of the ids is reused
+            found = self._captures_given[key] = Captures(self._function, given)  # keeps them alive, so no id is reused
         return found
 
     def _call_followed(self, arguments: Arguments) -> Any:
-        """Call the function as a part of the enclosing trace: a cached trace would hide the calls in it."""
+        """Call the function as part of the enclosing trace: a cached trace would hide the calls of Modules in it."""
         function, name = self._function, getattr(self, "__name__", "")
         if arguments.args and inspect.getattr_static(type(arguments.args[0]), name, None) is self:
             function = observed(function, name)
@@ -313,13 +318,13 @@ class JitWrapped(Jitted, Generic[P, R]):
         left_out = [(i, x) for i, x in enumerate(bound[0]) if i < first or type(x) is StaticArgument]
         named = {k: x for k, x in bound[1].items() if k not in kwargs or type(x) is StaticArgument}
 
-        def make(plan: Plan, packed: Packed, arguments: Arguments, addresses: object) -> Stage:
+        def make(plan: Plan, packed: Packed, arguments: Arguments, token: object) -> Stage:
             def trace() -> tuple[Compiled, Any]:
                 compiled = plan.staged(packed.leaves)
                 return compiled, getattr(compiled.jitted, name)(*compiled.inputs_of(packed.leaves))
 
             compiled, stage = call_lending(self._traces, packed.objects, trace)
-            call = functools.partial(self._arguments, addresses, left_out, named)
+            call = functools.partial(self._arguments, token, left_out, named)
             return Stage(stage, call, plan, compiled, self._has_static)
 
         return self._with_plan(make, captures, *bound, captures.now(), True)
@@ -347,15 +352,15 @@ class JitWrapped(Jitted, Generic[P, R]):
 
     def _arguments(
         self,
-        addresses: object,
+        token: object,
         left_out: list[tuple[int, Any]],
         named: dict[str, Any],
         args: tuple,
         kwargs: dict[str, Any],
     ) -> Arguments:
-        """The arguments of a stage: those of a call, and those that are ``left_out`` of it, by number or ``named``.
+        """All arguments of a stage: those of a call, and those that it leaves out, by number or by name.
 
-        If objects are captured at other addresses, they are not among them, and so the stage refuses the arguments.
+        Captured objects are not among them if they are found at other addresses now: then the stage refuses the call.
         """
         if left_out:
             given = list(args)
@@ -364,13 +369,13 @@ class JitWrapped(Jitted, Generic[P, R]):
             args = tuple(given)
         kwargs = {**named, **kwargs} if named else kwargs
         captures = self._captures_of(args, kwargs)
-        captured, addresses_now = captures.now()
-        has_literals = isinstance(addresses, WithLiterals)
+        objects, token_now = captures.now()
+        has_literals = isinstance(token, LiteralToken)
         if has_literals:  # another Variable may have taken the place of one that holds them
-            addresses_now = captures.note_literals(pack(Arguments(args, kwargs, captured)), addresses_now)
-        if addresses_now != addresses and (has_literals or not captured):
+            token_now = captures.note_literals(pack(Arguments(args, kwargs, objects)), token_now)
+        if token_now != token and (has_literals or not objects):
             raise ArgumentError(_OTHER_PLACES)
-        return Arguments(args, kwargs, captured if addresses_now == addresses else ())
+        return Arguments(args, kwargs, objects if token_now == token else ())
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All arguments, the bound ones first; static ones are wrapped."""
@@ -387,9 +392,9 @@ class JitWrapped(Jitted, Generic[P, R]):
         return args, kwargs
 
     def _resolve_again(self) -> None:
-        """If this was made of a Module that has another class now, take that class's ``__call__``.
+        """If this wraps a Module whose class has been set to another one, take the ``__call__`` of that class.
 
-        What is compiled is kept, since its keys have the class.
+        What is compiled is kept: the class is part of its key.
         """
         args, kwargs = self._made_of
         if resolve(args[0])[0] is not self._function:
@@ -398,10 +403,10 @@ class JitWrapped(Jitted, Generic[P, R]):
             self._traces, self._plans, self._dispatch = kept
         self._first_class = self._args[0].__class__
 
-    def _plan(self, captures: Captures, packed: Packed, arguments: Arguments, addresses: object, donate: bool) -> Plan:
-        """The plan for a layout, the addresses of captured objects, and the labels of leaves.
+    def _plan(self, captures: Captures, packed: Packed, arguments: Arguments, token: object, donate: bool) -> Plan:
+        """The plan for a layout, the token of the captured objects, and the labels of the leaves.
 
-        Donation only matters at top level. With shardings, what the function returns has a lane for each.
+        Donation only matters at top level. With shardings, the output has one lane for each of them.
         """
         layout, labels = packed.layout, None
         entries: list[Any] = []
@@ -409,7 +414,7 @@ class JitWrapped(Jitted, Generic[P, R]):
         if not self._one_lane:
             entries = self._entries(arguments, donate)
             labels, leaf_labels = label_arguments(layout, packed.leaves, packed.objects, entries)
-        key = layout, addresses, tuple(leaf_labels)
+        key = layout, token, tuple(leaf_labels)
         plan = self._plans.get(key)
         if plan is not None:
             return plan
@@ -426,7 +431,7 @@ class JitWrapped(Jitted, Generic[P, R]):
             out_shardings: Any = WithOutcome(tuple([lane.sharding for lane in lanes[0]]), None)  # type: ignore[arg-type]
             options = {**options, "out_shardings": out_shardings}
             in_shardings = None if self._in_shardings is None else [label.sharding for label in leaf_labels]
-        crossing = JitCrossing(layout, self._traces, literals_of(addresses), *lanes)
+        crossing = JitCrossing(layout, self._traces, literals_of(token), *lanes)
         donated = frozenset([k for k, label in enumerate(leaf_labels) if label.donated])
         plan = self._plans[key] = Plan(crossing, self._function, options, donated, in_shardings)
         return plan
@@ -455,7 +460,7 @@ The function now refers to other objects, text or truth values than those, or th
 Lower and compile it again."""
 
 
-class _Label:  # no dataclass, which takes a hundredth of the time to import nnxlib; no tuple, which JAX would flatten
+class _Label:  # no dataclass, whose making takes 1% of the time to import nnxlib; no tuple, which JAX would flatten
     """How a leaf is passed: its sharding, and whether it is donated."""
 
     __slots__ = ("donated", "sharding")
