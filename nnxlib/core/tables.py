@@ -530,9 +530,8 @@ class VariableGroup:
 
     array_rows = ()  # there are no arrays besides those in the cells
 
-    def __init__(self, variables: Sequence[Variable]):
-        self.objects = [*variables]
-        self.cells = [variable._cell for variable in variables]
+    def __init__(self) -> None:
+        self.objects, self.cells = list[Variable](), list[Cell]()
 
     def objects_with(self, root: Any) -> list[Any]:
         """The Variables; there is no root."""

@@ -7,34 +7,28 @@ as long as the structure has not changed. So a :class:`Dispatch`, which belongs 
 one of two ways:
 
 - The signature and the layouts of the objects are the key of a :class:`CacheEntry`. It has the plan, and the numbers of
-  the cells that the compiled function reads and writes. It refers to no object: it is for all objects of these layouts.
-  Variables that are arguments by themselves, as in a State, need no table for that; when they come again, they get one.
-- For the very objects of an earlier call not even this key is needed: a :class:`Shortcut` has the entry, and each of
-  their tables has a :class:`Part` of it, the cells themselves, under a :class:`CallSite`, which stands for the
-  signature. (Compilers call that an inline cache; ``stamp.valid`` is its guard.) Only calls that change nothing but
-  values of Variables have one, and only if no array is in a pytree that is an attribute. Calls without objects need
-  no guard but the types of the leaves.
+  the cells that the compiled function reads and writes. It refers to no object, so it serves all objects of these
+  layouts. Variables that are arguments by themselves, as in a State, get a table only when they come again.
+- For the very objects of an earlier call not even this key is needed. A :class:`Shortcut` has the entry, and the table
+  of each of these objects has a :class:`Part` of the shortcut: the cells themselves, under a :class:`CallSite`, which
+  stands for the signature. (Compilers call this an inline cache; ``stamp.valid`` is its guard.) Shortcuts are only for
+  calls that change nothing but values of Variables, and only if no pytree in an attribute holds arrays. Calls without
+  objects need no guard but the types of the leaves.
 
-What is found out about a call that has no shortcut is a :class:`KnownCall`. If it has no entry either, it is packed
-(jit.py), which adds one; a call by an entry adds a shortcut. Either way, only the loops over cells take time in
-proportion to a size: that of what the function touches, not of the model.
+A call that has no shortcut is described by a :class:`~nnxlib.transforms.call_keys.KnownCall`. If it has no entry
+either, it is packed (jit.py), and an entry is added; a call that uses an entry adds a shortcut. Only the loops over
+cells take time in proportion to a size: to what the function touches, not to the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
-import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
-
-import jax
-import jax.tree_util as jtu
-import numpy as np
 
 from ..core.cells import Cell, reader, write_cells, writer
 from ..core.closures import AbsentInput, CapturedObjects, Loans, is_lent_elsewhere, wait_for_loans
@@ -45,36 +39,17 @@ from ..core.layout import keep
 from ..core.rows import LEAF, Ref, Spec, Tree, parts, value_of
 from ..core.stamps import stamping
 from ..core.static import StaticArgument
-from ..core.tables import LiveTable, Sharing, Tables, VariableGroup, patched, sharing_of, table_of
-from ..core.variables import Variable
+from ..core.tables import Sharing, Tables, VariableGroup, patched
+from .call_keys import LEAF_TYPES, KnownCall, describe, flatten_containers, flatten_pytrees, objects_in, unfolded
 from .closure_inputs import Literals, LiteralToken, literals_in, literals_of
 from .labels import join_lanes
 from .leaf_checks import check_traceable
 from .lift import Arguments, Outcome, Returned
 from .plan import Compiled, Plan, Stopped, WithOutcome
 
-_LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
-
-
-class KnownCall(NamedTuple):
-    """What was found out about a call."""
-
-    key: tuple[Hashable, tuple[Any, ...], Any]  # of its entry: the signature, the layouts of objects, what they share
-    signature: Hashable
-    sharing: tuple[Sharing, ...]  # empty if they share nothing
-    leaves: Sequence[Any]  # objects are leaves, too
-    tables: Tables  # of the objects
-    plain: list[Any]  # the other leaves
-    first: Variable | None  # of the Variables that are grouped
-
-    def holds(self) -> bool:
-        """Whether the tables are still what the key says; not if another thread has described a change since."""
-        layouts = [layout for layout in self.key[1] if layout is not None]
-        return layouts == [t.layout for t in _kept(self.tables)] and self.sharing == _shared(self.leaves, self.tables)
-
 
 class Miss(Exception):
-    """Raised for a call that has to be packed; ``found`` is for :meth:`Dispatch.add`, None if that is of no use."""
+    """Raised for a call that has to be packed; ``found`` is what :meth:`Dispatch.add` takes, None if it cannot."""
 
     def __init__(self, found: KnownCall | None):
         self.found = found
@@ -83,13 +58,13 @@ class Miss(Exception):
 class Dispatch:
     """Serves the calls of one jitted function, which may have static arguments, wrapped as :class:`StaticArgument`.
 
-    It is ``enabled`` if the key of an entry says all that a plan depends on. If not, each call has to be packed.
+    It is ``enabled`` if a plan depends on nothing but the key of its entry. If not, each call has to be packed.
     """
 
     def __init__(self, has_static: bool, enabled: bool):
         self._has_static, self._enabled = has_static, enabled
-        # How the arguments that have come so far are flattened; None if all of them were leaves.
-        self._flatten: Callable | None = _flatten_containers if has_static else None
+        # How to flatten arguments such as those so far; None if all of them were leaves.
+        self._flatten: Callable | None = flatten_containers if has_static else None
         self._sites: dict[Hashable, CallSite] = {}
         self._entries: dict[Hashable, CacheEntry] = {}
         self._pure: dict[Hashable, CacheEntry] = {}  # by the signature of calls in which there are no objects
@@ -106,7 +81,7 @@ class Dispatch:
         The ``token`` is that of the ``captured`` objects (closure_inputs.py).
 
         Raises:
-          Miss: if the call has to be packed; perhaps since the function reads more for these shapes than it did before.
+          Miss: if the call has to be packed, perhaps because the function reads more for these shapes than before.
         """
         # The signature of the call: the leaves, or containers of leaves, and what they are for.
         leaves: Sequence[Any] = args
@@ -119,11 +94,11 @@ class Dispatch:
         returned = None
         try:
             if self._flatten is not None:
-                leaves, signature = _unfolded(leaves, signature, self._flatten, self._has_static)
+                leaves, signature = unfolded(leaves, signature, self._flatten, self._has_static)
             site = self._sites.get(signature)
             if site is None:
                 entry = self._pure.get(signature)
-                if entry is None or not _LEAF_TYPES.issuperset(map(type, leaves)):
+                if entry is None or not LEAF_TYPES.issuperset(map(type, leaves)):
                     return self._call_entry(leaves, signature, captured, token)
                 compiled, output = entry.pure
                 returned = compiled.jitted(*leaves)
@@ -159,7 +134,7 @@ class Dispatch:
                         inputs += [container[key] for container, key in arrays]
                     for index in plain:
                         x = leaves[index]
-                        if type(x) not in _LEAF_TYPES:
+                        if type(x) not in LEAF_TYPES:
                             raise LookupError
                         inputs.append(x)
             except (AttributeError, LookupError):  # not all is as it was in the call that made the shortcut
@@ -169,7 +144,7 @@ class Dispatch:
                     (returned,) = starmap(jitted, (inputs,))  # as in `Compiled.call`
                 else:
                     returned = part.read(jitted) if alone else jitted(*inputs)
-                if type(returned) is WithOutcome:  # another one than usual
+                if type(returned) is WithOutcome:  # one that is not the usual one
                     return shortcut.finish(leaves, site.arrangement, returned)
                 # What it changed is written last, after everything that can fail.
                 out = shortcut.output(returned)
@@ -182,7 +157,7 @@ class Dispatch:
         except BaseException as error:
             if returned is None:
                 _refuse(error, Arguments(args, kwargs, captured), token)
-            elif compiled.donates:  # an interrupt, or a refused output: the arrays that went in are gone
+            elif compiled.donates:  # an interrupt, or an output that was refused: the arrays that went in are gone
                 assert site is not None
                 with contextlib.suppress(Exception):
                     shortcut.finish(leaves, site.arrangement, compiled.without_output(returned))
@@ -193,13 +168,13 @@ class Dispatch:
             raise Miss(None)
         if Loans.now[1] and any(is_lent_elsewhere(x._nnx_trace) for x in captured):
             wait_for_loans()
-        found = _describe(leaves, signature)
+        found = describe(leaves, signature)
         if found is None:  # a leaf is a container, or an object has to be walked at each call
-            self._flatten = _flatten_containers if self._flatten is None else _flatten_pytrees
+            self._flatten = flatten_containers if self._flatten is None else flatten_pytrees
             raise Miss(None)
         entry = self._entries.get(found.key)
         if entry is not None and found.first is not None and entry.meets_again(found):
-            found = _describe(leaves, signature, grouping=False) or found
+            found = describe(leaves, signature, grouping=False) or found
             entry = self._entries.get(found.key)
         if entry is None:
             raise Miss(found)
@@ -211,122 +186,32 @@ class Dispatch:
         return out
 
     def add(self, found: KnownCall, arguments: Arguments, plan: Plan) -> None:
-        """Add an entry for calls like one that was packed in the meantime, and has this plan."""
-        packed = [x for x in _flatten_pytrees(arguments)[0] if type(x) is not StaticArgument]
+        """Add an entry for calls like this one, which was packed in the meantime and has this plan."""
+        packed = [x for x in flatten_pytrees(arguments)[0] if type(x) is not StaticArgument]
         if len(packed) != len(found.leaves) or not all(map(operator.is_, packed, found.leaves)):
-            self._flatten = _flatten_pytrees  # a class registered with JAX has an order of its own
+            self._flatten = flatten_pytrees  # a class registered with JAX has an order of its own
             return
-        again = _describe(found.leaves, found.signature)
+        again = describe(found.leaves, found.signature)
         if again is not None and again.key == found.key:  # no other thread has changed anything in between
             self._entries[found.key] = CacheEntry(plan, found)
 
 
 def _refuse(error: BaseException, arguments: Arguments, token: object) -> None:
-    """Raise in place of an error of a compiled function what it stands for, or what says more."""
+    """Replace an error of a compiled function by the one that it stands for, or by one that explains more; if any."""
     if isinstance(error, AbsentInput | CapturedObjects):
         raise Miss(None) from None
     if isinstance(error, Stopped):
         raise error.error from None
-    if isinstance(error, TypeError | ValueError) and not isinstance(error, NnxError):  # which says what is wrong itself
+    if isinstance(error, TypeError | ValueError) and not isinstance(error, NnxError):
         packed = pack(arguments)
         if literals_in(packed.layout, packed.leaves) != literals_of(token):  # text where there was a number
             raise Miss(None) from None
         check_traceable(packed.layout, packed.leaves)
 
 
-# --- the key of an entry --------------------------------------------------------------------------------------------
-
-# Two ways to flatten arguments: the first only knows tuples, lists and dicts, and takes half the time of the second,
-# which knows all pytrees except nodes and Variables.
-_flatten_containers = type(jtu.default_registry)(
-    enable_none=True, enable_tuple=True, enable_namedtuple=True, enable_list=True, enable_dict=True
-).flatten
-_flatten_pytrees = functools.partial(jtu.tree_flatten, is_leaf=is_node)
-
-
-def _unfolded(leaves: Sequence[Any], key: Hashable, flatten: Callable, has_static: bool) -> tuple[list[Any], Hashable]:
-    """The leaves of arguments in containers, and the signature with the containers and the static arguments."""
-    found, treedef = flatten(leaves)
-    if not has_static:
-        return found, (key, treedef)
-    static = [x.frozen() for x in found if type(x) is StaticArgument]
-    return [x for x in found if type(x) is not StaticArgument], (key, treedef, *static)
-
-
-def _describe(leaves: Sequence[Any], signature: Hashable, grouping: bool = True) -> KnownCall | None:
-    """Describe a call by its leaves; None if the table of an object is not reliable, or if a leaf is a container.
-
-    Variables without tables are grouped, unless that is not wanted.
-    """
-    layouts: list[Any] = []
-    tables: list[LiveTable | VariableGroup] = []
-    plain: list[Any] = []
-    together: list[Variable] = []
-    first: Variable | None = None
-    for x in leaves:
-        kind = type(x)
-        if kind in _LEAF_TYPES:
-            layouts.append(None)
-            plain.append(x)
-        elif is_node(x):
-            if grouping and issubclass(kind, Variable):
-                if first is None:
-                    grouping = x._nnx_table is None  # as for the first, so for all
-                if grouping:
-                    first = x if first is None else first
-                    metadata = x._metadata.const() if x._metadata else None
-                    if metadata is not None and metadata.mutable:
-                        return None
-                    layouts.append((kind, metadata))
-                    together.append(x)
-                    continue
-            table = table_of(x)
-            if not table.reliable:
-                return None
-            if together:
-                tables.append(VariableGroup(together))
-                together = []
-            layouts.append(table.layout)
-            tables.append(table)
-        elif _is_leaf(x):
-            layouts.append(None)
-            plain.append(x)
-        else:
-            return None
-    if together:
-        tables.append(VariableGroup(together))
-    sharing = () if first is None and len(tables) < 2 else _shared(leaves, tables)
-    return KnownCall((signature, tuple(layouts), sharing), signature, sharing, leaves, tables, plain, first)
-
-
-def _shared(leaves: Sequence[Any], tables: Tables) -> tuple[Sharing, ...]:
-    return sharing_of(_roots(leaves, tables), tables)
-
-
-def _kept(tables: Tables) -> list[LiveTable]:
-    """The tables that objects keep."""
-    return [table for table in tables if type(table) is LiveTable]
-
-
-def _roots(leaves: Sequence[Any], tables: Tables) -> list[Any]:
-    """The objects among the leaves that have tables; None for a group."""
-    nodes = [x for x in leaves if is_node(x)]
-    if not any(type(table) is VariableGroup for table in tables):
-        return nodes
-    roots = iter([x for x in nodes if not issubclass(type(x), Variable)])
-    return [None if type(table) is VariableGroup else next(roots) for table in tables]
-
-
-def _is_leaf(x: Any) -> bool:
-    if isinstance(x, jax.Array | np.generic):
-        _LEAF_TYPES.add(type(x))
-        return True
-    return jtu.all_leaves([x]) and not isinstance(x, types.MethodType)  # a method may be bound to a Module
-
-
 # --- entries --------------------------------------------------------------------------------------------------------
 
-Numbers = list[tuple[int, list[int]]]  # for some of the tables its number, and the numbers of cells, or arrays, in it
+Numbers = list[tuple[int, list[int]]]  # (the number of a table, the numbers of some cells or arrays in it)
 
 
 def _by_table(pairs: Iterable[tuple[int, int]]) -> Numbers:
@@ -334,7 +219,7 @@ def _by_table(pairs: Iterable[tuple[int, int]]) -> Numbers:
 
 
 def _of_each_table(numbers: Numbers, held: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """For each table those of the cells, or arrays, that it holds that have the numbers."""
+    """For each table, those of the cells or arrays that it has (``held``) whose numbers are given."""
     found: list[list[Any]] = [[] for _ in held]
     for k, chosen in numbers:
         found[k] += [held[k][j] for j in chosen]
@@ -368,18 +253,18 @@ class _Writes(NamedTuple):
     output: Callable[[Sequence[Any]], Any]
 
 
-_MANY = 64  # leaves: as many Variables are described as fast as their tables are read
+_MANY = 64  # leaves: to describe so many Variables takes no longer than to look at their tables
 
 
 class CacheEntry:
-    """Calls with one signature, and objects of certain layouts, which share certain parts."""
+    """Serves the calls of one key: one signature, objects of certain layouts, and what these share."""
 
     __slots__ = ("__weakref__", "_arrays", "_cells", "_met", "_reads", "_writes", "plan", "pure")
 
     def __init__(self, plan: Plan, found: KnownCall):
         whole = [Sharing((), range(len(table.cells)), range(len(table.array_rows))) for table in found.tables]
         self.plan = plan
-        # In which table, and where in it, each Variable of the plan's layout has its cell; and each array of a node.
+        # (the number of a table, the number there) of the cell of each Variable in the plan's layout; of each array.
         self._cells = [(k, j) for k, own in enumerate(found.sharing or whole) for j in own.cells]
         self._arrays = [(k, j) for k, own in enumerate(found.sharing or whole) for j in own.arrays]
         self._reads: _Reads | None = None  # of the plan's compiled function
@@ -388,7 +273,7 @@ class CacheEntry:
         self.pure: Any = None  # if no objects come in or out: the compiled function, and what makes the usual output
 
     def meets_again(self, found: KnownCall) -> bool:
-        """Whether a few grouped Variables are those of the last call, and so may come again: tables will pay then."""
+        """Whether grouped Variables, if they are few, are those of the last call again: then tables will pay."""
         if len(found.leaves) > _MANY:
             return False
         last = self._met()
@@ -396,7 +281,7 @@ class CacheEntry:
         return found.first is last
 
     def has(self, literals: Literals, tables: Tables) -> bool:
-        """Whether the Variables of these literals are in the tables; another one may have taken the place of one."""
+        """Whether the Variables that hold these literals are in the tables; others may have taken their place."""
         cells = [tables[k].cells[j] for k, j in map(self._cells.__getitem__, literals.positions)]
         present = [getattr(reference(), "_cell", None) for reference in literals.variables]
         return all(map(operator.is_, cells, present))
@@ -421,23 +306,23 @@ class CacheEntry:
                         self._keep_shortcut(found, sites, reads, outcome)
                 elif not compiled.donates:
                     self.pure = compiled, self._writes_of(outcome).output
-            out = self.finish(found.leaves, tables, unpacked)
+            out = self.finish(found.roots, tables, unpacked)
             if self.plan.has_shardings:
                 self.plan.settle([tables[k].cells[j] for k, j in self._cells])
             return out
 
         return compiled.call(reads.inputs(found), finish)
 
-    def finish(self, leaves: Sequence[Any], tables: Tables, returned: Returned) -> Any:
-        """Write what came back from a call with these leaves; returns the user's output."""
+    def finish(self, roots: Sequence[Any], tables: Tables, returned: Returned) -> Any:
+        """Write what came back from a call with these objects; returns the user's output."""
         groups, outcome = returned
         values = join_lanes(groups, outcome.lane_of)
         if outcome.delta.rows:
-            return commit(self.plan.crossing.layout, outcome.delta, values, _objects_in(leaves, tables))
+            return commit(self.plan.crossing.layout, outcome.delta, values, objects_in(roots, tables))
         writes = self._writes_of(outcome)
         if outcome.returns_objects:
             start = len(outcome.delta.values)
-            out = value_of(outcome.delta.root, _objects_in(leaves, tables), iter(values[start:]))
+            out = value_of(outcome.delta.root, objects_in(roots, tables), iter(values[start:]))
         else:
             out = writes.output(values)
         if writes.cells:  # last, after everything that can fail
@@ -447,12 +332,13 @@ class CacheEntry:
     def _keep_shortcut(
         self, found: KnownCall, sites: dict[Hashable, CallSite], reads: _Reads, outcome: Outcome
     ) -> None:
-        """Keep one, with ``stamping`` held: in a table, shortcuts belong to the layout that it has.
+        """Keep a shortcut, with ``stamping`` held, since the shortcuts in a table are those of its present layout.
 
-        Not in the first call with these objects, which may be new at each call: that one leaves a None in its place.
+        The first call with these objects, which may be new at each call, only leaves a None in its place.
         """
         site = sites.setdefault(found.signature, CallSite())
-        new = [table for table in _kept(found.tables) if site not in table.shortcuts]
+        tables = found.live_tables
+        new = [table for table in tables if site not in table.shortcuts]
         for table in new:
             keep(table.shortcuts, site, None)
         if new or not found.holds():
@@ -460,17 +346,17 @@ class CacheEntry:
         writes = self._writes_of(outcome)
         output = writes.output
         if outcome.returns_objects:
-            output = _output_with(outcome.delta, _objects_in(found.leaves, found.tables))
+            output = _output_with(outcome.delta, objects_in(found.roots, found.tables))
         objects = [k for k, x in enumerate(found.leaves) if is_node(x)]
         plain = [k for k, x in enumerate(found.leaves) if not is_node(x)]
         site.arrangement = objects[0], objects[1:], plain, len(found.leaves) == 1
         shortcut = Shortcut(self, reads.compiled, output)
         for index, table, inputs, arrays, outputs in zip(
             objects,
-            _kept(found.tables),
-            _of_each_table(reads.cells, [table.cells for table in found.tables]),
-            _of_each_table(reads.arrays, [table.arrays for table in _kept(found.tables)]),
-            _of_each_table(writes.cells, [table.cells for table in found.tables]),
+            tables,
+            _of_each_table(reads.cells, [table.cells for table in tables]),
+            _of_each_table(reads.arrays, [table.arrays for table in tables]),
+            _of_each_table(writes.cells, [table.cells for table in tables]),
             strict=True,
         ):
             keep(table.shortcuts, site, Part(shortcut, index, inputs, [array[:2] for array in arrays], outputs))
@@ -499,7 +385,7 @@ def _only_writes_cells(outcome: Outcome, tables: Tables) -> bool:
 
 
 def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
-    """A function that makes the output, which has no objects, from leaves; those of the output begin at ``start``."""
+    """A function that makes an output without objects from leaves; those of the output begin at ``start``."""
     if root is LEAF:
         return operator.itemgetter(start)
     if isinstance(root, Tree) and all(x is LEAF for x in root.children):
@@ -509,28 +395,22 @@ def _output_of(root: Spec, start: int) -> Callable[[Sequence[Any]], Any]:
 
 
 def _output_with(delta: Delta, objects: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
-    """A function that makes the output from leaves and, by weak references, objects that it refers to."""
+    """A function that makes the output from leaves, and from the objects in it, to which it refers weakly."""
     root, start = delta.root, len(delta.values)
     references = {spec.index: weakref.ref(objects[spec.index]) for _, spec in parts(root) if type(spec) is Ref}
     return lambda leaves: value_of(root, {i: find() for i, find in references.items()}, iter(leaves[start:]))
 
 
-def _objects_in(leaves: Sequence[Any], tables: Tables) -> list[Any]:
-    """All objects in the leaves of a call, by row."""
-    found = [table.objects_with(x) for x, table in zip(_roots(leaves, tables), tables, strict=True)]
-    return found[0] if len(found) == 1 else list({id(y): y for objects in found for y in objects}.values())
-
-
 # --- shortcuts ------------------------------------------------------------------------------------------------------
 
 
-# Where among the leaves of a call the first object is, the other objects and the other leaves; and whether the first
-# object is the only leaf.
+# The numbers, among the leaves of a call, of the first object, of the other objects, and of the leaves that are no
+# objects; and whether the first object is the only leaf.
 Arrangement = tuple[int, list[int], list[int], bool]
 
 
 class CallSite:
-    """Stands for one signature of one function: under it, live tables keep the shortcuts of such calls.
+    """Stands for one signature of one function: live tables keep the shortcuts of such calls by it.
 
     It refers to nothing, so a model does not keep a function alive that it was passed to.
     """
@@ -538,11 +418,11 @@ class CallSite:
     __slots__ = ("arrangement",)
 
     def __init__(self) -> None:
-        self.arrangement: Arrangement = (0, [], [], True)  # in the call that made the last shortcut, if one has
+        self.arrangement: Arrangement = (0, [], [], True)  # in the call that made the last shortcut, if any
 
 
 class Shortcut:
-    """A call with certain objects, whose tables keep a :class:`Part` of it each. Refers to the function weakly."""
+    """A call with certain objects, the tables of which keep a :class:`Part` each. It refers to the function weakly."""
 
     __slots__ = ("compiled", "entry", "output")
 
@@ -552,13 +432,13 @@ class Shortcut:
         self.output = output
 
     def finish(self, leaves: Sequence[Any], arrangement: Arrangement, returned: WithOutcome) -> Any:
-        """Write what a call with these leaves has returned, if its outcome is another one than usual."""
-        tables = [leaves[k]._nnx_table for k in (arrangement[0], *arrangement[1])]
-        return self.entry().finish(leaves, tables, returned)
+        """Write what a call with these leaves has returned, if its outcome is not the usual one."""
+        roots = [leaves[k] for k in (arrangement[0], *arrangement[1])]
+        return self.entry().finish(roots, [root._nnx_table for root in roots], returned)
 
 
 class Part:
-    """What a shortcut reads and writes of one object. Kept on the table of the object, and nowhere else."""
+    """What a shortcut reads and writes of one object. Kept only on the table of the object."""
 
     __slots__ = ("arrays", "index", "inputs", "outputs", "read", "shortcut", "write")
 
@@ -567,5 +447,5 @@ class Part:
     ):
         self.shortcut, self.index = shortcut, index  # of the object among the leaves
         self.inputs, self.outputs = inputs, outputs  # cells
-        self.arrays = arrays  # that are read besides cells: what has each of them, and under which key
+        self.arrays = arrays  # (container, key) of each array that is read, besides the cells
         self.read, self.write = reader(inputs, arrays), writer(outputs)  # used if the object is the only one

@@ -1,0 +1,129 @@
+"""Keys of calls: what tells the calls of a jitted function apart, found without a walk through the model.
+
+The *signature* of a call says which arguments there are, and what containers are around the leaves. Each object among
+the leaves has a table (core/tables.py), and so an interned layout. The key of a call is its signature, these layouts,
+and what the objects share. Calls with equal keys have the same plan.
+
+Variables that are arguments by themselves, as in a State of gradients, are often new at each call. A
+:class:`~nnxlib.core.tables.VariableGroup` describes them without a table for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from ..core.data import is_node
+from ..core.static import StaticArgument
+from ..core.tables import LiveTable, Sharing, Tables, VariableGroup, sharing_of, table_of
+from ..core.variables import Variable
+
+LEAF_TYPES: set[type] = {int, float, complex, bool, np.ndarray}  # more are added when they are first met
+
+
+class KnownCall(NamedTuple):
+    """What was found out about a call."""
+
+    key: tuple[Hashable, tuple[Any, ...], Any]  # the signature, the layouts of objects, what they share
+    signature: Hashable
+    sharing: tuple[Sharing, ...]  # empty if they share nothing
+    leaves: Sequence[Any]  # objects are leaves, too
+    roots: Sequence[Any]  # the objects that have tables; None in place of a group
+    tables: Tables  # of these
+    plain: list[Any]  # the leaves that are no objects
+    first: Variable | None  # of the Variables in groups
+
+    @property
+    def live_tables(self) -> list[LiveTable]:
+        """The tables that objects keep."""
+        return [table for table in self.tables if type(table) is LiveTable]
+
+    def holds(self) -> bool:
+        """Whether the tables are still what the key says; not if another thread has described a change since."""
+        layouts = [layout for layout in self.key[1] if layout is not None]
+        return layouts == [x.layout for x in self.live_tables] and self.sharing == sharing_of(self.roots, self.tables)
+
+
+# Two ways to flatten arguments: the first only knows tuples, lists and dicts, and takes half the time of the second,
+# which knows all pytrees except nodes and Variables.
+flatten_containers = type(jtu.default_registry)(
+    enable_none=True, enable_tuple=True, enable_namedtuple=True, enable_list=True, enable_dict=True
+).flatten
+flatten_pytrees = functools.partial(jtu.tree_flatten, is_leaf=is_node)
+
+
+def unfolded(leaves: Sequence[Any], key: Hashable, flatten: Callable, has_static: bool) -> tuple[list[Any], Hashable]:
+    """The leaves of arguments in containers, and the signature with the containers and the static arguments."""
+    found, treedef = flatten(leaves)
+    if not has_static:
+        return found, (key, treedef)
+    static = [x.frozen() for x in found if type(x) is StaticArgument]
+    return [x for x in found if type(x) is not StaticArgument], (key, treedef, *static)
+
+
+def describe(leaves: Sequence[Any], signature: Hashable, grouping: bool = True) -> KnownCall | None:
+    """Describe a call by its leaves; None if the table of an object is not reliable, or if a leaf is a container.
+
+    Variables that are leaves are grouped, if the first of them has no table; not if ``grouping`` is False.
+    """
+    layouts: list[Any] = []
+    roots: list[Any] = []
+    tables: list[LiveTable | VariableGroup] = []
+    plain: list[Any] = []
+    group: VariableGroup | None = None
+    first: Variable | None = None
+    for x in leaves:
+        kind = type(x)
+        if kind in LEAF_TYPES:
+            layouts.append(None)
+            plain.append(x)
+        elif is_node(x):
+            if grouping and issubclass(kind, Variable):
+                if first is None:
+                    grouping = x._nnx_table is None
+                if grouping:
+                    first = x if first is None else first
+                    metadata = x._metadata.const() if x._metadata else None
+                    if metadata is not None and metadata.mutable:
+                        return None
+                    if group is None:
+                        group = VariableGroup()
+                        roots.append(None)
+                        tables.append(group)
+                    layouts.append((kind, metadata))
+                    group.objects.append(x)
+                    group.cells.append(x._cell)
+                    continue
+            table = table_of(x)
+            if not table.reliable:
+                return None
+            layouts.append(table.layout)
+            roots.append(x)
+            tables.append(table)
+            group = None
+        elif _is_leaf(x):
+            layouts.append(None)
+            plain.append(x)
+        else:
+            return None
+    sharing = () if first is None and len(tables) < 2 else sharing_of(roots, tables)
+    return KnownCall((signature, tuple(layouts), sharing), signature, sharing, leaves, roots, tables, plain, first)
+
+
+def _is_leaf(x: Any) -> bool:
+    if isinstance(x, jax.Array | np.generic):
+        LEAF_TYPES.add(type(x))
+        return True
+    return jtu.all_leaves([x]) and not isinstance(x, types.MethodType)  # a method may be bound to a Module
+
+
+def objects_in(roots: Sequence[Any], tables: Tables) -> list[Any]:
+    """All objects of a call, by row."""
+    found = [table.objects_with(root) for root, table in zip(roots, tables, strict=True)]
+    return found[0] if len(found) == 1 else list({id(y): y for objects in found for y in objects}.values())
