@@ -1,4 +1,4 @@
-"""The object graph as a flat table: pack, build, diff, commit.
+"""The object graph as a flat table, and its four verbs: pack, build, diff, commit.
 
 ``pack`` turns a pytree of arguments into a table with one *row* for each Variable and each node (Module, List, Dict)
 found in it. Rows are numbered in the order of the first visit, depth first. Edges are row numbers, so sharing and
@@ -29,8 +29,8 @@ A Delta is static, too; its leaves stand beside it, in an order that :meth:`Delt
 ``commit`` replays a Delta on the *live* objects, those of the caller. It is the only place where a transform writes to
 live objects, and it checks everything that can fail before the first write.
 
-Two things that these verbs need are in files of their own: the walk that writes a row for each object (walk.py), and
-what is prepared once for a layout so that building is fast (blueprint.py).
+Two things that they need are in files of their own: the walk that writes a row for each object (walk.py), and what is
+prepared once for each layout to make building fast (blueprint.py).
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def pack(tree: Any) -> Packed:
     root = walk.run(tree)
     notice_all(walk.objects)  # for a trace that watches which objects from outside of it are used (closures.py)
     layout = Layout(walk.all_rows(), root)
-    note_paths(layout, walk.objects)  # a transform packs its arguments, and the calls inside it look their paths up
+    note_paths(layout, walk.objects)  # for the calls inside of a transform, if these are its arguments (calls.py)
     return Packed(layout, walk.leaves(), walk.objects)
 
 
 def by_path(layout: Layout, leaves: list[Any], objects: Sequence[Any]) -> Iterator[tuple[errors.Path, Any]]:
-    """What was packed: the Variables themselves, and the arrays, each with its first path."""
+    """(first path, Variable or array) of each leaf of what was packed."""
     variables = [objects[i] for i in layout.variables]
     return zip(layout.leaf_paths, variables + leaves[len(variables) :], strict=True)
 
@@ -118,11 +118,11 @@ def build(
     Args:
       layout: the static half of the table.
       leaves: the other half.
-      given: objects to be used in place of fresh ones, by row; a node among them is filled anew.
+      given: by row, objects to use in place of fresh ones; a node among them is emptied and filled again.
       cell: makes the cells of the Variables.
       stamp: attached to the fresh objects: a change of their structure invalidates it.
     """
-    # First empty nodes, and Variables; then the contents of the nodes, which may refer to any of these.
+    # First Variables and empty nodes; then the contents of the nodes, which may refer to any of them.
     objects = layout.blueprint.make(leaves, cell, () if stamp is None else (weakref.ref(stamp),))
     for i, x in (given or {}).items():
         objects[i] = x
@@ -183,7 +183,7 @@ class After(NamedTuple):
 
     @classmethod
     def of(cls, walk: Walk, rows: Sequence[Row], delta: Delta) -> After:
-        """What a walk has found, with the leaves of a Delta as JAX can return them: of a jax.Ref the value in it."""
+        """What a walk has found, with the leaves of a Delta as JAX can return them: in place of a jax.Ref its value."""
 
         def leaf(row: int, k: int) -> Any:
             if row not in walk.cells:
@@ -201,11 +201,11 @@ def diff(
     """Compare ``objects``, built from ``layout`` and the leaves ``before``, with what they are now.
 
     ``out`` is what the function returned. A leaf counts as changed if another object is now in its place. The value of
-    a Variable also counts as changed if its position is in ``forced`` and it was read: it may be donated, and then has
-    to come back, or be a pytree that was edited in place.
+    a Variable also counts as changed if its position is in ``forced`` and it was read. (It is donated, and so has to
+    come back; or it is a pytree that was edited in place.)
     """
-    # The table as it is now. A walk that knows the old objects lets them keep their numbers. One that is as it was
-    # built keeps its row without a visit, which would take most of the time.
+    # The table as it is now. The walk knows the old objects, which so keep their numbers. An object that is as it was
+    # built keeps its row without a visit, since visits take most of the time.
     walk = Walk(objects)
     as_built = layout.blueprint.as_built(walk.objects)
     walk.take_rows(layout, as_built)
@@ -273,8 +273,8 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
     values = list(itertools.islice(remaining, len(delta.values)))
     values += [_stored(row, next(remaining)) for _, row in restructured]
     added = [row for i, row in variables if i >= n]
-    in_added = list(map(_stored, added, remaining))
-    made = iter(make_variables([row.type for row in added], in_added, [row.metadata.fresh() for row in added]))
+    held = [_stored(row, next(remaining)) for row in added]
+    made = iter(make_variables([row.type for row in added], held, [row.metadata.fresh() for row in added]))
     new = [
         next(made) if type(row) is VariableRow else new_node(row.type, row.marks.value)
         for i, row in delta.rows
@@ -297,7 +297,7 @@ def commit(layout: Layout, delta: Delta, leaves: Sequence[Any], live: Sequence[A
 
 
 def even_if_interrupted(write: Callable[[], None]) -> None:
-    """Call a function; again, if it is interrupted. It gives the same result if it is called twice."""
+    """Call a function, and call it again if it is interrupted; a second call must not change the result."""
     try:
         write()
     except BaseException:
@@ -307,7 +307,7 @@ def even_if_interrupted(write: Callable[[], None]) -> None:
 
 
 def _stored(row: VariableRow, value: Any) -> Any:
-    """A value as a Variable with this row stores it."""
+    """A value, as a Variable with this row stores it."""
     metadata = row.metadata.value
     return as_stored(value, metadata) if "ref" in metadata else value
 
@@ -335,7 +335,7 @@ def _restructure_node(node: Any, row: NodeRow, contents: dict[Any, Any], structu
 
 
 def _restructure_variable(variable: Variable, row: VariableRow, metadata: Any) -> None:
-    """Give a live Variable the class of its new row, and the metadata, a copy of those in it."""
+    """Give a live Variable the class of its new row, and this metadata, a copy of that in the row."""
     if type(variable) is not row.type:
         object.__setattr__(variable, "__class__", row.type)
     object.__setattr__(variable, "_metadata", metadata)

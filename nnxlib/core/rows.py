@@ -4,7 +4,7 @@ There is one *row* for each Variable and each node (Module, List, Dict). It says
 object: its class, and what is in each of its *fields* (the attributes of a Module, the items of a List or Dict). The
 content of a field is a *spec*, one of four:
 
-- ``LEAF``: an array, which is in the list of leaves, the other half of the table;
+- ``LEAF``: an array, which is in the list of leaves, the other half of the table (graph.py);
 - ``Ref(i)``: the object of row ``i``. So sharing and cycles need no special case;
 - a :class:`~nnxlib.core.static.Const`: a static value, which is part of the program;
 - a :class:`Tree`: a pytree, such as a tuple of arrays, whose children have specs in turn.
@@ -37,7 +37,7 @@ class _Symbol:
 
 
 LEAF = _Symbol("LEAF", "*")  # the next array in the list of leaves
-SAME = _Symbol("SAME", "same")  # in a row of a Delta (graph.py): the live node keeps what it holds in this field
+SAME = _Symbol("SAME", "same")  # in a row of a Delta (graph.py): the live node keeps the content of this field
 
 
 @final
@@ -70,9 +70,9 @@ class Tree(NamedTuple):
 
 
 def same_treedef(a: Any, b: Any) -> bool:
-    """Whether two treedefs are equal, even if they have metadata that do not compare as a bool, such as arrays.
+    """Whether two treedefs are equal, even if they have metadata that does not compare to a bool, such as arrays.
 
-    JAX leaves the metadata of users' classes out of the hash of a treedef, so a look-up may compare ones that differ.
+    JAX leaves the metadata of users' classes out of the hash of a treedef, so a dict compares treedefs that differ.
     """
     try:
         return a == b
@@ -93,7 +93,7 @@ def same_node(a: tuple[type, Any] | None, b: tuple[type, Any] | None) -> bool:
 
 
 class BoundMethod(NamedTuple):
-    """The treedef of a method that is bound to a node, as in ``self.apply = self.block.forward``: it holds the node."""
+    """In place of a treedef, for a method bound to a node, as in ``self.apply = self.block.forward``."""
 
     function: Callable
 
@@ -171,12 +171,12 @@ def count_leaves(spec: Spec) -> int:
 
 
 def children(spec: Spec) -> list[tuple[tuple, Spec]]:
-    """(path, spec) of what is directly in a pytree; of another spec, that spec itself."""
+    """(path, spec) of each child of a pytree; of another spec, that spec itself."""
     return spec.at(()) if type(spec) is Tree else [((), spec)]
 
 
 def parts(item: NodeRow | Spec, path: tuple = ()) -> list[tuple[tuple, Spec]]:
-    """(path, spec) of what is in a node or a pytree, without pytrees in between; of another spec, that spec itself."""
+    """(path, spec) of what is in a node or a pytree, and in pytrees within; of another spec, that spec itself."""
     if type(item) is not NodeRow and type(item) is not Tree:
         return [(path, cast(Spec, item))]
     return [part for below, child in item.at(path) for part in parts(child, below)]
@@ -188,7 +188,7 @@ def own_leaf_paths(item: NodeRow | Spec, path: tuple = ()) -> list[tuple]:
 
 
 def leaves_by_field(row: NodeRow) -> list[range]:
-    """For each field, which of the leaves of the node are in it."""
+    """For each field, the numbers of those leaves of the node that are in it."""
     found, stop = [], 0
     for _, spec in row.fields:
         start, stop = stop, stop + count_leaves(spec)
@@ -202,17 +202,17 @@ def touched_rows(rows: Sequence[Row], touched: Iterable[Owner]) -> dict[int, Nod
     for i, k in touched:
         numbers.setdefault(i, set()).add(k)
     found = {}
-    for i in sorted(numbers):
+    for i, chosen in sorted(numbers.items()):
         row = rows[i]
         if type(row) is NodeRow:
             pairs = zip(row.fields, leaves_by_field(row), strict=True)
-            fields = [(name, SAME if numbers[i].isdisjoint(own) else spec) for (name, spec), own in pairs]
+            fields = [(name, SAME if chosen.isdisjoint(own) else spec) for (name, spec), own in pairs]
             found[i] = row._replace(fields=tuple(fields))
     return found
 
 
 def only_arrays_change(old: Row, new: Row) -> bool:
-    """Whether the row ``new`` of a Delta only puts other arrays into an object, which had the row ``old``."""
+    """Whether ``new``, a row of a Delta, only puts other arrays into an object that had the row ``old``."""
     if type(old) is not NodeRow or type(new) is not NodeRow or old.head != new.head:
         return False
     before = dict(old.fields)
@@ -220,7 +220,7 @@ def only_arrays_change(old: Row, new: Row) -> bool:
 
 
 def statics_in(rows: Sequence[Row], start: int = 0) -> list[tuple[int, Any, Const]]:
-    """The static values of rows, from number ``start`` on, that may refer to other objects: (row, field, value)."""
+    """(row, field, value) of each static value that may refer to other objects, in the rows from ``start`` on."""
     return [
         (i, name, spec)
         for i, row in enumerate(rows[start:], start)

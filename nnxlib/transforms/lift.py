@@ -1,4 +1,4 @@
-"""Lifting: the one way in which a function of objects crosses a JAX transformation.
+"""Lifting: the one way in which a function of objects goes through a JAX transformation, its *crossing*.
 
 Every transform of nnxlib has three steps::
 
@@ -7,20 +7,20 @@ Every transform of nnxlib has three steps::
     return commit(packed.layout, outcome.delta, leaves, packed.objects)   # the only write to live objects
 
 The pure function (:meth:`Crossing.purify`) builds fresh objects from the table, calls the user's function on them, and
-packs them again. What has changed comes back as leaves. *How* it has changed comes back as an :class:`Outcome`, which
-is static data in the output pytree, so JAX itself returns the right one for each trace and each cache hit. User code
-only ever sees the fresh objects. So whatever it does, live objects stay as they were until ``commit``, and no tracer
-can reach them.
+packs them again. The new values come back as leaves. *What* has changed comes back as an :class:`Outcome`, which is
+static data in the output pytree, so JAX itself returns the right one for each trace and each cache hit. User code only
+ever sees the fresh objects. So whatever it does, live objects stay as they were until ``commit``, and no tracer can
+reach them.
 
 (The code calls ``pack_live`` of core/tables.py, which returns the same, but takes it from the live table of an argument
 if there is a valid one.)
 
-Some transformations treat leaves differently: ``vmap`` maps some of them and not the others. Then each leaf has a
-*label* (for ``vmap`` its axis), which users give by prefixes (prefixes.py). The leaves with one label form a *lane*
-(labels.py), and the pure function takes and returns one list of leaves per lane.
+Some transformations do not treat all leaves alike: ``vmap`` maps some of them and not others. Then each leaf has a
+*label* (for ``vmap`` its axis), which users give by prefixes (prefixes.py). The leaves with the same label form a
+*lane* (labels.py), and the pure function takes and returns one list of leaves per lane.
 
-``jit`` does more while it traces: it finds out which leaves the function reads, and which objects it captures. That is
-in jit_crossing.py.
+``jit`` also finds out, while it traces, which leaves the function reads, and which objects it captures
+(jit_crossing.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .prefixes import output_entries
 
 
 class Arguments(NamedTuple):
-    """The pytree that is packed for a call. So a path in a message reads ``args[0].layers[1].kernel``."""
+    """The pytree that is packed for a call. Its fields begin the paths in messages: ``args[0].layers[1].kernel``."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
 
 @register_static
 class Outcome:
-    """What one trace of a function did: its Delta, and the lane of each leaf that comes back. Static."""
+    """What a function did in one trace: its Delta, and the lane of each leaf that comes back. Static."""
 
     __slots__ = ("_hash", "delta", "lane_of", "leaf_paths", "read", "returns_objects")
 
@@ -75,8 +75,8 @@ class Outcome:
         self.delta = delta
         self.lane_of = lane_of  # of each leaf that comes back; empty if there is only one lane
         self.leaf_paths = leaf_paths  # of the leaves that come back, for messages
-        self.read = read  # the positions of the leaves that it read, if it was watched
-        # If it returns no objects, the output can be made from its leaves alone.
+        self.read = read  # the positions of the leaves that it read, if that was noted
+        # If not, the output can be made from leaves alone.
         self.returns_objects = any(type(spec) is Ref for _, spec in parts(delta.root))
         self._hash: int | None = None
 
@@ -117,35 +117,34 @@ def cross(
       layout: of packed :class:`Arguments`.
       leaves: of the same.
       forced: the positions of leaves that count as changed if they are read.
-      part: the part of the output of ``f`` that is packed; all of it by default.
-      loan: by row, the live objects that ``f`` captures; they are used in place of fresh ones (core/closures.py).
-      cell: makes the cells of the Variables; for ``nnx.jit`` they note whether they are read (core/inputs.py).
+      part: takes the part to be packed out of the output of ``f``; all of it by default.
+      loan: by row, the live objects that ``f`` captures, which are used in place of fresh ones (core/closures.py).
+      cell: makes the cells of the Variables; those of ``nnx.jit`` note whether they are read (core/inputs.py).
 
     Raises:
-      TraceContextError: if a tracer, or an object of the trace, would leave it inside of a static value.
+      TraceContextError: if a tracer, or an object of the trace, would leave the trace inside of a static value.
     """
     leaves, edited = own_pytrees(leaves)
     lent = [(loan[i], leaf) for i, leaf in zip(layout.variables, leaves, strict=False) if i in loan]
 
     def run() -> tuple[Any, After]:
         for variable, leaf in lent:
-            lend(variable, leaf)  # the live Variable holds the tracer, for this trace alone
+            lend(variable, leaf)  # the live Variable holds the tracer, in this trace alone
         (args, kwargs, _), objects = build(layout, leaves, loan, cell)
-        # So Modules that are called know their paths (core/calls.py).
-        listener = listener_for(layout, objects)
+        listener = listener_for(layout, objects)  # knows the paths of Modules that are called (core/calls.py)
         out = call_listening(listener, f, *args, **kwargs)
         if listener.copies:
             bring_back(listener.copies)
         after = diff(layout, leaves, objects, part(out), {*forced, *edited()})
         return out, without_escapes(after, layout, all_borrowed())
 
-    return call_borrowing(list(loan.values()), run)  # which are restored as they were
+    return call_borrowing(list(loan.values()), run)  # afterwards these objects are as they were
 
 
 def own_pytrees(leaves: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], list[int]]]:
-    """The leaves, with copies of those that are pytrees, which a function may edit, such as a dict in a Variable.
+    """The leaves, with copies of those that a function may edit: pytrees, such as a dict in a Variable.
 
-    Also returns a function that tells, later, the positions of those that were edited.
+    Also returns a function, to be called later, that gives the positions of those that were edited.
     """
     if all_leaves(leaves):  # as they nearly always are
         return leaves, list
@@ -160,15 +159,15 @@ def own_pytrees(leaves: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], list
 
 
 class Crossing:
-    """A layout with its lanes: how leaves go into a pure function, and how others come out.
+    """A layout with its lanes: how leaves go into a pure function, and how the changed ones come out.
 
     Args:
       layout: of packed :class:`Arguments`.
-      lanes: the labels of the lanes, those of leaves that go in and of leaves that come out.
-      lane_of: for each leaf of the layout, which lane it is in; unused if there is only one.
-      labels: of the arguments; objects that are attached to these inherit them. None if there is only one lane.
+      lanes: the label of each lane, of leaves that go in or come out.
+      lane_of: the number of the lane of each leaf in the layout; unused if there is only one.
+      labels: of the arguments; objects attached to these inherit their labels. None if there is only one lane.
       out_prefix: the prefix of the output.
-      axis_name: if labels are axes that are stacked: the name of this axis in the metadata of Variables (axes.py).
+      axis_name: if labels are axes of stacks, the name of this axis in the metadata of Variables (axes.py).
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class Crossing:
         return split_lanes(leaves, self.lane_of, len(self.lanes))
 
     def purify(self, f: Callable) -> Callable:
-        """``f`` as a pure function of one list of leaves per lane; it returns ``(such lists, Outcome)``."""
+        """``f`` as a pure function, which takes one list of leaves per lane, and returns such lists and an Outcome."""
 
         def pure(*groups: Sequence[Any]) -> Returned:
             return self.run(f, join_lanes(groups, self.lane_of))
@@ -198,13 +197,13 @@ class Crossing:
     def run(self, f: Callable, leaves: Sequence[Any], forced: Collection[int] = ()) -> Returned:
         """Call ``f`` on fresh objects built from all leaves of the layout; returns one list per lane, and the Outcome.
 
-        The values of Variables at the positions ``forced`` also come back if they were only read.
+        The values of Variables at the positions ``forced`` come back even if they were only read.
 
         Raises:
-          OutputError: if something that is to come back is none that JAX can return; names its path.
+          OutputError: for a value to come back that JAX cannot return; names its path.
         """
         layout = self.layout
-        if self.labels is not None and self.axis_name is not MISSING:  # the leaves are slices
+        if self.labels is not None and self.axis_name is not MISSING:  # the leaves are slices of stacks
             layout = strip_axes(layout, leaves, [self.lanes[lane] for lane in self.lane_of], self.axis_name)
         out, after = self._cross(f, layout, leaves, forced)
         check_returned(after)
@@ -219,7 +218,7 @@ class Crossing:
         outcome = Outcome(after.delta, lane_of, after.leaf_paths, self._read(after))
         return split_lanes(after.leaves, lane_of, len(self.lanes)), outcome
 
-    # Two steps of `run`, which are others for `nnx.jit` (jit_crossing.py).
+    # Two steps of `run`, which `nnx.jit` overrides (jit_crossing.py).
 
     def _cross(self, f: Callable, layout: Layout, leaves: Sequence[Any], forced: Collection[int]) -> tuple[Any, After]:
         return cross(f, layout, leaves, forced)
@@ -271,7 +270,7 @@ def finish(packed: Packed, output: Returned) -> Any:
 
 
 def tracing_all(run: Callable, crossing: Crossing) -> Callable:
-    """``run``, for a JAX transformation that traces each leaf: the error about one it cannot trace names its path."""
+    """``run``, with errors that name the path of a leaf that JAX cannot trace."""
 
     def traced(*groups: Sequence[Any]) -> Any:
         try:
@@ -294,11 +293,11 @@ def lift_lanes(
 ) -> tuple[Any, Packed, Sequence[Any]]:
     """Call ``function`` through a JAX transformation that has a lane for each label.
 
-    Returns its output, the packed arguments, and the label of each leaf of these.
+    Returns its output, the packed arguments, and the label of each of their leaves.
 
     ``over(pure, crossing)`` applies the JAX transformation to the pure function of a :class:`Crossing`. The ``entries``
     are what the prefixes of the arguments say about each node and leaf in them: a label, or a mapping to labels.
-    ``size(packed, labels)`` is how often the function will run for one trace of it, None if that is not known.
+    ``size(packed, labels)`` is how often the function runs for each trace of it; None if that is not known.
     """
     with recorded_anew(arguments):
         packed = pack_live(arguments)
