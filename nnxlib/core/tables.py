@@ -1,24 +1,24 @@
 """Live tables: the table of an object, kept on the object, which makes repeated calls cheap.
 
 Packing a model walks all of it, and a training loop packs the same model at every step. So the root of each packed
-graph keeps a :class:`LiveTable`: its interned layout, and where to gather the leaves from. That is used again only if
-it is certain that no structure has changed since it was made:
+graph keeps a :class:`LiveTable`: its interned layout, and where to gather the leaves from. It is used again only if it
+is certain that no structure has changed since it was made:
 
-1. ``table.stamp.valid`` is true: no object that the table describes has changed its structure (stamps.py).
-2. Static values that can be changed in place (a mutable configuration object) equal the copies made of them. Each is
-   compared once per call, however many Modules refer to it.
-3. If the stamp is invalid because some nodes have changed, only these nodes are described again. If nothing but static
-   values is new in them, or another object of the very same structure, then the table is *patched*. Layouts are
-   interned, so toggling a flag and toggling it back leads to the first layout, and so to the first compiled function.
-   Such transitions are remembered (:class:`Variant`): when the nodes hold the very same values as after an earlier
-   transition, not even they are described.
-4. Otherwise the object is walked again.
+1. The table is valid if both hold: ``table.stamp.valid`` is true, so no object that the table describes has changed its
+   structure (stamps.py); and static values that can be changed in place, such as a mutable configuration object, equal
+   the copies made of them. (Each is compared once per call, however many Modules refer to it.)
+2. If the stamp is invalid because some nodes have changed, only these nodes are described again. If nothing in them has
+   changed but static values, or objects that were replaced by others of the very same structure, the table is
+   *patched*. Layouts are interned, so toggling a flag and toggling it back leads to the first layout, and so to the
+   first compiled function. Such transitions are remembered (:class:`Variant`): when the nodes hold the very same values
+   as after an earlier transition, not even they are described.
+3. Otherwise the object is walked again.
 
-Dicts, lists and States in a pytree that is an attribute are not nodes; changes of them are found as well (foreign.py).
-A graph with parts that can change unnoticed (such as arrays in the slots of a class) is walked at every call. As a
-guard against writes that bypass every check (``object.__setattr__`` from outside), uses number 1, 2, 4, 8, ... of a
-table (8, 16, ... of one that was made in a trace) walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError`
-if the table no longer describes the object. With the environment variable ``NNXLIB_CHECK`` set, every use does.
+Dicts, lists and States in a pytree that is an attribute are not nodes; foreign.py finds their changes. A graph with
+parts that can change unnoticed (such as arrays in the slots of a class) is walked at every call. As a guard against
+writes that bypass every check (``object.__setattr__`` from outside), uses number 1, 2, 4, 8, ... of a table (8, 16, ...
+if it was made in a trace) walk anyway, and raise :class:`~nnxlib.core.errors.StaleLayoutError` if the table does not
+describe the object. With the environment variable ``NNXLIB_CHECK`` set, every use does.
 
 A table does not refer to its root, so a dropped model is freed at once. Copies and pickles of a model have no table.
 """
@@ -57,7 +57,7 @@ from .variables import Variable
 from .walk import Walk
 
 CHECK_ALWAYS = bool(os.environ.get("NNXLIB_CHECK"))
-_USES_IN_A_TRACE = 8  # before the first check of a table of fresh objects, which are soon gone, and walked anyway
+_USES_IN_A_TRACE = 8  # before the first check of a table made in a trace: its objects are soon gone
 
 _serials = itertools.count()
 
@@ -76,20 +76,20 @@ class LiveTable:
     layout: Layout
     stamp: Stamp
     mutable: list[tuple[Any, Const]]  # the static values that can be changed in place, and what they were
-    reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the table is used once
+    reliable: bool  # whether `stamp` and `mutable` reveal every change; if not, the table is used only once
     objects: list[Any]  # by row; None in place of the root
     index: dict[int, int]  # id of an object -> its row
     cells: list[Cell]  # of all Variables, in row order
-    # (container, key, None) for each array in a field of a node; with a Flattened for a pytree that may hold some.
+    # (container, key, None) for each array in a field of a node; (..., Flattened) for each pytree there that has arrays.
     arrays: list[tuple[Any, Any, Flattened | None]]
-    array_rows: list[int]  # for each of these arrays the row of the node
+    array_rows: list[int]  # the row of the node that holds each of these arrays
     snapshot: list[Any] | None  # the leaves, if the table is not reliable
     next_check: int  # the number of the use at which the table is next compared with the object
-    until_check: int  # how many uses are left, up to that one
+    until_check: int  # how many uses are left up to that one
     serial: int  # unique, never reused
     sharing: dict[tuple[int, ...], tuple[Sharing, ...]]  # by the serials of several tables, see sharing_of
     shortcuts: dict[Any, Any]  # by the CallSite: the cells that a call reads and writes, see dispatch.py
-    variant: Variant | None  # the present one, once the table has been patched
+    variant: Variant | None  # the present one; None until the table is patched
     variants: list[Variant]  # all of them
 
     def __init__(self, layout: Layout, stamp: Stamp, objects: list[Any], index: dict[int, int], cells: list[Cell]):
@@ -125,11 +125,11 @@ class LiveTable:
 
 
 class PendingTable:
-    """What is known of an object that was just built, from which its table can be made without a walk."""
+    """What is known about an object that was just built: enough to make its table without a walk."""
 
     __slots__ = ("layout", "objects", "stamp")
 
-    until_check = 1  # so that no shortcut uses it
+    until_check = 1  # so no shortcut uses it
 
     def __init__(self, layout: Layout, objects: list[Any], stamp: Stamp):
         self.layout, self.objects, self.stamp = layout, objects, stamp
@@ -163,7 +163,7 @@ def table_of(root: Any) -> LiveTable:
 
 
 def have_changed(mutable: Iterable[tuple[Any, Const]]) -> bool:
-    """Whether any of some static values that can be changed in place is not what it was."""
+    """Whether any of these static values, which can be changed in place, is not what it was."""
     try:
         return not all(const == Const.of(value) for value, const in mutable)
     except errors.StaticValueError:  # the walk will say where
@@ -197,9 +197,9 @@ def _make(root: Any) -> LiveTable:
 
 
 def _find_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -> None:
-    """Note where the arrays are that nodes hold, and which pytrees are to be flattened at each call.
+    """Note where nodes hold arrays, and which pytrees are to be flattened at each call.
 
-    Not a loop within the `with` block of its caller, whose end an interrupt could skip.
+    A function, since an interrupt in a loop within the `with` block of the caller could skip the end of the block.
     """
     for i, row in enumerate(rows):
         held = row.fields if type(row) is NodeRow else ()
@@ -208,7 +208,7 @@ def _find_arrays(table: LiveTable, walk: Walk, rows: Sequence[Row], root: Any) -
             continue
         x = walk.objects[i]
         if any(_holder(x, name) is x for name, _ in fields) and (isinstance(x, Pytree) or x is root):
-            table.reliable = False  # a write to a slot goes unnoticed; of items the table would refer to its root
+            table.reliable = False  # a write to a slot goes unnoticed; and for items the table would refer to its root
         for name, field in fields if table.reliable else ():
             container = _holder(x, name)
             tree = Flattened(container, name, field, table.index) if isinstance(field, Tree) else None
@@ -225,14 +225,14 @@ def _holder(node: Any, name: Any) -> Any:
 
 
 def _kept(table: LiveTable, root: Any) -> LiveTable:
-    """The table, kept on its root if it can be used again: not if another thread has lent cells of it to a trace."""
+    """The table, kept on its root if it can be used again; not while another thread has lent cells of it to a trace."""
     has_lent = at_top_level() and not {Cell}.issuperset(map(type, table.cells))
     object.__setattr__(root, "_nnx_table", table if table.reliable and not has_lent else None)
     return table
 
 
 def _checked(table: LiveTable, root: Any) -> LiveTable:
-    """Walk the object anyway, and compare; returns its table, another one if another thread has changed the object.
+    """Walk the object anyway, and compare; returns its table: a new one, if another thread has changed the object.
 
     Raises:
       StaleLayoutError: if the object was changed in a way that its table has not noticed.
@@ -255,7 +255,7 @@ def _checked(table: LiveTable, root: Any) -> LiveTable:
     )
 
 
-_UNTIL_TOLD = 0.05  # seconds in which another thread that has changed an object will note it
+_UNTIL_TOLD = 0.05  # seconds until another thread that has changed an object has surely invalidated the stamp
 
 
 _STALE = """\
@@ -274,18 +274,18 @@ that has a hash is to be replaced by another one, not edited. The next call sees
 class Variant:
     """A layout that a table has had, its shortcuts, and the transitions from it to other variants.
 
-    It refers to the layout weakly, which lives as long as the functions compiled for it. It refers to other variants
-    weakly too, so that toggling a flag back and forth makes no reference cycle, which would keep a dropped model alive.
+    It refers weakly to the layout, which lives as long as the functions compiled for it; and to other variants, so that
+    toggling a flag back and forth makes no reference cycle, which would keep a dropped model alive.
     """
 
     __slots__ = ("__weakref__", "layout", "shortcuts", "transitions")
 
     def __init__(self, layout: Layout, shortcuts: dict[Any, Any]):
         self.layout, self.shortcuts = weakref.ref(layout), shortcuts
-        self.transitions: list[tuple[Contents, weakref.ref[Variant]]] = []  # what the changed nodes held afterwards
+        self.transitions: list[tuple[Contents, weakref.ref[Variant]]] = []  # by what the changed nodes hold then
 
     def after(self, contents: Contents) -> tuple[Variant, Layout] | None:
-        """The variant, and its layout, that an earlier transition to the very same contents led to."""
+        """The variant, and its layout, to which an earlier transition with the very same contents led."""
         for known, reference in self.transitions:
             if _are_same(known, contents):
                 variant = reference()
@@ -318,22 +318,22 @@ def patched(table: LiveTable, root: Any) -> bool:
 
 
 def _patch(table: LiveTable, root: Any) -> bool:
-    """As :func:`patched`; no loop within the `with` block, whose end an interrupt would skip."""
+    """As :func:`patched`, for the reason given at :func:`_find_arrays`."""
     stamp = table.stamp
-    stamp.changed.insert(0, gone)  # unless all goes well, the table is made anew
-    changed = stamp.changed[1:]  # the list stays: another thread may be about to append to it
+    stamp.changed.insert(0, gone)  # removed if all goes well; if not, the table is made anew
+    changed = stamp.changed[1:]  # a copy: another thread may be about to append to the list
     objects = {id(x): x for x in [reference() for reference in changed]}
     nodes = [x for x in objects.values() if isinstance(x, Node)]
-    if len(nodes) < len(objects):  # a Variable has changed, or an object was removed and is gone
+    if len(nodes) < len(objects):  # a Variable has changed, or an object is gone
         return False
-    found = _variant_now(table, root, [x for x in nodes if id(x) in table.index])  # others have left it
+    found = _variant_now(table, root, [x for x in nodes if id(x) in table.index])  # others have left the graph
     if found is None:
         return False
     table.variant, table.layout = found
     table.shortcuts = table.variant.shortcuts
     del stamp.changed[: 1 + len(changed)]
     stamp.renew()
-    if stamp.changed:  # meanwhile, by another thread; a later change makes the stamp invalid by itself
+    if stamp.changed:  # by another thread in the meantime; a later change invalidates the stamp by itself
         stamp.valid = False
     return bool(stamp.valid)
 
@@ -361,7 +361,7 @@ def _variant_now(table: LiveTable, root: Any, changed: Sequence[Node]) -> tuple[
     return variant, layout
 
 
-_TRANSITIONS = 7  # how many each variant remembers, besides the last
+_TRANSITIONS = 7  # how many each variant remembers, besides the newest
 
 
 def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> Variant:
@@ -375,19 +375,19 @@ def _variant_of(table: LiveTable, layout: Layout, shortcuts: dict[Any, Any]) -> 
 
 
 def _adopt_objects(table: LiveTable, changed: Iterable[Node]) -> bool:
-    """Take the objects into a table that nodes now hold in place of others with the same rows.
+    """Take into a table the objects that nodes now hold in place of others with the same rows.
 
-    Returns whether there are any. One that is, or was, in several places is not taken: that is another structure.
+    Returns whether there are any. An object that is, or was, in several places is not taken: the structure differs.
     """
     adopted = False
     for x in changed:
-        if id(x) not in table.index:  # it was in an object whose place another one has taken
+        if id(x) not in table.index:  # it was in an object that has been replaced
             continue
         row, held = cast(NodeRow, table.layout.rows[table.index[id(x)]]), x._nnx_contents()
         for i, new in [(spec.index, held.get(name)) for name, spec in row.fields if type(spec) is Ref]:
             if new is not table.objects[i] and is_node(new) and id(new) not in table.index:
                 adopted = _adopt(table, i, new) or adopted
-    if adopted:  # what is kept of the former ones may be wrong, and would keep their arrays alive
+    if adopted:  # what is kept about the former ones may be wrong, and would keep their arrays alive
         table.serial, table.sharing = next(_serials), {}
         for variant in table.variants:
             variant.transitions = []
@@ -398,7 +398,7 @@ def _adopt_objects(table: LiveTable, changed: Iterable[Node]) -> bool:
 def _adopt(table: LiveTable, i: int, new: Any) -> bool:
     """Take an object, and those below it, into a table in place of that of row ``i``; False unless their rows agree.
 
-    Objects below one that nothing else refers to have the rows after it, in the order of a walk.
+    The objects below one to which nothing else refers have the rows after it, in the order of a walk.
     """
     layout, objects = table.layout, table.objects
     walk, fits = Walk(objects[:i], table.stamp, table.index), False
@@ -432,7 +432,7 @@ def _adopt(table: LiveTable, i: int, new: Any) -> bool:
 
 
 def _is_described(table: LiveTable, objects: Sequence[Any], x: Node) -> bool:
-    """Whether a node holds the very objects and static values that its row says, or has no row any more."""
+    """Whether a node holds the very objects and static values that are in its row, or has no row any more."""
     i = table.index.get(id(x))
     if i is None:
         return True
@@ -445,7 +445,7 @@ def _is_described(table: LiveTable, objects: Sequence[Any], x: Node) -> bool:
 def _rows_with_other_statics(
     table: LiveTable, root: Any, changed: Iterable[Node]
 ) -> tuple[tuple[int, NodeRow], ...] | None:
-    """The rows of some nodes as they are now; None if anything but static values is new in them."""
+    """The rows of some nodes as they are now; None if anything but static values has changed in them."""
     before = table.layout.rows
     walk = Walk(table.objects_with(root), table.stamp, table.index)
     try:
